@@ -1,0 +1,69 @@
+"""Everything Holdfast raises on purpose.
+
+::
+
+    HoldfastError
+    ├── ConfigError            you can mend it: a value, an option, a file        (also a ValueError)
+    ├── ScriptError            the script uses the session in a way that cannot work
+    ├── PeerFailed             a collective did not complete: somebody died; recovery answers it
+    ├── JobError               the run cannot go on
+    │   ├── TooFewWorkers      fewer survivors than ``min_workers``; the state was saved
+    │   └── ReplicasDiffer     replicas that must be equal are not
+    ├── CheckpointError
+    │   ├── CheckpointCorrupt  bytes on disk are not the bytes that were saved
+    │   └── CheckpointMissing  there is no complete checkpoint where one was asked for
+    └── InternalError          an invariant of Holdfast itself broke: please report it
+
+A script never sees :class:`PeerFailed`: the session answers it. It is public for those who use a
+communicator directly.
+"""
+
+from __future__ import annotations
+
+
+class HoldfastError(Exception):
+    """Root of the tree: catches everything that Holdfast raises on purpose."""
+
+
+class ConfigError(HoldfastError, ValueError):
+    """A value that you gave is not allowed; the message says which, and what is."""
+
+
+class ScriptError(HoldfastError):
+    """The script breaks a rule of the session, such as skipping a slice of a step."""
+
+
+class PeerFailed(HoldfastError):
+    """A collective failed because a member died, or because a peer revoked it for that reason.
+
+    You get it from a :class:`~holdfast.comm.base.Communicator`, at any member, at any moment after a
+    death; others may have completed the same collective. You never get it inside a training loop.
+    """
+
+
+class JobError(HoldfastError):
+    """The run cannot go on; the message says what was saved and how to continue."""
+
+
+class TooFewWorkers(JobError):
+    """Fewer workers are alive than the run may go on with."""
+
+
+class ReplicasDiffer(JobError):
+    """The digests of two replicas differ: somebody computed wrong bits."""
+
+
+class CheckpointError(HoldfastError):
+    """A checkpoint could not be written or read."""
+
+
+class CheckpointCorrupt(CheckpointError):
+    """What is on disk is not what was saved; the message names the tensor or file."""
+
+
+class CheckpointMissing(CheckpointError):
+    """No complete checkpoint exists where one was asked for."""
+
+
+class InternalError(HoldfastError):
+    """A rule that Holdfast keeps for itself was broken. Please report this, with the run's events."""

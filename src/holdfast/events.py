@@ -1,0 +1,460 @@
+"""The vocabulary: what happened (:class:`Event`), what to do (:class:`Action`), what is written down (:class:`Record`).
+
+Events and actions are what a recovery strategy hears and says; they never leave the process. Records
+are the lines of ``events.jsonl``: enough to draw the run, and to replay it.
+
+A worker's progress is one number, ``completed``: the sums of the training sequence that it has
+completed. With ``num_buckets`` buckets a step has ``num_buckets + 1`` sums, the last of which is the
+closing sum.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+LOADING = -1
+"""``completed`` of a worker that has decided to load a checkpoint and has not finished doing so."""
+
+
+# ---------------------------------------------------------------------------------------------
+# Events: what happened
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Something that happened to this worker."""
+
+
+@dataclass(frozen=True, slots=True)
+class Started(Event):
+    """Training begins, or goes on, before ``step``."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Computed(Event):
+    """The gradients of this worker's slices of the step are ready."""
+
+
+@dataclass(frozen=True, slots=True)
+class BucketSummed(Event):
+    """The sum of the bucket in progress is known here."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepClosed(Event):
+    """The closing sum returned here: everybody alive holds every bucket of the step."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepApplied(Event):
+    """The optimizer has run."""
+
+
+@dataclass(frozen=True, slots=True)
+class RanOut(Event):
+    """There is no next step."""
+
+
+@dataclass(frozen=True, slots=True)
+class PeerLost(Event):
+    """A collective did not complete here."""
+
+
+@dataclass(frozen=True, slots=True)
+class Agreed(Event):
+    """The members agreed; ``value`` is False too if the agreement reported a death."""
+
+    value: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Revoked(Event):
+    """The communicator is revoked: nobody waits in a sum any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shrunk(Event):
+    """There is a new communicator of those alive."""
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far one worker has come.
+
+    Args:
+        completed: Sums completed since the start of training, or :data:`LOADING`.
+        computed: Whether the gradients of the step in progress are ready there.
+    """
+
+    completed: int
+    computed: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ProgressKnown(Event):
+    """Everybody's progress is known to everybody: the moment to decide.
+
+    Args:
+        progress: By rank, of those alive.
+        num_buckets: Buckets of a step; it has one sum more.
+    """
+
+    progress: Mapping[int, Progress]
+    num_buckets: int
+
+
+@dataclass(frozen=True, slots=True)
+class ActDone(Event):
+    """One order of the strategy was carried out."""
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointLoaded(Event):
+    """The state before ``step`` was loaded; training goes on there."""
+
+    step: int
+
+
+# ---------------------------------------------------------------------------------------------
+# Actions: what to do
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """Something to do now."""
+
+
+@dataclass(frozen=True, slots=True)
+class ComputeStep(Action):
+    """Compute the gradients of this worker's slices of ``step``."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class SumBucket(Action):
+    """Take part in the sum of ``bucket``."""
+
+    step: int
+    bucket: int
+
+
+@dataclass(frozen=True, slots=True)
+class CloseStep(Action):
+    """Take part in the closing sum of ``step``."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class ApplyStep(Action):
+    """Run the optimizer with the summed gradients of ``step``."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Publish(Action):
+    """``step`` is stable: what it made may leave the process (checkpoint manifests, "done")."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Revoke(Action):
+    """Revoke the communicator, so that everybody who waits in a sum wakes up."""
+
+
+@dataclass(frozen=True, slots=True)
+class Agree(Action):
+    """Agree with everybody alive on ``flag``; the result is the AND."""
+
+    flag: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Shrink(Action):
+    """Make a new communicator of those alive."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShareProgress(Action):
+    """Tell everybody how far this worker is, and hear how far they are."""
+
+    progress: Progress
+
+
+@dataclass(frozen=True, slots=True)
+class CatchUp(Action):
+    """Those that did not close ``step`` apply it now, from what they hold."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class DiscardStep(Action):
+    """Drop everything of the attempt at ``step``; the same mini-batch is computed again."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class HandOver(Action):
+    """``source`` gives its sum of ``bucket`` to everybody."""
+
+    step: int
+    bucket: int
+    source: int
+
+
+@dataclass(frozen=True, slots=True)
+class ContinueStep(Action):
+    """Go on with ``step`` at the sum number ``next_sum`` of the step, over the survivors."""
+
+    step: int
+    next_sum: int
+
+
+@dataclass(frozen=True, slots=True)
+class LoadCheckpoint(Action):
+    """Load the newest intact checkpoint, or the initial state if there is none."""
+
+
+@dataclass(frozen=True, slots=True)
+class SaveAndStop(Action):
+    """Save the state before ``step`` and stop: too few workers are left."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Leave(Action):
+    """Everybody is done: nobody needs this worker any more."""
+
+
+# ---------------------------------------------------------------------------------------------
+# Records: what is written down
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Record:
+    """One line of ``events.jsonl``.
+
+    Args:
+        t_s: Seconds since the launcher started the job.
+        rank: Who wrote it; for :class:`FaultFired` and :class:`WorkerEnded`, whom it is about; -1 is the launcher.
+        step: The step in progress, -1 where there is none.
+    """
+
+    t_s: float
+    rank: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunStarted(Record):
+    """Training starts, or goes on at ``step`` after a restart. Written by every worker, also on each restart."""
+
+    fabric: str
+    strategy: str
+    seed: int
+    workers: int
+    slices: int
+    order: str
+    split: str
+    batch: str
+    rescale: str
+    steps_planned: int
+    samples_planned: int
+    num_buckets: int
+    parameters: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepCommitted(Record):
+    """The optimizer ran for ``step``. Written by the lowest worker alive.
+
+    Args:
+        samples: Samples whose gradients are in the step.
+        workers: Workers that took part.
+        metrics: What the script logged, mean over the samples of the step, ``loss`` among it.
+    """
+
+    epoch: int
+    samples: int
+    workers: int
+    metrics: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FaultFired(Record):
+    """An injected fault is about to strike ``rank``; the line is written just before.
+
+    Args:
+        fault: Its number in the plan.
+        kind: ``"kill"`` so far.
+        phase: Where in the step.
+    """
+
+    fault: int
+    kind: str
+    phase: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FailureSeen(Record):
+    """A collective failed at ``rank``: it knows that somebody is gone, not yet who."""
+
+    phase: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recovered(Record):
+    """The survivors decided. Written by every survivor.
+
+    Args:
+        step: The step that training goes on with.
+        lost: Ranks that were alive before and are not now.
+        survivors: Ranks alive.
+        decision: ``"redo"`` the step, ``"continue"`` it over the survivors, ``"load"`` a checkpoint, ``"stop"``.
+        redone_steps: Steps (the one in progress included) whose work is done again.
+        generation: How many communicators there have been.
+    """
+
+    lost: tuple[int, ...]
+    survivors: tuple[int, ...]
+    decision: str
+    redone_steps: int
+    generation: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplesLost(Record):
+    """``forward`` went on without these samples. Written by the lowest worker alive.
+
+    Args:
+        ids: The samples, by index in the dataset.
+        buckets: Buckets of the step that their gradients are missing from.
+    """
+
+    epoch: int
+    ids: tuple[int, ...]
+    buckets: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointSaved(Record):
+    """The checkpoint before ``step`` is complete: its manifest is written."""
+
+    path: str
+    size_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finished(Record):
+    """``rank`` passed the gate: training is over and nobody needs it any more.
+
+    Args:
+        outcome: ``"done"``; ``"stopped"`` on request (SIGTERM) with its state saved; ``"gave-up"`` for too few workers.
+        sha256: Over all parameters and buffers, in path order, little-endian bytes.
+        state_sha256: Over these and the optimizer's state.
+        planned: Samples of the plan up to the last step.
+        committed: Samples of the plan that are in the weights once.
+        lost: Samples that ``forward`` went on without.
+        repeated: Samples that are in the weights more than once.
+        checkpoint: Where the state was saved, or "".
+    """
+
+    outcome: str
+    sha256: str
+    state_sha256: str
+    planned: int
+    committed: int
+    lost: int
+    repeated: int
+    metrics: Mapping[str, float]
+    checkpoint: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScriptFailed(Record):
+    """The script raised, or used the session wrongly.
+
+    Args:
+        exit_code: 2 for a wrong setting (:class:`~holdfast.errors.ConfigError`), otherwise 1.
+        message: One line.
+        traceback: The script's own frames, or "".
+    """
+
+    exit_code: int
+    message: str
+    traceback: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerEnded(Record):
+    """The process of ``rank`` is gone. Written by the watcher beside it.
+
+    Args:
+        exit_code: As in :mod:`subprocess`: -9 for SIGKILL.
+        pid: Its process.
+    """
+
+    exit_code: int
+    pid: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobRestarted(Record):
+    """The launcher starts the whole job again.
+
+    Args:
+        restart: 1 for the first restart.
+        workers: Ranks that it is started with.
+        reason: Why.
+    """
+
+    restart: int
+    workers: tuple[int, ...]
+    reason: str
+
+
+RECORDS: dict[str, type[Record]] = {
+    kind.__name__: kind
+    for kind in (
+        RunStarted,
+        StepCommitted,
+        FaultFired,
+        FailureSeen,
+        Recovered,
+        SamplesLost,
+        CheckpointSaved,
+        Finished,
+        ScriptFailed,
+        WorkerEnded,
+        JobRestarted,
+    )
+}
+"""Every kind of record by its name, which stands under ``"event"`` in the JSON line."""
+
+
+def record_to_dict(record: Record) -> dict[str, Any]:
+    """Return ``record`` as what its JSON line holds: ``{"event": name, "t_s": ..., ...}``."""
+    return {"event": type(record).__name__} | dataclasses.asdict(record)
+
+
+def record_from_dict(line: Mapping[str, Any]) -> Record:
+    """Return the record that :func:`record_to_dict` made ``line`` from.
+
+    Raises:
+        KeyError: if the kind is unknown.
+        TypeError: if fields are missing or unknown.
+    """
+    fields: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in line.items() if k != "event"}
+    return RECORDS[line["event"]](**fields)

@@ -1,0 +1,47 @@
+"""Named crash points: places where a process may be killed on purpose, to prove that it does no harm.
+
+A point costs one look at a module variable. A fault plan arms it through :func:`arm`; a test that
+starts a process of its own may name one in ``HOLDFAST_CRASH_AT``.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+
+POINTS = (
+    "checkpoint.begin",
+    "checkpoint.tensors",
+    "checkpoint.manifest",
+    "checkpoint.committed",
+)
+"""Every point, in the order in which a run passes them; a test walks this tuple."""
+
+
+def _from_environment() -> Callable[[str], None] | None:
+    wanted = os.environ.get("HOLDFAST_CRASH_AT")
+    return None if wanted is None else _killer(wanted)
+
+
+def _killer(wanted: str) -> Callable[[str], None]:
+    def kill_at(name: str) -> None:
+        if name == wanted:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    return kill_at
+
+
+_armed: Callable[[str], None] | None = _from_environment()
+
+
+def arm(hook: Callable[[str], None] | None) -> None:
+    """Call ``hook(name)`` at every point from now on; ``None`` disarms."""
+    global _armed
+    _armed = hook
+
+
+def reach(name: str) -> None:
+    """Say that the process is at the point ``name``."""
+    if _armed is not None:
+        _armed(name)
