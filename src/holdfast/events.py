@@ -30,9 +30,7 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class Started(Event):
-    """Training begins, or goes on, before ``step``."""
-
-    step: int
+    """The worker is ready; it knows nothing of the others yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +104,14 @@ class ProgressKnown(Event):
 
     progress: Mapping[int, Progress]
     num_buckets: int
+
+
+@dataclass(frozen=True, slots=True)
+class HandedOver(Event):
+    """The sum of ``bucket`` that somebody held is known here too."""
+
+    step: int
+    bucket: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,14 +228,15 @@ class ContinueStep(Action):
 
 @dataclass(frozen=True, slots=True)
 class LoadCheckpoint(Action):
-    """Load the newest intact checkpoint, or the initial state if there is none."""
+    """Load the newest intact checkpoint, or the initial state if there is none, the same everywhere.
+
+    Training starts with it too: that is how replicas become equal.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class SaveAndStop(Action):
-    """Save the state before ``step`` and stop: too few workers are left."""
-
-    step: int
+    """Save the state before the step in progress and stop: too few workers are left."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,261 @@
+"""One worker's side of the commit and recovery protocol, as a state machine.
+
+A step with B buckets is B sums and a closing sum, one at a time; the optimizer runs only after the closing
+sum. Because sums are symmetric and blocking, survivors are at most one sum apart, so whoever is behind a
+closed step already holds all of it, and no state is ever sent between survivors.
+
+When a sum fails::
+
+    R1  revoke, agree(0)      everybody alive has heard       (left out if an agreement already told everybody)
+    R2  shrink, agree(1)      fence: nobody revokes before everybody has left the shrink
+    R3  share progress        one sum of fixed-size integers
+    R4  agree(1)              from here all know the same, and all know that all know
+    R5  the strategy decides; its orders are carried out
+
+and at the end the gate: agree(1), publish, agree(1), leave. Nobody may leave on anything weaker, because a
+survivor that must recover would wait for those who left.
+"""
+
+from __future__ import annotations
+
+import enum
+
+from holdfast.errors import InternalError
+from holdfast.events import (
+    LOADING,
+    ActDone,
+    Action,
+    Agree,
+    Agreed,
+    ApplyStep,
+    BucketSummed,
+    CatchUp,
+    CheckpointLoaded,
+    CloseStep,
+    Computed,
+    ComputeStep,
+    ContinueStep,
+    DiscardStep,
+    Event,
+    HandedOver,
+    HandOver,
+    Leave,
+    LoadCheckpoint,
+    PeerLost,
+    Progress,
+    ProgressKnown,
+    Publish,
+    RanOut,
+    Revoke,
+    Revoked,
+    SaveAndStop,
+    ShareProgress,
+    Shrink,
+    Shrunk,
+    Started,
+    StepApplied,
+    StepClosed,
+    SumBucket,
+)
+from holdfast.recovery.strategy import Strategy
+
+
+class State(enum.Enum):
+    """What the worker is waiting for."""
+
+    NEW = enum.auto()
+    COMPUTE = enum.auto()
+    SUM = enum.auto()
+    CLOSE = enum.auto()
+    APPLY = enum.auto()
+    REVOKE = enum.auto()
+    HEARD = enum.auto()
+    SHRINK = enum.auto()
+    FENCE = enum.auto()
+    SHARE = enum.auto()
+    CONFIRM = enum.auto()
+    ACT = enum.auto()
+    GATE = enum.auto()
+    LAST_GATE = enum.auto()
+    LEFT = enum.auto()
+
+
+class Protocol:
+    """Turns what happened into what to do next; at any moment one order that needs an answer is open.
+
+    Args:
+        strategy: Decides in R5.
+        num_buckets: Buckets of a step, ``>= 1``.
+    """
+
+    __slots__ = ("_completed", "_computed", "_known", "_num_buckets", "_orders", "_state", "_stopping", "_strategy")
+
+    def __init__(self, strategy: Strategy, num_buckets: int) -> None:
+        if num_buckets < 1:
+            msg = f"a step must have at least 1 bucket, got {num_buckets}"
+            raise InternalError(msg)
+        self._strategy = strategy
+        self._num_buckets = num_buckets
+        self._state = State.NEW
+        self._completed = 0
+        self._computed = False
+        self._stopping = False
+        self._known: ProgressKnown | None = None
+        self._orders: tuple[Action, ...] = ()
+
+    @property
+    def state(self) -> State:
+        """What the worker is waiting for."""
+        return self._state
+
+    @property
+    def step(self) -> int:
+        """The step in progress, -1 while a checkpoint is being loaded."""
+        return self._completed // self._sums
+
+    @property
+    def progress(self) -> Progress:
+        """How far this worker is."""
+        return Progress(self._completed, self._computed)
+
+    def key(self) -> tuple[object, ...]:
+        """Return everything that decides what this worker will do: equal keys, equal futures."""
+        known = None if self._known is None else tuple(sorted((r, p) for r, p in self._known.progress.items()))
+        return (self._state, self._completed, self._computed, self._stopping, known, self._orders)
+
+    @property
+    def _sums(self) -> int:
+        return self._num_buckets + 1
+
+    def handle(self, event: Event) -> list[Action]:
+        """Take one event and say what to do now. Only the last order of the list needs an answer.
+
+        Raises:
+            InternalError: if the event cannot happen in this state.
+        """
+        if isinstance(event, PeerLost):
+            return self._recover()
+        match self._state, event:
+            case State.NEW, Started():
+                self._state, self._orders = State.ACT, (LoadCheckpoint(),)
+                return self._next_order()
+            case State.COMPUTE, Computed():
+                self._computed = True
+                return self._sum_next()
+            case State.COMPUTE, RanOut():
+                return self._enter(State.GATE, Agree(flag=True))
+            case State.SUM, BucketSummed():
+                return self._after_bucket()
+            case State.CLOSE, StepClosed():
+                return self._enter(State.APPLY, ApplyStep(self.step))
+            case State.APPLY, StepApplied():
+                self._finish_step()
+                return self._compute()
+            case State.REVOKE, Revoked():
+                return self._enter(State.HEARD, Agree(flag=False))
+            case State.HEARD, Agreed():
+                return self._enter(State.SHRINK, Shrink())
+            case ((State.FENCE | State.CONFIRM | State.GATE | State.LAST_GATE), Agreed(value=False)):
+                return self._enter(State.SHRINK, Shrink())  # the agreement told everybody: no need to revoke
+            case State.SHRINK, Shrunk():
+                return self._enter(State.FENCE, Agree(flag=True))
+            case State.FENCE, Agreed():
+                return self._enter(State.SHARE, ShareProgress(self.progress))
+            case State.SHARE, ProgressKnown():
+                self._known = event
+                return self._enter(State.CONFIRM, Agree(flag=True))
+            case State.CONFIRM, Agreed():
+                return self._decide()
+            case State.ACT, _:
+                return self._after_act(event)
+            case State.GATE, Agreed():
+                return [Publish(self.step - 1), *self._enter(State.LAST_GATE, Agree(flag=True))]
+            case State.LAST_GATE, Agreed():
+                return self._enter(State.LEFT, Leave())
+            case _:
+                msg = f"{event} cannot happen in state {self._state.name}"
+                raise InternalError(msg)
+
+    def _enter(self, state: State, action: Action) -> list[Action]:
+        self._state = state
+        return [action]
+
+    # -- a step
+
+    def _compute(self) -> list[Action]:
+        return self._enter(State.COMPUTE, ComputeStep(self.step))
+
+    def _sum_next(self) -> list[Action]:
+        step, position = divmod(self._completed, self._sums)
+        if position == self._num_buckets:
+            return self._enter(State.CLOSE, CloseStep(step))
+        return self._enter(State.SUM, SumBucket(step, position))
+
+    def _after_bucket(self) -> list[Action]:
+        self._completed += 1
+        step, position = divmod(self._completed, self._sums)
+        # Everybody entered this sum, so everybody has applied the step before: it cannot be taken back.
+        publish: list[Action] = [Publish(step - 1)] if position == 1 else []
+        return publish + self._sum_next()
+
+    def _finish_step(self) -> None:
+        self._completed = (self.step + 1) * self._sums
+        self._computed = False
+
+    # -- recovery
+
+    def _recover(self) -> list[Action]:
+        if self._state not in (State.SUM, State.CLOSE, State.SHARE, State.ACT):
+            msg = f"no sum can fail in state {self._state.name}"
+            raise InternalError(msg)
+        self._known, self._orders = None, ()
+        return self._enter(State.REVOKE, Revoke())
+
+    def _decide(self) -> list[Action]:
+        assert self._known is not None
+        self._orders = tuple(self._strategy.handle(self._known))
+        self._known = None
+        self._state = State.ACT
+        return self._next_order()
+
+    def _next_order(self) -> list[Action]:
+        while self._orders:
+            order, self._orders = self._orders[0], self._orders[1:]
+            match order:
+                case CatchUp(step=step):
+                    if self._completed == (step + 1) * self._sums - 1:
+                        return [ApplyStep(step)]
+                case DiscardStep(step=step):
+                    self._completed, self._computed = step * self._sums, False
+                    return [order]
+                case LoadCheckpoint():
+                    # Said before the first message of loading: from here on everybody loads, whoever dies,
+                    # though some may have loaded by then, and be many sums behind the others.
+                    self._completed, self._computed = LOADING, False
+                    return [order]
+                case SaveAndStop():
+                    self._stopping = True
+                    return [order]
+                case HandOver():
+                    return [order]
+                case ContinueStep():
+                    return self._sum_next()
+                case _:
+                    msg = f"a strategy may not order {order}"
+                    raise InternalError(msg)
+        return self._enter(State.GATE, Agree(flag=True)) if self._stopping else self._compute()
+
+    def _after_act(self, event: Event) -> list[Action]:
+        match event:
+            case StepApplied():
+                self._finish_step()
+            case HandedOver(step=step, bucket=bucket):
+                self._completed = step * self._sums + bucket + 1
+            case CheckpointLoaded(step=step):
+                self._completed = step * self._sums
+            case ActDone():
+                pass
+            case _:
+                msg = f"{event} does not answer an order of the strategy"
+                raise InternalError(msg)
+        return self._next_order()

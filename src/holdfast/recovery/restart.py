@@ -1,0 +1,33 @@
+"""The classic baseline: everybody loads the newest intact checkpoint and redoes the steps since."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from holdfast.events import Action, CatchUp, Event, LoadCheckpoint, ProgressKnown
+from holdfast.recovery.rollback import take_back
+from holdfast.recovery.strategy import View
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Restart:
+    """Loses the steps since the newest checkpoint. The processes of the survivors go on.
+
+    Args:
+        min_workers: With fewer survivors: save and stop. What is saved is the step in progress, not the checkpoint.
+    """
+
+    min_workers: int = 1
+
+    def handle(self, event: Event) -> list[Action]:
+        """Finish a step that somebody closed, because it may be published; then load."""
+        match event:
+            case ProgressKnown():
+                view = View.of(event)
+                if view.alive < self.min_workers:
+                    return take_back(view, self.min_workers)
+                closed_by_some = view.behind and view.next_sum == 0 and not view.loading
+                catch_up: list[Action] = [CatchUp(view.step - 1)] if closed_by_some else []
+                return [*catch_up, LoadCheckpoint()]
+            case _:
+                return []

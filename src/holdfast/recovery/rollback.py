@@ -1,0 +1,44 @@
+"""Immediate mini-batch rollback: take the step back everywhere, do the same mini-batch again.
+
+Source: Nicolae et al., "Towards low-overhead resilience for data parallel deep learning", CCGrid 2022.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from holdfast.events import Action, CatchUp, DiscardStep, Event, LoadCheckpoint, ProgressKnown, SaveAndStop
+from holdfast.recovery.strategy import View
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rollback:
+    """Loses at most the work of one step; no sample is lost or repeated, and every bit stays the same.
+
+    Args:
+        min_workers: With fewer survivors: save and stop.
+    """
+
+    min_workers: int = 1
+
+    def handle(self, event: Event) -> list[Action]:
+        """Take the step in progress back, after those behind have applied a step that somebody closed."""
+        match event:
+            case ProgressKnown():
+                return take_back(View.of(event), self.min_workers)
+            case _:
+                return []
+
+
+def take_back(view: View, min_workers: int) -> list[Action]:
+    """Return to the beginning of the step in progress; stop there with fewer than ``min_workers``."""
+    orders: list[Action] = []
+    if view.loading:
+        orders.append(LoadCheckpoint())
+    else:
+        if view.behind and view.next_sum == 0:
+            orders.append(CatchUp(view.step - 1))
+        orders.append(DiscardStep(view.step))
+    if view.alive < min_workers:
+        orders.append(SaveAndStop())
+    return orders
