@@ -87,10 +87,12 @@ class Progress:
     Args:
         completed: Sums completed since the start of training, or :data:`LOADING`.
         computed: Whether the gradients of the step in progress are ready there.
+        flags: Requests that it has heard in closing sums; those who missed one learn it here.
     """
 
     completed: int
     computed: bool
+    flags: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,10 +11,10 @@ import json
 import mmap
 import os
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from holdfast.errors import ConfigError
 from holdfast.events import Record, record_from_dict, record_to_dict
@@ -115,7 +115,7 @@ class Beacon:
         self._beats = 0
         self._pid = os.getpid()
 
-    def mark(self, phase: str, step: int, slice_: int = -1, samples: Sequence[int] = ()) -> None:
+    def mark(self, phase: str, step: int, slice_: int = -1, samples: Any = ()) -> None:
         """Say where this worker is."""
         self._beats += 1
         count = min(len(samples), self.MAX_SAMPLES)
@@ -142,7 +142,7 @@ class Beacon:
 class NoBeacon:
     """Says nothing."""
 
-    def mark(self, phase: str, step: int, slice_: int = -1, samples: Sequence[int] = ()) -> None:
+    def mark(self, phase: str, step: int, slice_: int = -1, samples: Any = ()) -> None:
         """Forget it."""
 
 

@@ -1,0 +1,13 @@
+"""Who is alive, and how tensors are summed.
+
+:class:`~holdfast.comm.base.Communicator` is the seam: :mod:`~holdfast.comm.ulfm` (Open MPI, real processes) and
+:mod:`~holdfast.comm.virtual` (many workers in one process) implement it, and :class:`~holdfast.comm.ordered.OrderedSum`
+adds gradients on top of either, in an order that belongs to the job.
+"""
+
+from holdfast.comm.base import Communicator
+from holdfast.comm.connect import connect
+from holdfast.comm.ordered import OrderedSum
+from holdfast.comm.virtual import VirtualCommunicator
+
+__all__ = ["Communicator", "OrderedSum", "VirtualCommunicator", "connect"]

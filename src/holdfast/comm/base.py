@@ -1,0 +1,123 @@
+"""What a fabric must be able to do."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import torch
+
+from holdfast.events import Progress
+
+
+class Communicator(Protocol):
+    """The living workers, and the collectives among them.
+
+    A worker is known by its rank in the first world, for life. A process may play several workers (the virtual
+    fabric plays all of them), so collectives that move tensors are between *processes*.
+
+    Promises of every implementation:
+
+    - Collectives are blocking and *symmetric*: nobody's result exists without everybody's input. (A broadcast is
+      therefore a sum of bytes in which all but the root give zeros.)
+    - When a member has died, a collective either completes with the right result or raises
+      :class:`~holdfast.errors.PeerFailed`; some members may see the one and some the other.
+    - ``agree`` and ``shrink`` are uniform over the living, and return only when every living member has called.
+    - One thread makes all calls, one call at a time.
+    """
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """Ranks that were alive at the last shrink, ascending."""
+        ...
+
+    @property
+    def here(self) -> tuple[int, ...]:
+        """Members that this process plays, ascending."""
+        ...
+
+    @property
+    def processes(self) -> tuple[tuple[int, ...], ...]:
+        """Members by process, in the order in which tensors are exchanged."""
+        ...
+
+    @property
+    def generation(self) -> int:
+        """Number of shrinks so far."""
+        ...
+
+    def alltoall(self, send: torch.Tensor, out: torch.Tensor) -> None:
+        """Give row ``i`` of ``send`` to process ``i``; row ``i`` of ``out`` comes from it.
+
+        Args:
+            send: Contiguous, shape ``(len(processes), ...)``, any dtype.
+            out: Contiguous, the same shape and dtype; must not overlap ``send``.
+
+        Raises:
+            PeerFailed: if it did not complete here; ``out`` is undefined then, ``send`` is untouched.
+        """
+        ...
+
+    def allgather(self, part: torch.Tensor, out: torch.Tensor) -> None:
+        """Collect ``part`` of every process in the rows of ``out``.
+
+        Args:
+            part: Contiguous, any shape and dtype, the same at every process.
+            out: Contiguous, shape ``(len(processes), *part.shape)``.
+
+        Raises:
+            PeerFailed: if it did not complete here.
+        """
+        ...
+
+    def maximum(self, values: Sequence[int]) -> list[int]:
+        """Return the maximum of each of a few 64-bit integers over all members.
+
+        Raises:
+            PeerFailed: if it did not complete here.
+        """
+        ...
+
+    def broadcast(self, data: torch.Tensor, root: int) -> None:
+        """Overwrite ``data`` everywhere with that of the process that plays ``root``.
+
+        Args:
+            data: Contiguous, the same shape and dtype at every process.
+            root: A member.
+
+        Raises:
+            PeerFailed: if it did not complete here; ``data`` is whole then, the old or the new.
+        """
+        ...
+
+    def share_progress(self, progress: Progress) -> Mapping[int, Progress]:
+        """Return the progress of every member, by rank.
+
+        Raises:
+            PeerFailed: if it did not complete here.
+        """
+        ...
+
+    def barrier(self) -> None:
+        """Return when every member has called it.
+
+        Raises:
+            PeerFailed: if it did not complete here.
+        """
+        ...
+
+    def agree(self, flag: bool) -> bool:
+        """Return the AND of everybody's flags; False too if a member is found dead. Uniform over the living."""
+        ...
+
+    def revoke(self) -> None:
+        """Make every collective of this generation fail at every member that waits in one, soon."""
+        ...
+
+    def shrink(self) -> None:
+        """Go on with the living: :attr:`members` is new, :attr:`generation` has grown."""
+        ...
+
+    def failed(self) -> tuple[int, ...]:
+        """Return the members that this process knows to be dead."""
+        ...

@@ -1,0 +1,130 @@
+"""Many workers in one process: deterministic, and able to lose any of them at an exact moment."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Collection, Mapping, Sequence
+
+import torch
+
+from holdfast.errors import JobError, PeerFailed
+from holdfast.events import LOADING, Progress
+
+
+def _nobody(_: int) -> Collection[int]:
+    return ()
+
+
+class VirtualCommunicator:
+    """All members are played by this process, so collectives move nothing.
+
+    Args:
+        ranks: The workers, or their number.
+        reached: Asked when a worker dies in the middle of a collective: which survivors does that collective still
+            complete at? The process then acts as one of those, and the others are one sum behind, as on a real
+            engine. By default it completes nowhere.
+    """
+
+    def __init__(self, ranks: int | Sequence[int], *, reached: Callable[[int], Collection[int]] = _nobody) -> None:
+        self._members = tuple(range(ranks)) if isinstance(ranks, int) else tuple(sorted(ranks))
+        self._reached = reached
+        self._dead: set[int] = set()
+        self._late: set[int] = set()
+        self._completes = False
+        self._generation = 0
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """Ranks that were alive at the last shrink, ascending."""
+        return self._members
+
+    @property
+    def here(self) -> tuple[int, ...]:
+        """All members."""
+        return self._members
+
+    @property
+    def processes(self) -> tuple[tuple[int, ...], ...]:
+        """One process, which plays all members."""
+        return (self._members,)
+
+    @property
+    def generation(self) -> int:
+        """Number of shrinks so far."""
+        return self._generation
+
+    def fail(self, rank: int) -> None:
+        """Let ``rank`` die now. In the middle of a collective, ``reached`` says where that still completes."""
+        if rank not in self._members or rank in self._dead:
+            return
+        first = not self._dead
+        self._dead.add(rank)
+        lucky = set(self._reached(rank)) & (set(self._members) - self._dead)
+        if lucky and first:
+            self._completes = True
+            self._late = set(self._members) - self._dead - lucky
+
+    def alltoall(self, send: torch.Tensor, out: torch.Tensor) -> None:
+        """Copy, unless somebody is dead."""
+        # A training sum begins: whoever was behind has caught up by now.
+        if not self._dead:
+            self._late.clear()
+        self._enter()
+        out.copy_(send)
+
+    def allgather(self, part: torch.Tensor, out: torch.Tensor) -> None:
+        """Copy, unless somebody is dead."""
+        self._enter()
+        out[0].copy_(part)
+
+    def maximum(self, values: Sequence[int]) -> list[int]:
+        """Return the values, unless somebody is dead."""
+        self._enter()
+        return list(values)
+
+    def broadcast(self, data: torch.Tensor, root: int) -> None:
+        """Change nothing, unless somebody is dead."""
+        self._enter()
+
+    def share_progress(self, progress: Progress) -> Mapping[int, Progress]:
+        """Return the same for all, but one sum less for those whom the last sum did not reach."""
+        self._enter()
+        if progress.completed == LOADING:
+            return dict.fromkeys(self._members, progress)
+        behind = dataclasses.replace(progress, completed=progress.completed - 1, computed=True)
+        return {rank: behind if rank in self._late else progress for rank in self._members}
+
+    def barrier(self) -> None:
+        """Return at once, unless somebody is dead."""
+        self._enter()
+
+    def agree(self, flag: bool) -> bool:
+        """Return ``flag``, or False if somebody is dead."""
+        return flag and not self._dead
+
+    def revoke(self) -> None:
+        """Do nothing: nobody waits anywhere."""
+
+    def shrink(self) -> None:
+        """Go on with the living.
+
+        Raises:
+            JobError: if nobody is left.
+        """
+        self._members = tuple(rank for rank in self._members if rank not in self._dead)
+        self._late -= self._dead
+        self._dead.clear()
+        self._generation += 1
+        if not self._members:
+            msg = "every worker has died"
+            raise JobError(msg)
+
+    def failed(self) -> tuple[int, ...]:
+        """Return the members that died since the last shrink."""
+        return tuple(sorted(self._dead))
+
+    def _enter(self) -> None:
+        if self._dead and not self._completes:
+            msg = f"workers {sorted(self._dead)} are dead"
+            raise PeerFailed(msg)
+        self._completes = False

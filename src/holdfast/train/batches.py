@@ -1,0 +1,172 @@
+"""Which samples make up a step, how they are cut into slices, and who holds which slice.
+
+All of it is a function of (seed, position, survivors), so workers need no message to agree on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from holdfast.train.seeds import order_of
+
+Ids = np.ndarray[tuple[int], np.dtype[np.int64]]
+"""Indices of samples in the dataset."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cursor:
+    """How far the plan has been used up.
+
+    Args:
+        epoch: Epoch in progress.
+        offset: Samples of that epoch's order that committed steps have taken.
+    """
+
+    epoch: int
+    offset: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MiniBatch:
+    """The samples of one step.
+
+    Args:
+        step: Number of the step.
+        epoch: Where its samples are from.
+        slices: Samples of each slice, in order; a slice of a short mini-batch may be empty.
+        owners: Who holds each slice that has samples.
+        full_size: Samples that the mini-batch would have with everybody alive.
+        after: The cursor once the step is committed.
+    """
+
+    step: int
+    epoch: int
+    slices: tuple[Ids, ...]
+    owners: dict[int, int]
+    full_size: int
+    after: Cursor
+
+    @property
+    def ids(self) -> Ids:
+        """All samples of the step."""
+        return np.concatenate(self.slices)
+
+    def samples_of(self, slices: Sequence[int]) -> int:
+        """Return how many samples are in these slices."""
+        return sum(len(self.slices[number]) for number in slices)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """The order of samples and the policies that cut it.
+
+    Args:
+        num_samples: Size of the dataset.
+        batch_size: Samples of a step with everybody alive.
+        first_epoch: Number of the first epoch; epochs count through the whole job.
+        epochs: How many there are.
+        seed: Of the order.
+        shuffle: Otherwise samples come in the order of the dataset.
+        drop_last: Leave out the short mini-batch at the end of an epoch.
+        slices: Pieces of a mini-batch, fixed for the job.
+        world: The workers that the job was started with.
+        split: ``"slices"`` or ``"even"``, see :class:`holdfast.settings.Settings`.
+        batch: ``"global"`` or ``"local"``.
+    """
+
+    num_samples: int
+    batch_size: int
+    first_epoch: int
+    epochs: int
+    seed: int
+    shuffle: bool
+    drop_last: bool
+    slices: int
+    world: tuple[int, ...]
+    split: str
+    batch: str
+
+    @property
+    def start(self) -> Cursor:
+        """The cursor before the first step."""
+        return Cursor(epoch=self.first_epoch, offset=0)
+
+    @property
+    def epoch_samples(self) -> int:
+        """Samples of an epoch that belong to the plan."""
+        return self.num_samples - self.num_samples % self.batch_size if self.drop_last else self.num_samples
+
+    @property
+    def num_steps(self) -> int:
+        """Steps of the whole plan with everybody alive."""
+        return self.epochs * -(-self.epoch_samples // self.batch_size)
+
+    def order(self, epoch: int) -> Ids:
+        """Return the order of ``epoch``; only its first :attr:`epoch_samples` are used."""
+        if self.shuffle:
+            return order_of(self.seed, epoch, self.num_samples)
+        return np.arange(self.num_samples, dtype=np.int64)
+
+    def planned_until(self, cursor: Cursor) -> int:
+        """Return how many samples the plan holds before ``cursor``."""
+        return (cursor.epoch - self.first_epoch) * self.epoch_samples + cursor.offset
+
+
+class Batches:
+    """Cuts mini-batches from a plan; keeps the order of one epoch.
+
+    Args:
+        plan: What to cut.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self._epoch = -1
+        self._order: Any = None
+
+    def mini_batch(self, step: int, cursor: Cursor, members: Sequence[int]) -> MiniBatch | None:
+        """Return the mini-batch at ``cursor`` among ``members``; None when the plan is used up."""
+        plan = self._plan
+        if cursor.epoch >= plan.first_epoch + plan.epochs:
+            return None
+        pieces, holders = self._distribute(members)
+        size = plan.batch_size if plan.batch == "global" else -(-plan.batch_size * pieces // plan.slices)
+        ids = self._order_of(cursor.epoch)[cursor.offset : min(cursor.offset + size, plan.epoch_samples)]
+        slices = tuple(ids[i * len(ids) // pieces : (i + 1) * len(ids) // pieces] for i in range(pieces))
+        offset = cursor.offset + len(ids)
+        done = offset >= plan.epoch_samples
+        return MiniBatch(
+            step=step,
+            epoch=cursor.epoch,
+            slices=slices,
+            owners={i: holders[i] for i in range(pieces) if len(slices[i])},
+            full_size=min(plan.batch_size, plan.epoch_samples - cursor.offset),
+            after=Cursor(epoch=cursor.epoch + 1, offset=0) if done else Cursor(epoch=cursor.epoch, offset=offset),
+        )
+
+    def _distribute(self, members: Sequence[int]) -> tuple[int, list[int]]:
+        """Return the number of pieces and who holds each: contiguous runs of slices, as even as can be."""
+        plan = self._plan
+        if len(members) < len(plan.world):
+            if plan.batch == "local":
+                everybody = _runs(plan.slices, plan.world)
+                kept = [rank for rank in everybody if rank in members]
+                return (len(kept), kept) if kept else (len(members), list(members))
+            if plan.split == "even":
+                return len(members), list(members)
+        return plan.slices, _runs(plan.slices, members)
+
+    def _order_of(self, epoch: int) -> Ids:
+        if epoch != self._epoch:
+            self._epoch, self._order = epoch, self._plan.order(epoch)
+        order: Ids = self._order
+        return order
+
+
+def _runs(slices: int, ranks: Sequence[int]) -> list[int]:
+    """Return the rank that holds each slice."""
+    return [ranks[i * len(ranks) // slices] for i in range(slices)]

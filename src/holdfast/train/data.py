@@ -1,0 +1,26 @@
+"""Getting samples out of a dataset."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils.data import TensorDataset, default_collate
+
+from holdfast.train.batches import Ids
+
+
+def fetch(dataset: Any, ids: Ids, collate: Any) -> Any:
+    """Return the samples ``ids`` of ``dataset`` as one batch.
+
+    Args:
+        dataset: Anything with ``len`` and ``[]``; a ``TensorDataset`` is indexed at once.
+        ids: Which samples.
+        collate: Makes a batch of a list of samples; None takes torch's default.
+    """
+    if collate is None and isinstance(dataset, TensorDataset):
+        index = torch.from_numpy(ids)
+        return tuple(tensor[index] for tensor in dataset.tensors)
+    many = getattr(dataset, "__getitems__", None)
+    samples = many(ids.tolist()) if many is not None else [dataset[i] for i in ids.tolist()]
+    return (collate or default_collate)(samples)

@@ -1,0 +1,207 @@
+"""A replicated model: computing slices, holding the sums of a step, and the step that happens everywhere or nowhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from holdfast.errors import CheckpointError, ConfigError
+from holdfast.train.batches import MiniBatch
+from holdfast.train.gradients import Buckets
+from holdfast.train.state import clone
+
+
+class Stateful(Protocol):
+    """Anything whose state can be taken and put back."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state."""
+        ...
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> Any:
+        """Go back to a state."""
+        ...
+
+
+class Replica:
+    """This worker's full copy of the model, with its optimizer.
+
+    Args:
+        model: Replicated at every worker.
+        optimizer: Of the model's parameters.
+        scheduler: Stepped after the optimizer, once a step or once an epoch.
+        schedule: ``"step"`` or ``"epoch"``.
+        scaler: A ``torch.amp.GradScaler``; unscales after the sum.
+        clip_grad_norm: Largest norm of the summed, averaged gradient.
+        bucket_bytes: See :class:`~holdfast.train.gradients.Buckets`.
+
+    Raises:
+        ConfigError: if the optimizer holds parameters that are not the model's.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        scheduler: Any,
+        schedule: str,
+        scaler: Any,
+        clip_grad_norm: float | None,
+        bucket_bytes: int,
+    ) -> None:
+        mine = {id(p) for p in model.parameters()}
+        if any(id(p) not in mine for group in optimizer.param_groups for p in group["params"]):
+            msg = "the optimizer holds parameters that are not the model's; give the session the model they belong to"
+            raise ConfigError(msg)
+        self.model = model
+        self.optimizer = optimizer
+        self._scheduler = scheduler
+        self._schedule = schedule
+        self._scaler = scaler
+        self._clip_grad_norm = clip_grad_norm
+        self.registered: dict[str, Stateful] = {}
+        self.buckets = Buckets(model, bucket_bytes)
+        self._room: list[list[torch.Tensor]] = []
+        self.terms: dict[int, list[torch.Tensor]] = {}
+        self.sums: list[torch.Tensor] = []
+        self.summed_slices: list[tuple[int, ...]] = []
+        self._before: dict[str, Any] = {}
+
+    # -- a step
+
+    def begin_step(self) -> None:
+        """Forget the step before, and remember what a forward pass may change."""
+        self._reset()
+        self.buckets.buffers.begin_step()
+        self._before = {name: clone(thing.state_dict()) for name, thing in self.registered.items()}
+
+    def discard_step(self) -> None:
+        """Take back all that the attempt changed."""
+        self._reset()
+        self.buckets.buffers.rewind()
+        for name, state in self._before.items():
+            self.registered[name].load_state_dict(clone(state))
+        self._before = {}
+
+    def _reset(self) -> None:
+        self._room.extend(self.terms.values())
+        self.terms, self.sums, self.summed_slices = {}, [], []
+        self.buckets.clear()
+
+    def begin_slice(self) -> None:
+        """Start from the step's beginning."""
+        self.buckets.buffers.rewind()
+        self.buckets.clear()
+
+    def backward(self, loss: torch.Tensor, samples: int, midway: Callable[[], None] | None) -> None:
+        """Add up gradients of the *sum* over the slice, because slices may differ in size.
+
+        Args:
+            loss: Mean over the slice.
+            samples: Size of the slice.
+            midway: Called when half of the parameters have their gradient.
+        """
+        total = loss * samples
+        if self._scaler is not None:
+            total = self._scaler.scale(total)
+        if midway is None:
+            total.backward()
+            return
+        parameters = self.buckets.parameters
+        hook = parameters[len(parameters) // 2].register_post_accumulate_grad_hook(lambda _: midway())
+        total.backward()
+        hook.remove()
+
+    def end_slice(self, number: int, metrics: dict[str, torch.Tensor | float], samples: int) -> None:
+        """Take gradients, buffers and figures of the slice away, as its term of the sums."""
+        terms = self._room.pop() if self._room else self.buckets.new_terms()
+        self.buckets.collect(terms)
+        self.buckets.put_figures(terms[-1], metrics, samples)
+        self.terms[number] = terms
+
+    def add_sum(self, result: torch.Tensor, slices: Sequence[int]) -> None:
+        """Keep the sum of the next bucket, in which ``slices`` are."""
+        self.sums.append(result)
+        self.summed_slices.append(tuple(slices))
+
+    def missing_slices(self, batch: MiniBatch) -> dict[int, tuple[int, ...]]:
+        """Return the buckets that each lost slice is missing from."""
+        missing = {
+            number: tuple(b for b, slices in enumerate(self.summed_slices) if number not in slices)
+            for number in batch.owners
+        }
+        return {number: buckets for number, buckets in missing.items() if buckets}
+
+    def apply(self, batch: MiniBatch, rescale: str, names: Sequence[str]) -> dict[str, float]:
+        """Run the optimizer on the mean gradient, and return the figures of the step.
+
+        Args:
+            batch: The mini-batch of the step.
+            rescale: ``"survivors"`` divides each bucket by the samples in it, ``"original"`` by those that the
+                mini-batch would have with everybody alive.
+            names: Of the figures that were logged here.
+        """
+        inside = [max(1, batch.samples_of(slices)) for slices in self.summed_slices]
+        sizes = inside if rescale == "survivors" else [batch.full_size] * len(inside)
+        self.buckets.give_gradients(self.sums, sizes)
+        self.buckets.take_buffers(self.sums[-1], max(1, len(self.summed_slices[-1])))
+        metrics = self.buckets.read_metrics(self.sums[-1], names)
+        self._optimize()
+        self._reset()
+        self._step_scheduler(batch, metrics)
+        return metrics
+
+    def _optimize(self) -> None:
+        if self._scaler is not None and self._clip_grad_norm is not None:
+            self._scaler.unscale_(self.optimizer)
+        if self._clip_grad_norm is not None:
+            nn.utils.clip_grad_norm_(self.model.parameters(), self._clip_grad_norm)
+        if self._scaler is None:
+            self.optimizer.step()
+        else:
+            self._scaler.step(self.optimizer)
+            self._scaler.update()
+
+    def _step_scheduler(self, batch: MiniBatch, metrics: dict[str, float]) -> None:
+        epoch_ended = batch.after.epoch != batch.epoch
+        if self._scheduler is None or (self._schedule == "epoch" and not epoch_ended):
+            return
+        if isinstance(self._scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+            self._scheduler.step(metrics["loss"])
+        else:
+            self._scheduler.step()
+
+    # -- the state as a whole
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return everything that a checkpoint must hold, not copied."""
+        return {name: thing.state_dict() for name, thing in self._parts().items()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go back to a state.
+
+        Raises:
+            CheckpointError: if the state is of other parts than this replica has.
+        """
+        parts = self._parts()
+        if parts.keys() != state.keys():
+            msg = f"the checkpoint holds {', '.join(sorted(state))}; this session has {', '.join(sorted(parts))}"
+            raise CheckpointError(msg)
+        for name, thing in parts.items():
+            try:
+                thing.load_state_dict(clone(state[name]))
+            except (RuntimeError, ValueError, KeyError) as error:
+                msg = f"the checkpoint's {name} does not fit this session's: {error}"
+                raise CheckpointError(msg) from error
+
+    def _parts(self) -> dict[str, Stateful]:
+        parts: dict[str, Any] = {"model": self.model, "optimizer": self.optimizer}
+        if self._scheduler is not None:
+            parts["scheduler"] = self._scheduler
+        if self._scaler is not None:
+            parts["scaler"] = self._scaler
+        return parts | {f"registered.{name}": thing for name, thing in self.registered.items()}

@@ -1,0 +1,327 @@
+"""What a script talks to."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from torch import nn, optim
+
+from holdfast import points
+from holdfast.clock import SystemClock
+from holdfast.comm import Communicator, VirtualCommunicator, connect
+from holdfast.errors import ConfigError, ScriptError
+from holdfast.events import FaultFired
+from holdfast.faults.plan import Fault, FaultPlan
+from holdfast.faults.process import Injector, NoFaults, PlannedFaults
+from holdfast.records import Beacon, FileRecorder, NoBeacon, NoRecorder, beacon_path, records_path
+from holdfast.settings import Settings
+from holdfast.train.batches import Plan
+from holdfast.train.keeper import Keeper
+from holdfast.train.replica import Replica, Stateful
+from holdfast.train.run import LEAVE, Run, World
+from holdfast.train.step import Step
+
+_sessions: list[Session] = []
+
+
+class Session:
+    """Training that survives: steps that are committed everywhere or nowhere.
+
+    ::
+
+        session = holdfast.Session(model, optimizer)
+        for step in session.steps(dataset, batch_size=128, epochs=3):
+            for x, y in step:
+                step.backward(F.cross_entropy(model(x), y))
+
+    Making one stores what it is given. The first call of :meth:`steps` connects to the other workers and makes all
+    replicas equal (the lowest worker's counts). Under ``python train.py`` there is one worker.
+
+    Args:
+        model: Replicated at every worker. Its parameters, and which of them are trained, must not change later.
+        optimizer: Of the model's parameters. Runs when the loop asks for the next step.
+        scheduler: A learning-rate scheduler; the session steps it, after the optimizer.
+        schedule: ``"step"`` or ``"epoch"``: how often.
+        scaler: A ``torch.amp.GradScaler``.
+        clip_grad_norm: Largest norm of the mean gradient.
+        total_steps: Steps of the whole script, for scripts that call :meth:`steps` more than once; it only serves to
+            refuse a planned fault that could never strike.
+        comm: Take this communicator instead of that of the fabric in the settings.
+        **settings: Fields of :class:`holdfast.Settings`; they win over the environment.
+
+    Raises:
+        ConfigError: if a setting is not allowed.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: optim.Optimizer,
+        *,
+        scheduler: Any = None,
+        schedule: str = "step",
+        scaler: Any = None,
+        clip_grad_norm: float | None = None,
+        total_steps: int | None = None,
+        comm: Communicator | None = None,
+        **settings: Any,
+    ) -> None:
+        if schedule not in ("step", "epoch"):
+            msg = f"schedule must be 'step' or 'epoch', got {schedule!r}"
+            raise ConfigError(msg)
+        self._settings = Settings.from_env(**settings)
+        self._replica = Replica(
+            model,
+            optimizer,
+            scheduler=scheduler,
+            schedule=schedule,
+            scaler=scaler,
+            clip_grad_norm=clip_grad_norm,
+            bucket_bytes=self._settings.bucket_bytes,
+        )
+        self._total_steps = total_steps
+        self._given_comm = comm
+        self._world: World | None = None
+        self._training = False
+        _sessions.append(self)
+
+    def register(self, **things: Stateful) -> None:
+        """Keep the state of ``things`` with the model's: in checkpoints, and back to a step's start when it is redone.
+
+        Args:
+            **things: Anything with ``state_dict`` and ``load_state_dict``, such as an average of the weights.
+
+        Raises:
+            ConfigError: if something has no state.
+        """
+        for name, thing in things.items():
+            if not (hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")):
+                msg = f"{name} must have state_dict and load_state_dict, got {type(thing).__name__}"
+                raise ConfigError(msg)
+            self._replica.registered[name] = thing
+
+    def steps(
+        self,
+        dataset: Any,
+        batch_size: int,
+        epochs: int = 1,
+        *,
+        shuffle: bool = True,
+        drop_last: bool = False,
+        collate: Callable[[list[Any]], Any] | None = None,
+    ) -> Iterator[Step]:
+        """Yield one mini-batch after another; asking for the next commits the one before, everywhere or nowhere.
+
+        After a failure the same step is yielded again, with more slices for each survivor.
+
+        Args:
+            dataset: Anything with ``len`` and ``[]``, the same at every worker.
+            batch_size: Samples of a step, over all workers, ``>= 1``.
+            epochs: Passes over the dataset, ``>= 1``.
+            shuffle: In an order that depends on the seed and the epoch alone.
+            drop_last: Leave out the short mini-batch at the end of an epoch.
+            collate: Makes a batch of a list of samples; default: torch's.
+
+        Raises:
+            ConfigError: if an argument is not allowed, or a planned fault lies outside the run.
+            ScriptError: if the loop before this one was left before its end.
+            TooFewWorkers: after fewer than ``min_workers`` survived; the state is saved.
+            SystemExit: with code 4, after SIGTERM; the state is saved.
+        """
+        _check_arguments(dataset, batch_size, epochs)
+        self.check_finished()
+        world = self._connect()
+        plan = self._plan(world, len(dataset), batch_size, epochs, shuffle=shuffle, drop_last=drop_last)
+        self._check_faults(world, plan)
+        return self._train(world, plan, dataset, collate)
+
+    def _train(self, world: World, plan: Plan, dataset: Any, collate: Any) -> Iterator[Step]:
+        if world.loaded is not None and world.loop < world.loaded.info["loop"]:
+            world.loop, world.epoch = world.loop + 1, world.epoch + plan.epochs
+            return
+        self._training = True
+        world.first_step_of_loop = world.step
+        run = Run(world, self._replica, plan, dataset, collate)
+        with _sigterm(lambda: self._ask_to_leave(world)):
+            yield from run.drive()
+        world.totals = run.account()
+        world.loop, world.epoch = world.loop + 1, world.epoch + plan.epochs
+        self._training = False
+
+    def log(self, **metrics: float) -> None:
+        """Add figures to the run's report, such as the accuracy on a test set, once training is over.
+
+        Raises:
+            ScriptError: during training, where ``step.log`` is meant.
+        """
+        if self._training or self._world is None:
+            msg = "session.log is for after training; inside the loop over the slices use step.log"
+            raise ScriptError(msg)
+        world = self._world
+        values = {name: float(value) for name, value in metrics.items()}
+        world.finished = [
+            dataclasses.replace(record, t_s=world.clock.now_s(), metrics={**record.metrics, **values})
+            for record in world.finished
+        ]
+        for record in world.finished:
+            world.recorder.write(record)
+
+    @property
+    def rank(self) -> int:
+        """This worker's number, for life; with virtual workers the lowest one's."""
+        return self._connect().comm.here[0]
+
+    @property
+    def world_size(self) -> int:
+        """Workers alive, as far as this one knows."""
+        return len(self._connect().comm.members)
+
+    @property
+    def is_lead(self) -> bool:
+        """Whether this is the lowest worker alive: the one that prints and writes what is needed once."""
+        return self._connect().is_lead
+
+    @property
+    def step(self) -> int:
+        """Steps committed."""
+        return 0 if self._world is None else self._world.step
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Means over the samples of the last committed step, the same at every worker that logged them."""
+        return {} if self._world is None else dict(self._world.metrics)
+
+    def check_finished(self) -> None:
+        """Make sure that no loop was left before its end.
+
+        Raises:
+            ScriptError: if one was.
+        """
+        if self._training:
+            msg = f"training was left at step {self.step} before its end; to end it early call step.stop()"
+            raise ScriptError(msg)
+
+    # -- setting up
+
+    def _connect(self) -> World:
+        if self._world is not None:
+            return self._world
+        settings = self._settings
+        comm = self._given_comm or connect(settings.fabric, settings.workers, settings.ranks)
+        rank, run_dir = comm.here[0], Path(settings.run_dir)
+        self._world = world = World(
+            settings=settings,
+            comm=comm,
+            clock=SystemClock(settings.origin_s),
+            recorder=FileRecorder(records_path(run_dir, str(rank))) if settings.run_dir else NoRecorder(),
+            beacon=Beacon(beacon_path(run_dir, rank)) if settings.run_dir else NoBeacon(),
+            faults=NoFaults(),
+            keeper=Keeper(settings.checkpoint_dir, settings.checkpoint_every),
+            first_members=comm.members,
+        )
+        if settings.faults:
+            world.faults = self._make_faults(world)
+            points.arm(lambda name: _reach_point(world, name))
+        return world
+
+    def _make_faults(self, world: World) -> Injector:
+        plan = FaultPlan.from_json(self._settings.faults)
+
+        def announce(number: int, fault: Fault) -> None:
+            world.recorder.write(
+                FaultFired(
+                    t_s=world.clock.now_s(),
+                    rank=fault.rank,
+                    step=world.step,
+                    fault=number,
+                    kind=fault.kind,
+                    phase=fault.phase,
+                )
+            )
+
+        comm = world.comm
+        kill = comm.fail if isinstance(comm, VirtualCommunicator) else _kill_self
+        return PlannedFaults(plan, kill, announce)
+
+    def _plan(
+        self, world: World, num_samples: int, batch_size: int, epochs: int, *, shuffle: bool, drop_last: bool
+    ) -> Plan:
+        settings = self._settings
+        return Plan(
+            num_samples=num_samples,
+            batch_size=batch_size,
+            first_epoch=world.epoch,
+            epochs=epochs,
+            seed=settings.seed,
+            shuffle=shuffle,
+            drop_last=drop_last,
+            slices=settings.slices or len(world.first_members),
+            world=world.first_members,
+            split=settings.split,
+            batch=settings.batch,
+        )
+
+    def _check_faults(self, world: World, plan: Plan) -> None:
+        if not self._settings.faults:
+            return
+        end = self._total_steps or world.step + plan.num_steps
+        for fault in FaultPlan.from_json(self._settings.faults).faults:
+            if fault.step >= end:
+                msg = f"--inject {fault}: step must be between 0 and {end - 1} (the run has {end} steps), got {fault.step}"
+                raise ConfigError(msg)
+
+    def _ask_to_leave(self, world: World) -> None:
+        world.asked |= LEAVE
+
+
+def at_exit() -> None:
+    """Make sure, when the script has ended, that no session was left in the middle of training.
+
+    Raises:
+        ScriptError: if one was.
+    """
+    for session in _sessions:
+        session.check_finished()
+
+
+def _check_arguments(dataset: Any, batch_size: int, epochs: int) -> None:
+    if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+        msg = (
+            f"dataset must have len and [], got {type(dataset).__name__}; an IterableDataset cannot be cut into slices"
+        )
+        raise ConfigError(msg)
+    for name, value in (("len(dataset)", len(dataset)), ("batch_size", batch_size), ("epochs", epochs)):
+        if value < 1:
+            msg = f"{name} must be at least 1, got {value}"
+            raise ConfigError(msg)
+
+
+def _kill_self(_: int) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _reach_point(world: World, name: str) -> None:
+    if name == "checkpoint.manifest":
+        world.faults.reach("checkpoint", world.step, world.comm.members[0])
+
+
+class _sigterm:  # noqa: N801 - reads as a statement
+    """While training, SIGTERM is a request that is answered at the end of a step."""
+
+    def __init__(self, answer: Callable[[], None]) -> None:
+        self._answer = answer
+        self._before: Any = None
+
+    def __enter__(self) -> None:
+        if threading.current_thread() is threading.main_thread():
+            self._before = signal.signal(signal.SIGTERM, lambda *_: self._answer())
+
+    def __exit__(self, *_: object) -> None:
+        if self._before is not None:
+            signal.signal(signal.SIGTERM, self._before)

@@ -1,0 +1,143 @@
+"""What the script's loop gets: one mini-batch, slice by slice."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import torch
+
+from holdfast.errors import ScriptError
+from holdfast.train.batches import MiniBatch
+
+
+class SliceWork(Protocol):
+    """What the session does around each slice."""
+
+    def begin_slice(self, batch: MiniBatch, number: int) -> Any:
+        """Make everything ready for the slice and return its inputs."""
+        ...
+
+    def backward(self, loss: torch.Tensor, batch: MiniBatch, number: int) -> None:
+        """Compute the gradients of the slice."""
+        ...
+
+    def end_slice(self, batch: MiniBatch, number: int, metrics: dict[str, torch.Tensor | float]) -> None:
+        """Take the gradients away."""
+        ...
+
+    def ask_to_stop(self) -> None:
+        """Remember that training ends with this step."""
+        ...
+
+
+class Step:
+    """One step of training, as far as this worker computes it.
+
+    Iterating yields the inputs of one slice after another. After a failure the session yields the same step again,
+    perhaps with more slices; nothing of the first attempt remains.
+    """
+
+    def __init__(self, work: SliceWork, batch: MiniBatch, mine: list[int], attempt: int) -> None:
+        self._work = work
+        self._batch = batch
+        self._mine = mine
+        self._attempt = attempt
+        self._current = -1
+        self._pending: list[int] = list(mine)
+        self._metrics: dict[str, torch.Tensor | float] = {}
+
+    @property
+    def number(self) -> int:
+        """Optimizer steps committed before this one, over the whole job."""
+        return self._batch.step
+
+    @property
+    def epoch(self) -> int:
+        """Epoch that the samples are from, counted over the whole job."""
+        return self._batch.epoch
+
+    @property
+    def samples(self) -> int:
+        """Samples of the mini-batch, over all workers."""
+        return len(self._batch.ids)
+
+    @property
+    def slices(self) -> tuple[int, ...]:
+        """Slices that this worker computes."""
+        return tuple(self._mine)
+
+    @property
+    def attempt(self) -> int:
+        """0, or how often this step was taken back before."""
+        return self._attempt
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield the inputs of each slice that this worker holds: a tuple for a dataset of tuples."""
+        while self._pending:
+            number = self._pending[0]
+            self._metrics = {}
+            self._current = -1
+            inputs = self._work.begin_slice(self._batch, number)
+            self._current = number
+            yield inputs
+            if "loss" not in self._metrics:
+                msg = f"slice {number} of step {self.number} ended without step.backward(loss)"
+                raise ScriptError(msg)
+            self._work.end_slice(self._batch, number, self._metrics)
+            self._pending.pop(0)
+            self._current = -1
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Compute the gradients of the slice that was yielded last, and log the loss.
+
+        Takes the place of ``loss.backward()``. Slices are weighted by their size, so that the step is that of the mean
+        over the whole mini-batch.
+
+        Args:
+            loss: The mean over the slice, a scalar.
+
+        Raises:
+            ScriptError: if it is called outside the loop over the slices, twice for a slice, or the loss is no scalar.
+        """
+        self._check_in_slice("backward")
+        if "loss" in self._metrics:
+            msg = f"step.backward was called twice for slice {self._current} of step {self.number}: add the losses up"
+            raise ScriptError(msg)
+        if loss.numel() != 1:
+            msg = f"the loss must be a scalar, the mean over the slice, got shape {tuple(loss.shape)}"
+            raise ScriptError(msg)
+        self._metrics["loss"] = loss.detach()
+        self._work.backward(loss, self._batch, self._current)
+
+    def log(self, **metrics: torch.Tensor | float) -> None:
+        """Log means over the slice; they become means over the step, summed in slice order like the gradients.
+
+        Every slice must log the same names.
+
+        Raises:
+            ScriptError: if it is called outside the loop over the slices.
+        """
+        self._check_in_slice("log")
+        for name, value in metrics.items():
+            if name != "loss":
+                self._metrics[name] = value.detach() if isinstance(value, torch.Tensor) else float(value)
+
+    def stop(self) -> None:
+        """End training once this step is committed, at every worker, whoever asked."""
+        self._work.ask_to_stop()
+
+    def check_computed(self) -> None:
+        """Make sure that the script computed every slice.
+
+        Raises:
+            ScriptError: if it left one out.
+        """
+        if self._pending:
+            msg = f"slice {self._pending[0]} of step {self.number} was not computed: loop over the whole step"
+            raise ScriptError(msg)
+
+    def _check_in_slice(self, name: str) -> None:
+        if self._current < 0:
+            msg = f"step.{name} must be called inside `for ... in step`, once a slice is there"
+            raise ScriptError(msg)
