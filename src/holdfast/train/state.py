@@ -63,13 +63,16 @@ def _optimizer_values(optimizer: torch.optim.Optimizer) -> Iterator[Any]:
 class RotatingDigest:
     """Hashes another small part of the weights at every step, so that all of them are compared in time.
 
+    Of the parameters only: when a step closes, buffers still hold what the worker's own slices made of them.
+
     Args:
         model: Whose parameters.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._windows: list[torch.Tensor] = []
-        for _, tensor in model_tensors(model):
+        for _, parameter in sorted(model.named_parameters()):
+            tensor = parameter.detach()
             if tensor.is_contiguous() and tensor.numel():
                 self._windows.extend(torch.split(tensor.view(-1), max(1, _WINDOW_BYTES // tensor.element_size())))
 
