@@ -203,5 +203,7 @@ class UlfmCommunicator:
 
 def _bytes(tensor: torch.Tensor) -> np.ndarray[Any, np.dtype[np.uint8]]:
     """Return the bytes of a contiguous CPU tensor without copying; bfloat16 too, which NumPy does not know."""
-    flat: np.ndarray[Any, np.dtype[np.uint8]] = tensor.detach().view(-1).view(torch.uint8).numpy()
-    return flat
+    # A tensor of one element counts as contiguous whatever its stride is, and could then not be seen as bytes.
+    flat = tensor.detach().as_strided((tensor.numel(),), (1,))
+    seen: np.ndarray[Any, np.dtype[np.uint8]] = flat.view(torch.uint8).numpy()
+    return seen

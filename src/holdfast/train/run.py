@@ -502,7 +502,7 @@ class Run:
         world, info = self._world, loaded.info
         self._check_fits(info)
         self._replica.load_state_dict(loaded.state["replica"])
-        world.step = loaded.step
+        world.step, world.metrics = loaded.step, dict(loaded.state["metrics"])
         self._skipped = info["loop"] > world.loop
         world.loaded = loaded if self._skipped else None
         if not self._skipped:
@@ -559,7 +559,7 @@ class Run:
         self._mark("checkpoint")
         world.keeper.begin(
             world.step,
-            {"replica": self._replica.state_dict(), "ledger": self._ledger.state_dict()},
+            {"replica": self._replica.state_dict(), "ledger": self._ledger.state_dict(), "metrics": world.metrics},
             {
                 "loop": world.loop,
                 "first_step_of_loop": world.first_step_of_loop,
@@ -572,7 +572,6 @@ class Run:
                 "num_samples": plan.num_samples,
                 "workers": len(world.comm.members),
                 "totals": dataclasses.asdict(world.totals),
-                "metrics": world.metrics,
             },
         )
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -21,6 +20,7 @@ from holdfast.faults.plan import Fault, FaultPlan
 from holdfast.faults.process import Injector, NoFaults, PlannedFaults
 from holdfast.records import Beacon, FileRecorder, NoBeacon, NoRecorder, beacon_path, records_path
 from holdfast.settings import Settings
+from holdfast.train import exits
 from holdfast.train.batches import Plan
 from holdfast.train.keeper import Keeper
 from holdfast.train.replica import Replica, Stateful
@@ -225,6 +225,8 @@ class Session:
             keeper=Keeper(settings.checkpoint_dir, settings.checkpoint_every),
             first_members=comm.members,
         )
+        if not settings.run_dir and not isinstance(comm, VirtualCommunicator):
+            exits.end_so_that_others_notice(self.check_finished)
         if settings.faults:
             world.faults = self._make_faults(world)
             points.arm(lambda name: _reach_point(world, name))
@@ -246,7 +248,7 @@ class Session:
             )
 
         comm = world.comm
-        kill = comm.fail if isinstance(comm, VirtualCommunicator) else _kill_self
+        kill = comm.fail if isinstance(comm, VirtualCommunicator) else lambda _: exits.kill_self()
         return PlannedFaults(plan, kill, announce)
 
     def _plan(
@@ -273,7 +275,7 @@ class Session:
         end = self._total_steps or world.step + plan.num_steps
         for fault in FaultPlan.from_json(self._settings.faults).faults:
             if fault.step >= end:
-                msg = f"--inject {fault}: step must be between 0 and {end - 1} (the run has {end} steps), got {fault.step}"
+                msg = f"--inject {fault.to_spec()}: step must be between 0 and {end - 1} (the run has {end} steps), got {fault.step}"
                 raise ConfigError(msg)
 
     def _ask_to_leave(self, world: World) -> None:
@@ -300,10 +302,6 @@ def _check_arguments(dataset: Any, batch_size: int, epochs: int) -> None:
         if value < 1:
             msg = f"{name} must be at least 1, got {value}"
             raise ConfigError(msg)
-
-
-def _kill_self(_: int) -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _reach_point(world: World, name: str) -> None:

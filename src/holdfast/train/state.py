@@ -11,6 +11,8 @@ import torch
 import xxhash
 from torch import nn
 
+from holdfast.checkpoint.format import tensor_bytes
+
 _WINDOW_BYTES = 64 << 10
 """How much of the weights the closing sum compares in a step."""
 
@@ -21,12 +23,8 @@ def model_tensors(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
     return sorted((name, tensor.detach()) for name, tensor in named)
 
 
-def tensor_bytes(tensor: torch.Tensor) -> memoryview:
-    """Return the bytes of a tensor, row by row."""
-    flat = tensor.detach().cpu().contiguous().view(-1)
-    if not flat.numel():
-        return memoryview(b"")
-    return memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]  # NumPy arrays are buffers
+def _bytes(tensor: torch.Tensor) -> memoryview:
+    return tensor_bytes(tensor.detach().cpu().contiguous())
 
 
 def model_sha256(model: nn.Module) -> str:
@@ -41,14 +39,14 @@ def state_sha256(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
     """
     digest = _model_hash(model)
     for value in _optimizer_values(optimizer):
-        digest.update(tensor_bytes(value) if isinstance(value, torch.Tensor) else struct.pack("<d", float(value)))
+        digest.update(_bytes(value) if isinstance(value, torch.Tensor) else struct.pack("<d", float(value)))
     return str(digest.hexdigest())
 
 
 def _model_hash(model: nn.Module) -> Any:
     digest = hashlib.sha256()
     for _, tensor in model_tensors(model):
-        digest.update(tensor_bytes(tensor))
+        digest.update(_bytes(tensor))
     return digest
 
 
@@ -80,7 +78,7 @@ class RotatingDigest:
         """Return a number from 0 to 2**62 - 1 that is the same wherever the part of this step is."""
         if not self._windows:
             return 0
-        return xxhash.xxh3_64_intdigest(tensor_bytes(self._windows[step % len(self._windows)])) >> 2
+        return xxhash.xxh3_64_intdigest(_bytes(self._windows[step % len(self._windows)])) >> 2
 
 
 def clone(value: Any) -> Any:

@@ -1,0 +1,5 @@
+"""Helpers for testing your own parts: a communicator against its contract, a strategy against every interleaving.
+
+``contract`` holds the checks that every :class:`~holdfast.comm.base.Communicator` passes, ``counting`` a communicator
+that counts what is sent, ``explorer`` an explicit-state explorer of the commit protocol.
+"""

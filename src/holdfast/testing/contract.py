@@ -1,0 +1,128 @@
+"""What every communicator must do, as checks that raise AssertionError.
+
+All processes of the communicator call :func:`check_communicator` at the same time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from holdfast.comm import Communicator, OrderedSum
+from holdfast.errors import PeerFailed
+from holdfast.events import Progress
+
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.uint8)
+
+
+def check_communicator(comm: Communicator, die: Callable[[int], None], victims: tuple[int, ...]) -> None:
+    """Check the collectives among all, then again after each of ``victims`` has died.
+
+    Args:
+        comm: Of at least ``len(victims) + 1`` workers.
+        die: Ends a worker; called by every process, for a worker that it may not play.
+        victims: Who dies, one after another, none of them twice.
+
+    Raises:
+        AssertionError: saying which promise was broken.
+    """
+    check_collectives(comm)
+    check_ordered_sum(comm)
+    for victim in victims:
+        check_death(comm, die, victim)
+        check_collectives(comm)
+        check_ordered_sum(comm)
+
+
+def check_collectives(comm: Communicator) -> None:
+    """Check that every collective gives the right result among the members."""
+    assert comm.members == tuple(sorted(comm.members))
+    assert tuple(sorted(r for ranks in comm.processes for r in ranks)) == comm.members
+    assert comm.here in comm.processes
+    assert comm.failed() == ()
+    for dtype in DTYPES:
+        _check_exchange(comm, dtype)
+    lowest, highest = min(comm.here), max(comm.here)
+    assert comm.maximum([lowest, -highest, 1 << 62, -(1 << 62)]) == [
+        max(ranks[0] for ranks in comm.processes),
+        max(-ranks[-1] for ranks in comm.processes),
+        1 << 62,
+        -(1 << 62),
+    ]
+    for root in comm.members:
+        data = torch.tensor([-0.0, float("nan"), root if root in comm.here else -1.0])
+        comm.broadcast(data, root)
+        assert data[2] == root
+        assert torch.signbit(data[0]), "a broadcast keeps every bit, the sign of zero too"
+        assert data[1].isnan()
+    progress = comm.share_progress(Progress(lowest + 7, computed=lowest % 2 == 0, flags=2))
+    expected = {r: Progress(ranks[0] + 7, ranks[0] % 2 == 0, 2) for ranks in comm.processes for r in ranks}
+    assert dict(progress) == expected
+    comm.barrier()
+    assert comm.agree(True)
+    assert not comm.agree(False)
+    assert not comm.agree(lowest != comm.members[0]), "one No is a No for all"
+
+
+def _check_exchange(comm: Communicator, dtype: torch.dtype) -> None:
+    count, me = len(comm.processes), comm.processes.index(comm.here)
+    send = torch.tensor([[10 * me + i, me] for i in range(count)], dtype=dtype)
+    before = send.clone()
+    out = torch.zeros_like(send)
+    comm.alltoall(send, out)
+    assert torch.equal(out, torch.tensor([[10 * i + me, i] for i in range(count)], dtype=dtype))
+    assert torch.equal(send, before), "the input of an exchange is untouched"
+    gathered = torch.zeros(count, 3, dtype=dtype)
+    comm.allgather(torch.full((3,), me + 1, dtype=dtype), gathered)
+    assert torch.equal(gathered, torch.arange(1, count + 1, dtype=dtype)[:, None].expand(count, 3))
+
+
+def check_ordered_sum(comm: Communicator) -> None:
+    """Check that the sum has the bits of plain accumulation in slice order, whoever holds which slice."""
+    slices = 5
+    terms = {n: torch.randn(1003, generator=torch.Generator().manual_seed(n)) * 10.0**n for n in range(slices)}
+    expected = terms[0].clone()
+    for n in range(1, slices):
+        expected += terms[n]
+    tree = ((terms[0] + terms[1]) + (terms[2] + terms[3])) + terms[4]
+    assert not torch.equal(expected, tree), "the terms must be such that the order shows"
+    members = comm.members
+    for owners in (
+        {n: members[n * len(members) // slices] for n in range(slices)},
+        {n: members[n % len(members)] for n in range(slices)},
+        dict.fromkeys(range(slices), members[-1]),
+    ):
+        mine = {n: terms[n] for n, rank in owners.items() if rank in comm.here}
+        fold = OrderedSum(comm, "fold")
+        assert torch.equal(fold(mine, owners, length=1003), expected)
+        assert torch.equal(fold(mine, owners, length=1003), expected), "the second sum with the same buffers"
+        assert torch.equal(OrderedSum(comm, "tree")(mine, owners, length=1003), tree)
+    without = {n: rank for n, rank in owners.items() if n != 2} | {2: -1}
+    mine = {n: terms[n] for n, rank in without.items() if rank in comm.here}
+    rest = ((terms[0] + terms[1]) + terms[3]) + terms[4]
+    assert torch.equal(OrderedSum(comm, "fold")(mine, without, length=1003), rest), "a slice without a member is left out"
+
+
+def check_death(comm: Communicator, die: Callable[[int], None], victim: int) -> None:
+    """Check that a death is seen by all, and that the survivors can go on."""
+    before, generation = comm.members, comm.generation
+    comm.barrier()
+    die(victim)
+    _expect_failure(comm)
+    comm.revoke()
+    assert not comm.agree(True), "an agreement in a group with a dead member is a No"
+    comm.shrink()
+    assert comm.agree(True)
+    assert comm.members == tuple(r for r in before if r != victim)
+    assert comm.generation == generation + 1
+
+
+def _expect_failure(comm: Communicator) -> None:
+    try:
+        for _ in range(1_000_000):
+            comm.maximum([1])
+    except PeerFailed:
+        return
+    msg = "a collective with a dead member must not go on completing"
+    raise AssertionError(msg)

@@ -1,0 +1,97 @@
+"""Counting what is sent."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from holdfast.comm import Communicator
+from holdfast.events import Progress
+
+
+class CountingCommunicator:
+    """Counts the collectives that go through it, and the bytes that this process puts into them.
+
+    Args:
+        comm: Does the work.
+    """
+
+    def __init__(self, comm: Communicator) -> None:
+        self._comm = comm
+        self.calls: Counter[str] = Counter()
+        self.sent_bytes: Counter[str] = Counter()
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """See :class:`Communicator`."""
+        return self._comm.members
+
+    @property
+    def here(self) -> tuple[int, ...]:
+        """See :class:`Communicator`."""
+        return self._comm.here
+
+    @property
+    def processes(self) -> tuple[tuple[int, ...], ...]:
+        """See :class:`Communicator`."""
+        return self._comm.processes
+
+    @property
+    def generation(self) -> int:
+        """See :class:`Communicator`."""
+        return self._comm.generation
+
+    def alltoall(self, send: torch.Tensor, out: torch.Tensor) -> None:
+        """Count and hand on."""
+        self._count("alltoall", send.numel() * send.element_size())
+        self._comm.alltoall(send, out)
+
+    def allgather(self, part: torch.Tensor, out: torch.Tensor) -> None:
+        """Count and hand on."""
+        self._count("allgather", part.numel() * part.element_size())
+        self._comm.allgather(part, out)
+
+    def maximum(self, values: Sequence[int]) -> list[int]:
+        """Count and hand on."""
+        self._count("maximum", 8 * len(values))
+        return self._comm.maximum(values)
+
+    def broadcast(self, data: torch.Tensor, root: int) -> None:
+        """Count and hand on."""
+        self._count("broadcast", data.numel() * data.element_size())
+        self._comm.broadcast(data, root)
+
+    def share_progress(self, progress: Progress) -> Mapping[int, Progress]:
+        """Count and hand on."""
+        self._count("share_progress", 0)
+        return self._comm.share_progress(progress)
+
+    def barrier(self) -> None:
+        """Count and hand on."""
+        self._count("barrier", 0)
+        self._comm.barrier()
+
+    def agree(self, flag: bool) -> bool:
+        """Count and hand on."""
+        self._count("agree", 0)
+        return self._comm.agree(flag)
+
+    def revoke(self) -> None:
+        """Count and hand on."""
+        self._count("revoke", 0)
+        self._comm.revoke()
+
+    def shrink(self) -> None:
+        """Count and hand on."""
+        self._count("shrink", 0)
+        self._comm.shrink()
+
+    def failed(self) -> tuple[int, ...]:
+        """Hand on."""
+        return self._comm.failed()
+
+    def _count(self, name: str, size_bytes: int) -> None:
+        self.calls[name] += 1
+        self.sent_bytes[name] += size_bytes

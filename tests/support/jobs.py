@@ -1,0 +1,55 @@
+"""Starting real jobs from tests, each with a deadline."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+MPIRUN = [str(Path(sys.executable).with_name("mpirun")), "--with-ft", "ulfm", "--oversubscribe", "--mca", "coll", "^han"]
+if os.getuid() == 0:
+    MPIRUN.append("--allow-run-as-root")
+
+
+def clean_env(**extra):
+    """The environment without what other jobs left in it; one thread a worker, so that bits compare."""
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("HOLDFAST_", "OMPI_", "PMIX_", "PRTE_"))}
+    return env | {"OMP_NUM_THREADS": "1"} | extra
+
+
+def holdfast(*args, cwd=None, timeout=120, env=None):
+    """Run the command line; return the finished process."""
+    return subprocess.run(
+        [sys.executable, "-m", "holdfast", *map(str, args)],
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        cwd=cwd,
+        env=clean_env(**(env or {})),
+        check=False,
+    )
+
+
+def run_report(tmp_path, *args, exit_code=0, timeout=120, env=None):
+    """Run ``holdfast run --report`` and return report.json, after checking the exit code."""
+    out = Path(tmp_path) / "report"
+    done = holdfast("run", "--report", out, *args, timeout=timeout, env=env)
+    assert done.returncode == exit_code, f"exit {done.returncode}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+    report = json.loads((out / "report.json").read_text())
+    report["_events"] = [json.loads(line) for line in (out / "events.jsonl").read_text().splitlines()]
+    report["_stdout"], report["_stderr"] = done.stdout, done.stderr
+    return report
+
+
+def exit_codes(report):
+    """How each worker's process ended, by rank, as its watcher saw it."""
+    return {e["rank"]: e["exit_code"] for e in report["_events"] if e["event"] == "WorkerEnded"}
+
+
+def assert_landed(report, *ranks):
+    """The faults struck: SIGKILL ended these workers, and a survivor saw them go."""
+    codes = exit_codes(report)
+    assert {rank: codes.get(rank) for rank in ranks} == dict.fromkeys(ranks, -9)
+    seen = {rank for e in report["_events"] if e["event"] == "Recovered" for rank in e["lost"]}
+    assert set(ranks) <= seen, f"survivors saw {seen} go"
