@@ -7,7 +7,15 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-MPIRUN = [str(Path(sys.executable).with_name("mpirun")), "--with-ft", "ulfm", "--oversubscribe", "--mca", "coll", "^han"]
+MPIRUN = [
+    str(Path(sys.executable).with_name("mpirun")),
+    "--with-ft",
+    "ulfm",
+    "--oversubscribe",
+    "--mca",
+    "coll",
+    "^han",
+]
 if os.getuid() == 0:
     MPIRUN.append("--allow-run-as-root")
 

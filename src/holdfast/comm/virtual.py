@@ -20,9 +20,9 @@ class VirtualCommunicator:
 
     Args:
         ranks: The workers, or their number.
-        reached: Asked when a worker dies in the middle of a collective: which survivors does that collective still
-            complete at? The process then acts as one of those, and the others are one sum behind, as on a real
-            engine. By default it completes nowhere.
+        reached: Asked when a worker dies after entering a collective: which survivors does that still complete at?
+            The process then acts as one of those, and the others are one sum behind, as on a real engine. By default
+            it completes nowhere.
     """
 
     def __init__(self, ranks: int | Sequence[int], *, reached: Callable[[int], Collection[int]] = _nobody) -> None:
@@ -53,16 +53,21 @@ class VirtualCommunicator:
         """Number of shrinks so far."""
         return self._generation
 
-    def fail(self, rank: int) -> None:
-        """Let ``rank`` die now. In the middle of a collective, ``reached`` says where that still completes."""
+    def fail(self, rank: int, *, entered: bool = False) -> None:
+        """Let ``rank`` die now.
+
+        Args:
+            rank: Who; nothing happens if it is dead already.
+            entered: It has given its part to the sum in progress, or to the one that is about to begin.
+        """
         if rank not in self._members or rank in self._dead:
             return
         first = not self._dead
         self._dead.add(rank)
-        lucky = set(self._reached(rank)) & (set(self._members) - self._dead)
-        if lucky and first:
-            self._completes = True
-            self._late = set(self._members) - self._dead - lucky
+        if entered and first:
+            lucky = set(self._reached(rank)) & (set(self._members) - self._dead)
+            self._completes = bool(lucky)
+            self._late = set(self._members) - self._dead - lucky if lucky else set()
 
     def alltoall(self, send: torch.Tensor, out: torch.Tensor) -> None:
         """Copy, unless somebody is dead."""

@@ -36,11 +36,13 @@ class PlannedFaults:
 
     Args:
         plan: What is due when.
-        kill: Ends a worker: for real, or in the virtual world.
+        kill: Ends a worker that is in a phase: for real, or in the virtual world.
         announce: Called just before a fault strikes, with its number in the plan.
     """
 
-    def __init__(self, plan: FaultPlan, kill: Callable[[int], None], announce: Callable[[int, Fault], None]) -> None:
+    def __init__(
+        self, plan: FaultPlan, kill: Callable[[int, str], None], announce: Callable[[int, Fault], None]
+    ) -> None:
         self._plan = plan
         self._kill = kill
         self._announce = announce
@@ -53,7 +55,7 @@ class PlannedFaults:
         number, fault = due
         self._plan = self._plan.without([number])
         self._announce(number, fault)
-        self._kill(rank)
+        self._kill(rank, phase)
 
     def waits_for(self, phase: str, step: int, rank: int) -> bool:
         """Return whether a fault is due there."""

@@ -193,10 +193,15 @@ class Protocol:
 
     def _after_bucket(self) -> list[Action]:
         self._completed += 1
+        return [*self._publish_before(), *self._sum_next()]
+
+    def _publish_before(self) -> list[Action]:
+        """Return the order to publish the step before, once the first sum of this one is known.
+
+        Everybody entered that sum, so everybody has applied the step before: it cannot be taken back.
+        """
         step, position = divmod(self._completed, self._sums)
-        # Everybody entered this sum, so everybody has applied the step before: it cannot be taken back.
-        publish: list[Action] = [Publish(step - 1)] if position == 1 else []
-        return publish + self._sum_next()
+        return [Publish(step - 1)] if position == 1 else []
 
     def _finish_step(self) -> None:
         self._completed = (self.step + 1) * self._sums
@@ -251,6 +256,7 @@ class Protocol:
                 self._finish_step()
             case HandedOver(step=step, bucket=bucket):
                 self._completed = step * self._sums + bucket + 1
+                return [*self._publish_before(), *self._next_order()]
             case CheckpointLoaded(step=step):
                 self._completed = step * self._sums
             case ActDone():

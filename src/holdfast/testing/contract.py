@@ -101,7 +101,9 @@ def check_ordered_sum(comm: Communicator) -> None:
     without = {n: rank for n, rank in owners.items() if n != 2} | {2: -1}
     mine = {n: terms[n] for n, rank in without.items() if rank in comm.here}
     rest = ((terms[0] + terms[1]) + terms[3]) + terms[4]
-    assert torch.equal(OrderedSum(comm, "fold")(mine, without, length=1003), rest), "a slice without a member is left out"
+    assert torch.equal(OrderedSum(comm, "fold")(mine, without, length=1003), rest), (
+        "a slice without a member is left out"
+    )
 
 
 def check_death(comm: Communicator, die: Callable[[int], None], victim: int) -> None:

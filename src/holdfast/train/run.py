@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from holdfast.checkpoint import Loaded
-from holdfast.clock import Clock
-from holdfast.comm import Communicator, OrderedSum
+from holdfast.comm import OrderedSum
 from holdfast.errors import CheckpointCorrupt, ConfigError, InternalError, PeerFailed, ReplicasDiffer, TooFewWorkers
 from holdfast.events import (
     ActDone,
@@ -22,14 +20,11 @@ from holdfast.events import (
     ApplyStep,
     BucketSummed,
     CheckpointLoaded,
-    CheckpointSaved,
     CloseStep,
     Computed,
     ComputeStep,
     DiscardStep,
     Event,
-    FailureSeen,
-    Finished,
     HandedOver,
     HandOver,
     Leave,
@@ -38,11 +33,8 @@ from holdfast.events import (
     ProgressKnown,
     Publish,
     RanOut,
-    Recovered,
     Revoke,
     Revoked,
-    RunStarted,
-    SamplesLost,
     SaveAndStop,
     ShareProgress,
     Shrink,
@@ -50,74 +42,18 @@ from holdfast.events import (
     Started,
     StepApplied,
     StepClosed,
-    StepCommitted,
     SumBucket,
 )
-from holdfast.faults.process import Injector
-from holdfast.records import Beacon, NoBeacon, Recorder
 from holdfast.recovery import Protocol, make_strategy
-from holdfast.settings import Settings
 from holdfast.train.batches import Batches, Cursor, MiniBatch, Plan
 from holdfast.train.data import fetch
-from holdfast.train.keeper import Keeper
 from holdfast.train.ledger import Account, Ledger
 from holdfast.train.replica import Replica
+from holdfast.train.scribe import Scribe
 from holdfast.train.seeds import seed_slice
 from holdfast.train.state import RotatingDigest, clone, model_sha256, model_tensors, state_sha256
 from holdfast.train.step import Step
-
-STOP = 1
-"""Flag in the closing sum: a script asked to stop after this step."""
-LEAVE = 2
-"""Flag in the closing sum: a worker was told to leave (SIGTERM)."""
-
-
-@dataclass(slots=True)
-class World:
-    """What outlives one training loop: who is there, and where things are written.
-
-    Args:
-        settings: As asked for.
-        comm: The living.
-        clock: For ``t_s``.
-        recorder: Takes records.
-        beacon: Says where this worker is.
-        faults: Strikes as planned.
-        keeper: Checkpoints.
-        first_members: The workers that the job was started with.
-        step: Steps committed.
-        epoch: Epochs begun by earlier loops.
-        loop: Number of training loops before this one.
-        asked: Flags that this worker wants in the next closing sum.
-        metrics: Of the last committed step.
-        first_step_of_loop: Steps committed before this loop.
-        loaded: A checkpoint of a later loop than this one: the loops before it are left out.
-        finished: The ``Finished`` records of the last loop.
-        totals: Accounts of earlier loops.
-    """
-
-    settings: Settings
-    comm: Communicator
-    clock: Clock
-    recorder: Recorder
-    beacon: Beacon | NoBeacon
-    faults: Injector
-    keeper: Keeper
-    first_members: tuple[int, ...]
-    step: int = 0
-    epoch: int = 0
-    loop: int = 0
-    asked: int = 0
-    metrics: dict[str, float] = field(default_factory=dict)
-    first_step_of_loop: int = 0
-    loaded: Loaded | None = None
-    finished: list[Finished] = field(default_factory=list)
-    totals: Account = field(default_factory=Account)
-
-    @property
-    def is_lead(self) -> bool:
-        """Whether the lowest worker alive is played here: it writes what is written once."""
-        return self.comm.members[0] in self.comm.here
+from holdfast.train.world import LEAVE, STOP, World
 
 
 @dataclass(slots=True)
@@ -148,6 +84,7 @@ class Run:
         self._protocol = Protocol(
             make_strategy(world.settings.strategy, min_workers=world.settings.min_workers), len(replica.buckets)
         )
+        self._scribe = Scribe(world)
         self._sum = OrderedSum(world.comm, world.settings.order)
         self._digest = RotatingDigest(replica.model)
         self._use(plan)
@@ -161,7 +98,6 @@ class Run:
         self._initial: dict[str, Any] | None = None
         self._announced = False
         self._skipped = False
-        self._phase = "start"
         self._recovery: _Recovery | None = None
 
     def _use(self, plan: Plan) -> None:
@@ -216,7 +152,7 @@ class Run:
                 comm.revoke()
                 return Revoked()
             case Agree(flag=flag):
-                self._mark("recovery" if self._recovery else "gate")
+                self._scribe.mark("recovery" if self._recovery else "gate")
                 value = comm.agree(flag)
                 if flag and not value:
                     self._see_failure()
@@ -257,7 +193,7 @@ class Run:
                 self._outcome = "stopped"
             if self._outcome == "stopped":
                 self._begin_checkpoint()
-        self._mark("gate")
+        self._scribe.mark("gate")
         return None
 
     def _begin_attempt(self, batch: MiniBatch) -> Step:
@@ -265,7 +201,7 @@ class Run:
         number, times = self._attempts
         self._attempts = (batch.step, times + 1 if number == batch.step else 0)
         self._replica.begin_step()
-        self._mark("forward")
+        self._scribe.mark("forward")
         for rank in self._world.comm.here:
             self._world.faults.reach("forward", batch.step, rank)
         mine = [number for number, rank in batch.owners.items() if rank in self._world.comm.here]
@@ -300,7 +236,7 @@ class Run:
     def _sum_bucket(self, step: int, bucket: int) -> None:
         batch, replica, members = self._in_progress(), self._replica, self._world.comm.members
         self._note_recovery()
-        self._mark("allreduce")
+        self._scribe.mark("allreduce")
         owners = {number: rank for number, rank in batch.owners.items() if rank in members}
         layout = replica.buckets.layouts[bucket]
         result = self._sum(
@@ -320,7 +256,7 @@ class Run:
 
     def _close(self, step: int) -> None:
         self._note_recovery()
-        self._mark("allreduce")
+        self._scribe.mark("allreduce")
         self._reach_in_sum(step, len(self._replica.buckets))
         digest = self._digest.of_step(step)
         sent = (digest, ~digest, step, ~step, self._world.asked)
@@ -335,7 +271,7 @@ class Run:
 
     def _apply(self, step: int) -> None:
         world, batch, replica = self._world, self._in_progress(), self._replica
-        self._mark("optimizer")
+        self._scribe.mark("optimizer")
         for rank in world.comm.here:
             world.faults.reach("optimizer", step, rank)
         lost = replica.missing_slices(batch)
@@ -346,28 +282,9 @@ class Run:
             self._ledger.commit(batch.epoch, ids)
         self._cursor, self._batch, world.step = batch.after, None, step + 1
         if world.is_lead:
-            self._write_step(batch, sum(map(len, committed)), workers, lost)
+            self._scribe.committed(batch, sum(map(len, committed)), workers, lost)
             if world.keeper.is_due(world.step):
                 self._begin_checkpoint()
-
-    def _write_step(self, batch: MiniBatch, samples: int, workers: int, lost: dict[int, tuple[int, ...]]) -> None:
-        now_s, rank, world = self._world.clock.now_s(), self._world.comm.members[0], self._world
-        world.recorder.write(
-            StepCommitted(
-                t_s=now_s,
-                rank=rank,
-                step=batch.step,
-                epoch=batch.epoch,
-                samples=samples,
-                workers=workers,
-                metrics=world.metrics,
-            )
-        )
-        for number, buckets in lost.items():
-            ids = tuple(int(i) for i in batch.slices[number])
-            world.recorder.write(
-                SamplesLost(t_s=now_s, rank=rank, step=batch.step, epoch=batch.epoch, ids=ids, buckets=buckets)
-            )
 
     def _in_progress(self) -> MiniBatch:
         assert self._batch is not None, "no step is in progress"
@@ -376,14 +293,10 @@ class Run:
     # -- recovery
 
     def _see_failure(self) -> None:
-        if self._recovery is not None:
-            return
-        world = self._world
-        self._recovery = _Recovery(before=world.comm.members)
-        dead = world.comm.failed()
-        rank = next((rank for rank in world.comm.here if rank not in dead), world.comm.here[0])
-        world.recorder.write(FailureSeen(t_s=world.clock.now_s(), rank=rank, step=world.step, phase=self._phase))
-        self._mark("recovery")
+        if self._recovery is None:
+            self._recovery = _Recovery(before=self._world.comm.members)
+            self._scribe.failure_seen()
+            self._scribe.mark("recovery")
 
     def _discard(self) -> Event:
         if self._recovery is not None and self._recovery.decision == "continue":
@@ -409,54 +322,17 @@ class Run:
 
     def _note_recovery(self) -> None:
         """Write down what was decided, once training goes on."""
-        recovery, world = self._recovery, self._world
-        if recovery is None:
-            return
-        self._recovery = None
-        members = world.comm.members
-        for rank in world.comm.here:
-            world.recorder.write(
-                Recovered(
-                    t_s=world.clock.now_s(),
-                    rank=rank,
-                    step=world.step,
-                    lost=tuple(r for r in recovery.before if r not in members),
-                    survivors=members,
-                    decision=recovery.decision,
-                    redone_steps=recovery.redone_steps,
-                    generation=world.comm.generation,
-                )
-            )
-        lost = [r for r in recovery.before if r not in members]
-        self._say(f"lost {lost} at step {world.step}; {len(members)} workers go on ({recovery.decision})")
+        recovery, self._recovery = self._recovery, None
+        if recovery is not None:
+            self._scribe.recovered(recovery.before, recovery.decision, recovery.redone_steps)
 
     # -- the beginning
 
     def _announce(self) -> None:
-        if self._announced:
-            return
-        self._announced = True
-        world, settings, plan = self._world, self._world.settings, self._plan
-        world.recorder.write(
-            RunStarted(
-                t_s=world.clock.now_s(),
-                rank=world.comm.here[0],
-                step=world.step,
-                fabric="virtual" if len(world.comm.processes) < len(world.comm.members) else "ulfm",
-                strategy=settings.strategy,
-                seed=plan.seed,
-                workers=len(world.comm.members),
-                slices=plan.slices,
-                order=settings.order,
-                split=plan.split,
-                batch=plan.batch,
-                rescale=settings.rescale,
-                steps_planned=world.first_step_of_loop + plan.num_steps,
-                samples_planned=plan.epochs * plan.epoch_samples,
-                num_buckets=len(self._replica.buckets),
-                parameters=sum(p.numel() for p in self._replica.model.parameters()),
-            )
-        )
+        if not self._announced:
+            self._announced = True
+            parameters = sum(p.numel() for p in self._replica.model.parameters())
+            self._scribe.started(self._plan, len(self._replica.buckets), parameters)
 
     def _load(self) -> int:
         """Make all replicas equal: from the newest intact checkpoint if there is one to go on from."""
@@ -468,9 +344,9 @@ class Run:
         loaded = self._choose_checkpoint()
         if loaded is not None:
             self._restore(loaded)
-        elif self._initial is not None:
-            self._restore_initial(self._initial)
         else:
+            if self._initial is not None:
+                self._restore_initial(self._initial)
             self._make_equal()
             if world.settings.strategy == "restart":
                 self._initial = clone(self._replica.state_dict())
@@ -480,23 +356,29 @@ class Run:
         return world.step
 
     def _choose_checkpoint(self) -> Loaded | None:
-        """Return what everybody loads, None for what is in memory. One looks, and tells the others."""
+        """Return what everybody loads, None for what is in memory. One looks, and tells the others.
+
+        A death may interrupt the first loading when some have done it and some have not, so which sums are made here
+        must not depend on how far this worker came.
+        """
         world = self._world
-        if world.loaded is not None and not self._announced:
-            return world.loaded
-        if not self._announced and (world.loop > 0 or not world.settings.resume):
-            world.keeper.check_empty(ours=world.loop > 0)
-            return None
-        found = -1
-        if world.is_lead:
-            found = world.keeper.newest(self._warn_damaged)
-            if found >= 0 and self._announced and world.keeper.load(found).info["loop"] != world.loop:
-                found = -1
-        step = world.comm.maximum([found])[0]
+        step = world.comm.maximum([self._find_checkpoint() if world.is_lead else -1])[0]
         return world.keeper.load(step) if step >= 0 else None
 
+    def _find_checkpoint(self) -> int:
+        """Return the newest step that this loop can go on from, -1 for none."""
+        world = self._world
+        if not self._announced and world.loaded is not None:
+            return world.loaded.step
+        if not self._announced and (world.loop > 0 or not world.settings.resume):
+            world.keeper.check_empty(ours=world.loop > 0)
+            return -1
+        found = world.keeper.newest(self._warn_damaged)
+        of_another_loop = found >= 0 and self._announced and world.keeper.load(found).info["loop"] != world.loop
+        return -1 if of_another_loop else found
+
     def _warn_damaged(self, step: int, damage: CheckpointCorrupt) -> None:
-        self._say(f"the checkpoint of step {step} is damaged and is passed over: {damage}")
+        self._scribe.say(f"the checkpoint of step {step} is damaged and is passed over: {damage}")
 
     def _restore(self, loaded: Loaded) -> None:
         world, info = self._world, loaded.info
@@ -556,7 +438,7 @@ class Run:
         world, plan = self._world, self._plan
         if not world.is_lead:
             return
-        self._mark("checkpoint")
+        self._scribe.mark("checkpoint")
         world.keeper.begin(
             world.step,
             {"replica": self._replica.state_dict(), "ledger": self._ledger.state_dict(), "metrics": world.metrics},
@@ -576,19 +458,9 @@ class Run:
         )
 
     def _publish(self, stable_step: int) -> None:
-        world = self._world
-        kept = world.keeper.publish(stable_step, world.comm.generation)
+        kept = self._world.keeper.publish(stable_step, self._world.comm.generation)
         if kept is not None:
-            world.recorder.write(
-                CheckpointSaved(
-                    t_s=world.clock.now_s(),
-                    rank=world.comm.members[0],
-                    step=kept.saved.step,
-                    path=str(kept.saved.path),
-                    size_bytes=kept.saved.size_bytes,
-                    seconds=kept.seconds,
-                )
-            )
+            self._scribe.saved(kept)
 
     def _save_and_stop(self) -> Event:
         self._outcome = "gave-up"
@@ -600,50 +472,21 @@ class Run:
     # -- the end
 
     def _leave(self) -> None:
-        world = self._world
+        world, replica = self._world, self._replica
         self._note_recovery()
-        account = self.account()
-        world.finished = [
-            Finished(
-                t_s=world.clock.now_s(),
-                rank=rank,
-                step=world.step,
-                outcome=self._outcome,
-                sha256=model_sha256(self._replica.model),
-                state_sha256=state_sha256(self._replica.model, self._replica.optimizer),
-                planned=account.planned,
-                committed=account.committed,
-                lost=account.lost,
-                repeated=account.repeated,
-                metrics=world.metrics,
-                checkpoint="" if self._outcome == "done" else str(world.keeper.root),
-            )
-            for rank in world.comm.here
-        ]
-        for record in world.finished:
-            world.recorder.write(record)
-        self._mark("script")
+        self._scribe.finished(
+            self._outcome, model_sha256(replica.model), state_sha256(replica.model, replica.optimizer), self.account()
+        )
+        self._scribe.mark("script")
         world.asked &= ~STOP
         if self._outcome == "gave-up":
             alive, least = len(world.comm.members), world.settings.min_workers
             msg = f"{alive} of at least {least} workers are left; the state before step {world.step} is in {world.keeper.root}"
             raise TooFewWorkers(msg)
         if self._outcome == "stopped":
-            self._say(f"stopped on request; the state before step {world.step} is in {world.keeper.root}")
+            self._scribe.say(f"stopped on request; the state before step {world.step} is in {world.keeper.root}")
             raise SystemExit(4)
 
     def account(self) -> Account:
         """Return the account of all samples, earlier loops included."""
         return self._world.totals.plus(self._ledger.account(self._cursor))
-
-    # -- saying where we are
-
-    def _mark(self, phase: str) -> None:
-        self._phase = phase
-        self._world.beacon.mark(phase, self._world.step)
-
-    def _say(self, text: str) -> None:
-        """Tell the user; under the launcher the records do."""
-        if self._world.is_lead and not self._world.settings.run_dir:
-            sys.stderr.write(f"holdfast: {text}\n")
-            sys.stderr.flush()

@@ -24,8 +24,9 @@ from holdfast.train import exits
 from holdfast.train.batches import Plan
 from holdfast.train.keeper import Keeper
 from holdfast.train.replica import Replica, Stateful
-from holdfast.train.run import LEAVE, Run, World
+from holdfast.train.run import Run
 from holdfast.train.step import Step
+from holdfast.train.world import LEAVE, World
 
 _sessions: list[Session] = []
 
@@ -247,8 +248,12 @@ class Session:
                 )
             )
 
-        comm = world.comm
-        kill = comm.fail if isinstance(comm, VirtualCommunicator) else lambda _: exits.kill_self()
+        def kill(rank: int, phase: str) -> None:
+            if isinstance(world.comm, VirtualCommunicator):
+                world.comm.fail(rank, entered=phase == "allreduce")
+            else:
+                exits.kill_self()
+
         return PlannedFaults(plan, kill, announce)
 
     def _plan(

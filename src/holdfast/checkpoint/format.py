@@ -1,0 +1,242 @@
+"""A training state as named tensors and a JSON skeleton, and back.
+
+Only data goes in: dicts, lists, tuples, tensors, numbers, strings, None. So nothing needs to be
+unpickled, and every tensor has a path that a person can read: ``model/conv1.weight``,
+``optimizer/state/0/exp_avg``. The skeleton says how the tensors hang together. Its grammar stands in
+``docs/checkpoint-format.md``; in one line: scalars and lists are themselves, and everything else is an
+object with one key, ``{"tensor": path}``, ``{"tuple": [...]}``, ``{"dict": [[key, value], ...]}``,
+``{"float": bits}``.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections import Counter, OrderedDict
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+import torch
+
+from holdfast.errors import CheckpointCorrupt, CheckpointError
+
+MAX_DEPTH = 64
+"""Containers inside containers. A state that contains itself is deeper than that."""
+
+MAX_INT_BITS = 4096
+"""Python refuses to read integers of more than 4,300 digits back."""
+
+DTYPES: dict[str, torch.dtype] = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (
+        torch.float64,
+        torch.float32,
+        torch.float16,
+        torch.bfloat16,
+        torch.float8_e4m3fn,
+        torch.float8_e4m3fnuz,
+        torch.float8_e5m2,
+        torch.float8_e5m2fnuz,
+        torch.complex64,
+        torch.int64,
+        torch.int32,
+        torch.int16,
+        torch.int8,
+        torch.uint64,
+        torch.uint32,
+        torch.uint16,
+        torch.uint8,
+        torch.bool,
+    )
+}
+"""The dtypes that a checkpoint can hold, by name."""
+
+_MAPPINGS: dict[str, type[dict[Any, Any]]] = {"dict": dict, "OrderedDict": OrderedDict, "Counter": Counter}
+_MAPPING_NAMES = {kind: name for name, kind in _MAPPINGS.items()}
+_SCALARS = (str, int, float, bool, type(None))
+# The safetensors header uses the second for itself; an empty name would be lost in messages.
+_RESERVED_PATHS = ("", "__metadata__")
+
+
+def flatten(state: Any) -> tuple[dict[str, torch.Tensor], Any]:
+    """Take a state apart.
+
+    Tensors are passed on as they are, not copied; a tensor that stands in two places has two paths.
+
+    Args:
+        state: Nested dicts, lists, tuples, tensors, ints, floats, bools, strings and None.
+
+    Returns:
+        The tensors by path, in the order in which they were met, and the skeleton: plain JSON.
+
+    Raises:
+        CheckpointError: if something else is in it; the message names the path.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    skeleton = _encode(state, (), tensors)
+    return tensors, skeleton
+
+
+def unflatten(tensors: Mapping[str, torch.Tensor], skeleton: Any) -> Any:
+    """Put together what :func:`flatten` took apart.
+
+    Raises:
+        CheckpointCorrupt: if the skeleton breaks its grammar, or does not use each tensor once.
+    """
+    used: set[str] = set()
+    state = _decode(skeleton, (), tensors, used)
+    if left := tensors.keys() - used:
+        msg = f"the skeleton does not say where tensor {min(left)!r} belongs; every tensor must be in it once"
+        raise CheckpointCorrupt(msg)
+    return state
+
+
+def tensor_bytes(tensor: torch.Tensor) -> memoryview:
+    """Return the memory of a contiguous CPU tensor, not a copy of it."""
+    # Not reshape(-1): torch calls a tensor of one element contiguous whatever its stride, and would keep it.
+    flat = tensor.detach().as_strided((tensor.numel(),), (1,))
+    return flat.view(torch.uint8).numpy().data
+
+
+# ---------------------------------------------------------------------------------------------
+# State to skeleton
+
+
+def _encode(value: Any, where: tuple[Any, ...], tensors: dict[str, torch.Tensor]) -> Any:
+    if isinstance(value, torch.Tensor):
+        return {"tensor": _take_tensor(value, where, tensors)}
+    if type(value) in _SCALARS:
+        return _encode_scalar(value, where)
+    if len(where) >= MAX_DEPTH:
+        _refuse(where, f"is nested deeper than {MAX_DEPTH} levels", "does it contain itself?")
+    if type(value) is list:
+        return [_encode(item, (*where, i), tensors) for i, item in enumerate(value)]
+    if type(value) is tuple:
+        return {"tuple": [_encode(item, (*where, i), tensors) for i, item in enumerate(value)]}
+    if name := _MAPPING_NAMES.get(type(value)):
+        return {name: [[_check_key(k, where), _encode(v, (*where, k), tensors)] for k, v in value.items()]}
+    return _refuse(where, f"has type {_type_name(value)}", "turn it into one of these in its state_dict()")
+
+
+def _encode_scalar(value: Any, where: tuple[Any, ...]) -> Any:
+    if type(value) is float and not math.isfinite(value):
+        return {"float": struct.pack(">d", value).hex()}
+    if type(value) is int and value.bit_length() > MAX_INT_BITS:
+        _refuse(where, f"is an integer of {value.bit_length()} bits", f"at most {MAX_INT_BITS} can be read back")
+    if type(value) is str and not _is_unicode(value):
+        _refuse(where, f"is the string {value!r}, which is not valid Unicode", "save it as a list of integers")
+    return value
+
+
+def _check_key(key: Any, where: tuple[Any, ...]) -> Any:
+    if type(key) not in _SCALARS or (type(key) is float and not math.isfinite(key)):
+        _refuse(where, f"has the key {key!r} of type {_type_name(key)}", "keys are strings, numbers, bools or None")
+    return _encode_scalar(key, where)
+
+
+def _take_tensor(tensor: torch.Tensor, where: tuple[Any, ...], tensors: dict[str, torch.Tensor]) -> str:
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
+        _refuse(where, f"has type {_type_name(tensor)}", "save its plain local tensor")
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
+        _refuse(where, f"is a tensor of layout {tensor.layout} on {tensor.device}", "only dense tensors have bytes")
+    if _dtype_name(tensor) not in DTYPES:
+        _refuse(where, f"is a tensor of {tensor.dtype}", f"tensors may be {', '.join(DTYPES)}")
+    path = tensor_path(where)
+    if path in tensors or path in _RESERVED_PATHS:
+        path = next(p for n in range(2, len(tensors) + 3) if (p := f"{path}~{n}") not in tensors)
+    tensors[path] = tensor
+    return path
+
+
+def tensor_path(where: tuple[Any, ...]) -> str:
+    """Return the keys that lead to a value as one string.
+
+    As in a JSON pointer (RFC 6901) ``~`` in a key becomes ``~0`` and ``/`` becomes ``~1``.
+    """
+    return "/".join(str(key).replace("~", "~0").replace("/", "~1") for key in where)
+
+
+def _refuse(where: tuple[Any, ...], what: str, advice: str) -> NoReturn:
+    place = tensor_path(where[:6]) + ("/..." if len(where) > 6 else "")
+    msg = (
+        f"the state cannot be saved: {place or 'the state itself'} {what}; allowed are dict, list, tuple, "
+        f"tensor, int, float, bool, str and None ({advice})"
+    )
+    raise CheckpointError(msg)
+
+
+def _type_name(value: Any) -> str:
+    return f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
+
+
+def _dtype_name(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+# ---------------------------------------------------------------------------------------------
+# Skeleton to state
+
+
+def _decode(node: Any, where: tuple[Any, ...], tensors: Mapping[str, torch.Tensor], used: set[str]) -> Any:
+    if type(node) in _SCALARS:
+        return node
+    if len(where) > MAX_DEPTH:
+        _damaged(where, f"is nested deeper than {MAX_DEPTH} levels")
+    if type(node) is list:
+        return [_decode(item, (*where, i), tensors, used) for i, item in enumerate(node)]
+    if type(node) is not dict or len(node) != 1:
+        _damaged(where, "must be a scalar, a list or an object with one key")
+    ((kind, body),) = node.items()
+    if kind == "tensor":
+        return _use_tensor(body, where, tensors, used)
+    if kind == "float":
+        return _decode_float(body, where)
+    if type(body) is list and kind == "tuple":
+        return tuple(_decode(item, (*where, i), tensors, used) for i, item in enumerate(body))
+    if type(body) is list and kind in _MAPPINGS:
+        return _decode_mapping(_MAPPINGS[kind], body, where, tensors, used)
+    return _damaged(where, f"has the unknown kind {kind!r}, or a body of another kind")
+
+
+def _decode_mapping(
+    kind: type[dict[Any, Any]],
+    pairs: list[Any],
+    where: tuple[Any, ...],
+    tensors: Mapping[str, torch.Tensor],
+    used: set[str],
+) -> dict[Any, Any]:
+    mapping = kind()
+    for pair in pairs:
+        if type(pair) is not list or len(pair) != 2 or type(pair[0]) not in _SCALARS or pair[0] in mapping:
+            _damaged(where, "must be a list of pairs [key, value] with different scalar keys")
+        key, node = pair
+        mapping[key] = _decode(node, (*where, key), tensors, used)
+    return mapping
+
+
+def _use_tensor(path: Any, where: tuple[Any, ...], tensors: Mapping[str, torch.Tensor], used: set[str]) -> torch.Tensor:
+    if type(path) is not str or path not in tensors or path in used:
+        _damaged(where, f"names the tensor {path!r}, which the manifest does not list or uses twice")
+    used.add(path)
+    return tensors[path]
+
+
+def _decode_float(bits: Any, where: tuple[Any, ...]) -> float:
+    try:
+        (value,) = struct.unpack(">d", bytes.fromhex(bits))
+    except (TypeError, ValueError, struct.error):
+        _damaged(where, f"has {bits!r} where the 16 hexadecimal digits of a float should be")
+    return float(value)
+
+
+def _damaged(where: tuple[Any, ...], what: str) -> NoReturn:
+    msg = f"the skeleton is damaged: {tensor_path(where[:6]) or 'its root'} {what}"
+    raise CheckpointCorrupt(msg)

@@ -1,0 +1,219 @@
+"""The numbers of ``report.json``, from the records of a run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from holdfast.events import CheckpointSaved, Finished, Record, RunStarted, SamplesLost, ScriptFailed
+from holdfast.report.history import Failure, History, Life
+
+SCHEMA = 1
+"""Version of ``report.json``: what stands in it keeps its name and meaning, more may be added."""
+
+
+def build_report(
+    records: Sequence[Record],
+    *,
+    started: Sequence[int],
+    wall_s: float,
+    seed: int,
+    faults_not_fired: Sequence[str] = (),
+    command: str = "",
+) -> dict[str, Any]:
+    """Return what ``report.json`` holds.
+
+    ``failures`` has one entry per lost worker; workers lost in the same recovery share its times, its
+    redone steps and its lost samples (``recovery`` says which belong together). ``step_s`` is taken
+    between the commits of consecutive steps, without the intervals that hold a failure, so it is the
+    pace of undisturbed work. ``train_s`` runs from the first committed step to the last, failures
+    included. A step that was committed again counts once, with its last metrics.
+
+    Args:
+        records: Of all workers and of the launcher, in any order.
+        started: Ranks of the first world.
+        wall_s: From the start of the launcher to its end.
+        seed: Of the run.
+        faults_not_fired: Injected faults that never struck, as they were written.
+        command: The command line that repeats the run.
+    """
+    history = History(records, started)
+    finished = _finished(history)
+    return {
+        "schema": SCHEMA,
+        "outcome": _outcome(history, finished),
+        **_configuration(history, seed),
+        "workers": {
+            "started": len(history.started),
+            "ranks_started": sorted(history.started),
+            "finished": len(finished),
+            "ranks_finished": sorted(finished),
+        },
+        "steps": len(history.steps),
+        "wall_s": _seconds(wall_s),
+        "train_s": _train_s(history),
+        "step_s": _step_s(history),
+        "restarts": len(history.lives) - 1,
+        "failures": [_failure(failure) for failure in history.failures],
+        "steps_redone": history.redone_steps,
+        "faults_not_fired": list(faults_not_fired),
+        "samples": _samples(history, finished),
+        "lost": [
+            {"step": r.step, "epoch": r.epoch, "ids": list(r.ids), "buckets": list(r.buckets)}
+            for r in history.of(SamplesLost)
+        ],
+        "replicas": _replicas(finished),
+        "metrics": _metrics(history, finished),
+        "checkpoints": len(history.of(CheckpointSaved)),
+        "checkpoint": next((r.checkpoint for r in finished.values() if r.checkpoint), ""),
+        "error": _error(history.lives[-1]),
+        "command": command,
+    }
+
+
+def demo_rows(
+    reports: Sequence[tuple[str, Mapping[str, Any]]], *, settings: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Return what the ``results.json`` of a demo holds: one row per run, compared with the first.
+
+    Each row is the run's report with ``name``, ``overhead`` (of its ``train_s``, as a fraction of that of the
+    first run) and ``accuracy_loss`` (how much lower its accuracy is, as a fraction of 1). Both are null for the
+    first run, and where a run has no such number.
+
+    Args:
+        reports: Name and report of each run, the undisturbed one first.
+        settings: What the runs have in common.
+    """
+    rows: list[dict[str, Any]] = []
+    for name, report in reports:
+        first = reports[0][1] if rows else {}
+        rows.append(
+            {
+                **report,
+                "name": name,
+                "overhead": _overhead(report, first),
+                "accuracy_loss": _accuracy_loss(report, first),
+            }
+        )
+    return {"rows": rows, "settings": dict(settings or {})}
+
+
+def _overhead(report: Mapping[str, Any], first: Mapping[str, Any]) -> float | None:
+    ours, base = report.get("train_s"), first.get("train_s")
+    return round(ours / base - 1, 6) if ours is not None and base else None
+
+
+def _accuracy_loss(report: Mapping[str, Any], first: Mapping[str, Any]) -> float | None:
+    ours, base = report["metrics"].get("accuracy"), first.get("metrics", {}).get("accuracy")
+    return round(base - ours, 9) if ours is not None and base is not None else None
+
+
+def _finished(history: History) -> dict[int, Finished]:
+    """Return by rank who passed the gate, in the last life that anybody did."""
+    for life in reversed(history.lives):
+        if records := life.of(Finished):
+            return {record.rank: record for record in sorted(records, key=lambda r: r.rank)}
+    return {}
+
+
+def _outcome(history: History, finished: Mapping[int, Finished]) -> str:
+    if not finished or history.lives[-1].of(ScriptFailed):
+        return "failed"
+    outcomes = {record.outcome for record in finished.values()}
+    return next((o for o in ("gave-up", "stopped") if o in outcomes), "done")
+
+
+def _configuration(history: History, seed: int) -> dict[str, Any]:
+    starts = history.of(RunStarted)
+    names = ("fabric", "strategy", "slices", "split", "order", "batch", "rescale")
+    more = ("steps_planned", "num_buckets", "parameters")
+    first = starts[0] if starts else None
+    return {
+        **{name: getattr(first, name, None) for name in names},
+        "seed": seed,
+        **{name: getattr(first, name, None) for name in more},
+    }
+
+
+def _failure(failure: Failure) -> dict[str, Any]:
+    return {
+        "rank": failure.rank,
+        "kind": failure.kind,
+        "step": failure.step,
+        "phase": failure.phase,
+        "injected": failure.injected,
+        "t_s": _seconds(failure.t_s),
+        "detect_s": _seconds(failure.detect_s),
+        "recover_s": _seconds(failure.recover_s),
+        "decision": failure.decision,
+        "redone_steps": failure.redone_steps,
+        "lost_samples": failure.lost_samples,
+        "recovery": failure.recovery,
+    }
+
+
+def _samples(history: History, finished: Mapping[int, Finished]) -> dict[str, int | None]:
+    for record in finished.values():
+        return {
+            "planned": record.planned,
+            "committed": record.committed,
+            "lost": record.lost,
+            "repeated": record.repeated,
+        }
+    starts = history.of(RunStarted)
+    return {
+        "planned": starts[0].samples_planned if starts else 0,
+        "committed": sum(record.samples for record in history.steps.values()),
+        "lost": len({(r.epoch, i) for r in history.of(SamplesLost) for i in r.ids}),
+        "repeated": None,  # only the ledger knows, and it speaks at the end
+    }
+
+
+def _replicas(finished: Mapping[int, Finished]) -> dict[str, Any]:
+    records = list(finished.values())
+    if not records:
+        return {"identical": None, "sha256": None, "state_sha256": None}
+    return {
+        "identical": len({record.state_sha256 for record in records}) == 1,
+        "sha256": records[0].sha256,
+        "state_sha256": records[0].state_sha256,
+    }
+
+
+def _metrics(history: History, finished: Mapping[int, Finished]) -> dict[str, float | None]:
+    last: dict[str, float] = {}
+    for record in history.steps.values():
+        last |= record.metrics
+    for final in finished.values():
+        last |= final.metrics
+    return {name: value if math.isfinite(value) else None for name, value in last.items()}
+
+
+def _error(life: Life) -> dict[str, Any] | None:
+    for record in life.of(ScriptFailed):
+        return {"rank": record.rank, "step": record.step, "exit_code": record.exit_code, "message": record.message}
+    return None
+
+
+def _train_s(history: History) -> float | None:
+    return _seconds(history.commits[-1].t_s - history.commits[0].t_s) if history.commits else None
+
+
+def _step_s(history: History) -> dict[str, float | None]:
+    times = sorted(history.step_times_s())
+    return {"p50": _quantile(times, 0.50), "p99": _quantile(times, 0.99)}
+
+
+def _quantile(times: Sequence[float], share: float) -> float | None:
+    """Return the value at ``share`` of the sorted ``times``, between neighbours in proportion."""
+    if not times:
+        return None
+    place = share * (len(times) - 1)
+    low, part = int(place), place - int(place)
+    high = min(low + 1, len(times) - 1)
+    return _seconds(times[low] * (1 - part) + times[high] * part)
+
+
+def _seconds(value: float | None) -> float | None:
+    return None if value is None else round(value, 6)

@@ -1,0 +1,115 @@
+"""The house style of pictures: size, colours, and how a figure becomes inline SVG.
+
+Everything is laid out in inches on a figure of one width, so that letters have the same size in
+every picture of a page.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from io import StringIO
+from typing import TYPE_CHECKING, Any
+
+from holdfast.errors import ConfigError
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+WIDTH_IN = 10.0
+
+INK = "#1b2430"
+SOFT = "#5b6675"
+FAINT = "#aab2bd"
+LINE = "#e3e7ec"
+# After Okabe and Ito's palette, which is told apart with every common colour blindness.
+WORK = "#0072b2"
+WORK_LIGHT = "#a9cbe4"
+DEATH = "#c8351b"
+RECOVERY = "#f5c451"
+SEEN = "#b36a00"
+DECIDED = "#00805a"
+ACCURACY = "#00805a"
+
+_FONTS = "system-ui, -apple-system, 'Segoe UI', 'Helvetica Neue', Arial, 'Liberation Sans', sans-serif"
+_STYLE = {
+    "svg.fonttype": "none",
+    "svg.hashsalt": "holdfast",
+    "font.family": "sans-serif",
+    "font.sans-serif": ["DejaVu Sans"],
+    "font.size": 9,
+    "text.parse_math": False,
+    "text.color": INK,
+    "axes.edgecolor": FAINT,
+    "axes.labelcolor": SOFT,
+    "axes.labelsize": 9,
+    "axes.linewidth": 0.8,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.unicode_minus": True,
+    "xtick.color": FAINT,
+    "ytick.color": FAINT,
+    "xtick.labelcolor": SOFT,
+    "ytick.labelcolor": SOFT,
+    "lines.solid_capstyle": "butt",
+}
+
+
+class Canvas:
+    """One figure, and axes placed on it in inches from its lower left corner."""
+
+    def __init__(self, figure: Figure, height_in: float) -> None:
+        self.figure = figure
+        self.height_in = height_in
+
+    def axes(self, left: float, bottom: float, width: float, height: float) -> Axes:
+        """Return new axes at that place."""
+        box = (left / WIDTH_IN, bottom / self.height_in, width / WIDTH_IN, height / self.height_in)
+        return self.figure.add_axes(box)
+
+    def svg(self, label: str) -> str:
+        """Return the figure as an ``<svg>`` element that takes the width of its container.
+
+        Args:
+            label: What a screen reader says.
+        """
+        text = StringIO()
+        self.figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None}, transparent=True)
+        return _inline(text.getvalue(), label)
+
+
+@contextmanager
+def canvas(height_in: float) -> Iterator[Canvas]:
+    """Give a figure of the house's width; everything drawn inside the block has the house's style.
+
+    Raises:
+        ConfigError: if matplotlib is not installed.
+    """
+    try:
+        import matplotlib as mpl
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        msg = "a page needs jinja2 and matplotlib; install them with: pip install 'holdfast[report]'"
+        raise ConfigError(msg) from error
+    # A user's own matplotlibrc must not change the page.
+    style: Any = {k: v for k, v in mpl.rcParamsDefault.items() if "backend" not in k} | _STYLE
+    with mpl.rc_context(style):
+        yield Canvas(Figure(figsize=(WIDTH_IN, height_in)), height_in)
+
+
+def _inline(svg: str, label: str) -> str:
+    """Cut what an HTML page cannot hold or would hold twice from a file that matplotlib wrote."""
+    svg = svg[svg.index("<svg") :]
+    svg = re.sub(r"\s*<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
+    svg = re.sub(r'<g id="[^"]*"', "<g", svg)  # the same ids come in every figure
+    svg = re.sub(r"<!--.*?-->\s*", "", svg, flags=re.DOTALL)
+    svg = svg.replace("'DejaVu Sans', sans-serif", _FONTS).replace("'DejaVu Sans'", _FONTS)
+    svg = svg.replace("*{stroke-linejoin", "svg *{stroke-linejoin")  # a style of a figure is one of the whole page
+    head = re.match(r"<svg[^>]*>", svg)
+    assert head is not None
+    viewbox = re.search(r'viewBox="[^"]*"', head[0])
+    assert viewbox is not None
+    names = 'xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink"'
+    return f'<svg {names} {viewbox[0]} role="img" aria-label="{label}">{svg[head.end() :].strip()}'

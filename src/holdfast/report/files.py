@@ -1,0 +1,153 @@
+"""The files of a report: ``report.json``, ``events.jsonl``, ``results.json``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from holdfast.errors import ConfigError
+from holdfast.events import Record, record_from_dict, record_to_dict
+from holdfast.report.build import SCHEMA, build_report
+
+_SHAPE: dict[str, type | tuple[type, ...]] = {
+    "workers": dict,
+    "steps": int,
+    "wall_s": (int, float),
+    "step_s": dict,
+    "restarts": int,
+    "failures": list,
+    "samples": dict,
+    "replicas": dict,
+    "metrics": dict,
+}
+
+
+def write_report(
+    records: Sequence[Record],
+    out_dir: Path,
+    *,
+    started: Sequence[int],
+    wall_s: float,
+    seed: int,
+    faults_not_fired: Sequence[str] = (),
+    command: str = "",
+) -> dict[str, Any]:
+    """Write ``report.json`` and ``events.jsonl`` to ``out_dir``, which is made if need be, and return the report.
+
+    Takes what :func:`~holdfast.report.build.build_report` takes.
+
+    Raises:
+        ConfigError: if the files cannot be written.
+    """
+    report = build_report(
+        records,
+        started=started,
+        wall_s=wall_s,
+        seed=seed,
+        faults_not_fired=faults_not_fired,
+        command=command,
+    )
+    lines = [json.dumps(record_to_dict(record)) + "\n" for record in sorted(records, key=lambda r: (r.t_s, r.rank))]
+    _write(out_dir / "events.jsonl", "".join(lines))
+    _write(out_dir / "report.json", json.dumps(report, indent=1) + "\n")
+    return report
+
+
+def write_results(results: Mapping[str, Any], out_dir: Path) -> None:
+    """Write ``results.json`` to ``out_dir``.
+
+    Raises:
+        ConfigError: if the file cannot be written.
+    """
+    _write(out_dir / "results.json", json.dumps(results, indent=1) + "\n")
+
+
+def load_report(directory: Path) -> dict[str, Any]:
+    """Return the report of the run in ``directory``.
+
+    Raises:
+        ConfigError: if there is none, or if it is not what :func:`write_report` writes.
+    """
+    path = directory / "report.json"
+    if not path.is_file():
+        msg = f"there is no report.json in {directory}; `holdfast run --report {directory} ...` writes one"
+        raise ConfigError(msg)
+    return checked_report(_load(path), str(path))
+
+
+def load_results(directory: Path) -> dict[str, Any]:
+    """Return the results of the demo in ``directory``.
+
+    Raises:
+        ConfigError: if there are none, or if they are not what :func:`write_results` writes.
+    """
+    path = directory / "results.json"
+    if not path.is_file():
+        msg = f"there is no results.json in {directory}; `holdfast demo --out {directory}` writes one"
+        raise ConfigError(msg)
+    results = _load(path)
+    if not isinstance(results, dict) or not isinstance(results.get("rows"), list) or not results["rows"]:
+        msg = f"{path} is not the results of a demo: it must be an object with a list of rows"
+        raise ConfigError(msg)
+    for number, row in enumerate(results["rows"]):
+        if "name" not in checked_report(row, f"{path}, row {number}"):
+            msg = f"{path}, row {number}: a row of a demo must have a name"
+            raise ConfigError(msg)
+    return results
+
+
+def load_events(directory: Path) -> list[Record]:
+    """Return the records of the run in ``directory``, in the order of time; none if it has no ``events.jsonl``.
+
+    Raises:
+        ConfigError: if a line is not a record.
+    """
+    path = directory / "events.jsonl"
+    if not path.is_file():
+        return []
+    records = []
+    for number, line in enumerate(path.read_text().splitlines(), start=1):
+        try:
+            records.append(record_from_dict(json.loads(line)))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            msg = f"{path}, line {number}: not a record of this version of Holdfast ({error})"
+            raise ConfigError(msg) from error
+    return sorted(records, key=lambda r: r.t_s)
+
+
+def checked_report(report: Any, where: str) -> dict[str, Any]:
+    """Return ``report`` if it has the shape of a run report.
+
+    Raises:
+        ConfigError: if not; the message names ``where`` and the first thing that is wrong.
+    """
+    if not isinstance(report, dict):
+        msg = f"{where} is not a run report: it must be an object, got {type(report).__name__}"
+        raise ConfigError(msg)
+    if report.get("schema") != SCHEMA:
+        msg = f"{where}: schema must be {SCHEMA}, got {report.get('schema')!r}"
+        raise ConfigError(msg)
+    for key, kind in _SHAPE.items():
+        if not isinstance(report.get(key), kind):
+            msg = f"{where} is not a run report: {key!r} is missing or of the wrong type"
+            raise ConfigError(msg)
+    return report
+
+
+def _load(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        msg = f"{path} cannot be read: {error}"
+        raise ConfigError(msg) from error
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    except OSError as error:
+        msg = f"cannot write {path}: {error.strerror}"
+        raise ConfigError(msg) from error

@@ -1,0 +1,320 @@
+"""What happened to the workers of a run, read from its records.
+
+A run is cut into *lives*: the time between two starts of the whole job. Within a life the survivors
+recover by themselves, any number of times; between lives the launcher starts the job again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from holdfast.events import (
+    FailureSeen,
+    FaultFired,
+    Finished,
+    JobRestarted,
+    Record,
+    Recovered,
+    RunStarted,
+    SamplesLost,
+    ScriptFailed,
+    StepCommitted,
+    WorkerEnded,
+)
+
+R = TypeVar("R", bound=Record)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """One lost worker.
+
+    Args:
+        rank: Who was lost.
+        kind: The kind of the injected fault; ``"kill"`` where nobody injected it, ``"exception"`` where the script
+            raised.
+        step: Step in progress: of the worker where the fault was injected, otherwise of the first survivor that knew.
+        phase: Where in that step, "" if nobody knows.
+        t_s: When the fault struck; where nobody injected it, when the first survivor knew.
+        known_s: When the first survivor knew, None if none ever did.
+        decided_s: When the last survivor had decided how to go on, or when the job was started again.
+        resumed_s: When the next step was committed, None if none was.
+        recovery: Number of the recovery that answered it, counted over the run; workers lost in the same recovery
+            share it and its times. None if nothing answered.
+    """
+
+    rank: int
+    kind: str
+    step: int
+    phase: str
+    injected: bool
+    t_s: float
+    known_s: float | None = None
+    decided_s: float | None = None
+    resumed_s: float | None = None
+    recovery: int | None = None
+    decision: str | None = None
+    redone_steps: int = 0
+    lost_samples: int = 0
+
+    @property
+    def detect_s(self) -> float | None:
+        """Seconds from the injected fault to the first survivor that knew."""
+        return self.known_s - self.t_s if self.injected and self.known_s is not None else None
+
+    @property
+    def recover_s(self) -> float | None:
+        """Seconds from the fault (or from when it was first known) to the next committed step."""
+        return self.resumed_s - self.t_s if self.resumed_s is not None else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recovery:
+    """One decision of the survivors, from the records of all of them."""
+
+    said: tuple[Recovered, ...]
+    seen: tuple[FailureSeen, ...]
+
+    @property
+    def lost(self) -> tuple[int, ...]:
+        """Ranks that it found missing."""
+        return tuple(sorted({rank for record in self.said for rank in record.lost}))
+
+    @property
+    def first_s(self) -> float:
+        """When the first survivor had decided."""
+        return self.said[0].t_s
+
+    @property
+    def last_s(self) -> float:
+        """When the last survivor had decided."""
+        return self.said[-1].t_s
+
+    @property
+    def step(self) -> int:
+        """The step that training went on with."""
+        return self.said[0].step
+
+    @property
+    def redone_steps(self) -> int:
+        """Steps whose work was done again."""
+        return max(record.redone_steps for record in self.said)
+
+    def known_s(self, since_s: float) -> float | None:
+        """When the first survivor knew, after ``since_s``."""
+        return min((r.t_s for r in (*self.seen, *self.said) if r.t_s >= since_s), default=None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Life:
+    """One start of the whole job, and what followed until the next."""
+
+    number: int
+    workers: tuple[int, ...]
+    records: tuple[Record, ...]
+    restart: JobRestarted | None
+    """What ended it, None for the last life."""
+
+    def of(self, kind: type[R]) -> list[R]:
+        """Return the records of one kind, in the order of time."""
+        return [record for record in self.records if isinstance(record, kind)]
+
+    @property
+    def recoveries(self) -> list[Recovery]:
+        """The decisions of the survivors, in the order of time."""
+        by_generation: dict[int, list[Recovered]] = {}
+        for record in self.of(Recovered):
+            by_generation.setdefault(record.generation, []).append(record)
+        recovered_s: dict[int, float] = {}
+        return [self._recovery(said, recovered_s) for _, said in sorted(by_generation.items())]
+
+    def _recovery(self, said: Sequence[Recovered], recovered_s: dict[int, float]) -> Recovery:
+        seen: list[FailureSeen] = []
+        for record in said:
+            # A survivor may see the next failure before others have decided about this one: judge by its own clock.
+            since_s = recovered_s.get(record.rank, float("-inf"))
+            seen += [f for f in self.of(FailureSeen) if f.rank == record.rank and since_s < f.t_s <= record.t_s]
+            recovered_s[record.rank] = record.t_s
+        return Recovery(said=tuple(said), seen=tuple(sorted(seen, key=lambda r: r.t_s)))
+
+    def unnoticed(self, explained: set[int]) -> Iterator[WorkerEnded]:
+        """Yield deaths by a signal that no survivor spoke about.
+
+        Where nobody finished, only the first counts: the launcher ends the others when it gives the job up.
+        """
+        finished = {r.rank for r in self.of(Finished)}
+        quiet = explained | finished | {r.rank for r in self.of(ScriptFailed)}
+        deaths = [r for r in self.of(WorkerEnded) if r.exit_code < 0 and r.rank in self.workers]
+        if finished:
+            yield from (r for r in deaths if r.rank not in quiet)
+        elif deaths and not explained and not self.of(ScriptFailed):
+            yield deaths[0]
+
+
+class History:
+    """The records of a run in the order of time, and what they say together.
+
+    Args:
+        records: Of all workers and of the launcher, in any order.
+        started: Ranks that the run was started with; empty takes them from the records.
+    """
+
+    def __init__(self, records: Sequence[Record], started: Sequence[int] = ()) -> None:
+        self.records = sorted(records, key=lambda r: r.t_s)
+        self.started = tuple(started) or tuple(sorted({r.rank for r in records if isinstance(r, RunStarted)}))
+        self.lives = list(self._cut())
+        self.commits = self.of(StepCommitted)
+        self.failures = sorted(self._failures(), key=lambda f: (f.t_s, f.rank))
+
+    def of(self, kind: type[R]) -> list[R]:
+        """Return the records of one kind, in the order of time."""
+        return [record for record in self.records if isinstance(record, kind)]
+
+    @property
+    def steps(self) -> dict[int, StepCommitted]:
+        """The committed steps by number; of a step that was committed again, the last."""
+        return {record.step: record for record in sorted(self.commits, key=lambda r: (r.step, r.t_s))}
+
+    @property
+    def redone_steps(self) -> int:
+        """Steps whose work was done again, over all recoveries and restarts."""
+        by_recovery = {f.recovery: f.redone_steps for f in self.failures if f.recovery is not None}
+        return sum(by_recovery.values())
+
+    def step_times_s(self) -> list[float]:
+        """Return the seconds between commits of consecutive steps, without those that hold a failure."""
+        noise = [r.t_s for r in self.records if isinstance(r, (FaultFired, FailureSeen, Recovered, JobRestarted))]
+        noise += [f.t_s for f in self.failures]
+        pairs = zip(self.commits, self.commits[1:], strict=False)
+        return [
+            after.t_s - before.t_s
+            for before, after in pairs
+            if after.step == before.step + 1 and not any(before.t_s < t <= after.t_s for t in noise)
+        ]
+
+    def _cut(self) -> Iterator[Life]:
+        workers, part = self.started, list[Record]()
+        number = 0
+        for record in self.records:
+            if isinstance(record, JobRestarted):
+                yield Life(number=number, workers=workers, records=tuple(part), restart=record)
+                workers, part, number = record.workers, [], number + 1
+            else:
+                part.append(record)
+        yield Life(number=number, workers=workers, records=tuple(part), restart=None)
+
+    def _failures(self) -> Iterator[Failure]:
+        recoveries = 0
+        for life in self.lives:
+            explained: set[int] = set()
+            for recovery in life.recoveries:
+                explained |= set(recovery.lost)
+                for rank in recovery.lost:
+                    yield self._recovered(life, recovery, rank, recoveries)
+                recoveries += 1
+            yield from self._unrecovered(life, explained, recoveries)
+            recoveries += life.restart is not None
+
+    def _recovered(self, life: Life, recovery: Recovery, rank: int, number: int) -> Failure:
+        failure = _struck(life, recovery, rank)
+        return dataclasses.replace(
+            failure,
+            known_s=recovery.known_s(failure.t_s),
+            decided_s=recovery.last_s,
+            resumed_s=self._next_commit_s(recovery.first_s, failure.step),
+            recovery=number,
+            decision=recovery.said[-1].decision,
+            redone_steps=recovery.redone_steps,
+            lost_samples=_lost_samples(life, recovery),
+        )
+
+    def _unrecovered(self, life: Life, explained: set[int], number: int) -> Iterator[Failure]:
+        for failure in self._unanswered(life, explained):
+            restart = life.restart
+            if restart is None:
+                yield dataclasses.replace(failure, resumed_s=self._next_commit_s(failure.t_s, failure.step))
+                continue
+            yield dataclasses.replace(
+                failure,
+                decided_s=restart.t_s,
+                resumed_s=self._next_commit_s(restart.t_s, failure.step),
+                recovery=number,
+                decision="restart",
+                redone_steps=max(0, failure.step - self._resumed_at(life) + 1),
+            )
+
+    def _unanswered(self, life: Life, explained: set[int]) -> Iterator[Failure]:
+        """Yield those that died in ``life`` without the survivors deciding about it."""
+        for fault in life.of(FaultFired):
+            if fault.kind == "kill" and fault.rank not in explained:
+                explained.add(fault.rank)
+                seen = [r for r in life.of(FailureSeen) if r.t_s >= fault.t_s and r.rank != fault.rank]
+                yield dataclasses.replace(_injected(fault), known_s=seen[0].t_s if seen else None)
+        if life.restart is not None:
+            for rank in sorted(set(life.workers) - set(life.restart.workers) - explained):
+                explained.add(rank)
+                yield self._ended(life, rank)
+        for death in life.unnoticed(explained):
+            yield self._ended(life, death.rank)
+
+    def _ended(self, life: Life, rank: int) -> Failure:
+        ends = [r for r in life.of(WorkerEnded) if r.rank == rank]
+        seen = [r for r in life.of(FailureSeen) if r.rank != rank]
+        committed = max((r.step for r in life.of(StepCommitted)), default=-1)
+        t_s = min([r.t_s for r in (*ends, *seen[:1])], default=life.restart.t_s if life.restart else 0.0)
+        return Failure(
+            rank=rank,
+            kind=_kind(life, rank),
+            step=seen[0].step if seen else committed + 1,
+            phase=seen[0].phase if seen else "",
+            injected=False,
+            t_s=t_s,
+            known_s=seen[0].t_s if seen else None,
+        )
+
+    def _next_commit_s(self, after_s: float, step: int) -> float | None:
+        return next((c.t_s for c in self.commits if c.t_s > after_s and c.step >= step), None)
+
+    def _resumed_at(self, life: Life) -> int:
+        following = self.lives[life.number + 1]
+        return min((r.step for r in following.of(RunStarted)), default=0)
+
+
+def _struck(life: Life, recovery: Recovery, rank: int) -> Failure:
+    """Say how ``rank`` was lost, as far as it is known before the recovery."""
+    faults = [f for f in life.of(FaultFired) if f.rank == rank and f.t_s <= recovery.last_s]
+    if faults:
+        return _injected(faults[-1])
+    first = recovery.seen[0] if recovery.seen else None
+    return Failure(
+        rank=rank,
+        kind=_kind(life, rank),
+        step=first.step if first else recovery.step + max(recovery.redone_steps - 1, 0),
+        phase=first.phase if first else "",
+        injected=False,
+        t_s=first.t_s if first else recovery.first_s,
+    )
+
+
+def _injected(fault: FaultFired) -> Failure:
+    return Failure(rank=fault.rank, kind=fault.kind, step=fault.step, phase=fault.phase, injected=True, t_s=fault.t_s)
+
+
+def _kind(life: Life, rank: int) -> str:
+    return "exception" if any(r.rank == rank for r in life.of(ScriptFailed)) else "kill"
+
+
+def _lost_samples(life: Life, recovery: Recovery) -> int:
+    same_step = [r for r in life.recoveries if r.step == recovery.step]
+    ids: set[int] = set()
+    for record in life.of(SamplesLost):
+        if record.step != recovery.step:
+            continue
+        # A step may fail twice; what was lost belongs to the recovery nearest in time.
+        nearest = min(same_step, key=lambda r: abs(r.first_s - record.t_s))
+        if nearest.first_s == recovery.first_s:
+            ids |= set(record.ids)
+    return len(ids)

@@ -1,0 +1,174 @@
+"""One self-contained HTML file: of a run, or of a demo."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from holdfast.errors import ConfigError
+from holdfast.events import Record
+from holdfast.report import words
+from holdfast.report.files import load_events, load_report, load_results
+from holdfast.report.table import demo_cells
+
+if TYPE_CHECKING:
+    from jinja2 import Environment
+
+
+def render_run(report: Mapping[str, Any], records: Sequence[Record] = (), title: str = "") -> str:
+    """Return the page of one run.
+
+    Args:
+        report: As :func:`~holdfast.report.build.build_report` makes it.
+        records: Of the run; without them the page has no pictures.
+        title: Over the page; "" names the strategy and the fabric.
+    """
+    from holdfast.report.figures import curves, timeline
+
+    return (
+        _environment()
+        .get_template("run.html")
+        .render(
+            title=title or _title(report),
+            report=report,
+            tiles=_tiles(report),
+            timeline=timeline(report, records),
+            curves=curves(report, records),
+            lost_ids=_lost_ids(report),
+        )
+    )
+
+
+def render_demo(results: Mapping[str, Any], records: Mapping[str, Sequence[Record]] | None = None) -> str:
+    """Return the page of a demo.
+
+    Args:
+        results: As :func:`~holdfast.report.build.demo_rows` makes them.
+        records: Of each run, by its name; a run without them has no timeline.
+    """
+    from holdfast.report.figures import timeline, trade_off
+
+    rows = results["rows"]
+    runs = [
+        {
+            "report": row,
+            "timeline": timeline(row, (records or {}).get(row["name"], ())),
+            "headline": words.headline(row),
+        }
+        for row in rows
+    ]
+    return (
+        _environment()
+        .get_template("demo.html")
+        .render(
+            title=results["settings"].get("title") or "What surviving costs",
+            settings={k: v for k, v in results["settings"].items() if k != "title"},
+            headline=_demo_headline(results),
+            cells=demo_cells(results),
+            runs=runs,
+            trade_off=trade_off(results),
+        )
+    )
+
+
+def write_page(directory: Path) -> Path:
+    """Write ``index.html`` for the run or the demo whose files are in ``directory``, and return its path.
+
+    The records of a demo's runs are looked for in a folder of ``directory`` with the name of the run.
+
+    Raises:
+        ConfigError: if ``directory`` holds neither a run nor a demo, or damaged files.
+    """
+    if (directory / "results.json").is_file():
+        results = load_results(directory)
+        page = render_demo(results, {row["name"]: load_events(directory / row["name"]) for row in results["rows"]})
+    else:
+        page = render_run(load_report(directory), load_events(directory))
+    path = directory / "index.html"
+    try:
+        path.write_text(page)
+    except OSError as error:
+        msg = f"cannot write {path}: {error.strerror}"
+        raise ConfigError(msg) from error
+    return path
+
+
+def _environment() -> Environment:
+    try:
+        from jinja2 import Environment, FileSystemLoader, StrictUndefined
+    except ImportError as error:
+        msg = "a page needs jinja2 and matplotlib; install them with: pip install 'holdfast[report]'"
+        raise ConfigError(msg) from error
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {
+        "seconds": words.seconds,
+        "percent": words.percent,
+        "number": words.number,
+        "listing": words.listing,
+        "headline": words.headline,
+    }
+    return environment
+
+
+def _title(report: Mapping[str, Any]) -> str:
+    parts = [report.get("strategy"), report.get("fabric")]
+    return " on ".join(part for part in parts if part) or "A run"
+
+
+def _tiles(report: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+    """Return the key numbers: value, what it is, what to know about it."""
+    failures, samples, metrics = report["failures"], report["samples"], report["metrics"]
+    tiles = [
+        (words.number(report["steps"]), "steps committed", f"in {words.seconds(report['wall_s'])}"),
+        (words.seconds(report["step_s"]["p50"]), "a step", f"99 % within {words.seconds(report['step_s']['p99'])}"),
+    ]
+    if failures:
+        tiles += [
+            _slowest(failures, "detect_s", "until a survivor knew"),
+            _slowest(failures, "recover_s", "until the next step"),
+        ]
+    tiles.append((words.number(samples["committed"]), "samples in the weights", _sample_note(samples)))
+    if "accuracy" in metrics:
+        tiles.append((words.percent(metrics["accuracy"], digits=2), "accuracy", "last logged"))
+    elif "loss" in metrics:
+        tiles.append((words.number(metrics["loss"]), "loss", "last logged"))
+    return tiles
+
+
+def _slowest(failures: Sequence[Mapping[str, Any]], key: str, what: str) -> tuple[str, str, str]:
+    known = [f[key] for f in failures if f[key] is not None]
+    note = "from the fault" if len(known) < 2 else f"the slowest of {len(known)}"
+    return words.seconds(max(known, default=None)), what, note
+
+
+def _sample_note(samples: Mapping[str, Any]) -> str:
+    return f"{words.number(samples['lost'])} lost, {words.number(samples['repeated'])} repeated"
+
+
+def _lost_ids(report: Mapping[str, Any]) -> list[dict[str, Any]]:
+    return [dict(entry) for entry in report.get("lost", ())]
+
+
+def _demo_headline(results: Mapping[str, Any]) -> str:
+    rows = results["rows"]
+    reference = rows[0]["replicas"]["sha256"]
+    same = [row["name"] for row in rows[1:] if reference is not None and row["replicas"]["sha256"] == reference]
+    others = [row["name"] for row in rows[1:] if row["name"] not in same]
+    killed = sorted({len(row["failures"]) for row in rows[1:]})
+    started = words.count(rows[0]["workers"]["started"], "worker")
+    text = f"The same training by {started}, once undisturbed"
+    if len(rows) > 1:
+        amount = f"{killed[0]}" if len(killed) == 1 else f"{killed[0]} to {killed[-1]}"
+        text += f" and {len(rows) - 1} times with {amount} of them killed on the way"
+    text += "."
+    if same:
+        text += f" Under {words.listing(same)} it ended with the very bits of the undisturbed run"
+        text += f"; under {words.listing(others)} with others." if others else "."
+    return text

@@ -1,0 +1,231 @@
+"""Drawing the lanes of a timeline: the whole run, and one recovery enlarged."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from holdfast.events import Finished, RunStarted, StepCommitted, WorkerEnded
+from holdfast.report import canvas as style
+from holdfast.report.history import Failure, History, Life
+from holdfast.report.words import plain, seconds
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_BAR = 0.62
+_MIN_SHADE_PT = 2.0
+_HEADROOM = 0.95
+"""Lanes left free above the first, for the names of the committed steps."""
+_EDGE = "white"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stretch:
+    """A worker at work, from when it entered the training loop until it left."""
+
+    rank: int
+    from_s: float
+    to_s: float
+    open: bool
+    """Nothing says how it ended."""
+
+
+def stretches(history: History, end_s: float) -> Iterator[Stretch]:
+    """Yield when each worker was at work; ``end_s`` ends what has no end."""
+    for life in history.lives:
+        deaths = {f.rank: f.t_s for f in history.failures if _within(f.t_s, life)}
+        for start in {r.rank: r for r in reversed(life.of(RunStarted))}.values():
+            ends = [
+                r.t_s for r in (*life.of(Finished), *life.of(WorkerEnded)) if r.rank == start.rank and r.t_s > start.t_s
+            ]
+            ends += [t for rank, t in deaths.items() if rank == start.rank and t > start.t_s]
+            ends += [life.restart.t_s] if life.restart else []
+            yield Stretch(rank=start.rank, from_s=start.t_s, to_s=min(ends, default=end_s), open=not ends)
+
+
+def first_answered(history: History) -> list[Failure]:
+    """Return the failures of the first recovery after which a step was committed."""
+    answered = [f for f in history.failures if f.resumed_s is not None and f.recovery is not None]
+    return [f for f in answered if f.recovery == answered[0].recovery]
+
+
+def draw_lanes(axes: Axes, history: History, wall_s: float) -> None:
+    """Draw the whole run: bars, recoveries, deaths."""
+    lanes = _prepare(axes, history)
+    end_s = max(wall_s, history.records[-1].t_s)
+    axes.set_xlim(0, end_s * 1.005)
+    _draw_starts(axes, history, lanes)
+    _draw_work(axes, history, lanes, end_s)
+    point_s = end_s / (axes.get_window_extent().width * 72 / axes.figure.dpi)
+    for failure in history.failures:
+        if failure.resumed_s is not None:
+            wide = max(failure.resumed_s - failure.t_s, _MIN_SHADE_PT * point_s)
+            axes.axvspan(failure.t_s, failure.t_s + wide, color=style.RECOVERY, alpha=0.75, linewidth=0, zorder=1.5)
+    few = len(history.failures) <= 24
+    for failure in history.failures:
+        if failure.rank in lanes:
+            _draw_death(axes, failure, lanes[failure.rank], axes.get_xlim()[1], label=few)
+    axes.set_xlabel("seconds since the start", loc="left")
+
+
+def draw_legend(axes: Axes, left_in: float, history: History) -> None:
+    """Say above the lanes what the marks mean, as far as there are any."""
+    marks = [("▬ training", style.WORK), ("▬ starting", style.FAINT)]
+    if history.failures:
+        marks += [("✕ killed", style.DEATH), ("▮ until the next step is committed", style.SEEN)]
+    place = -left_in * 72
+    for words, color in marks:
+        axes.annotate(
+            words, (0, 1), xycoords="axes fraction", xytext=(place, 7), textcoords="offset points",
+            ha="left", va="bottom", fontsize=9, color=color,
+        )  # fmt: skip
+        place += 80
+
+
+def draw_zoom(axes: Axes, main: Axes, history: History, failures: Sequence[Failure], step_s: float | None) -> None:
+    """Draw one recovery: who knew when, who had decided when, when the next step was committed."""
+    lanes = _prepare(axes, history)
+    zero_s, end_s = failures[0].t_s, max(f.resumed_s or f.t_s for f in failures)
+    took_s = end_s - zero_s
+    pad_s = max(0.12 * took_s, min(1.3 * (step_s or 0), 0.5 * took_s))
+    axes.set_xlim(zero_s - pad_s, end_s + pad_s * 1.35)
+    axes.set_ylim(top=axes.get_ylim()[1] + _HEADROOM)
+    _draw_work(axes, history, lanes, axes.get_xlim()[1])
+    axes.axvspan(zero_s, end_s, color=style.RECOVERY, alpha=0.45, linewidth=0, zorder=1.5)
+    _draw_commits(axes, history, end_s)
+    _draw_survivors(axes, history, failures, lanes)
+    for failure in failures:
+        _draw_death(axes, failure, lanes[failure.rank], axes.get_xlim()[1], label=True)
+    _unit_ticks(axes, zero_s, "the fault" if failures[0].injected else "the first survivor knew")
+    _brackets(axes, failures, zero_s, end_s)
+    _tie(axes, main)
+
+
+def _prepare(axes: Axes, history: History) -> dict[int, int]:
+    """Set the lanes up and return the height of each rank's."""
+    ranks = sorted({*history.started, *(f.rank for f in history.failures)})
+    lanes = {rank: len(ranks) - 1 - place for place, rank in enumerate(ranks)}
+    every = math.ceil(len(ranks) / 32)
+    axes.set_yticks([lanes[r] for r in ranks[::every]], [f"worker {r}" for r in ranks[::every]])
+    for name in axes.get_yticklabels():
+        name.set_horizontalalignment("left")
+    axes.set_ylim(-0.6, len(ranks) - 0.4)
+    axes.tick_params(axis="y", length=0, labelcolor=style.INK, pad=51)
+    axes.tick_params(axis="x", length=3)
+    axes.spines["left"].set_visible(False)
+    return lanes
+
+
+def _draw_work(axes: Axes, history: History, lanes: dict[int, int], end_s: float) -> None:
+    for stretch in stretches(history, end_s):
+        if stretch.rank in lanes:
+            axes.barh(
+                lanes[stretch.rank], stretch.to_s - stretch.from_s, left=stretch.from_s, height=_BAR,
+                color=style.WORK_LIGHT, linewidth=0, zorder=2,
+            )  # fmt: skip
+
+
+def _draw_starts(axes: Axes, history: History, lanes: dict[int, int]) -> None:
+    """Draw a thin line from the start of the processes to that of their training."""
+    for life, from_s in zip(history.lives, [0.0, *(x.restart.t_s for x in history.lives if x.restart)], strict=True):
+        for start in life.of(RunStarted):
+            if start.rank in lanes:
+                axes.plot([from_s, start.t_s], [lanes[start.rank]] * 2, color=style.FAINT, linewidth=1.2, zorder=1.8)
+
+
+def _draw_death(axes: Axes, failure: Failure, lane: int, right_s: float, *, label: bool) -> None:
+    axes.plot(failure.t_s, lane, marker="X", markersize=9, color=style.DEATH, markeredgecolor=_EDGE, zorder=6)
+    if not label:
+        return
+    left, _ = axes.get_xlim()
+    flip = failure.t_s > left + 0.82 * (right_s - left)
+    words = f"step {failure.step}" + (f", {failure.phase}" if failure.phase else "")
+    axes.annotate(
+        words, (failure.t_s, lane), xytext=(-9 if flip else 9, 0), textcoords="offset points",
+        ha="right" if flip else "left", va="center_baseline", color=style.DEATH, fontsize=8.5, zorder=7,
+    )  # fmt: skip
+
+
+def _draw_commits(axes: Axes, history: History, end_s: float) -> None:
+    left, right = axes.get_xlim()
+    shown = [c for c in history.commits if left <= c.t_s <= right]
+    for commit in shown if len(shown) <= 24 else [c for c in shown if c.t_s == end_s]:
+        axes.axvline(commit.t_s, color=style.INK, linewidth=0.8, linestyle=(0, (1, 2)), zorder=3)
+    _name_commits(axes, shown if len(shown) <= 8 else [c for c in shown if c.t_s == end_s])
+
+
+def _name_commits(axes: Axes, commits: Sequence[StepCommitted]) -> None:
+    left, right = axes.get_xlim()
+    for commit in commits:
+        flip = commit.t_s > left + 0.9 * (right - left)
+        axes.annotate(
+            f"step {commit.step}", (commit.t_s, 1), xycoords=("data", "axes fraction"), xytext=(-4 if flip else 4, -3),
+            textcoords="offset points", ha="right" if flip else "left", va="top", fontsize=8.5, color=style.SOFT, zorder=7,
+        )  # fmt: skip
+
+
+def _draw_survivors(axes: Axes, history: History, failures: Sequence[Failure], lanes: dict[int, int]) -> None:
+    for life in history.lives:
+        for recovery in life.recoveries:
+            if set(recovery.lost) != {f.rank for f in failures} or not _within(failures[0].t_s, life):
+                continue
+            for seen in recovery.seen:
+                _mark(axes, seen.t_s, lanes[seen.rank], "o", style.SEEN)
+            for said in recovery.said:
+                _mark(axes, said.t_s, lanes[said.rank], "D", style.DECIDED)
+
+
+def _mark(axes: Axes, t_s: float, lane: int, marker: str, color: str) -> None:
+    axes.plot(t_s, lane, marker=marker, markersize=6, color=color, markeredgecolor=_EDGE, zorder=5)
+
+
+def _unit_ticks(axes: Axes, zero_s: float, zero: str) -> None:
+    """Count from the fault, in milliseconds where that reads better."""
+    left, right = axes.get_xlim()
+    unit, factor = ("milliseconds", 1e3) if right - left < 2 else ("seconds", 1.0)
+    span = (right - left) * factor
+    step = next(s * 10**e for e in range(-3, 9) for s in (1, 2, 5) if span / (s * 10.0**e) <= 10)
+    first = math.ceil((left - zero_s) * factor / step)
+    ticks = [n * step for n in range(first, math.floor((right - zero_s) * factor / step) + 1)]
+    axes.set_xticks([zero_s + t / factor for t in ticks], [plain(t) for t in ticks])
+    axes.set_xlabel(f"{unit} since {zero}: the first recovery, enlarged", loc="left")
+
+
+def _brackets(axes: Axes, failures: Sequence[Failure], zero_s: float, end_s: float) -> None:
+    """Write above the lanes how long it took until somebody knew, all had decided, and the next step was in."""
+    known = min((f.known_s for f in failures if f.known_s is not None and f.injected), default=None)
+    decided = failures[0].decided_s
+    decision = "job started again" if failures[0].decision == "restart" else "◆ decided"
+    marks = [(t, f"{words} {seconds(t - zero_s)}", color) for t, words, color in (
+        (known, "● known after", style.SEEN),
+        (decided, f"{decision} after", style.DECIDED),
+        (end_s, "┊ next step committed after", style.INK),
+    ) if t is not None]  # fmt: skip
+    place = 0.0
+    for _, words, color in marks:
+        axes.annotate(
+            words, (place, 1), xycoords="axes fraction", xytext=(0, 6), textcoords="offset points",
+            ha="left", va="bottom", fontsize=9, color=color, fontweight="bold",
+            bbox={"facecolor": "white", "edgecolor": "none", "pad": 1},
+        )  # fmt: skip
+        place += 0.27
+
+
+def _tie(axes: Axes, main: Axes) -> None:
+    """Show which part of the upper axis the lower one enlarges."""
+    from matplotlib.patches import ConnectionPatch
+
+    left, right = axes.get_xlim()
+    for x, corner in ((left, 0.0), (right, 1.0)):
+        tie = ConnectionPatch(
+            (x, 0), (corner, 1), main.get_xaxis_transform(), axes.transAxes, color=style.FAINT, linewidth=0.7, zorder=0
+        )
+        axes.figure.add_artist(tie)
+
+
+def _within(t_s: float, life: Life) -> bool:
+    times = [r.t_s for r in life.records]
+    return bool(times) and times[0] <= t_s <= times[-1]

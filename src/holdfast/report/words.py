@@ -1,0 +1,152 @@
+"""A report in plain words: numbers with units, and the one sentence that says what happened."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+DASH = "\u2013"
+"""Stands where there is no number."""
+MINUS = "\u2212"
+
+_SMALL = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
+
+
+def seconds(value: float | None) -> str:
+    """Return a duration as a person says it: ``"52 ms"``, ``"1.3 s"``, ``"2 min 5 s"``, or a dash."""
+    if value is None:
+        return DASH
+    if value < 0.0095:
+        return f"{value * 1e3:.1f} ms"
+    if value < 0.9995:
+        return f"{value * 1e3:.0f} ms"
+    if value < 60:
+        return f"{value:.2f} s" if value < 9.995 else f"{value:.1f} s"
+    whole = round(value)
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    return f"{whole // 3600} h {whole % 3600 // 60} min"
+
+
+def plain(value: float) -> str:
+    """Return a tick of an axis: as few digits as it needs, and a real minus."""
+    return f"{value:g}".replace("-", MINUS)
+
+
+def percent(value: float | None, *, signed: bool = False, digits: int = 1) -> str:
+    """Return a fraction in percent, or a dash."""
+    if value is None:
+        return DASH
+    text = f"{abs(value) * 100:.{digits}f}"
+    zero = float(text) == 0
+    sign = "" if zero else MINUS if value < 0 else "+" if signed else ""
+    return f"{sign}{text} %"
+
+
+def points(value: float | None) -> str:
+    """Return a fraction in percentage points, or a dash."""
+    return percent(value, signed=True, digits=2).replace(" %", " pp")
+
+
+def number(value: float | None, digits: int = 4) -> str:
+    """Return a number with thin spaces between thousands, or a dash."""
+    if value is None:
+        return DASH
+    if isinstance(value, int) or float(value).is_integer():
+        return f"{int(value):,}".replace(",", "\u202f")
+    return f"{value:.{digits}g}"
+
+
+def count(amount: int, what: str) -> str:
+    """Return ``"1 worker"``, ``"4 workers"``."""
+    return f"{number(amount)} {what}{'' if amount == 1 else 's'}"
+
+
+def listing(items: Sequence[object]) -> str:
+    """Return ``"1"``, ``"1 and 2"``, ``"1, 2 and 3"``."""
+    words = [str(item) for item in items]
+    return " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
+
+
+def headline(report: Mapping[str, Any]) -> str:
+    """Return one or two sentences that say what happened to the run, and how it ended."""
+    return " ".join(part for part in (_what_happened(report), _how_it_ended(report), _samples(report)) if part)
+
+
+def recoveries(report: Mapping[str, Any]) -> list[list[Mapping[str, Any]]]:
+    """Return the failures, those that were answered together in one list."""
+    groups: dict[object, list[Mapping[str, Any]]] = {}
+    for index, failure in enumerate(report["failures"]):
+        together = failure.get("recovery")
+        groups.setdefault(("alone", index) if together is None else together, []).append(failure)
+    return list(groups.values())
+
+
+def _what_happened(report: Mapping[str, Any]) -> str:
+    failures, started = report["failures"], report["workers"]["started"]
+    if not failures:
+        return f"{count(started, 'worker')} trained for {count(report['steps'], 'step')} and none was lost."
+    ranks = sorted({f["rank"] for f in failures})
+    verb = "killed" if all(f["injected"] for f in failures) else "lost"
+    if len(failures) == 1:
+        who = f"Worker {ranks[0]} of {started} was {verb} at step {failures[0]['step']}"
+    elif len(ranks) == len(failures):
+        who = f"{len(ranks)} of {count(started, 'worker')} were {verb}"
+    else:
+        who = f"Workers were {verb} {len(failures)} times"
+    return f"{who}{_went_on(report)}."
+
+
+def _went_on(report: Mapping[str, Any]) -> str:
+    answered = [g for g in recoveries(report) if all(f["recover_s"] is not None for f in g)]
+    alive = [_longest(group) for group in answered if group[0].get("decision") != "restart"]
+    again = [_longest(group) for group in answered if group[0].get("decision") == "restart"]
+    text = f"; training went on after {_after(alive)}" if alive else ""
+    if again:
+        text += f"; the job was started again and was back where it had been after {_after(again)}"
+    return text
+
+
+def _longest(group: Sequence[Mapping[str, Any]]) -> float:
+    return max(float(failure["recover_s"]) for failure in group)
+
+
+def _after(times: Sequence[float]) -> str:
+    if len(times) <= 2:
+        return listing([seconds(t) for t in times])
+    return f"{seconds(min(times))} to {seconds(max(times))}"
+
+
+def _how_it_ended(report: Mapping[str, Any]) -> str:
+    steps, kept = count(report["steps"], "step"), report.get("checkpoint")
+    saved = f"; the state is in {kept}" if kept else ""
+    match report.get("outcome"):
+        case "gave-up":
+            return f"Too few workers were left after {steps}, so it stopped{saved}."
+        case "stopped":
+            return f"It was stopped on request after {steps}{saved}."
+        case "failed":
+            error = report.get("error")
+            return f"The run failed after {steps}{': ' + error['message'] if error else ''}."
+    return _bits(report)
+
+
+def _bits(report: Mapping[str, Any]) -> str:
+    finished, same = report["workers"]["finished"], report["replicas"]["identical"]
+    few = _SMALL[finished] if finished < len(_SMALL) else str(finished)
+    if not same:
+        return "The replicas that finished do not hold the same bits."
+    if finished == 1:
+        return "One worker was left and finished." if report["workers"]["started"] > 1 else ""
+    who = f"All {few}" if finished == report["workers"]["started"] else f"The {few} that were left"
+    return f"{who} ended with the same bits."
+
+
+def _samples(report: Mapping[str, Any]) -> str:
+    lost, repeated = report["samples"]["lost"], report["samples"]["repeated"]
+    if report.get("outcome") != "done" or repeated is None:
+        return ""
+    parts = [f"{number(n)} {what}" for n, what in ((lost, "lost"), (repeated, "repeated")) if n]
+    if not parts:
+        return "Every sample counted exactly once."
+    return f"Of {count(report['samples']['planned'], 'sample')}, {listing(parts)}."

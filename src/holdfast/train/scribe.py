@@ -1,0 +1,151 @@
+"""Writing down what happens in a training loop."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from holdfast.events import (
+    CheckpointSaved,
+    FailureSeen,
+    Finished,
+    Recovered,
+    RunStarted,
+    SamplesLost,
+    StepCommitted,
+)
+from holdfast.train.batches import MiniBatch, Plan
+from holdfast.train.keeper import Kept
+from holdfast.train.ledger import Account
+from holdfast.train.world import World
+
+
+class Scribe:
+    """Makes records of what the training loop tells it.
+
+    Args:
+        world: Gives time, ranks and the recorder.
+    """
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._phase = "start"
+
+    def mark(self, phase: str) -> None:
+        """Say where this worker is."""
+        self._phase = phase
+        self._world.beacon.mark(phase, self._world.step)
+
+    def started(self, plan: Plan, num_buckets: int, parameters: int) -> None:
+        """Training begins, or goes on."""
+        world, settings = self._world, self._world.settings
+        world.recorder.write(
+            RunStarted(
+                t_s=world.clock.now_s(),
+                rank=world.comm.here[0],
+                step=world.step,
+                fabric="ulfm" if len(world.comm.processes) == len(world.comm.members) > 1 else "virtual",
+                strategy=settings.strategy,
+                seed=plan.seed,
+                workers=len(world.comm.members),
+                slices=plan.slices,
+                order=settings.order,
+                split=plan.split,
+                batch=plan.batch,
+                rescale=settings.rescale,
+                steps_planned=world.first_step_of_loop + plan.num_steps,
+                samples_planned=plan.epochs * plan.epoch_samples,
+                num_buckets=num_buckets,
+                parameters=parameters,
+            )
+        )
+
+    def committed(self, batch: MiniBatch, samples: int, workers: int, lost: dict[int, tuple[int, ...]]) -> None:
+        """The optimizer ran; ``lost`` holds, by slice, the buckets it is missing from. The lead writes it."""
+        world = self._world
+        now_s, rank = world.clock.now_s(), world.comm.members[0]
+        world.recorder.write(
+            StepCommitted(
+                t_s=now_s,
+                rank=rank,
+                step=batch.step,
+                epoch=batch.epoch,
+                samples=samples,
+                workers=workers,
+                metrics=world.metrics,
+            )
+        )
+        for number, buckets in lost.items():
+            ids = tuple(int(i) for i in batch.slices[number])
+            world.recorder.write(
+                SamplesLost(t_s=now_s, rank=rank, step=batch.step, epoch=batch.epoch, ids=ids, buckets=buckets)
+            )
+
+    def failure_seen(self) -> None:
+        """A collective failed, in the phase that was marked last."""
+        world = self._world
+        dead = world.comm.failed()
+        rank = next((rank for rank in world.comm.here if rank not in dead), world.comm.here[0])
+        world.recorder.write(FailureSeen(t_s=world.clock.now_s(), rank=rank, step=world.step, phase=self._phase))
+
+    def recovered(self, before: Sequence[int], decision: str, redone_steps: int) -> None:
+        """The survivors go on."""
+        world, members = self._world, self._world.comm.members
+        lost = tuple(r for r in before if r not in members)
+        for rank in world.comm.here:
+            world.recorder.write(
+                Recovered(
+                    t_s=world.clock.now_s(),
+                    rank=rank,
+                    step=world.step,
+                    lost=lost,
+                    survivors=members,
+                    decision=decision,
+                    redone_steps=redone_steps,
+                    generation=world.comm.generation,
+                )
+            )
+        self.say(f"lost {list(lost)} at step {world.step}; {len(members)} workers go on ({decision})")
+
+    def saved(self, kept: Kept) -> None:
+        """A checkpoint counts."""
+        world = self._world
+        world.recorder.write(
+            CheckpointSaved(
+                t_s=world.clock.now_s(),
+                rank=world.comm.members[0],
+                step=kept.saved.step,
+                path=str(kept.saved.path),
+                size_bytes=kept.saved.size_bytes,
+                seconds=kept.seconds,
+            )
+        )
+
+    def finished(self, outcome: str, sha256: str, state_sha256: str, account: Account) -> None:
+        """This worker passed the gate; the world keeps the records."""
+        world = self._world
+        world.finished = [
+            Finished(
+                t_s=world.clock.now_s(),
+                rank=rank,
+                step=world.step,
+                outcome=outcome,
+                sha256=sha256,
+                state_sha256=state_sha256,
+                planned=account.planned,
+                committed=account.committed,
+                lost=account.lost,
+                repeated=account.repeated,
+                metrics=world.metrics,
+                checkpoint="" if outcome == "done" else str(world.keeper.root),
+            )
+            for rank in world.comm.here
+        ]
+        for record in world.finished:
+            world.recorder.write(record)
+
+    def say(self, text: str) -> None:
+        """Tell the user; under the launcher the records do."""
+        if self._world.is_lead and not self._world.settings.run_dir:
+            sys.stderr.write(f"holdfast: {text}\n")
+            sys.stderr.flush()

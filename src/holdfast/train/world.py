@@ -1,0 +1,68 @@
+"""What outlives one training loop: who is there, how far they are, and where things are written."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from holdfast.checkpoint import Loaded
+from holdfast.clock import Clock
+from holdfast.comm import Communicator
+from holdfast.events import Finished
+from holdfast.faults.process import Injector
+from holdfast.records import Beacon, NoBeacon, Recorder
+from holdfast.settings import Settings
+from holdfast.train.keeper import Keeper
+from holdfast.train.ledger import Account
+
+STOP = 1
+"""Flag in the closing sum: a script asked to stop after this step."""
+LEAVE = 2
+"""Flag in the closing sum: a worker was told to leave (SIGTERM)."""
+
+
+@dataclass(slots=True)
+class World:
+    """What outlives one training loop: who is there, and where things are written.
+
+    Args:
+        settings: As asked for.
+        comm: The living.
+        clock: For ``t_s``.
+        recorder: Takes records.
+        beacon: Says where this worker is.
+        faults: Strikes as planned.
+        keeper: Checkpoints.
+        first_members: The workers that the job was started with.
+        step: Steps committed.
+        epoch: Epochs begun by earlier loops.
+        loop: Number of training loops before this one.
+        asked: Flags that this worker wants in the next closing sum.
+        metrics: Of the last committed step.
+        first_step_of_loop: Steps committed before this loop.
+        loaded: A checkpoint of a later loop than this one: the loops before it are left out.
+        finished: The ``Finished`` records of the last loop.
+        totals: Accounts of earlier loops.
+    """
+
+    settings: Settings
+    comm: Communicator
+    clock: Clock
+    recorder: Recorder
+    beacon: Beacon | NoBeacon
+    faults: Injector
+    keeper: Keeper
+    first_members: tuple[int, ...]
+    step: int = 0
+    epoch: int = 0
+    loop: int = 0
+    asked: int = 0
+    metrics: dict[str, float] = field(default_factory=dict)
+    first_step_of_loop: int = 0
+    loaded: Loaded | None = None
+    finished: list[Finished] = field(default_factory=list)
+    totals: Account = field(default_factory=Account)
+
+    @property
+    def is_lead(self) -> bool:
+        """Whether the lowest worker alive is played here: it writes what is written once."""
+        return self.comm.members[0] in self.comm.here

@@ -1,0 +1,328 @@
+"""Every run of small jobs: the protocol holds, and without any one of its lines it does not."""
+
+import dataclasses
+from dataclasses import dataclass
+
+import pytest
+
+from holdfast.errors import InternalError
+from holdfast.events import (
+    Action,
+    Agree,
+    Agreed,
+    ApplyStep,
+    CloseStep,
+    ContinueStep,
+    Event,
+    HandOver,
+    Leave,
+    LoadCheckpoint,
+    PeerLost,
+    ProgressKnown,
+    Publish,
+    RanOut,
+    Revoked,
+    ShareProgress,
+    Shrink,
+    Shrunk,
+    StepApplied,
+    StepClosed,
+)
+from holdfast.recovery import Forward, Protocol, Restart, Rollback, Strategy
+from holdfast.recovery.protocol import State
+from holdfast.testing.explorer import World, explore
+
+STRATEGIES = [Rollback(), Forward(), Restart()]
+NAMES = ["rollback", "forward", "restart"]
+
+
+def must_hold(strategy: Strategy, world: World) -> int:
+    found = explore(strategy, world)
+    assert found.violation is None, str(found)
+    return found.states
+
+
+def must_break(strategy: Strategy, world: World, kind: str) -> None:
+    """Expect a violation of this ``kind``, and none as long as nobody dies."""
+    if world.deaths:
+        must_hold(strategy, dataclasses.replace(world, deaths=0))
+    found = explore(strategy, world)
+    assert found.violation is not None, f"the explorer saw nothing wrong: {found}"
+    assert found.violation.startswith(kind), str(found)
+
+
+def lossy(strategy: Strategy) -> bool:
+    return isinstance(strategy, Forward)
+
+
+# -- it holds
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=NAMES)
+@pytest.mark.parametrize(("workers", "deaths"), [(2, 1), (2, 2), (3, 1), (3, 2), (3, 3), (4, 2)])
+def test_nothing_goes_wrong_in_any_run(strategy, workers, deaths):
+    states = must_hold(strategy, World(workers=workers, deaths=deaths, lossy=lossy(strategy)))
+
+    assert states > 100
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=NAMES)
+def test_nothing_goes_wrong_when_no_moves_are_joined(strategy):
+    joined = must_hold(strategy, World(lossy=lossy(strategy)))
+    apart = must_hold(strategy, World(lossy=lossy(strategy), atomic=False))
+
+    assert apart > joined
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=NAMES)
+def test_nothing_goes_wrong_when_checkpoints_are_rare(strategy):
+    must_hold(strategy, World(steps=4, checkpoint_every=3, lossy=lossy(strategy)))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=NAMES)
+@pytest.mark.parametrize("buckets", [1, 3])
+def test_nothing_goes_wrong_whatever_the_number_of_buckets(strategy, buckets):
+    must_hold(strategy, World(buckets=buckets, lossy=lossy(strategy)))
+
+
+@pytest.mark.parametrize("kind", [Rollback, Forward, Restart], ids=NAMES)
+@pytest.mark.parametrize("min_workers", [2, 3])
+def test_with_too_few_workers_all_save_the_same_and_stop(kind, min_workers):
+    must_hold(kind(min_workers=min_workers), World(lossy=kind is Forward))
+
+
+@pytest.mark.parametrize("strategy", [Rollback(), Restart()], ids=["rollback", "restart"])
+def test_a_sum_may_spoil_its_input_unless_the_strategy_is_forward(strategy):
+    must_hold(strategy, World(in_place=True))
+
+
+def test_a_step_of_forward_may_lack_the_gradients_of_the_dead():
+    must_break(Forward(), World(workers=2, deaths=1, lossy=False), "gradients are missing")
+
+
+def test_a_world_that_is_too_large_is_refused():
+    with pytest.raises(InternalError, match="more than 50 states"):
+        explore(Rollback(), World(), limit=50)
+
+
+def test_the_same_world_gives_the_same_trace():
+    world = World(make_protocol=WithoutRevoke)
+
+    assert explore(Rollback(), world) == explore(Rollback(), world)
+
+
+# -- without one of its lines
+
+
+class WithoutRevoke(Protocol):
+    def _recover(self) -> list[Action]:
+        super()._recover()
+        return self._enter(State.HEARD, Agree(flag=False))
+
+
+class WithoutHearing(Protocol):
+    """R1 is the revoke alone: nobody waits until all have heard."""
+
+    def handle(self, event: Event) -> list[Action]:
+        if self.state is State.REVOKE and event == Revoked():
+            return self._enter(State.SHRINK, Shrink())
+        return super().handle(event)
+
+
+class WithoutTold(Protocol):
+    """Begins with R1 although an agreement has told everybody already."""
+
+    def handle(self, event: Event) -> list[Action]:
+        if self.state in (State.FENCE, State.CONFIRM, State.GATE, State.LAST_GATE) and event == Agreed(value=False):
+            self._state = State.SUM
+            return self._recover()
+        return super().handle(event)
+
+
+class WithoutFence(Protocol):
+    def handle(self, event: Event) -> list[Action]:
+        if self.state is State.SHRINK and event == Shrunk():
+            return self._enter(State.SHARE, ShareProgress(self.progress))
+        return super().handle(event)
+
+
+class WithoutConfirming(Protocol):
+    """Without R4: whoever knows the progress of all decides at once."""
+
+    def handle(self, event: Event) -> list[Action]:
+        if self.state is State.SHARE and isinstance(event, ProgressKnown):
+            self._known = event
+            return self._decide()
+        return super().handle(event)
+
+
+class LoadsInSilence(Protocol):
+    """Does not say that it is loading before it begins to."""
+
+    def _next_order(self) -> list[Action]:
+        before = self._completed
+        orders = super()._next_order()
+        if isinstance(orders[0], LoadCheckpoint):
+            self._completed = before
+        return orders
+
+
+class WithoutClosingSum(Protocol):
+    """Applies a step right after its last bucket."""
+
+    @property
+    def _sums(self) -> int:
+        return self._num_buckets
+
+    def _after_bucket(self) -> list[Action]:
+        if self._completed % self._sums == self._sums - 1:
+            return self._enter(State.APPLY, ApplyStep(self.step))
+        return super()._after_bucket()
+
+    def handle(self, event: Event) -> list[Action]:
+        if isinstance(event, ProgressKnown):
+            event = ProgressKnown(event.progress, self._sums - 1)
+        return super().handle(event)
+
+
+class WithoutGate(Protocol):
+    """Leaves after its last step."""
+
+    def handle(self, event: Event) -> list[Action]:
+        if self.state is State.COMPUTE and event == RanOut():
+            return self._enter(State.LEFT, Leave())
+        return super().handle(event)
+
+
+class BarrierForGate(Protocol):
+    """Leaves after a plain barrier."""
+
+    def handle(self, event: Event) -> list[Action]:
+        if self.state is State.COMPUTE and event == RanOut():
+            return self._enter(State.GATE, CloseStep(self.step))
+        if self.state is State.GATE and event == StepClosed():
+            return self._enter(State.LEFT, Leave())
+        if self.state is State.GATE and event == PeerLost():
+            self._state = State.CLOSE
+        return super().handle(event)
+
+
+class PublishesAtOnce(Protocol):
+    """Publishes a step when it has applied it."""
+
+    def handle(self, event: Event) -> list[Action]:
+        applied = event == StepApplied()
+        orders = super().handle(event)
+        return [Publish(self.step - 1), *orders] if applied else orders
+
+
+class Rewinds(Protocol):
+    """Goes on where the strategy says, also if it has that sum already."""
+
+    def _next_order(self) -> list[Action]:
+        if self._orders and isinstance(self._orders[0], ContinueStep):
+            self._completed = self._orders[0].step * self._sums + self._orders[0].next_sum
+        return super()._next_order()
+
+
+@dataclass(frozen=True)
+class SummedByAll:
+    """Forward that keeps a bucket only if *all* have it, and sums it again otherwise."""
+
+    def handle(self, event: Event) -> list[Action]:
+        orders = Forward().handle(event)
+        match orders:
+            case [HandOver(step=step, bucket=bucket), ContinueStep()]:
+                return [ContinueStep(step, bucket)]
+            case _:
+                return orders
+
+
+@dataclass(frozen=True)
+class NobodyHandsOver:
+    """Forward that forgets the bucket that only some have."""
+
+    def handle(self, event: Event) -> list[Action]:
+        return [order for order in Forward().handle(event) if not isinstance(order, HandOver)]
+
+
+SMALLEST = [
+    # What is left out, strategy, workers, deaths, what goes wrong. Who leaves looks dead: that needs no death.
+    (WithoutRevoke, Rollback(), 3, 1, "deadlock"),
+    (WithoutHearing, Rollback(), 3, 1, "agree meets shrink"),
+    (WithoutTold, Rollback(), 3, 1, "agree meets shrink"),
+    (WithoutFence, Rollback(), 4, 2, "revoke meets shrink"),
+    (WithoutConfirming, Rollback(), 4, 2, "internal error: survivors are 2 sums apart"),
+    (WithoutConfirming, Forward(), 4, 2, "rubbish is summed"),
+    (LoadsInSilence, Restart(), 4, 2, "internal error: survivors are 2 sums apart"),
+    (WithoutClosingSum, Rollback(), 3, 1, "bucket missing"),
+    (WithoutClosingSum, Forward(), 3, 1, "bucket missing"),
+    (WithoutClosingSum, Restart(), 3, 1, "bucket missing"),
+    (WithoutGate, Rollback(), 2, 0, "deadlock"),
+    (BarrierForGate, Rollback(), 2, 0, "deadlock"),
+    (PublishesAtOnce, Rollback(), 2, 1, "published state is not in the history"),
+    (Rewinds, SummedByAll(), 3, 1, "rubbish is summed"),
+    (Protocol, NobodyHandsOver(), 3, 1, "rubbish is summed"),
+]
+
+
+@pytest.mark.parametrize(("broken", "strategy", "workers", "deaths", "kind"), SMALLEST)
+def test_every_line_of_the_protocol_is_needed(broken, strategy, workers, deaths, kind):
+    is_lossy = not isinstance(strategy, Rollback | Restart)
+    world = World(workers=workers, deaths=deaths, lossy=is_lossy, make_protocol=broken)
+
+    must_break(strategy, world, kind)
+
+
+@pytest.mark.parametrize(
+    ("broken", "strategy", "workers", "deaths", "kind"), [case for case in SMALLEST if case[2] < 4]
+)
+def test_it_is_found_as_well_when_no_moves_are_joined(broken, strategy, workers, deaths, kind):
+    is_lossy = not isinstance(strategy, Rollback | Restart)
+    world = World(workers=workers, deaths=deaths, lossy=is_lossy, make_protocol=broken, atomic=False)
+
+    must_break(strategy, world, kind)
+
+
+def test_restart_alone_does_not_need_the_confirmation_because_loading_is_said_first():
+    must_hold(Restart(), World(workers=4, deaths=2, make_protocol=WithoutConfirming))
+
+
+def test_forward_and_restart_may_publish_at_once_because_what_one_closed_all_hold():
+    must_hold(Forward(), World(make_protocol=PublishesAtOnce, lossy=True))
+    must_hold(Restart(), World(make_protocol=PublishesAtOnce))
+
+
+# -- with an engine that breaks its contract
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=NAMES)
+def test_a_broadcast_in_the_sequence_drives_workers_apart(strategy):
+    world = World(deaths=1, rooted=frozenset({1}), lossy=lossy(strategy))
+
+    must_break(strategy, world, "internal error: survivors are 2 sums apart")
+
+
+def test_with_a_broadcast_as_first_bucket_a_step_is_published_that_is_not_stable():
+    must_break(Rollback(), World(workers=2, deaths=1, rooted=frozenset({0})), "published state is not in the history")
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=NAMES)
+def test_an_agreement_that_is_not_uniform_breaks_everything(strategy):
+    must_break(strategy, World(deaths=1, uniform=False, lossy=lossy(strategy)), "agree meets shrink")
+
+
+def test_forward_needs_sums_that_leave_their_input_whole():
+    must_break(Forward(), World(workers=2, deaths=1, in_place=True, lossy=True), "rubbish is summed")
+
+
+# -- everybody is told what is stable
+
+
+@pytest.mark.parametrize("strategy", [Rollback(), Restart()], ids=["rollback", "restart"])
+def test_every_survivor_is_told_of_every_stable_step(strategy):
+    must_hold(strategy, World(all_publish=True))
+
+
+def test_every_survivor_is_told_of_every_stable_step_with_forward():
+    must_hold(Forward(), World(all_publish=True, lossy=True))

@@ -1,0 +1,49 @@
+"""The reference's training as a script over Holdfast: ``train_reference.py MODEL OPTIMIZER [--broken WHAT]``."""
+
+import argparse
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import reference
+import torch
+import torch.nn.functional as F
+from torch.utils.data import TensorDataset
+
+import holdfast
+
+
+def train(model_name, optimizer_name, **session_arguments):
+    """Train like the reference does; return the session and the hash of the state."""
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True)
+    model = reference.make_model(model_name)
+    optimizer = reference.make_optimizer(optimizer_name, model)
+    session = holdfast.Session(
+        model,
+        optimizer,
+        **({"seed": reference.SEED, "slices": reference.SLICES, "bucket_bytes": 4096} | session_arguments),
+    )
+    for step in session.steps(TensorDataset(*reference.data()), reference.BATCH, reference.EPOCHS):
+        for x, y in step:
+            step.backward(F.cross_entropy(model(x), y))
+    return session, reference.state_hash(model, optimizer)
+
+
+def turn_recovery_off():
+    """A failed sum raises into the script, as it does everywhere else."""
+    from holdfast.train.run import Run
+
+    Run._carry_out = Run._try
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("model", choices=reference.MODELS)
+    parser.add_argument("optimizer", choices=reference.OPTIMIZERS)
+    parser.add_argument("--no-recovery", action="store_true")
+    options = parser.parse_args()
+    if options.no_recovery:
+        turn_recovery_off()
+    train(options.model, options.optimizer)

@@ -1,0 +1,200 @@
+from __future__ import annotations
+
+import itertools
+import json
+
+import pytest
+
+from holdfast.errors import ConfigError
+from holdfast.faults.plan import Fault, FaultPlan, mtbf_schedule, parse
+
+
+@pytest.mark.parametrize(
+    ("spec", "fault"),
+    [
+        ("kill:rank=1,step=20", Fault("kill", 1, 20)),
+        ("kill:step=20,rank=1", Fault("kill", 1, 20, "forward")),
+        ("kill:rank=0,step=0,phase=recovery", Fault("kill", 0, 0, "recovery")),
+        ("kill:rank=2,step=3,phase=allreduce", Fault("kill", 2, 3, "allreduce", None)),
+        ("kill:rank=2,step=3,bucket=0,phase=allreduce", Fault("kill", 2, 3, "allreduce", 0)),
+    ],
+)
+def test_a_spec_says_what_happens_to_whom_and_when(spec, fault):
+    assert parse(spec) == fault
+
+
+@pytest.mark.parametrize(
+    ("spec", "complaint"),
+    [
+        ("", "the kind before the colon must be 'kill', got ''"),
+        ("kill", "after the kind there must be at least rank and step, as in kill:rank=1,step=20"),
+        ("kill:", "after the kind there must be at least rank and step, as in kill:rank=1,step=20"),
+        ("maim:rank=1,step=2", "the kind before the colon must be 'kill', got 'maim'"),
+        ("kill:rank=1", "step is missing; rank and step are needed"),
+        ("kill:step=1", "rank is missing; rank and step are needed"),
+        ("kill:rank=1,step=2,colour=red", "unknown key 'colour'; there are rank, step, phase, bucket"),
+        ("kill:rank=1,step=2,", "unknown key ''; there are rank, step, phase, bucket"),
+        ("kill:rank=,step=2", "rank needs a value, as in rank=1"),
+        ("kill:rank,step=2", "rank needs a value, as in rank=1"),
+        ("kill:rank=1,step=2,phase=", "phase needs a value, as in phase=forward"),
+        ("kill:rank=-1,step=2", "rank must be a whole number of at least 0, got '-1'"),
+        ("kill:rank=1,step=2.5", "step must be a whole number of at least 0, got '2.5'"),
+        ("kill:rank=1,step=\u0663", "step must be a whole number of at least 0, got '\u0663'"),
+        ("kill:rank= 1,step=2", "rank must be a whole number of at least 0, got ' 1'"),
+        ("kill:rank=1,rank=2,step=3", "rank is given twice; give it once"),
+        (
+            "kill:rank=1,step=2,phase=lunch",
+            "phase must be one of forward, backward, allreduce, optimizer, recovery, checkpoint, got 'lunch'",
+        ),
+        ("kill:rank=1,step=2,bucket=1", "bucket is only allowed with phase=allreduce, got phase=forward"),
+    ],
+)
+def test_a_malformed_spec_is_refused_in_one_line_that_begins_with_it(spec, complaint):
+    with pytest.raises(ConfigError) as refused:
+        parse(spec)
+
+    assert str(refused.value) == f"{spec}: {complaint}"
+
+
+def test_a_spec_with_a_line_break_is_still_refused_in_one_line():
+    with pytest.raises(ConfigError) as refused:
+        parse("kill:rank=1,step=2\nphase=forward")
+
+    assert "\n" not in str(refused.value)
+
+
+def test_a_fault_is_due_at_its_place_and_nowhere_else():
+    plan = FaultPlan((Fault("kill", 1, 20, "allreduce", 2), Fault("kill", 3, 20, "allreduce")))
+
+    assert plan.due(1, 20, "allreduce", 2) == (0, plan.faults[0])
+    assert plan.due(3, 20, "allreduce") == (1, plan.faults[1])
+    assert plan.due(1, 20, "allreduce") is None
+    assert plan.due(3, 20, "allreduce", 2) is None
+    assert plan.due(1, 21, "allreduce", 2) is None
+    assert plan.due(1, 20, "backward") is None
+
+
+def test_numbers_of_faults_stay_when_some_have_fired():
+    plan = FaultPlan((Fault("kill", 0, 1), Fault("kill", 1, 1), Fault("kill", 2, 1))).without([1]).without([0])
+
+    assert plan.fired == {0, 1}
+    assert plan.due(0, 1, "forward") is None
+    assert plan.due(2, 1, "forward") == (2, plan.faults[2])
+
+
+def test_two_faults_at_one_place_fire_one_after_the_other():
+    plan = FaultPlan((Fault("kill", 0, 1), Fault("kill", 0, 1)))
+
+    assert plan.due(0, 1, "forward") == (0, plan.faults[0])
+    assert plan.without([0]).due(0, 1, "forward") == (1, plan.faults[1])
+
+
+def test_an_empty_plan_is_never_due():
+    assert FaultPlan().due(0, 0, "forward") is None
+
+
+@pytest.mark.parametrize(
+    ("workers", "allowed"), [(range(4), "one of 0..3"), ((0, 2, 5), "one of 0, 2, 5"), ([1], "one of 1..1")]
+)
+def test_a_fault_for_nobody_is_refused(workers, allowed):
+    plan = FaultPlan((parse("kill:rank=7,step=1"),))
+
+    with pytest.raises(ConfigError) as refused:
+        plan.check(workers)
+
+    assert str(refused.value) == f"kill:rank=7,step=1: rank must be {allowed}, got 7"
+
+
+def test_a_fault_after_a_bucket_that_there_is_not_is_refused():
+    plan = FaultPlan((parse("kill:rank=1,step=1,phase=allreduce,bucket=3"),))
+
+    plan.check(range(2), num_buckets=4)
+    with pytest.raises(ConfigError, match=r"bucket must be one of 0\.\.2, got 3"):
+        plan.check(range(2), num_buckets=3)
+
+
+_FAULT = '{"kind": "kill", "rank": 1, "step": 2, "phase": "forward", "bucket": null}'
+
+
+def test_the_json_of_a_plan_is_what_its_readers_rely_on():
+    plan = FaultPlan((parse("kill:rank=1,step=2"),), seed=5).without([0])
+
+    assert plan.to_json() == f'{{"seed": 5, "faults": [{_FAULT}], "fired": [0]}}'
+    assert FaultPlan.from_json(plan.to_json()) == plan
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("", "must be one JSON object"),
+        ("[]", "must be a JSON object"),
+        ("[" * 100_000, "must be one JSON object"),
+        ('{"seed": 0, "faults": []}', "wrong or missing: fired"),
+        ('{"seed": 0, "faults": [], "fired": [], "more": 1}', "wrong or missing: more"),
+        ('{"seed": 0, "seed": 0, "faults": [], "fired": []}', "'seed' of a fault plan is given twice"),
+        ('{"seed": "0", "faults": [], "fired": []}', "seed must be a whole number"),
+        ('{"seed": true, "faults": [], "fired": []}', "seed must be a whole number"),
+        ('{"seed": 0, "faults": {}, "fired": []}', "faults of a fault plan must be a list"),
+        ('{"seed": 0, "faults": [], "fired": [0]}', "fired must hold numbers of the 0 faults"),
+        ('{"seed": 0, "faults": [1], "fired": []}', "fault 0 of the plan: it must be a JSON object"),
+        ('{"seed": 0, "faults": [{"kind": "kill"}], "fired": []}', "wrong or missing: bucket, phase, rank, step"),
+        (f'{{"seed": 0, "faults": [{_FAULT}], "fired": [0.0]}}', "fired must be whole numbers"),
+        (
+            f'{{"seed": 0, "faults": [{_FAULT.replace("2", "2.5")}], "fired": []}}',
+            "fault 0 of the plan: step must be a whole number of at least 0, got 2.5",
+        ),
+        (f'{{"seed": 0, "faults": [], "fired": [{"9" * 5000}]}}', "must be one JSON object"),
+    ],
+)
+def test_a_plan_that_is_not_exactly_one_is_refused(text, complaint):
+    with pytest.raises(ConfigError) as refused:
+        FaultPlan.from_json(text)
+
+    assert complaint in str(refused.value)
+
+
+def test_a_random_plan_that_would_leave_nobody_is_refused():
+    with pytest.raises(ConfigError, match="kills must be from 0 to 3, so that one of 4 workers is left, got 4"):
+        FaultPlan.random(seed=0, workers=4, steps=10, kills=4, num_buckets=2)
+
+
+def test_random_plans_reach_every_phase_and_several_deaths_at_once():
+    plans = [FaultPlan.random(seed, workers=8, steps=20, kills=4, num_buckets=3) for seed in range(50)]
+
+    phases = {fault.phase for plan in plans for fault in plan.faults}
+    at_once = [plan for plan in plans if len({fault.step for fault in plan.faults}) < len(plan.faults)]
+
+    assert phases == {"forward", "backward", "allreduce", "optimizer", "recovery", "checkpoint"}
+    assert 10 < len(at_once) < 50
+
+
+def test_a_schedule_is_a_function_of_its_seed_and_spares_one():
+    deaths = list(mtbf_schedule(10.0, 7, range(5)))
+
+    assert deaths == list(mtbf_schedule(10.0, 7, (4, 3, 2, 1, 0)))
+    assert deaths != list(mtbf_schedule(10.0, 8, range(5)))
+    assert len({rank for _, rank in deaths}) == 4
+
+
+def test_the_times_of_a_schedule_have_the_mean_that_was_asked_for():
+    times = [t for t, _ in itertools.islice(mtbf_schedule(3.0, 1, range(4001)), 4000)]
+
+    # Mean of 4,000 exponential times: its standard error is 3 / sqrt(4000) = 0.05.
+    assert times[-1] / 4000 == pytest.approx(3.0, abs=0.2)
+
+
+def test_victims_are_chosen_evenly():
+    first = [next(mtbf_schedule(1.0, seed, range(4)))[1] for seed in range(400)]
+
+    assert all(70 <= first.count(rank) <= 130 for rank in range(4))
+
+
+@pytest.mark.parametrize("mtbf_s", [0.0, -1.0, float("nan"), float("inf")])
+def test_a_schedule_without_a_mean_is_refused_at_once(mtbf_s):
+    with pytest.raises(ConfigError, match="mtbf_s must be more than 0"):
+        mtbf_schedule(mtbf_s, 0, range(2))
+
+
+def test_one_worker_alone_is_never_a_victim():
+    assert list(mtbf_schedule(1.0, 0, [3])) == []
+    assert json.loads(FaultPlan.random(0, 1, 5, 0, 1).to_json())["faults"] == []

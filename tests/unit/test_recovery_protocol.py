@@ -1,0 +1,387 @@
+"""One worker's protocol: what happens, and what it then does."""
+
+import copy
+
+import pytest
+
+from holdfast.errors import InternalError
+from holdfast.events import (
+    LOADING,
+    ActDone,
+    Action,
+    Agree,
+    Agreed,
+    ApplyStep,
+    BucketSummed,
+    CatchUp,
+    CheckpointLoaded,
+    CloseStep,
+    Computed,
+    ComputeStep,
+    ContinueStep,
+    DiscardStep,
+    Event,
+    HandedOver,
+    HandOver,
+    Leave,
+    LoadCheckpoint,
+    PeerLost,
+    Progress,
+    ProgressKnown,
+    Publish,
+    RanOut,
+    Revoke,
+    Revoked,
+    SaveAndStop,
+    ShareProgress,
+    Shrink,
+    Shrunk,
+    Started,
+    StepApplied,
+    StepClosed,
+    SumBucket,
+)
+from holdfast.recovery import Forward, Protocol, Restart, Rollback
+from holdfast.recovery.protocol import State
+
+YES, NO = Agreed(value=True), Agreed(value=False)
+AGREE_1, AGREE_0 = Agree(flag=True), Agree(flag=False)
+
+Table = list[tuple[Event, list[Action]]]
+
+# What everybody hears and does, from the start to the sum of bucket 0 of step 0.
+BEGIN: Table = [
+    (Started(), [LoadCheckpoint()]),
+    (CheckpointLoaded(0), [ComputeStep(0)]),
+    (Computed(), [SumBucket(0, 0)]),
+]
+
+# From the sum of bucket 0 of step 0 to that of step 1, with two buckets.
+STEP_0: Table = [
+    (BucketSummed(), [Publish(-1), SumBucket(0, 1)]),
+    (BucketSummed(), [CloseStep(0)]),
+    (StepClosed(), [ApplyStep(0)]),
+    (StepApplied(), [ComputeStep(1)]),
+    (Computed(), [SumBucket(1, 0)]),
+]
+
+
+def recovery(mine: Progress, told: bool = False) -> Table:
+    """From the failure to the agreement on what everybody said, which decides."""
+    first: Table = [(NO, [Shrink()])]
+    if not told:
+        first = [(PeerLost(), [Revoke()]), (Revoked(), [AGREE_0]), *first]
+    return [*first, (Shrunk(), [AGREE_1]), (YES, [ShareProgress(mine)])]
+
+
+def news(*completed: int, computed: bool = True, num_buckets: int = 2) -> Table:
+    """Everybody's progress is known, by rank from 0."""
+    progress = {rank: Progress(c, computed) for rank, c in enumerate(completed)}
+    return [(ProgressKnown(progress, num_buckets), [AGREE_1])]
+
+
+def play(protocol: Protocol, *tables: Table) -> Protocol:
+    """Tell ``protocol`` what happens, and check what it does, line by line."""
+    for number, (event, orders) in enumerate(line for table in tables for line in table):
+        assert protocol.handle(event) == orders, f"line {number}: {event}"
+    return protocol
+
+
+# -- without failures
+
+
+def test_a_step_is_computed_summed_closed_and_applied():
+    protocol = play(Protocol(Rollback(), 3), [(Started(), [LoadCheckpoint()]), (CheckpointLoaded(7), [ComputeStep(7)])])
+
+    play(
+        protocol,
+        [
+            (Computed(), [SumBucket(7, 0)]),
+            (BucketSummed(), [Publish(6), SumBucket(7, 1)]),  # everybody applied step 6 before it entered this sum
+            (BucketSummed(), [SumBucket(7, 2)]),
+            (BucketSummed(), [CloseStep(7)]),
+            (StepClosed(), [ApplyStep(7)]),
+            (StepApplied(), [ComputeStep(8)]),
+        ],
+    )
+
+    assert protocol.step == 8
+    assert protocol.progress == Progress(32, computed=False)
+
+
+def test_a_step_is_published_with_the_first_bucket_of_the_next():
+    play(
+        Protocol(Rollback(), 1),
+        BEGIN,
+        [
+            (BucketSummed(), [Publish(-1), CloseStep(0)]),
+            (StepClosed(), [ApplyStep(0)]),
+            (StepApplied(), [ComputeStep(1)]),
+            (Computed(), [SumBucket(1, 0)]),
+            (BucketSummed(), [Publish(0), CloseStep(1)]),
+        ],
+    )
+
+
+def test_nobody_leaves_but_through_two_agreements():
+    protocol = play(
+        Protocol(Rollback(), 2),
+        BEGIN,
+        STEP_0[:-1],
+        [
+            (RanOut(), [AGREE_1]),
+            (YES, [Publish(0), AGREE_1]),
+            (YES, [Leave()]),
+        ],
+    )
+
+    assert protocol.state is State.LEFT
+
+
+# -- recovery
+
+
+def test_a_failed_sum_is_answered_by_the_five_parts_of_recovery():
+    protocol = play(Protocol(Rollback(), 2), BEGIN, STEP_0[:1])
+
+    play(
+        protocol,
+        [
+            (PeerLost(), [Revoke()]),
+            (Revoked(), [AGREE_0]),
+            (NO, [Shrink()]),
+            (Shrunk(), [AGREE_1]),
+            (YES, [ShareProgress(Progress(1, computed=True))]),
+            (ProgressKnown({0: Progress(1, True), 2: Progress(1, True)}, 2), [AGREE_1]),
+            (YES, [DiscardStep(0)]),
+            (ActDone(), [ComputeStep(0)]),
+        ],
+    )
+
+
+@pytest.mark.parametrize("value", [YES, NO])
+def test_the_first_agreement_only_says_that_all_have_heard(value):
+    play(Protocol(Rollback(), 2), BEGIN, [(PeerLost(), [Revoke()]), (Revoked(), [AGREE_0]), (value, [Shrink()])])
+
+
+def test_an_agreement_that_failed_is_not_followed_by_a_revoke():
+    mine = Progress(0, computed=True)
+
+    for until in range(1, 4):  # the fence, the confirmation, then a fence again
+        protocol = play(Protocol(Rollback(), 2), BEGIN, recovery(mine)[:4])
+        if until > 1:
+            play(protocol, recovery(mine)[4:], news(0, 0))
+        if until > 2:
+            play(protocol, [(NO, [Shrink()]), (Shrunk(), [AGREE_1])])
+        play(protocol, recovery(mine, told=True), news(0, 0), [(YES, [DiscardStep(0)])])
+
+
+def test_a_gate_that_failed_is_not_followed_by_a_revoke():
+    at_the_gate = play(Protocol(Rollback(), 2), BEGIN, STEP_0[:-1], [(RanOut(), [AGREE_1])])
+    at_the_last = play(copy.copy(at_the_gate), [(YES, [Publish(0), AGREE_1])])
+
+    for protocol in (at_the_gate, at_the_last):
+        play(
+            protocol,
+            recovery(Progress(3, computed=False), told=True),
+            news(3, 3, computed=False),
+            [
+                (YES, [DiscardStep(1)]),
+                (ActDone(), [ComputeStep(1)]),
+                (RanOut(), [AGREE_1]),
+                (YES, [Publish(0), AGREE_1]),
+                (YES, [Leave()]),
+            ],
+        )
+
+
+def test_a_death_while_progress_is_shared_begins_recovery_anew():
+    mine = Progress(0, computed=True)
+
+    play(Protocol(Rollback(), 2), BEGIN, recovery(mine), recovery(mine), news(0, 0), [(YES, [DiscardStep(0)])])
+
+
+def test_whoever_did_not_close_a_step_that_somebody_closed_applies_it_now():
+    behind = play(Protocol(Rollback(), 2), BEGIN, STEP_0[:2])
+    ahead = play(Protocol(Rollback(), 2), BEGIN, STEP_0)
+    everybody = news(2, 3)
+    then: Table = [(ActDone(), [ComputeStep(1)])]
+
+    play(
+        behind,
+        recovery(Progress(2, computed=True)),
+        everybody,
+        [(YES, [ApplyStep(0)]), (StepApplied(), [DiscardStep(1)])],
+        then,
+    )
+    play(ahead, recovery(Progress(3, computed=True)), everybody, [(YES, [DiscardStep(1)])], then)
+
+    assert behind.key() == ahead.key()
+
+
+def test_forward_hands_over_the_bucket_that_only_some_hold_and_goes_on():
+    behind = play(Protocol(Forward(), 2), BEGIN, STEP_0[:1])
+    ahead = play(Protocol(Forward(), 2), BEGIN, STEP_0[:2])
+    then: Table = [(YES, [HandOver(0, 1, 1)]), (HandedOver(0, 1), [CloseStep(0)])]
+
+    play(behind, recovery(Progress(1, computed=True)), news(1, 2), then)
+    play(ahead, recovery(Progress(2, computed=True)), news(1, 2), then)
+
+    assert behind.key() == ahead.key()
+
+
+def test_forward_goes_on_at_the_sum_that_failed_everywhere():
+    protocol = play(Protocol(Forward(), 2), BEGIN, STEP_0[:1])
+
+    play(protocol, recovery(Progress(1, computed=True)), news(1, 1), [(YES, [SumBucket(0, 1)])])
+
+
+def test_a_first_bucket_that_was_handed_over_makes_the_step_before_stable_too():
+    protocol = play(Protocol(Forward(), 2), BEGIN, STEP_0)
+
+    play(
+        protocol,
+        recovery(Progress(3, computed=True)),
+        news(3, 4),
+        [(YES, [HandOver(1, 0, 1)]), (HandedOver(1, 0), [Publish(0), SumBucket(1, 1)])],
+    )
+
+
+def test_a_hand_over_that_fails_leaves_the_receiver_where_it_was():
+    protocol = play(Protocol(Forward(), 2), BEGIN, STEP_0[:1])
+    play(protocol, recovery(Progress(1, computed=True)), news(1, 2), [(YES, [HandOver(0, 1, 1)])])
+
+    play(protocol, recovery(Progress(1, computed=True)))  # rank 1 died with the bucket
+    play(protocol, news(1), [(YES, [SumBucket(0, 1)])])
+
+
+def test_restart_says_that_it_loads_before_it_loads():
+    protocol = play(Protocol(Restart(), 2), BEGIN, STEP_0)
+    play(protocol, recovery(Progress(3, computed=True)), news(3, 3), [(YES, [LoadCheckpoint()])])
+
+    assert protocol.progress == Progress(LOADING, computed=False)
+    assert protocol.step == -1
+
+    play(protocol, recovery(Progress(LOADING, computed=False)), news(LOADING, 0), [(YES, [LoadCheckpoint()])])
+    play(protocol, [(CheckpointLoaded(0), [ComputeStep(0)])])
+
+
+def test_restart_finishes_a_step_that_somebody_closed_before_it_loads():
+    protocol = play(Protocol(Restart(), 2), BEGIN, STEP_0[:2])
+
+    play(
+        protocol,
+        recovery(Progress(2, computed=True)),
+        news(2, 3),
+        [(YES, [ApplyStep(0)]), (StepApplied(), [LoadCheckpoint()]), (CheckpointLoaded(1), [ComputeStep(1)])],
+    )
+
+
+def test_a_death_while_the_first_checkpoint_loads_makes_everybody_load_again():
+    protocol = play(Protocol(Rollback(), 2), BEGIN)
+
+    play(
+        protocol,
+        recovery(Progress(0, computed=True)),
+        news(0, LOADING),
+        [(YES, [LoadCheckpoint()]), (CheckpointLoaded(0), [ComputeStep(0)])],
+    )
+
+
+def test_too_few_workers_save_and_leave_through_the_gate():
+    protocol = play(Protocol(Rollback(min_workers=2), 2), BEGIN, STEP_0)
+
+    play(
+        protocol,
+        recovery(Progress(3, computed=True)),
+        news(3),
+        [
+            (YES, [DiscardStep(1)]),
+            (ActDone(), [SaveAndStop()]),
+            (ActDone(), [AGREE_1]),
+            (YES, [Publish(0), AGREE_1]),
+            (YES, [Leave()]),
+        ],
+    )
+
+
+# -- what cannot be
+
+
+@pytest.mark.parametrize(
+    "event",
+    [Started(), BucketSummed(), StepClosed(), StepApplied(), YES, Shrunk(), Revoked(), ActDone(), HandedOver(0, 0)],
+    ids=str,
+)
+def test_an_event_that_cannot_happen_now_is_an_internal_error(event):
+    protocol = play(Protocol(Rollback(), 2), BEGIN[:2])
+
+    with pytest.raises(InternalError, match="cannot happen in state COMPUTE"):
+        protocol.handle(event)
+
+
+def test_no_sum_fails_while_none_is_open():
+    protocol = play(Protocol(Rollback(), 2), BEGIN[:2])
+
+    with pytest.raises(InternalError, match="no sum can fail in state COMPUTE"):
+        protocol.handle(PeerLost())
+
+
+def test_an_order_of_a_strategy_is_not_answered_by_a_sum():
+    protocol = play(Protocol(Rollback(), 2), BEGIN[:1])
+
+    with pytest.raises(InternalError, match=r"BucketSummed\(\) does not answer an order"):
+        protocol.handle(BucketSummed())
+
+
+def test_survivors_two_sums_apart_are_an_internal_error():
+    protocol = play(Protocol(Rollback(), 2), BEGIN, recovery(Progress(0, computed=True)), news(0, 2))
+
+    with pytest.raises(InternalError, match="2 sums apart"):
+        protocol.handle(YES)
+
+
+def test_a_strategy_may_not_order_what_is_not_its_business():
+    class Leaver:
+        def handle(self, event: Event) -> list[Action]:
+            return [CatchUp(-1), Leave()]
+
+    protocol = play(Protocol(Leaver(), 2), BEGIN, recovery(Progress(0, computed=True)), news(0, 0))
+
+    with pytest.raises(InternalError, match="may not order Leave"):
+        protocol.handle(YES)
+
+
+def test_a_step_has_a_bucket():
+    with pytest.raises(InternalError, match="at least 1 bucket, got 0"):
+        Protocol(Rollback(), 0)
+
+
+# -- copies
+
+
+def test_a_copy_goes_its_own_way():
+    one = play(Protocol(Rollback(), 2), BEGIN)
+    two = copy.copy(one)
+    assert one.key() == two.key()
+
+    play(one, STEP_0)
+
+    assert one.key() != two.key()
+    play(two, STEP_0)
+    assert one.key() == two.key()
+
+
+def test_orders_that_continue_a_step_begin_at_what_this_worker_has():
+    class GoesOn:
+        def handle(self, event: Event) -> list[Action]:
+            return [ContinueStep(0, 1)]
+
+    play(
+        Protocol(GoesOn(), 2),
+        BEGIN,
+        STEP_0[:1],
+        recovery(Progress(1, computed=True)),
+        news(1, 1),
+        [(YES, [SumBucket(0, 1)])],
+    )

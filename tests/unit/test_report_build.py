@@ -1,0 +1,470 @@
+"""What ``report.json`` says about histories made by hand."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from holdfast.errors import ConfigError
+from holdfast.events import (
+    CheckpointSaved,
+    FailureSeen,
+    FaultFired,
+    Finished,
+    JobRestarted,
+    Recovered,
+    RunStarted,
+    SamplesLost,
+    ScriptFailed,
+    StepCommitted,
+    WorkerEnded,
+)
+from holdfast.report import (
+    build_report,
+    demo_rows,
+    headline,
+    load_events,
+    load_report,
+    load_results,
+    summary_lines,
+    write_report,
+)
+
+
+def started(t_s, ranks, step=0, **settings):
+    fixed = {
+        "fabric": "virtual", "strategy": "rollback", "seed": 3, "workers": len(ranks), "slices": 4, "order": "fold",
+        "split": "slices", "batch": "global", "rescale": "survivors", "steps_planned": 10, "samples_planned": 400,
+        "num_buckets": 2, "parameters": 99,
+    }  # fmt: skip
+    return [RunStarted(t_s=t_s, rank=rank, step=step, **(fixed | settings)) for rank in ranks]
+
+
+def committed(t_s, step, rank=0, **metrics):
+    return StepCommitted(
+        t_s=t_s, rank=rank, step=step, epoch=0, samples=40, workers=4, metrics=metrics or {"loss": 1.0 - step / 10}
+    )
+
+
+def fired(t_s, rank, step, phase="allreduce", kind="kill"):
+    return FaultFired(t_s=t_s, rank=rank, step=step, fault=0, kind=kind, phase=phase)
+
+
+def seen(t_s, rank, step, phase="allreduce"):
+    return FailureSeen(t_s=t_s, rank=rank, step=step, phase=phase)
+
+
+def recovered(t_s, rank, step, lost, survivors, decision="redo", redone_steps=1, generation=1):
+    return Recovered(
+        t_s=t_s, rank=rank, step=step, lost=lost, survivors=survivors, decision=decision, redone_steps=redone_steps,
+        generation=generation,
+    )  # fmt: skip
+
+
+def ended(t_s, rank, exit_code=-9, step=-1):
+    return WorkerEnded(t_s=t_s, rank=rank, step=step, exit_code=exit_code, pid=100 + rank)
+
+
+def finished(t_s, ranks, outcome="done", bits="ab", **fields):
+    numbers = {
+        "planned": 400,
+        "committed": 400,
+        "lost": 0,
+        "repeated": 0,
+        "metrics": {"accuracy": 0.9},
+        "checkpoint": "",
+    }
+    return [
+        Finished(t_s=t_s, rank=rank, step=10, outcome=outcome, sha256=bits, state_sha256=bits * 2, **(numbers | fields))
+        for rank in ranks
+    ]
+
+
+def report_of(records, workers=4, **how):
+    return build_report(records, started=range(workers), wall_s=3.0, seed=3, **how)
+
+
+def undisturbed():
+    return [
+        *started(1.0, range(4)),
+        *(committed(1.1 + 0.1 * step, step) for step in range(10)),
+        *finished(2.2, range(4)),
+    ]
+
+
+def one_kill():
+    return [
+        *started(1.0, range(4)),
+        *(committed(1.1 + 0.1 * step, step) for step in range(5)),
+        fired(1.55, 1, 5),
+        seen(1.57, 2, 5),
+        seen(1.56, 0, 5),
+        seen(1.58, 3, 5),
+        *(recovered(1.59 + rank / 1000, rank, 5, (1,), (0, 2, 3)) for rank in (0, 2, 3)),
+        ended(1.6, 1),
+        *(committed(1.65 + 0.1 * (step - 5), step) for step in range(5, 10)),
+        *finished(2.3, (0, 2, 3)),
+    ]
+
+
+def test_an_undisturbed_run_has_every_promised_key():
+    report = report_of(undisturbed())
+
+    assert report["schema"] == 1
+    assert report["outcome"] == "done"
+    assert (report["fabric"], report["strategy"], report["seed"]) == ("virtual", "rollback", 3)
+    assert report["workers"] == {
+        "started": 4,
+        "ranks_started": [0, 1, 2, 3],
+        "finished": 4,
+        "ranks_finished": [0, 1, 2, 3],
+    }
+    assert (report["steps"], report["wall_s"], report["restarts"], report["failures"]) == (10, 3.0, 0, [])
+    assert report["step_s"] == {"p50": pytest.approx(0.1), "p99": pytest.approx(0.1)}
+    assert report["train_s"] == pytest.approx(0.9)
+    assert (report["slices"], report["split"], report["order"]) == (4, "slices", "fold")
+    assert report["samples"] == {"planned": 400, "committed": 400, "lost": 0, "repeated": 0}
+    assert report["replicas"] == {"identical": True, "sha256": "ab", "state_sha256": "abab"}
+    assert report["metrics"] == {"loss": pytest.approx(0.1), "accuracy": 0.9}
+    assert json.loads(json.dumps(report)) == report
+
+
+def test_an_injected_kill_counts_from_the_fault():
+    (failure,) = report_of(one_kill())["failures"]
+
+    assert failure == {
+        "rank": 1, "kind": "kill", "step": 5, "phase": "allreduce", "injected": True, "t_s": 1.55,
+        "detect_s": pytest.approx(0.01), "recover_s": pytest.approx(0.10), "decision": "redo", "redone_steps": 1,
+        "lost_samples": 0, "recovery": 0,
+    }  # fmt: skip
+
+
+def test_the_pace_leaves_out_the_step_that_was_disturbed():
+    report = report_of(one_kill())
+
+    assert report["step_s"]["p99"] == pytest.approx(0.1)
+    assert report["steps_redone"] == 1
+
+
+def test_a_commit_before_the_survivors_decided_is_not_the_recovery():
+    records = [
+        *started(1.0, range(2)),
+        committed(1.1, 0),
+        fired(1.15, 1, 1, "optimizer"),
+        committed(1.151, 1),
+        seen(1.17, 0, 2),
+        recovered(1.18, 0, 2, (1,), (0,)),
+        committed(1.3, 2),
+    ]
+
+    (failure,) = report_of(records, workers=2)["failures"]
+
+    assert failure["recover_s"] == pytest.approx(0.15)
+
+
+def test_a_kill_from_outside_counts_from_the_first_survivor_that_knew():
+    records = [r for r in one_kill() if not isinstance(r, FaultFired)]
+
+    (failure,) = report_of(records)["failures"]
+
+    assert not failure["injected"]
+    assert (failure["rank"], failure["kind"], failure["step"], failure["phase"]) == (1, "kill", 5, "allreduce")
+    assert failure["detect_s"] is None
+    assert failure["recover_s"] == pytest.approx(0.09)
+
+
+def test_two_killed_at_once_share_the_recovery():
+    records = [
+        *started(1.0, range(4)),
+        committed(1.1, 0),
+        fired(1.15, 1, 1),
+        fired(1.16, 3, 1, "backward"),
+        seen(1.17, 0, 1),
+        recovered(1.2, 0, 1, (1, 3), (0, 2)),
+        recovered(1.21, 2, 1, (1, 3), (0, 2)),
+        committed(1.3, 1),
+        *finished(2.0, (0, 2)),
+    ]
+
+    first, second = report_of(records)["failures"]
+
+    assert (first["rank"], second["rank"]) == (1, 3)
+    assert first["recovery"] == second["recovery"] == 0
+    assert first["recover_s"] == pytest.approx(0.15)
+    assert second["recover_s"] == pytest.approx(0.14)
+    assert report_of(records)["steps_redone"] == 1
+
+
+def test_one_that_dies_in_the_recovery_is_not_a_survivor_that_knew():
+    records = [
+        *started(1.0, range(3)),
+        committed(1.1, 0),
+        fired(1.15, 2, 1),
+        seen(1.16, 1, 1),
+        fired(1.17, 1, 1, "recovery"),
+        seen(1.18, 0, 1),
+        recovered(1.2, 0, 1, (1, 2), (0,)),
+        committed(1.3, 1),
+    ]
+
+    first, second = report_of(records, workers=3)["failures"]
+
+    assert first["detect_s"] == pytest.approx(0.03)
+    assert (second["phase"], second["detect_s"]) == ("recovery", pytest.approx(0.01))
+
+
+def test_forward_names_what_it_lost():
+    records = [
+        *started(1.0, range(2), strategy="forward"),
+        committed(1.1, 0),
+        fired(1.15, 1, 1),
+        seen(1.17, 0, 1),
+        recovered(1.2, 0, 1, (1,), (0,), "continue", 0),
+        SamplesLost(t_s=1.201, rank=0, step=1, epoch=0, ids=(7, 9), buckets=(1,)),
+        SamplesLost(t_s=1.202, rank=0, step=1, epoch=0, ids=(7, 11), buckets=(2,)),
+        committed(1.3, 1),
+        *finished(2.0, (0,), committed=397, lost=3),
+    ]
+
+    report = report_of(records, workers=2)
+
+    assert report["failures"][0]["lost_samples"] == 3
+    assert report["failures"][0]["redone_steps"] == 0
+    assert report["lost"][0] == {"step": 1, "epoch": 0, "ids": [7, 9], "buckets": [1]}
+    assert report["samples"]["lost"] == 3
+    assert "Of 400 samples, 3 lost." in headline(report)
+
+
+def test_load_counts_until_the_lost_step_is_reached_again():
+    records = [
+        *started(1.0, range(2), strategy="restart"),
+        *(committed(1.1 + step / 10, step) for step in range(4)),
+        fired(1.45, 1, 4),
+        recovered(1.5, 0, 2, (1,), (0,), "load", 3),
+        *(committed(1.6 + (step - 2) / 10, step, loss=5.0) for step in range(2, 6)),
+    ]
+
+    report = report_of(records, workers=2)
+
+    assert report["failures"][0]["recover_s"] == pytest.approx(0.35)
+    assert report["steps"] == 6
+    assert report["metrics"]["loss"] == 5.0
+
+
+def restarted_job():
+    return [
+        *started(1.0, range(3)),
+        CheckpointSaved(t_s=1.15, rank=0, step=1, path="ck", size_bytes=1, seconds=0.1),
+        *(committed(1.1 + step / 10, step) for step in range(3)),
+        fired(1.35, 1, 3),
+        *(ended(1.5, rank) for rank in (1, 0, 2)),
+        JobRestarted(t_s=2.0, rank=-1, step=-1, restart=1, workers=(0, 2), reason="the runtime ended the job"),
+        *started(3.0, (0, 2), step=1),
+        *(committed(3.1 + (step - 1) / 10, step) for step in range(1, 10)),
+        *finished(5.0, (0, 2)),
+    ]
+
+
+def test_a_restart_of_the_job_answers_a_death_that_nobody_recovered():
+    report = report_of(restarted_job(), workers=3)
+
+    (failure,) = report["failures"]
+    assert report["restarts"] == 1
+    assert (failure["decision"], failure["detect_s"], failure["redone_steps"]) == ("restart", None, 3)
+    assert failure["recover_s"] == pytest.approx(3.3 - 1.35)
+    assert report["checkpoints"] == 1
+    assert report["workers"]["ranks_finished"] == [0, 2]
+    assert "the job was started again" in headline(report)
+
+
+def test_a_worker_that_is_missing_after_a_restart_was_lost():
+    records = [r for r in restarted_job() if not isinstance(r, FaultFired)]
+
+    (failure,) = report_of(records, workers=3)["failures"]
+
+    assert (failure["rank"], failure["injected"], failure["step"]) == (1, False, 3)
+    assert failure["recover_s"] == pytest.approx(3.3 - 1.5)
+
+
+def test_one_rank_killed_in_two_lives_is_two_failures():
+    records = [
+        *started(1.0, (0,)),
+        fired(1.1, 0, 0),
+        JobRestarted(t_s=2.0, rank=-1, step=-1, restart=1, workers=(0,), reason="r"),
+        *started(2.1, (0,)),
+        fired(2.2, 0, 0),
+        JobRestarted(t_s=3.0, rank=-1, step=-1, restart=2, workers=(0,), reason="r"),
+        *started(3.1, (0,)),
+        committed(3.2, 0),
+    ]
+
+    report = report_of(records, workers=1)
+
+    assert [(f["t_s"], f["recovery"]) for f in report["failures"]] == [(1.1, 0), (2.2, 1)]
+    assert "Workers were killed 2 times" in headline(report)
+
+
+def test_a_run_that_gave_up_says_where_its_state_is():
+    records = [
+        *started(1.0, range(2)),
+        committed(1.1, 0),
+        fired(1.2, 1, 1),
+        seen(1.21, 0, 1),
+        recovered(1.22, 0, 1, (1,), (0,), "stop", 0),
+        *finished(1.4, (0,), outcome="gave-up", checkpoint="ck/step-1"),
+    ]
+
+    report = report_of(records, workers=2)
+
+    assert report["outcome"] == "gave-up"
+    assert report["failures"][0]["recover_s"] is None
+    assert report["checkpoint"] == "ck/step-1"
+    assert "Too few workers were left after 1 step, so it stopped; the state is in ck/step-1." in headline(report)
+    assert "no step was committed after it" in "\n".join(summary_lines(report))
+
+
+def test_the_only_worker_killed_from_outside_is_a_failure():
+    records = [*started(1.0, (0,)), committed(1.1, 0), ended(1.5, 0)]
+
+    report = report_of(records, workers=1)
+
+    assert report["outcome"] == "failed"
+    assert [(f["rank"], f["step"], f["recover_s"]) for f in report["failures"]] == [(0, 1, None)]
+
+
+def test_a_script_that_raises_is_an_error_and_not_a_kill():
+    records = [
+        *started(1.0, (0,)),
+        ScriptFailed(t_s=1.2, rank=0, step=0, exit_code=1, message="ValueError: no", traceback=""),
+        ended(1.3, 0, exit_code=1),
+    ]
+
+    report = report_of(records, workers=1)
+
+    assert (report["outcome"], report["failures"]) == ("failed", [])
+    assert report["error"] == {"rank": 0, "step": 0, "exit_code": 1, "message": "ValueError: no"}
+    assert "ValueError: no" in headline(report)
+
+
+def test_a_kill_after_the_gate_of_the_others_is_a_failure_that_cost_nothing():
+    report = report_of([*undisturbed()[:-1], ended(2.3, 3)])
+
+    assert [(f["rank"], f["recovery"], f["recover_s"]) for f in report["failures"]] == [(3, None, None)]
+    assert report["steps_redone"] == 0
+
+
+def test_an_empty_run_is_a_report_too():
+    report = report_of([], workers=2)
+
+    assert (report["outcome"], report["steps"], report["failures"]) == ("failed", 0, [])
+    assert report["replicas"] == {"identical": None, "sha256": None, "state_sha256": None}
+    assert report["step_s"] == {"p50": None, "p99": None}
+    assert summary_lines(report)
+
+
+def test_replicas_with_other_bits_are_not_identical():
+    report = report_of([*started(1.0, range(2)), *finished(2.0, (0,)), *finished(2.0, (1,), bits="cd")], workers=2)
+
+    assert report["replicas"]["identical"] is False
+    assert "do not hold the same bits" in headline(report)
+    assert any("REPLICAS DIFFER" in line for line in summary_lines(report))
+
+
+def test_a_step_that_is_committed_twice_counts_once():
+    report = report_of([*started(1.0, (0, 1)), committed(1.1, 0, loss=9.0), committed(1.11, 0, rank=1, loss=4.0)])
+
+    assert (report["steps"], report["metrics"], report["samples"]["committed"]) == (1, {"loss": 4.0}, 40)
+
+
+def test_a_metric_that_is_not_a_number_is_null():
+    report = report_of([*started(1.0, (0,)), committed(1.1, 0, loss=float("nan"))])
+
+    assert report["metrics"] == {"loss": None}
+
+
+def test_faults_that_did_not_fire_are_listed():
+    report = report_of(undisturbed(), faults_not_fired=["kill:rank=1,step=99"])
+
+    assert report["faults_not_fired"] == ["kill:rank=1,step=99"]
+    assert "did not strike: kill:rank=1,step=99" in summary_lines(report)
+
+
+def test_what_is_written_is_what_is_loaded(tmp_path):
+    records = one_kill()
+
+    report = write_report(list(reversed(records)), tmp_path / "out", started=range(4), wall_s=3.0, seed=3)
+
+    assert load_report(tmp_path / "out") == report
+    assert load_events(tmp_path / "out") == sorted(records, key=lambda r: (r.t_s, r.rank))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, "there is no report.json in"),
+        ("{", "cannot be read"),
+        ("[]", "must be an object, got list"),
+        ('{"schema": 2}', "schema must be 1, got 2"),
+        ('{"schema": 1}', "'workers' is missing or of the wrong type"),
+    ],
+)
+def test_a_damaged_report_is_one_clear_error(tmp_path, text, message):
+    if text is not None:
+        (tmp_path / "report.json").write_text(text)
+
+    with pytest.raises(ConfigError, match=message):
+        load_report(tmp_path)
+
+
+def test_a_damaged_event_is_named_by_its_line(tmp_path):
+    write_report(one_kill(), tmp_path, started=range(4), wall_s=3.0, seed=3)
+    with (tmp_path / "events.jsonl").open("a") as file:
+        file.write('{"event": "Unheard"}\n')
+
+    with pytest.raises(ConfigError, match=f"line {len(one_kill()) + 1}: not a record"):
+        load_events(tmp_path)
+
+
+def test_results_must_have_named_rows(tmp_path):
+    (tmp_path / "results.json").write_text(json.dumps({"rows": [report_of(undisturbed())]}))
+
+    with pytest.raises(ConfigError, match="row 0: a row of a demo must have a name"):
+        load_results(tmp_path)
+
+
+def test_a_demo_compares_with_its_first_run():
+    slower = [
+        *started(1.0, (0,)),
+        committed(1.1, 0),
+        committed(2.9, 9),
+        *finished(3.0, (0,), metrics={"accuracy": 0.85}),
+    ]
+
+    first, second = demo_rows([("undisturbed", report_of(undisturbed())), ("slower", report_of(slower))])["rows"]
+
+    assert (first["name"], first["overhead"], first["accuracy_loss"]) == ("undisturbed", None, None)
+    assert second["overhead"] == pytest.approx(1.0)
+    assert second["accuracy_loss"] == pytest.approx(0.05)
+
+
+def test_the_report_room_loads_neither_torch_nor_matplotlib():
+    code = (
+        "import sys, holdfast.report as room; room.build_report; room.write_page; room.summary_lines;"
+        "sys.exit(any(m in sys.modules for m in ('torch', 'matplotlib', 'jinja2', 'numpy')))"
+    )
+
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_the_summary_is_a_few_lines():
+    lines = summary_lines(report_of(one_kill()))
+
+    assert lines == [
+        "Worker 1 of 4 was killed at step 5; training went on after 100 ms. "
+        "The three that were left ended with the same bits. Every sample counted exactly once.",
+        "10 steps in 3.00 s (100 ms a step), 3 of 4 workers finished; loss 0.1, accuracy 0.9",
+        "worker 1 lost at step 5, allreduce; known after 10 ms; next step committed after 100 ms; 1 step done again",
+        "samples  400 of 400 committed, 0 lost and 0 repeated",
+        "sha256   ab",
+    ]

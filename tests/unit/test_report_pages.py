@@ -1,0 +1,296 @@
+"""The pages: self-contained, deterministic, and telling everything that the report says."""
+
+import hashlib
+import math
+import random
+import re
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from holdfast.cli.report import report as report_command
+from holdfast.errors import ConfigError
+from holdfast.events import (
+    FailureSeen,
+    FaultFired,
+    Finished,
+    JobRestarted,
+    Recovered,
+    RunStarted,
+    SamplesLost,
+    StepCommitted,
+    WorkerEnded,
+)
+from holdfast.report import (
+    build_report,
+    demo_rows,
+    demo_table,
+    render_demo,
+    render_run,
+    write_page,
+    write_report,
+    write_results,
+)
+
+STEPS, BATCH, PACE_S = 120, 120, 0.041
+KILLS = ((1, 31, "allreduce"), (3, 78, "backward"))
+
+
+def made_up_run(strategy="rollback", kills=KILLS, workers=4, decide_s=0.018):
+    """Records of a run as it might have been, from the start of the launcher to the end of the last worker."""
+    chance = random.Random(7)
+    alive, records, now, step, generation = list(range(workers)), [], 2.6, 0, 0
+    lost_samples = 0
+    pending = list(kills)
+
+    def start(at_step):
+        records.extend(
+            RunStarted(
+                t_s=now + chance.random() * 0.02, rank=rank, step=at_step, fabric="ulfm", strategy=strategy, seed=0,
+                workers=len(alive), slices=workers, order="fold", split="slices", batch="global", rescale="survivors",
+                steps_planned=STEPS, samples_planned=STEPS * BATCH, num_buckets=3, parameters=38_250,
+            )
+            for rank in alive
+        )  # fmt: skip
+
+    start(0)
+    now += 0.05
+    while step < STEPS:
+        if pending and pending[0][1] == step:
+            rank, _, phase = pending.pop(0)
+            now += PACE_S * 0.6
+            records.append(FaultFired(t_s=now, rank=rank, step=step, fault=len(kills), kind="kill", phase=phase))
+            alive.remove(rank)
+            generation += 1
+            for other in alive:
+                seen_s = now + 0.006 + chance.random() * 0.006
+                records.append(FailureSeen(t_s=seen_s, rank=other, step=step, phase="allreduce"))
+                decision = {"rollback": "redo", "forward": "continue", "restart": "load"}[strategy]
+                back = step // 25 * 25 if strategy == "restart" else step
+                records.append(
+                    Recovered(
+                        t_s=seen_s + decide_s + chance.random() * 0.004, rank=other, step=back, lost=(rank,),
+                        survivors=tuple(alive), decision=decision,
+                        redone_steps=0 if strategy == "forward" else step - back + 1, generation=generation,
+                    )
+                )  # fmt: skip
+            records.append(WorkerEnded(t_s=now + 0.09, rank=rank, step=step, exit_code=-9, pid=4000 + rank))
+            now += 0.012 + decide_s + 0.004
+            if strategy == "forward":
+                ids = tuple(sorted(chance.sample(range(1437), BATCH // workers)))
+                lost_samples += len(ids)
+                records.append(
+                    SamplesLost(t_s=now, rank=alive[0], step=step, epoch=step // 12, ids=ids, buckets=(0, 1))
+                )
+            if strategy == "restart":
+                now += 0.2
+            step = back
+        now += PACE_S * (1 + chance.random() * 0.15) * (workers / len(alive)) ** 0.3
+        metrics = {"loss": 2.2 * math.exp(-step / 28) + 0.12 + chance.gauss(0, 0.03)}
+        metrics["accuracy"] = 0.965 - 0.85 * math.exp(-step / 20) + chance.gauss(0, 0.006)
+        records.append(
+            StepCommitted(
+                t_s=now, rank=alive[0], step=step, epoch=step // 12, samples=BATCH, workers=len(alive), metrics=metrics
+            )
+        )
+        step += 1
+    bits = hashlib.sha256(b"forward" if strategy == "forward" else b"same").hexdigest()
+    for rank in alive:
+        records.append(
+            Finished(
+                t_s=now + 0.03 + rank * 0.004, rank=rank, step=STEPS, outcome="done", sha256=bits, state_sha256=bits[::-1],
+                planned=STEPS * BATCH, committed=STEPS * BATCH - lost_samples, lost=lost_samples, repeated=0,
+                metrics={"accuracy": 0.9722 - 0.0056 * (strategy == "forward")}, checkpoint="",
+            )
+        )  # fmt: skip
+        records.append(WorkerEnded(t_s=now + 0.4 + rank * 0.02, rank=rank, step=-1, exit_code=0, pid=4000 + rank))
+    return records, now + 0.6
+
+
+def made_up_report(**how):
+    records, wall_s = made_up_run(**how)
+    kills = "".join(f" --inject kill:rank={r},step={s},phase={p}" for r, s, p in how.get("kills", KILLS))
+    command = f"holdfast run -n 4 --strategy {how.get('strategy', 'rollback')}{kills} --report out examples/digits.py"
+    return build_report(records, started=range(how.get("workers", 4)), wall_s=wall_s, seed=0, command=command), records
+
+
+def made_up_demo():
+    runs = {
+        "undisturbed": made_up_report(kills=()),
+        "rollback": made_up_report(),
+        "forward": made_up_report(strategy="forward"),
+        "restart": made_up_report(strategy="restart"),
+    }
+    results = demo_rows(
+        [(name, report) for name, (report, _) in runs.items()], settings={"dataset": "digits", "epochs": 10}
+    )
+    return results, {name: records for name, (_, records) in runs.items()}
+
+
+def texts(page):
+    return re.findall(r">([^<>]+)</text>", page)
+
+
+def test_a_page_of_a_run_needs_no_network():
+    page = render_run(*made_up_report())
+
+    assert page.startswith("<!doctype html>")
+    assert not re.findall(r'(?:src|href)="(?!#)[^"]*"', page)
+    assert not re.search(r"<script|<link|@import|url\((?!#)", page)
+    assert "&lt;svg" not in page
+    assert page.count("<svg") == 2
+
+
+def test_a_page_of_a_run_shows_every_worker_and_every_failure():
+    report, records = made_up_report(strategy="forward", workers=8, kills=((1, 31, "allreduce"), (7, 114, "optimizer")))
+
+    page = render_run(report, records)
+
+    assert {f"worker {rank}" for rank in range(8)} <= set(texts(page))
+    assert {"step 31, allreduce", "step 114, optimizer"} <= set(texts(page))
+    assert report["replicas"]["sha256"] in page
+    assert report["command"] in page
+    assert "2 of 8 workers were killed" in page
+    assert " ".join(map(str, report["lost"][0]["ids"])) in page
+
+
+def test_the_first_recovery_is_enlarged():
+    page = render_run(*made_up_report())
+
+    assert any(text.startswith("● known after 6.9 ms") for text in texts(page))
+    assert any(text.startswith("milliseconds since the fault") for text in texts(page))
+
+
+def test_an_undisturbed_run_enlarges_nothing():
+    page = render_run(*made_up_report(kills=()))
+
+    assert not any("known after" in text for text in texts(page))
+    assert "until a survivor knew" not in page
+
+
+def test_the_same_records_make_the_same_page():
+    assert render_run(*made_up_report()) == render_run(*made_up_report())
+
+
+def test_what_a_script_says_cannot_become_markup():
+    report, records = made_up_report()
+    report |= {"command": "<script>alert(1)</script>", "strategy": "<b>$x$"}
+
+    page = render_run(report, records, title="<i>&amp;")
+
+    assert "<script>" not in page
+    assert "<b>$x$" not in page
+    assert "<i>" not in page
+
+
+def test_a_metric_may_have_any_name():
+    records, wall_s = made_up_run()
+    commits = [r for r in records if isinstance(r, StepCommitted)]
+    odd = [
+        StepCommitted(
+            t_s=r.t_s, rank=0, step=r.step, epoch=0, samples=1, workers=4, metrics={'$a_1 <"&': r.metrics["loss"]}
+        )
+        for r in commits
+    ]
+
+    page = render_run(build_report(odd, started=range(4), wall_s=wall_s, seed=0), odd)
+
+    assert "$a_1 &lt;" in page
+
+
+@pytest.mark.parametrize("kept", [0, 1, 4, 5, 60])
+def test_a_run_that_broke_off_anywhere_still_has_a_page(kept):
+    records = made_up_run()[0][:kept]
+
+    page = render_run(build_report(records, started=range(4), wall_s=3.0, seed=0), records)
+
+    assert "The run failed after" in page
+
+
+def test_a_restarted_job_is_drawn_through_the_restart():
+    first, _ = made_up_run(kills=())
+    cut = [r for r in first if r.t_s < 4.0]
+    again = JobRestarted(t_s=4.2, rank=-1, step=-1, restart=1, workers=(0, 2, 3), reason="lost")
+    rest = [r for r in made_up_run(kills=((1, 0, "start"),))[0] if r.rank != 1]
+    later = [r for r in rest if isinstance(r, RunStarted | StepCommitted | Finished)]
+    moved = [type(r)(**{**{f: getattr(r, f) for f in r.__dataclass_fields__}, "t_s": r.t_s + 4.3}) for r in later]
+    records = [*cut, again, *moved]
+
+    report = build_report(records, started=range(4), wall_s=13.0, seed=0)
+    page = render_run(report, records)
+
+    assert [(f["rank"], f["decision"]) for f in report["failures"]] == [(1, "restart")]
+    assert "the job was started again" in page
+
+
+def test_many_workers_still_fit():
+    report, records = made_up_report(workers=64)
+
+    page = render_run(report, records)
+
+    assert len([text for text in texts(page) if text.startswith("worker ")]) < 80
+
+
+def test_a_page_of_a_demo_opens_with_the_trade_off_and_shows_every_run():
+    results, records = made_up_demo()
+
+    page = render_demo(results, records)
+
+    assert not re.findall(r'(?:src|href)="(?!#)[^"]*"', page)
+    assert page.index("time lost: training time") < page.index("<table>")
+    assert {"undisturbed", "rollback", "forward", "restart"} <= set(texts(page))
+    assert page.count("<svg") == 5
+    assert "Under rollback and restart it ended with the very bits of the undisturbed run" in page
+    assert page.count('class="same"') == 2
+
+
+def test_a_demo_without_records_or_accuracy_has_its_table():
+    records, wall_s = made_up_run(kills=())
+    records = [r for r in records if isinstance(r, RunStarted)]
+    report = build_report(records, started=range(4), wall_s=wall_s, seed=0)
+
+    page = render_demo(demo_rows([("undisturbed", report), ("other", report)]))
+
+    assert "<svg" not in page
+    assert "<td><b>other</b>" in page
+
+
+def test_report_writes_the_page_of_a_run_and_prints_where(tmp_path):
+    records, wall_s = made_up_run()
+    write_report(records, tmp_path, started=range(4), wall_s=wall_s, seed=0)
+    app = typer.Typer()
+    app.command()(report_command)
+
+    result = CliRunner().invoke(app, [str(tmp_path)])
+
+    assert result.exit_code == 0
+    assert result.stdout.strip() == str(tmp_path / "index.html")
+    assert "2 of 4 workers were killed" in (tmp_path / "index.html").read_text()
+
+
+def test_report_writes_the_page_of_a_demo(tmp_path):
+    results, records = made_up_demo()
+    write_results(results, tmp_path)
+    write_report(records["rollback"], tmp_path / "rollback", started=range(4), wall_s=9.0, seed=0)
+
+    page = write_page(tmp_path).read_text()
+
+    assert page.count("<svg") == 2
+
+
+def test_report_of_nothing_is_a_wrong_setting(tmp_path):
+    with pytest.raises(ConfigError, match=r"there is no report\.json in"):
+        report_command(tmp_path)
+
+
+def test_the_table_on_the_terminal_says_whose_bits_are_the_same():
+    table = demo_table(made_up_demo()[0])
+
+    assert table.row_count == 4
+    assert [cell.split(" ", 1)[1] for cell in table.columns[-1]._cells] == [
+        "reference",
+        "[green]same bits[/]",
+        "[yellow]other bits[/]",
+        "[green]same bits[/]",
+    ]
