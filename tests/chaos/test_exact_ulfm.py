@@ -1,0 +1,98 @@
+"""The same bits, whatever happens: real processes over real MPI, really killed, against the torch-only reference."""
+
+import functools
+from pathlib import Path
+
+import pytest
+import reference
+from jobs import assert_landed, run_report
+
+pytestmark = pytest.mark.chaos
+
+SCRIPT = Path(__file__).parents[1] / "support" / "train_reference.py"
+reference_hash = functools.cache(reference.train)
+
+
+def check_nothing_lost(report, state, survivors):
+    assert report["replicas"]["state_sha256"] == state
+    assert report["replicas"]["identical"] is True
+    assert report["samples"] == {"planned": 406, "committed": 406, "lost": 0, "repeated": 0}
+    assert report["steps"] == reference.STEPS
+    assert report["workers"]["ranks_finished"] == survivors
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3, 4])
+@pytest.mark.parametrize(("model", "optimizer"), [("mlp", "adam"), ("cnn", "sgd")])
+def test_any_number_of_workers_gives_the_bits_of_the_reference(tmp_path, workers, model, optimizer):
+    report = run_report(tmp_path, "-n", workers, SCRIPT, model, optimizer)
+
+    check_nothing_lost(report, reference_hash(model, optimizer), list(range(workers)))
+
+
+@pytest.mark.parametrize(
+    ("model", "optimizer", "killed", "specs"),
+    [
+        ("cnn", "adam", (0,), ["kill:rank=0,step=3"]),
+        ("cnn", "sgd", (0, 2), ["kill:rank=0,step=5", "kill:rank=2,step=5,phase=allreduce"]),
+        ("mlp", "adam", (1, 3), ["kill:rank=1,step=2,phase=backward", "kill:rank=3,step=9,phase=allreduce,bucket=0"]),
+        ("mlp", "sgd", (0, 1, 3), ["kill:rank=0,step=1", "kill:rank=1,step=6,phase=optimizer", "kill:rank=3,step=11"]),
+        ("cnn", "adam", (1, 2), ["kill:rank=1,step=4,phase=backward", "kill:rank=2,step=4,phase=recovery"]),
+        ("cnn", "sgd", (0, 3), ["kill:rank=0,step=13,phase=allreduce,bucket=2", "kill:rank=3,step=13,phase=optimizer"]),
+    ],
+)
+def test_killed_workers_change_no_bit(tmp_path, model, optimizer, killed, specs):
+    inject = [word for spec in specs for word in ("--inject", spec)]
+
+    report = run_report(tmp_path, "-n", 4, *inject, SCRIPT, model, optimizer)
+
+    check_nothing_lost(report, reference_hash(model, optimizer), [r for r in range(4) if r not in killed])
+    assert_landed(report, *killed)
+    assert [f["injected"] for f in report["failures"]] == [True] * len(killed)
+    assert all(f["detect_s"] >= 0 and f["lost_samples"] == 0 for f in report["failures"])
+
+
+@pytest.mark.parametrize("phase", ["forward", "optimizer"])
+def test_without_recovery_a_kill_ends_the_job(tmp_path, phase):
+    """The negative control: the same fault, with recovery turned off."""
+    report = run_report(
+        tmp_path,
+        "-n", 4, "--max-restarts", 0, "--inject", f"kill:rank=1,step=3,phase={phase}",
+        SCRIPT, "mlp", "sgd", "--no-recovery",
+        exit_code=1,
+    )  # fmt: skip
+
+    assert report["outcome"] == "failed"
+    assert report["replicas"]["sha256"] is None
+
+
+def test_restart_goes_on_from_the_newest_checkpoint_and_ends_with_the_same_bits(tmp_path):
+    report = run_report(
+        tmp_path,
+        "-n", 4, "--strategy", "restart", "--checkpoint-dir", tmp_path / "ckpt", "--checkpoint-every", 3,
+        "--inject", "kill:rank=1,step=8,phase=backward",
+        "--inject", "kill:rank=0,step=9,phase=checkpoint",
+        SCRIPT, "cnn", "adam",
+    )  # fmt: skip
+
+    check_nothing_lost(report, reference_hash("cnn", "adam"), [2, 3])
+    assert_landed(report, 0, 1)
+    first = report["failures"][0]
+    assert (first["rank"], first["decision"], first["redone_steps"]) == (1, "load", 3)
+
+
+def test_forward_goes_on_over_the_survivors_and_lists_what_it_lost(tmp_path):
+    report = run_report(
+        tmp_path,
+        "-n", 4, "--strategy", "forward", "--inject", "kill:rank=1,step=4,phase=allreduce,bucket=0",
+        SCRIPT, "mlp", "sgd",
+    )  # fmt: skip
+
+    assert_landed(report, 1)
+    assert report["replicas"]["identical"] is True
+    assert report["samples"] == {"planned": 406, "committed": 398, "lost": 8, "repeated": 0}
+    assert report["failures"][0]["lost_samples"] == 8
+    assert report["failures"][0]["redone_steps"] == 0
+    (lost,) = report["lost"]
+    assert lost["step"] == 4
+    assert len(set(lost["ids"])) == 8
+    assert lost["buckets"] == [1, 2], "bucket 0 was summed with everybody"

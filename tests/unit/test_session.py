@@ -1,0 +1,443 @@
+"""The session, with virtual workers: what a script may rely on, and what it is told when it errs."""
+
+import json
+import os
+import signal
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
+
+import holdfast
+from holdfast.comm import VirtualCommunicator
+from holdfast.errors import ConfigError, ReplicasDiffer, ScriptError, TooFewWorkers
+from holdfast.events import Recovered, StepCommitted
+from holdfast.faults.plan import FaultPlan, parse
+from holdfast.records import read_run
+from holdfast.testing.counting import CountingCommunicator
+
+SAMPLES = 50
+
+
+@pytest.fixture(autouse=True)
+def _no_session_outlives_a_test(monkeypatch):
+    monkeypatch.setattr("holdfast.train.session._sessions", [])
+
+
+def make(lr=0.1, **arguments):
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
+    return model, optimizer, holdfast.Session(model, optimizer, **({"workers": 4} | arguments))
+
+
+def dataset():
+    x = torch.randn(SAMPLES, 3, generator=torch.Generator().manual_seed(1))
+    return TensorDataset(x, (x.sum(1) > 0).long())
+
+
+def train(model, session, batch_size=8, epochs=2, each=lambda step: None, **arguments):
+    for step in session.steps(dataset(), batch_size, epochs, **arguments):
+        for x, y in step:
+            step.backward(F.cross_entropy(model(x), y))
+        each(step)
+
+
+def faults(*specs):
+    return FaultPlan(tuple(map(parse, specs))).to_json()
+
+
+def weights(model):
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+def account(session):
+    total = session._world.totals
+    return total.planned, total.committed, total.lost, total.repeated
+
+
+# -- what is sent
+
+
+def test_nothing_is_sent_but_the_gradient_sums_and_one_closing_sum_of_under_100_bytes():
+    comm = CountingCommunicator(VirtualCommunicator(4))
+    model, _, session = make(comm=comm, bucket_bytes=16)
+    before = {}
+
+    def note(step):
+        if step.number == 1:
+            before.update(calls=comm.calls.copy(), sent=comm.sent_bytes.copy())
+
+    train(model, session, each=note)
+
+    steps, buckets = 14 - 1, 2
+    calls, sent = comm.calls - before["calls"], comm.sent_bytes - before["sent"]
+    assert calls == {"alltoall": steps * buckets, "allgather": steps * buckets, "maximum": steps, "agree": 2}
+    assert sent["maximum"] / steps < 100
+    assert sent["agree"] == 0
+
+
+# -- figures
+
+
+def test_figures_are_means_over_the_samples_of_the_step():
+    model, _, session = make(slices=3)
+    seen = []
+    for step in session.steps(dataset(), 10, shuffle=False):
+        for x, y in step:
+            step.backward(F.cross_entropy(model(x), y))
+            step.log(first=x[:, 0].mean(), ones=1.0)
+        seen.append(dict(session.metrics))
+
+    expected = dataset().tensors[0][-10:, 0].mean().item()
+    assert session.metrics["first"] == pytest.approx(expected, abs=1e-6)
+    assert session.metrics["ones"] == 1.0
+    assert set(session.metrics) == {"loss", "first", "ones"}
+    assert seen[0] == {}, "nothing is committed before the loop asks for the next step"
+
+
+def test_the_loop_may_be_run_again_and_epochs_count_on():
+    model, _, session = make()
+    once, _, whole = make()
+    train(once, whole, epochs=3)
+
+    epochs = []
+    train(model, session, epochs=1, each=lambda step: epochs.append(step.epoch))
+    train(model, session, epochs=2, each=lambda step: epochs.append(step.epoch))
+
+    assert sorted(set(epochs)) == [0, 1, 2]
+    assert torch.equal(weights(model), weights(once))
+    assert account(session) == account(whole) == (150, 150, 0, 0)
+
+
+def test_asking_to_stop_ends_training_after_the_step():
+    model, _, session = make()
+
+    train(model, session, each=lambda step: step.stop() if step.number == 4 else None)
+
+    assert session.step == 5
+    assert account(session) == (40, 40, 0, 0)
+
+
+# -- what is not the model
+
+
+def test_a_scheduler_steps_once_a_committed_step_whatever_happens():
+    def rates(**arguments):
+        torch.manual_seed(0)
+        model = nn.Linear(3, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        session = holdfast.Session(model, optimizer, scheduler=scheduler, workers=4, **arguments)
+        train(model, session, epochs=1)
+        return scheduler.get_last_lr()[0], weights(model)
+
+    undisturbed, state = rates()
+    disturbed, state_after_kills = rates(faults=faults("kill:rank=1,step=2,phase=backward", "kill:rank=0,step=4"))
+
+    assert undisturbed == disturbed == 0.5**7
+    assert torch.equal(state, state_after_kills)
+
+
+def test_a_plateau_scheduler_sees_the_loss():
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5)
+    session = holdfast.Session(model, optimizer, scheduler=scheduler, schedule="epoch", workers=2)
+
+    train(model, session, epochs=4)
+
+    assert scheduler.last_epoch == 4
+
+
+def test_a_gradient_scaler_changes_nothing_in_float32():
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    scaled = holdfast.Session(model, optimizer, scaler=scaler, workers=4)
+    train(model, scaled)
+    plain, _, session = make()
+    train(plain, session)
+
+    assert torch.equal(weights(model), weights(plain)), "a power of two scales without rounding"
+
+
+def test_clipping_bounds_the_step():
+    model, _, session = make(lr=1.0, clip_grad_norm=1e-3)
+    start = weights(model).clone()
+
+    train(model, session, epochs=1, batch_size=SAMPLES)
+
+    assert (weights(model) - start).norm() == pytest.approx(1e-3, rel=1e-2)
+
+
+def test_what_is_registered_goes_back_with_a_step_that_is_taken_back():
+    class Counter:
+        def __init__(self):
+            self.count = 0
+
+        def state_dict(self):
+            return {"count": self.count}
+
+        def load_state_dict(self, state):
+            self.count = state["count"]
+
+    counter = Counter()
+    model, _, session = make(faults=faults("kill:rank=1,step=3,phase=allreduce"))
+    session.register(counter=counter)
+
+    def count(step):
+        counter.count += 1
+
+    train(model, session, epochs=1, each=count)
+
+    assert counter.count == 7, "once a committed step"
+
+
+def test_a_parameter_without_gradient_is_left_alone():
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"used": nn.Linear(3, 2), "unused": nn.Linear(3, 2)})
+    optimizer = torch.optim.Adam(model.parameters(), weight_decay=0.1)
+    before = model["unused"].weight.detach().clone()
+    session = holdfast.Session(model, optimizer, workers=2)
+
+    train(model["used"], session, epochs=1)
+
+    assert torch.equal(model["unused"].weight, before)
+    assert len(optimizer.state) == 2
+
+
+def test_a_parameter_that_only_one_slice_uses_gets_that_gradient():
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"a": nn.Linear(3, 2), "b": nn.Linear(3, 2)})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    session = holdfast.Session(model, optimizer, workers=2, slices=2)
+    before = model["b"].weight.detach().clone()
+    uses = iter([True, False])
+
+    for step in session.steps(dataset(), SAMPLES):
+        for x, y in step:
+            out = model["a"](x) + (model["b"](x) if next(uses) else 0)
+            step.backward(F.cross_entropy(out, y))
+
+    assert not torch.equal(model["b"].weight, before)
+
+
+# -- policies
+
+
+def test_forward_keeps_what_was_summed_and_divides_by_the_survivors_samples():
+    def one_step(rescale, *specs):
+        model, _, session = make(bucket_bytes=8, strategy="forward", rescale=rescale, faults=faults(*specs) if specs else "")
+        start = weights(model)
+        train(model, session, batch_size=SAMPLES, epochs=1, shuffle=False)
+        return weights(model) - start, session
+
+    kill = "kill:rank=3,step=0,phase=allreduce,bucket=0"
+    whole, _ = one_step("survivors")
+    mean, session = one_step("survivors", kill)
+    scaled, _ = one_step("original", kill)
+
+    assert torch.equal(mean[6:], whole[6:]), "the bias was summed by all before the death"
+    lost = SAMPLES - 3 * SAMPLES // 4
+    assert account(session) == (SAMPLES, SAMPLES - lost, lost, 0)
+    assert torch.allclose(scaled[:6], mean[:6] * (SAMPLES - lost) / SAMPLES, rtol=1e-5)
+    assert not torch.allclose(mean[:6], whole[:6], rtol=1e-3)
+
+
+def test_local_batches_shrink_with_the_workers_and_still_visit_every_sample_once():
+    sizes = []
+    model, _, session = make(batch="local", faults=faults("kill:rank=2,step=2"))
+
+    train(model, session, epochs=2, each=lambda step: sizes.append(step.samples))
+
+    assert sizes[:3] == [8, 8, 8]
+    assert set(sizes[3:]) == {6, 4, 2}, "six samples a step, and what is left at the end of each epoch"
+    assert account(session) == (100, 100, 0, 0)
+
+
+def test_even_splits_cut_the_mini_batch_anew():
+    pieces = []
+    model, _, session = make(split="even", faults=faults("kill:rank=2,step=2"))
+
+    train(model, session, each=lambda step: pieces.append(len(step.slices)))
+
+    assert pieces[0] == 4
+    assert pieces[-1] in (1, 2, 3)
+    assert max(pieces[4:]) == 3
+    assert account(session) == (100, 100, 0, 0)
+
+
+def test_too_few_workers_save_and_stop_and_the_run_can_go_on(tmp_path):
+    whole, _, session = make()
+    train(whole, session)
+    directory = str(tmp_path / "ckpt")
+    model, _, session = make(
+        min_workers=3, checkpoint_dir=directory, faults=faults("kill:rank=0,step=3", "kill:rank=1,step=5,phase=backward")
+    )
+    with pytest.raises(TooFewWorkers, match="2 of at least 3 workers are left; the state before step 5 is in"):
+        train(model, session)
+
+    model, _, session = make(workers=2, checkpoint_dir=directory, resume=True)
+    train(model, session)
+
+    assert torch.equal(weights(model), weights(whole))
+    assert account(session) == (100, 100, 0, 0)
+
+
+def test_a_run_goes_on_from_a_checkpoint_of_its_second_loop(tmp_path):
+    whole, _, session = make()
+    for _ in range(3):
+        train(whole, session, epochs=1)
+    directory = str(tmp_path / "ckpt")
+    model, _, session = make(checkpoint_dir=directory, checkpoint_every=5, total_steps=21)
+    train(model, session, epochs=1)
+    train(model, session, epochs=1)
+
+    model, _, session = make(checkpoint_dir=directory, resume=True)
+    for _ in range(3):
+        train(model, session, epochs=1)
+
+    assert torch.equal(weights(model), weights(whole))
+    assert account(session) == (150, 150, 0, 0)
+
+
+def test_sigterm_is_answered_at_the_end_of_a_step(tmp_path):
+    whole, _, session = make()
+    train(whole, session)
+    directory = str(tmp_path / "ckpt")
+    model, _, session = make(checkpoint_dir=directory)
+
+    with pytest.raises(SystemExit) as stopped:
+        train(model, session, each=lambda step: os.kill(os.getpid(), signal.SIGTERM) if step.number == 3 else None)
+
+    assert stopped.value.code == 4
+    model, _, session = make(checkpoint_dir=directory, resume=True)
+    train(model, session)
+    assert torch.equal(weights(model), weights(whole))
+
+
+def test_records_tell_the_run(tmp_path):
+    model, _, session = make(run_dir=str(tmp_path), faults=faults("kill:rank=0,step=3,phase=allreduce"))
+
+    train(model, session)
+
+    records = read_run(tmp_path)
+    assert [r.step for r in records if isinstance(r, StepCommitted)] == list(range(14))
+    (recovered,) = {(r.lost, r.survivors, r.decision, r.redone_steps) for r in records if isinstance(r, Recovered)}
+    assert recovered == ((0,), (1, 2, 3), "redo", 1)
+    json.dumps([r.metrics for r in records if isinstance(r, StepCommitted)])
+
+
+# -- what a script is told
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"strategy": "hope"}, "strategy must be one of rollback, forward, restart, got 'hope'"),
+        ({"slices": -1}, "slices must be at least 0, got -1"),
+        ({"schedule": "year"}, "schedule must be 'step' or 'epoch', got 'year'"),
+        ({"speed": 3}, "unknown setting 'speed'"),
+        ({"fabric": "ulfm", "workers": 1}, "start with `holdfast run"),
+    ],
+)
+def test_wrong_settings_are_named(arguments, message):
+    with pytest.raises(ConfigError, match=message.replace("(", r"\(")):
+        make(**arguments)[2].steps(dataset(), 8)
+
+
+def test_a_fault_behind_the_end_is_refused():
+    _, _, session = make(faults=faults("kill:rank=1,step=14"))
+
+    with pytest.raises(ConfigError, match=r"--inject kill:rank=1,step=14.*between 0 and 13 .*got 14"):
+        session.steps(dataset(), 8, 2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((dataset(), 0), "batch_size must be at least 1, got 0"),
+        ((dataset(), 8, 0), "epochs must be at least 1, got 0"),
+        ((TensorDataset(torch.empty(0, 3)), 8), r"len\(dataset\) must be at least 1, got 0"),
+        ((iter([1]), 8), "dataset must have len and"),
+    ],
+)
+def test_wrong_arguments_are_named(arguments, message):
+    with pytest.raises(ConfigError, match=message):
+        make()[2].steps(*arguments)
+
+
+def test_a_foreign_optimizer_is_refused():
+    with pytest.raises(ConfigError, match="parameters that are not the model's"):
+        holdfast.Session(nn.Linear(2, 2), torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=1.0))
+
+
+def test_a_slice_without_backward_is_named():
+    _, _, session = make()
+    with pytest.raises(ScriptError, match=r"slice 0 of step 0 ended without step.backward\(loss\)"):
+        for step in session.steps(dataset(), 8):
+            for _ in step:
+                pass
+
+
+def test_a_slice_that_was_left_out_is_named():
+    model, _, session = make()
+    with pytest.raises(ScriptError, match="slice 0 of step 0 was not computed"):
+        for step in session.steps(dataset(), 8):
+            for x, y in step:
+                step.backward(F.cross_entropy(model(x), y))
+                break
+
+
+def test_backward_outside_the_slices_is_named():
+    _, _, session = make()
+    with pytest.raises(ScriptError, match="must be called inside"):
+        for step in session.steps(dataset(), 8):
+            step.backward(torch.zeros(()))
+
+
+def test_leaving_the_loop_early_is_found_out_at_the_end():
+    model, _, session = make()
+    for step in session.steps(dataset(), 8):
+        for x, y in step:
+            step.backward(F.cross_entropy(model(x), y))
+        if step.number == 2:
+            break
+
+    with pytest.raises(ScriptError, match=r"left at step 2 before its end; to end it early call step.stop\(\)"):
+        session.check_finished()
+
+
+def test_replicas_that_differ_are_found_out():
+    class Liar(VirtualCommunicator):
+        def maximum(self, values):
+            return [values[0] + 1, *values[1:]] if len(values) > 2 else list(values)
+
+    model, _, session = make(comm=Liar(2))
+    with pytest.raises(ReplicasDiffer, match="the replicas differ before step 0"):
+        train(model, session)
+
+
+def test_a_new_run_refuses_the_checkpoints_of_an_old_one(tmp_path):
+    directory = str(tmp_path / "ckpt")
+    model, _, session = make(checkpoint_dir=directory, checkpoint_every=5)
+    train(model, session)
+
+    model, _, session = make(checkpoint_dir=directory, checkpoint_every=5)
+    with pytest.raises(ConfigError, match=r"already holds a run up to step 10: go on with it \(--resume\)"):
+        train(model, session)
+
+
+def test_a_run_that_would_not_be_the_same_is_not_resumed(tmp_path):
+    directory = str(tmp_path / "ckpt")
+    model, _, session = make(checkpoint_dir=directory, checkpoint_every=5)
+    train(model, session)
+
+    model, _, session = make(checkpoint_dir=directory, resume=True, seed=1)
+    with pytest.raises(ConfigError, match="the checkpoint was made with seed=0 and this run has 1"):
+        train(model, session)
