@@ -1,0 +1,50 @@
+# Everything a contributor runs. `make` alone lists the targets; each sets up .venv by itself.
+
+VENV   := .venv
+PY     := $(VENV)/bin/python
+READY  := $(VENV)/.ready
+PYTHON ?= $(shell for p in python3.11 python3 python3.12 python3.13 python; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
+
+# One thread per worker: several workers share few cores, and the number of threads may change the bits.
+export OMP_NUM_THREADS := 1
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test check chaos bench clean
+
+help:  ## List the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+setup: $(READY)  ## Create .venv with everything in it (safe to repeat, quick when nothing changed)
+
+demo: $(READY)  ## Train with four workers, kill two of them under each strategy, write demo-out/index.html
+	$(PY) -m holdfast demo --out demo-out
+
+test: $(READY)  ## Every test but the long campaigns: kills real processes, minutes
+	$(PY) -m pytest
+
+check: $(READY)  ## Style, format, types, and the tests that start no job: a minute
+	$(VENV)/bin/ruff check
+	$(VENV)/bin/ruff format --check
+	$(VENV)/bin/mypy
+	$(PY) -m pytest -m "not chaos and not soak"
+
+chaos: $(READY)  ## The long random campaigns
+	$(PY) -m pytest -m soak
+
+bench: $(READY)  ## The benchmarks
+	@for file in benchmarks/*.py; do test -e "$$file" || continue; echo "$$file"; $(PY) "$$file" || exit 1; done
+
+clean:  ## Remove results and caches; .venv stays
+	rm -rf out demo-out holdfast-checkpoint .mypy_cache .pytest_cache .ruff_cache .hypothesis src/*.egg-info
+	find src tests examples benchmarks -name __pycache__ -prune -exec rm -rf {} +
+
+# The pip that comes with Python 3.11 cannot read a dependency group, so it is told what stands in it.
+DEV := import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["dependency-groups"]["dev"], sep="\n")
+
+$(READY): pyproject.toml
+	@test -n "$(PYTHON)" || { echo "Holdfast needs Python 3.11 or newer; say where it is: make $(MAKECMDGOALS) PYTHON=/path/to/python3.11" >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' || { echo "$(PYTHON) cannot create virtual environments; on Debian and Ubuntu install python3-venv" >&2; exit 1; }
+	test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	$(PY) -c '$(DEV)' | $(PY) -m pip install --quiet --disable-pip-version-check --editable '.[all]' -r /dev/stdin
+	@touch $@

@@ -1,0 +1,73 @@
+"""The command line: one file a command, each of which imports what it needs when it runs."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import Annotated, NoReturn
+
+import typer
+
+from holdfast.cli.demo import demo
+from holdfast.cli.report import report
+from holdfast.cli.run import run
+from holdfast.errors import ConfigError, HoldfastError, InternalError
+
+app = typer.Typer(
+    name="holdfast",
+    help="PyTorch training that goes on, to the bit, while workers die.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+app.command(context_settings={"allow_interspersed_args": False})(run)
+app.command()(report)
+app.command()(demo)
+
+_USAGE_ERROR: type[Exception] = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "UsageError")
+"""Typer does not give it a name of its own."""
+
+
+@app.callback()
+def options(
+    *,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+) -> None:
+    """Take the options that all commands share."""
+
+
+def main(args: Sequence[str] | None = None) -> NoReturn:
+    """Run the command that ``args`` name, and exit: 0 done, 1 failed, 2 wrong usage, 4 stopped with its state saved."""
+    words = list(sys.argv[1:] if args is None else args)
+    debug = "--debug" in words[:2]  # before the command or right behind it; further on it may be the script's
+    words = [word for place, word in enumerate(words) if place > 1 or word != "--debug"] or ["--help"]
+    if words[:1] == ["--version"]:
+        from holdfast import __version__
+
+        print(__version__)
+        sys.exit(0)
+    try:
+        sys.exit(app(words, prog_name="holdfast", standalone_mode=False) or 0)
+    except HoldfastError as error:
+        _complain(error, debug=debug)
+    except typer.Abort:
+        sys.exit(1)
+    except _USAGE_ERROR as error:
+        _complain_of_usage(error)
+
+
+def _complain(error: HoldfastError, *, debug: bool) -> NoReturn:
+    if debug or isinstance(error, InternalError):
+        traceback.print_exception(error)
+    else:
+        print(f"error: {error}", file=sys.stderr)
+    sys.exit(2 if isinstance(error, ConfigError) else 1)
+
+
+def _complain_of_usage(error: Exception) -> NoReturn:
+    message = " ".join(error.format_message().split())  # type: ignore[attr-defined]
+    print(f"error: {message}", file=sys.stderr)
+    sys.exit(2)

@@ -1,0 +1,28 @@
+"""``holdfast report``: the page of a run or of a demo."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def report(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Where report.json or results.json is.")],
+    *,
+    show: Annotated[bool, typer.Option("--open", help="Open the page in a browser.")] = False,
+) -> Path:
+    """Draw what happened in a run, or in a demo: write DIR/index.html and print its path.
+
+    The page is one file that needs no network. A run's pictures are drawn from events.jsonl beside report.json.
+
+    Example: holdfast run -n 4 --report out train.py && holdfast report out --open
+    """
+    from holdfast.report import write_page
+
+    page = write_page(directory)
+    print(page)
+    if show:
+        typer.launch(str(page))
+    return page

@@ -1,0 +1,169 @@
+"""``holdfast run``: train on several workers, and survive the loss of some."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from holdfast.errors import ConfigError
+from holdfast.settings import BATCHES, FABRICS, ORDERS, RESCALES, SPLITS, STRATEGIES, Settings
+
+if TYPE_CHECKING:
+    from holdfast.launch.job import Outcome
+
+
+def _one_of(names: tuple[str, ...]) -> str:
+    return "|".join(names)
+
+
+def run(
+    script: Annotated[Path, typer.Argument(metavar="SCRIPT", help="The training script.", show_default=False)],
+    args: Annotated[list[str] | None, typer.Argument(metavar="[ARGS]...", help="Handed on to the script.")] = None,
+    *,
+    workers: Annotated[int, typer.Option("--workers", "-n", metavar="N", help="Workers on this machine.")] = 1,
+    fabric: Annotated[str | None, typer.Option(metavar=_one_of(FABRICS), help="How they talk [ulfm].")] = None,
+    strategy: Annotated[
+        str | None, typer.Option(metavar=_one_of(STRATEGIES), help="What survivors do [rollback].")
+    ] = None,
+    slices: Annotated[
+        int | None, typer.Option(metavar="V", help="Pieces of a mini-batch, for the whole job [N].")
+    ] = None,
+    order: Annotated[
+        str | None, typer.Option(metavar=_one_of(ORDERS), help="Order in which they are added [fold].")
+    ] = None,
+    split: Annotated[
+        str | None,
+        typer.Option(metavar=_one_of(SPLITS), help="After a failure: hand slices over, or cut anew [slices]."),
+    ] = None,
+    batch: Annotated[
+        str | None, typer.Option(metavar=_one_of(BATCHES), help="After a failure: which size stays [global].")
+    ] = None,
+    rescale: Annotated[
+        str | None, typer.Option(metavar=_one_of(RESCALES), help="Divide an incomplete sum by [survivors].")
+    ] = None,
+    min_workers: Annotated[int | None, typer.Option(metavar="M", help="Below this: save and stop [1].")] = None,
+    max_restarts: Annotated[int, typer.Option(metavar="R", help="How often the whole job may be started again.")] = 3,
+    stall_timeout: Annotated[
+        float, typer.Option(metavar="SECONDS", help="Start again if all workers wait for each other this long.")
+    ] = 60.0,
+    inject: Annotated[
+        list[str] | None,
+        typer.Option(metavar="SPEC", help="Break something: kill:rank=1,step=20[,phase=allreduce[,bucket=2]]."),
+    ] = None,
+    mtbf: Annotated[
+        float | None, typer.Option(metavar="SECONDS", help="Kill random workers, on average one in so many seconds.")
+    ] = None,
+    seed: Annotated[
+        int | None, typer.Option(metavar="S", help="Of the samples' order, the model and the kills [0].")
+    ] = None,
+    checkpoint_dir: Annotated[str | None, typer.Option(metavar="DIR", help="Where checkpoints are.")] = None,
+    checkpoint_every: Annotated[int | None, typer.Option(metavar="STEPS", help="Steps between checkpoints.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest intact checkpoint.")] = False,
+    log_dir: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Keep each worker's output in a file here.")
+    ] = None,
+    report: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Write report.json, events.jsonl, index.html here.")
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print report.json on stdout; all else goes to stderr.")
+    ] = False,
+) -> int:
+    """Train SCRIPT on N workers; when some die, the others go on.
+
+    Options stand before SCRIPT; what stands behind it is the script's.
+
+    Example: holdfast run -n 4 --inject kill:rank=1,step=20 --report out train.py --epochs 3
+    """
+    from holdfast.launch.job import Job
+    from holdfast.launch.launcher import launch
+    from holdfast.launch.live import make_view
+
+    _check(workers=workers, mtbf=mtbf, checkpoint_every=checkpoint_every)
+    settings = Settings.from_env(
+        workers=workers,
+        fabric=fabric,
+        strategy=strategy,
+        slices=slices,
+        order=order,
+        split=split,
+        batch=batch,
+        rescale=rescale,
+        min_workers=min_workers,
+        seed=seed,
+        checkpoint_dir=checkpoint_dir,
+        checkpoint_every=checkpoint_every,
+        resume=resume or None,
+    )
+    settings = dataclasses.replace(
+        settings,
+        fabric=settings.fabric or "ulfm",
+        faults=_plan(inject or [], settings),
+        ranks="",
+        run_dir="",
+    )
+    job = Job(
+        script=script,
+        args=tuple(args or ()),
+        settings=settings,
+        max_restarts=max_restarts,
+        stall_timeout_s=stall_timeout,
+        mtbf_s=mtbf or 0.0,
+        log_dir=log_dir,
+        report_dir=report,
+    )
+    outcome = launch(job, make_view(sys.stderr if as_json else sys.stdout))
+    _show(outcome, report, as_json=as_json)
+    return outcome.exit_code
+
+
+def _check(**given: Any) -> None:
+    """Refuse what only the command line can get wrong.
+
+    Raises:
+        ConfigError: naming the option.
+    """
+    for name, least in (("workers", 1), ("checkpoint_every", 1)):
+        if given[name] is not None and given[name] < least:
+            msg = f"--{name.replace('_', '-')} must be at least {least}, got {given[name]}"
+            raise ConfigError(msg)
+    if given["mtbf"] is not None and not given["mtbf"] > 0:
+        msg = f"--mtbf must be more than 0 seconds, got {given['mtbf']:g}"
+        raise ConfigError(msg)
+
+
+def _plan(specs: list[str], settings: Settings) -> str:
+    """Return the fault plan as JSON; that of the environment if there are no ``specs``."""
+    if not specs:
+        return settings.faults
+    from holdfast.faults.plan import FaultPlan, parse
+
+    try:
+        plan = FaultPlan(tuple(parse(spec) for spec in specs), settings.seed)
+        plan.check(range(settings.workers))
+    except ConfigError as error:
+        msg = f"--inject {error}"
+        raise ConfigError(msg) from error
+    return plan.to_json()
+
+
+def _show(outcome: Outcome, report_dir: Path | None, *, as_json: bool) -> None:
+    """Print the summary, then why it failed: a traceback comes last, where it is seen."""
+    from holdfast.report import summary_lines
+
+    if as_json:
+        print(json.dumps(outcome.report, indent=1))
+    lines = summary_lines(outcome.report, report_dir) if outcome.report["steps"] else []
+    print(*lines, sep="\n", end="\n" if lines else "", file=sys.stderr)
+    if outcome.mpirun_says:
+        print(outcome.mpirun_says, file=sys.stderr)
+    if outcome.message:
+        word = "holdfast" if outcome.exit_code == 4 else "error"
+        print(f"{word}: {outcome.message}", file=sys.stderr)
+    if outcome.traceback:
+        print(outcome.traceback.rstrip(), file=sys.stderr)

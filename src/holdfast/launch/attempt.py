@@ -1,0 +1,192 @@
+"""One start of the job: mpirun, the workers under it, and the files they write."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+from holdfast.events import Record, WorkerEnded
+from holdfast.launch.job import Job, find_mpirun
+from holdfast.launch.processes import Pair, Process, end, pair_path, start
+from holdfast.launch.tail import LineTail, RecordTail
+from holdfast.launch.worker import LAUNCHER, LOG_DIR
+from holdfast.records import Beacon, Position, beacon_path, records_path
+from holdfast.settings import Settings
+
+_MPIRUN = ("--with-ft", "ulfm", "--oversubscribe", "--bind-to", "none")
+_MCA = (("coll", "^han"), ("mpi_yield_when_idle", "1"))
+"""``coll/han`` is not fault tolerant; with more workers than cores those that wait must let the others compute."""
+_MEMORY_VARIABLES = ("OMPI_MCA_btl_sm_backing_directory", "OMPI_MCA_osc_sm_backing_directory")
+_NESTED = ("PMIX_", "OMPI_COMM_WORLD_", "OMPI_UNIVERSE_", "PRTE_")
+"""Variables that would tell our mpirun that it is a worker of another one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Places:
+    """The folders of a run.
+
+    Args:
+        run_dir: For records and beacons; goes with the run.
+        log_dir: For the output of each worker, and of mpirun.
+        memory_dir: In memory, for MPI's shared segments: mpirun leaves them behind when it is killed. None where the
+            machine has no such place.
+    """
+
+    run_dir: Path
+    log_dir: Path
+    memory_dir: Path | None
+
+    @classmethod
+    def make(cls, log_dir: Path | None) -> Self:
+        """Make them; the log folder inside the run folder if None is given."""
+        run_dir = Path(tempfile.mkdtemp(prefix="holdfast-"))
+        memory = Path("/dev/shm")  # noqa: S108 - a folder of our own is made in it
+        usable = os.access(memory, os.W_OK)
+        places = cls(
+            run_dir=run_dir,
+            log_dir=log_dir or run_dir / "logs",
+            memory_dir=Path(tempfile.mkdtemp(prefix=f"holdfast-{os.getpid()}-", dir=memory)) if usable else None,
+        )
+        places.log_dir.mkdir(parents=True, exist_ok=True)
+        for old in (*places.log_dir.glob("rank-*.log"), places.log_dir / "mpirun.log"):
+            old.unlink(missing_ok=True)
+        return places
+
+    def clear(self) -> None:
+        """Remove what goes with the run."""
+        shutil.rmtree(self.run_dir, ignore_errors=True)
+        if self.memory_dir is not None:
+            shutil.rmtree(self.memory_dir, ignore_errors=True)
+
+
+class Attempt:
+    """A started job. Starting is the constructor's last act; :meth:`end` leaves no process behind.
+
+    Args:
+        job: What is run.
+        settings: For this start: ``workers``, ``ranks``, ``resume`` and ``faults`` may differ from the job's.
+        ranks: The workers' numbers.
+        places: Where they write.
+    """
+
+    def __init__(self, job: Job, settings: Settings, ranks: Sequence[int], places: Places) -> None:
+        self._run_dir = run_dir = places.run_dir
+        self.processes = tuple(ranks[:1] if job.is_virtual else ranks)
+        for rank in ranks:
+            for stale in (beacon_path(run_dir, rank), pair_path(run_dir, rank)):
+                stale.unlink(missing_ok=True)
+        self._process = start(
+            _command(job, len(ranks)), _environment(job, settings, places, len(ranks)), places.log_dir / "mpirun.log"
+        )
+
+    def is_running(self) -> bool:
+        """Return whether mpirun, or the one process, is there."""
+        return self._process.poll() is None
+
+    def pair(self, rank: int) -> Pair | None:
+        """Return the processes of ``rank``, None if they have not started yet."""
+        return Pair.read(pair_path(self._run_dir, rank))
+
+    def pids(self, ranks: Iterable[int]) -> dict[int, int]:
+        """Return the process numbers of those of ``ranks`` that have started."""
+        return {rank: pair.worker.pid for rank in ranks if (pair := self.pair(rank)) is not None}
+
+    def send(self, rank: int, number: signal.Signals) -> bool:
+        """Send the worker ``rank`` a signal; return whether it was there to get it."""
+        pair = self.pair(rank)
+        return pair is not None and pair.worker.send(number)
+
+    def position(self, rank: int) -> Position | None:
+        """Return where ``rank`` is, or was when it died."""
+        return Beacon.read(beacon_path(self._run_dir, rank))
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait until mpirun ends, but no longer than ``timeout_s``."""
+        try:
+            self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            return
+
+    def end(self) -> None:
+        """End whatever still runs."""
+        end(self._process, [pair for rank in self.processes if (pair := self.pair(rank)) is not None])
+
+
+class Files:
+    """What the workers of a run have written since one last looked, over all starts of the job."""
+
+    def __init__(self, places: Places) -> None:
+        self._run_dir = places.run_dir
+        self._log_dir = places.log_dir
+        self._records: dict[str, RecordTail] = {}
+        self._logs: dict[int, LineTail] = {}
+
+    def follow(self, workers: Iterable[int], processes: Iterable[int]) -> None:
+        """Look at the files of these too."""
+        for rank in processes:
+            self._logs.setdefault(rank, LineTail(self._log_dir / f"rank-{rank}.log"))
+        for writer in (*(f"watch-{rank}" for rank in processes), *map(str, workers)):
+            self._records.setdefault(writer, RecordTail(records_path(self._run_dir, writer)))
+
+    def records(self) -> list[Record]:
+        """Return what is new; the end of a worker comes after everything that it wrote itself."""
+        watchers_first = sorted(self._records, key=lambda writer: not writer.startswith("watch-"))
+        new = [record for writer in watchers_first for record in self._records[writer].read()]
+        return sorted(new, key=lambda record: (isinstance(record, WorkerEnded), record.t_s))
+
+    def output(self, *, last: bool = False) -> list[tuple[int, str]]:
+        """Return what the workers printed: their number and a line; ``last`` gives half lines too."""
+        lines = [(rank, line) for rank, log in self._logs.items() for line in log.read()]
+        if last:
+            lines += [(rank, rest) for rank, log in self._logs.items() if (rest := log.rest())]
+        return [(rank, line.decode(errors="replace")) for rank, line in lines]
+
+    def close(self) -> None:
+        """Let go of them."""
+        for records in self._records.values():
+            records.close()
+        for log in self._logs.values():
+            log.close()
+
+
+def _command(job: Job, num_workers: int) -> list[str]:
+    worker = [sys.executable, "-m", "holdfast.launch.worker", str(job.script), *job.args]
+    if job.is_virtual:
+        return worker
+    return [*mpirun_command(num_workers), *worker]
+
+
+def mpirun_command(num_workers: int) -> list[str]:
+    """Return what starts ``num_workers`` processes of the program whose words follow."""
+    root = ["--allow-run-as-root"] if os.getuid() == 0 else []
+    mca = [word for name, value in _MCA for word in ("--mca", name, value)]
+    return [find_mpirun(), *_MPIRUN, *root, *mca, "-n", str(num_workers)]
+
+
+def _environment(job: Job, settings: Settings, places: Places, num_workers: int) -> dict[str, str]:
+    ours = {f"HOLDFAST_{field.name.upper()}" for field in dataclasses.fields(Settings)}
+    env = {name: value for name, value in os.environ.items() if name not in ours and not name.startswith(_NESTED)}
+    processes = 1 if job.is_virtual else num_workers
+    env.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // processes)))
+    env.setdefault("MASTER_PORT", str(_free_port()))
+    if places.memory_dir is not None:
+        for name in _MEMORY_VARIABLES:
+            env.setdefault(name, str(places.memory_dir))
+    return env | settings.to_env() | {LOG_DIR: str(places.log_dir), LAUNCHER: str(Process.of(os.getpid()))}
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port

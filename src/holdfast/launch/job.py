@@ -1,0 +1,208 @@
+"""What the launcher is asked to do, and what it answers."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import os
+import shlex
+import shutil
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from holdfast.errors import ConfigError
+from holdfast.events import Record
+from holdfast.settings import Settings
+
+_MAX_RESTARTS = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """A script to run on some workers of this machine.
+
+    Args:
+        script: The file.
+        args: What the script finds in ``sys.argv[1:]``.
+        settings: For the workers; ``workers`` is how many there are. ``run_dir`` and ``origin_s`` are the launcher's.
+        max_restarts: How often the whole job may be started again.
+        stall_timeout_s: After this long in a sum with no sign of life from any worker the job counts as lost.
+        mtbf_s: Kill random workers, on average one in so many seconds; 0 kills none.
+        log_dir: Where each worker's output goes; None keeps it only until the run is over.
+        report_dir: Where the report goes; None writes none.
+    """
+
+    script: Path
+    args: tuple[str, ...] = ()
+    settings: Settings
+    max_restarts: int = _MAX_RESTARTS
+    stall_timeout_s: float = 60.0
+    mtbf_s: float = 0.0
+    log_dir: Path | None = None
+    report_dir: Path | None = None
+
+    @property
+    def is_virtual(self) -> bool:
+        """Whether all workers live in one process."""
+        return self.settings.fabric == "virtual"
+
+    @property
+    def slices(self) -> int:
+        """Slices of a mini-batch, the same for the whole job."""
+        return self.settings.slices or self.settings.workers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """How a run ended.
+
+    Args:
+        exit_code: 0 done, 1 failed, 2 wrong setting, 4 stopped with its state saved.
+        message: One line that says why, "" if it is done.
+        traceback: Of the first worker whose script raised, or "".
+        mpirun_says: What mpirun printed, if no worker has said why the run failed, or "".
+        report: As in ``report.json``.
+        records: Of all workers and of the launcher, in the order of time.
+    """
+
+    exit_code: int
+    message: str
+    traceback: str
+    mpirun_says: str
+    report: dict[str, Any]
+    records: tuple[Record, ...]
+
+
+def check(job: Job) -> None:
+    """Find out before anything is started whether the job can be.
+
+    Raises:
+        ConfigError: if not; the message says what to change.
+    """
+    settings = job.settings
+    if not job.script.is_file():
+        _refuse(f"there is no script {str(job.script)!r}")
+    if settings.min_workers > settings.workers:
+        _refuse(f"--min-workers must be at most the number of workers ({settings.workers}), got {settings.min_workers}")
+    if settings.resume and not settings.checkpoint_dir:
+        _refuse("--resume needs --checkpoint-dir: where are the checkpoints to go on from?")
+    if settings.strategy == "restart" and not settings.checkpoint_dir:
+        _refuse("--strategy restart needs --checkpoint-dir: it goes back to the newest checkpoint after every failure")
+    _check_amounts(job)
+    check_plan(settings)
+    for folder, option in ((job.report_dir, "--report"), (job.log_dir, "--log-dir")):
+        if folder is not None:
+            _check_writable(folder, option)
+    if not job.is_virtual:
+        find_mpirun()
+
+
+def _check_amounts(job: Job) -> None:
+    if job.max_restarts < 0:
+        _refuse(f"--max-restarts must be at least 0, got {job.max_restarts}")
+    if not job.stall_timeout_s > 0:
+        _refuse(f"--stall-timeout must be more than 0 seconds, got {job.stall_timeout_s:g}")
+    if job.mtbf_s and job.is_virtual:
+        _refuse("--mtbf kills processes, and with --fabric virtual all workers are one; use --inject, or --fabric ulfm")
+    if not job.mtbf_s >= 0:
+        _refuse(f"--mtbf must be more than 0 seconds, got {job.mtbf_s:g}")
+
+
+def check_plan(settings: Settings) -> None:
+    """Look whether the fault plan fits the workers.
+
+    Raises:
+        ConfigError: if not.
+    """
+    if settings.faults:
+        from holdfast.faults.plan import FaultPlan
+
+        FaultPlan.from_json(settings.faults).check(range(settings.workers))
+
+
+def _check_writable(folder: Path, option: str) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        msg = f"{option} {folder} cannot be written: {error.strerror}"
+        raise ConfigError(msg) from error
+
+
+def find_mpirun() -> str:
+    """Return the ``mpirun`` of this Python's environment, or the one on ``PATH``.
+
+    Raises:
+        ConfigError: if there is none, or if mpi4py is missing.
+    """
+    beside = Path(sys.executable).with_name("mpirun")
+    found = str(beside) if os.access(beside, os.X_OK) else shutil.which("mpirun")
+    missing = [
+        *(["mpirun"] if found is None else []),
+        *(["mpi4py"] if importlib.util.find_spec("mpi4py") is None else []),
+    ]
+    if found is None or missing:
+        _refuse(
+            f"MPI is not installed (no {' and no '.join(missing)}): pip install 'holdfast[mpi]', or run with --fabric virtual"
+        )
+    return found
+
+
+def _refuse(message: str) -> NoReturn:
+    raise ConfigError(message)
+
+
+# ---------------------------------------------------------------------------------------------
+# The command line that says it again
+
+_OPTIONS = (
+    ("--fabric", "fabric"),
+    ("--strategy", "strategy"),
+    ("--order", "order"),
+    ("--split", "split"),
+    ("--batch", "batch"),
+    ("--rescale", "rescale"),
+    ("--min-workers", "min_workers"),
+    ("--seed", "seed"),
+    ("--slices", "slices"),
+    ("--checkpoint-dir", "checkpoint_dir"),
+    ("--checkpoint-every", "checkpoint_every"),
+)
+
+
+def command_line(job: Job, *, faults: Sequence[str] = ()) -> str:
+    """Return the command that runs the job, with every setting that is not the default.
+
+    Args:
+        job: What to run.
+        faults: Specs of the faults to inject.
+    """
+    settings, usual = job.settings, Settings(fabric="ulfm")
+    words = ["holdfast", "run", "-n", str(settings.workers)]
+    for option, name in _OPTIONS:
+        if (value := getattr(settings, name)) != getattr(usual, name):
+            words += [option, str(value)]
+    words += ["--resume"] if settings.resume else []
+    words += ["--max-restarts", str(job.max_restarts)] if job.max_restarts != _MAX_RESTARTS else []
+    words += ["--mtbf", f"{job.mtbf_s:g}"] if job.mtbf_s else []
+    words += ["--report", str(job.report_dir)] if job.report_dir is not None else []
+    for fault in faults:
+        words += ["--inject", fault]
+    return shlex.join([*words, str(job.script), *job.args])
+
+
+def resume_command(job: Job, workers: int, checkpoint_dir: str) -> str:
+    """Return the command that goes on from ``checkpoint_dir``, on ``workers`` or as many as the job needs."""
+    settings = dataclasses.replace(
+        job.settings,
+        workers=max(workers, job.settings.min_workers),
+        slices=job.slices,
+        checkpoint_dir=checkpoint_dir,
+        resume=True,
+    )
+    return command_line(dataclasses.replace(job, settings=settings, mtbf_s=0.0))

@@ -1,0 +1,270 @@
+"""What the workers' records mean for the job. Pure: no clock, process or file."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from holdfast.events import (
+    CheckpointSaved,
+    FaultFired,
+    Finished,
+    Record,
+    Recovered,
+    RunStarted,
+    ScriptFailed,
+    StepCommitted,
+    WorkerEnded,
+)
+from holdfast.records import Position
+
+POISON_DEATHS = 3
+"""So many deaths in a row at the same slice of the same step: the samples are to blame, not the machine."""
+
+_COMPUTING = ("forward", "backward")
+_WAITING = ("allreduce", "recovery", "gate")
+_NAMED_SAMPLES = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What to do now that nothing more is to be expected of the workers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Completed(Verdict):
+    """Everybody alive passed the gate; ``finished`` is the word of one of them."""
+
+    finished: Finished
+
+
+@dataclass(frozen=True, slots=True)
+class Broken(Verdict):
+    """The job must not go on.
+
+    Args:
+        message: One line.
+        exit_code: 1, or 2 for a wrong setting.
+        traceback: Of the script, or "".
+        unexplained: No worker has said why, so mpirun may have.
+        rank: Whose script ended wrongly without a word, or -1.
+        step: Where.
+    """
+
+    message: str
+    exit_code: int = 1
+    traceback: str = ""
+    unexplained: bool = False
+    rank: int = -1
+    step: int = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Lost(Verdict):
+    """The job is lost, and may be started again."""
+
+    reason: str
+
+
+@dataclass(slots=True)
+class _Start:
+    """What is known of one start of the job."""
+
+    ranks: tuple[int, ...]
+    processes: tuple[int, ...]
+    begun: set[int] = field(default_factory=set)
+    lost: set[int] = field(default_factory=set)
+    ended: dict[int, WorkerEnded] = field(default_factory=dict)
+    finished: dict[int, Finished] = field(default_factory=dict)
+    failed: list[ScriptFailed] = field(default_factory=list)
+    quiet: dict[int, tuple[int, float]] = field(default_factory=dict)
+
+
+class Judge:
+    """Hears every record of a job, over all its starts, and says when and how it is over.
+
+    Args:
+        script: Name of the script, for messages.
+        virtual: Whether all workers live in one process.
+        stall_timeout_s: After this long without a sign of life in a sum the job is lost.
+    """
+
+    def __init__(self, script: str, *, virtual: bool = False, stall_timeout_s: float = 60.0) -> None:
+        self._script = script
+        self._virtual = virtual
+        self._stall_timeout_s = stall_timeout_s
+        self._highest = -1
+        self._poison: list[tuple[WorkerEnded, Position]] = []
+        self._start = _Start((), ())
+        self._closed = True
+        self.killed: set[int] = set()
+        self.fired: set[int] = set()
+        self.saved: CheckpointSaved | None = None
+        self.last_step = -1
+
+    def begin(self, ranks: Sequence[int]) -> None:
+        """Hear that the job is started, or started again, on ``ranks``."""
+        self._start = _Start(tuple(ranks), tuple(ranks[:1] if self._virtual else ranks))
+        self._highest = max(self._highest, *ranks)
+        self._closed = False
+
+    def close(self) -> None:
+        """Hear that the launcher ends what is left: deaths from now on are its own."""
+        self._closed = True
+
+    def hear(self, record: Record, position: Position | None = None) -> None:
+        """Take one record; ``position`` is where the worker was, if it has ended."""
+        match record:
+            case StepCommitted():
+                self.last_step = max(self.last_step, record.step)
+            case CheckpointSaved():
+                self.saved = record
+            case FaultFired(kind="kill"):
+                self.killed.add(record.rank)
+                self.fired.add(record.fault)
+        if not self._closed:
+            self._hear_of_start(record, position)
+
+    def _hear_of_start(self, record: Record, position: Position | None) -> None:
+        start = self._start
+        match record:
+            case RunStarted():
+                start.begun.add(record.rank)
+            case Recovered():
+                start.lost.update(record.lost)
+            case Finished():
+                start.finished[record.rank] = record
+            case ScriptFailed():
+                start.failed.append(record)
+            case WorkerEnded():
+                start.ended[record.rank] = record
+                if record.exit_code < 0 and record.rank not in self.killed:
+                    self._note_death(record, position)
+
+    def _note_death(self, death: WorkerEnded, position: Position | None) -> None:
+        if position is None or position.phase not in _COMPUTING:
+            return  # Open MPI may crash survivors while they recover: that says nothing about the samples
+        if self._poison and _place(self._poison[-1][1]) != _place(position):
+            self._poison = []
+        self._poison.append((death, position))
+
+    def living(self) -> tuple[int, ...]:
+        """Return the numbers of the processes that, as far as is known, still run."""
+        start = self._start
+        gone = start.ended.keys() | (set() if self._virtual else start.lost)
+        return tuple(rank for rank in start.processes if rank not in gone)
+
+    def workers_alive(self) -> tuple[int, ...]:
+        """Return the workers that, as far as is known, are alive; logical ones of the virtual fabric too."""
+        start = self._start
+        gone = {rank for rank, end in start.ended.items() if not self._virtual and end.exit_code < 0}
+        return tuple(rank for rank in start.ranks if rank not in gone | start.lost | self.killed)
+
+    def ranks_left(self) -> tuple[int, ...]:
+        """Return the workers to start the job again with: those whose machine may be well, or one new number."""
+        start = self._start
+        gone = start.lost | self.killed
+        if not self._virtual:
+            gone = gone | {r for r, end in start.ended.items() if end.exit_code == -signal.SIGKILL}
+        return tuple(rank for rank in start.ranks if rank not in gone) or (self._highest + 1,)
+
+    def verdict(self, now_s: float, *, running: bool) -> Verdict | None:
+        """Return how the job is over, None while it goes on.
+
+        Args:
+            now_s: The time.
+            running: Whether mpirun (or the one process) was alive before the last records were heard.
+        """
+        return self._script_fault() or self._poisoned() or self._all_over(running) or self._stalled(now_s)
+
+    def watch(self, positions: Mapping[int, Position], now_s: float) -> None:
+        """Take where the workers are, to find out when they stand still."""
+        for rank, position in positions.items():
+            beats = position.beats if position.phase in _WAITING else -position.beats
+            known = self._start.quiet.get(rank)
+            if known is None or known[0] != beats:
+                self._start.quiet[rank] = (beats, now_s)
+
+    def _script_fault(self) -> Verdict | None:
+        start = self._start
+        excused = {rank for rank, word in start.finished.items() if word.outcome != "done"}
+        failed = [f for f in start.failed if f.rank not in excused]
+        if failed:
+            first = min(failed, key=lambda f: (f.t_s, f.rank))
+            where = "" if first.exit_code == 2 else self._where(first.rank, first.step)
+            return Broken(f"{where}{first.message}", first.exit_code, first.traceback)
+        for rank, end in start.ended.items():
+            if end.exit_code > 0 and rank not in excused:
+                message = f"{self._script} ended with exit code {end.exit_code}"
+                return Broken(f"{self._where(rank, end.step)}{message}", rank=rank, step=end.step)
+            if end.exit_code == 0 and rank not in start.finished and not (self._virtual and start.finished):
+                return self._left_early(rank, end)
+        return None
+
+    def _left_early(self, rank: int, end: WorkerEnded) -> Broken:
+        if rank in self._start.begun:
+            message = f"rank {rank} left training at step {end.step} before its end: {self._script} returned"
+        else:
+            message = f"{self._script} ended without training: it never ran session.steps(...)"
+        return Broken(message, rank=rank, step=end.step)
+
+    @staticmethod
+    def _where(rank: int, step: int) -> str:
+        return f"rank {rank}: " if step < 0 else f"rank {rank}, step {step}: "
+
+    def _poisoned(self) -> Verdict | None:
+        if len(self._poison) < POISON_DEATHS:
+            return None
+        last, position = self._poison[-1]
+        ranks = ", ".join(str(death.rank) for death, _ in self._poison)
+        named = ", ".join(map(str, position.samples[:_NAMED_SAMPLES]))
+        more = len(position.samples) - _NAMED_SAMPLES
+        return Broken(
+            f"workers {ranks} died one after the other at the same place, slice {position.slice} of step "
+            f"{position.step} ({position.phase}, {cause_of_death(last.exit_code)}): its samples are the likely cause: "
+            f"{named}{f' and {more} more' if more > 0 else ''}"
+        )
+
+    def _all_over(self, running: bool) -> Verdict | None:
+        start = self._start
+        if running and self.living():
+            return None
+        passed = [start.finished[r] for r, end in start.ended.items() if end.exit_code == 0 and r in start.finished]
+        if self._virtual and not passed and any(end.exit_code == 0 for end in start.ended.values()):
+            passed = list(start.finished.values())
+        gave_up = [word for word in start.finished.values() if word.outcome != "done"]
+        if passed or gave_up:
+            return Completed(min(gave_up or passed, key=lambda word: word.rank))
+        if not start.begun and not start.ended:
+            return Broken("the workers did not start", unexplained=True)
+        return Lost(self._how_lost())
+
+    def _how_lost(self) -> str:
+        ends = self._start.ended
+        if len(ends) < len(self._start.processes):
+            return "mpirun ended before the workers did"
+        return "; ".join(f"rank {r} {cause_of_death(end.exit_code)}" for r, end in sorted(ends.items()))
+
+    def _stalled(self, now_s: float) -> Verdict | None:
+        living = self.living()
+        quiet = [self._start.quiet.get(rank, (0, now_s)) for rank in living]
+        if not living or any(beats <= 0 or now_s - since_s < self._stall_timeout_s for beats, since_s in quiet):
+            return None
+        return Lost(
+            f"no worker gave a sign of life for {self._stall_timeout_s:g} s, all of them waiting for each other"
+        )
+
+
+def cause_of_death(exit_code: int) -> str:
+    """Return in words how a process ended."""
+    if exit_code >= 0:
+        return f"ended with exit code {exit_code}"
+    try:
+        return f"killed by {signal.Signals(-exit_code).name}"
+    except ValueError:
+        return f"killed by signal {-exit_code}"
+
+
+def _place(position: Position) -> tuple[int, int]:
+    return position.step, position.slice

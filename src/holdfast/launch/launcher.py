@@ -1,0 +1,378 @@
+"""Running a job: start it, follow it, answer its end, start it again, report."""
+
+from __future__ import annotations
+
+import dataclasses
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any, Self
+
+from holdfast.clock import SystemClock
+from holdfast.events import (
+    FaultFired,
+    JobRestarted,
+    Record,
+    RunStarted,
+    ScriptFailed,
+    StepCommitted,
+    WorkerEnded,
+)
+from holdfast.faults.plan import FaultPlan, mtbf_schedule
+from holdfast.launch.attempt import Attempt, Files, Places
+from holdfast.launch.job import Job, Outcome, check, resume_command
+from holdfast.launch.judge import Broken, Completed, Judge, Lost, Verdict
+from holdfast.launch.live import NoView, Status, Story, View
+from holdfast.records import FileRecorder, read_run, records_path
+from holdfast.settings import Settings
+
+POLL_S = 0.02
+STOP_S = 30.0
+"""How long workers may take to finish their step and save when they are asked to stop."""
+
+_LOOK_S = 0.25
+_LINGER_S = 1.0
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def launch(job: Job, view: View | None = None) -> Outcome:
+    """Run ``job`` to its end, whatever that is.
+
+    Args:
+        job: What to run.
+        view: Who shows it; None shows nothing.
+
+    Raises:
+        ConfigError: if the job cannot be started as it is; nothing was started.
+    """
+    check(job)
+    with Launcher(job, NoView() if view is None else view) as launcher:
+        return launcher.run()
+
+
+class Launcher:
+    """Runs one job, as a context: what it started is gone when the context is left.
+
+    Args:
+        job: What to run; it was checked.
+        view: Who shows it.
+        stop_s: How long workers may take to save when they are asked to stop.
+    """
+
+    def __init__(self, job: Job, view: View, *, stop_s: float = STOP_S) -> None:
+        self._job = job
+        self._view = view
+        self._stop_s = stop_s
+        self._story = Story()
+        self._judge = Judge(job.script.name, virtual=job.is_virtual, stall_timeout_s=job.stall_timeout_s)
+        self._plan = FaultPlan.from_json(job.settings.faults) if job.settings.faults else FaultPlan()
+        self._attempt: Attempt | None = None
+        self._restarts = 0
+        self._signals = 0
+        self._stop_by_s: float | None = None
+        self._tracebacks: dict[int, str] = {}
+        self._kills: Kills | None = None
+        self._status = Status(alive={}, metrics={})
+        self._look_at_s = 0.0
+
+    def __enter__(self) -> Self:
+        self._origin_s = time.monotonic()
+        self._clock = SystemClock(self._origin_s)
+        job = self._job
+        report_logs = None if job.report_dir is None else job.report_dir / "logs"
+        self._places = places = Places.make(job.log_dir or report_logs)
+        self._recorder = FileRecorder(records_path(places.run_dir, "launcher"))
+        self._files = Files(places)
+        self._handlers = self._take_signals()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, frames: TracebackType | None
+    ) -> None:
+        if self._attempt is not None:
+            self._attempt.end()
+        self._view.close()
+        self._files.close()
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+        self._places.clear()
+
+    def run(self) -> Outcome:
+        """Start the job, as often as it takes and is allowed, and return how it ended."""
+        ranks = tuple(range(self._job.settings.workers))
+        while True:
+            verdict: Verdict | None = self._run_once(ranks)
+            if isinstance(verdict, Lost):
+                ranks = self._judge.ranks_left()
+                verdict = self._restart(verdict, ranks)
+            if verdict is not None:
+                return self._finish(verdict)
+
+    # --- one start of the job
+
+    def _run_once(self, ranks: tuple[int, ...]) -> Verdict:
+        self._judge.begin(ranks)
+        processes = ranks[:1] if self._job.is_virtual else ranks
+        self._files.follow(ranks, processes)
+        settings = self._settings(ranks)
+        self._attempt = attempt = Attempt(self._job, settings, ranks, self._places)
+        verdict = None
+        while verdict is None:
+            running = attempt.is_running()  # before the records are read: who is gone has written everything
+            self._read()
+            self._answer_signals(attempt)
+            self._look(attempt)
+            verdict = self._timed_out() or self._judge.verdict(self._clock.now_s(), running=running)
+            if verdict is None and not self._inject(attempt):
+                time.sleep(POLL_S)
+        self._judge.close()
+        if isinstance(verdict, Completed):
+            attempt.wait(_LINGER_S)
+        attempt.end()
+        self._read(last=True)
+        return verdict
+
+    def _settings(self, ranks: tuple[int, ...]) -> Settings:
+        given = self._job.settings
+        again = self._restarts > 0
+        fired = self._judge.fired & set(range(len(self._plan.faults)))
+        return dataclasses.replace(
+            given,
+            workers=len(ranks),
+            ranks=",".join(map(str, ranks)) if again else "",
+            slices=self._job.slices,
+            resume=given.resume or (again and bool(given.checkpoint_dir)),
+            faults=self._plan.without(fired).to_json() if self._plan.faults else "",
+            run_dir=str(self._places.run_dir),
+            origin_s=self._origin_s,
+        )
+
+    def _restart(self, lost: Lost, ranks: tuple[int, ...]) -> Verdict | None:
+        """Get ready to start again on ``ranks``; the verdict if that is not allowed."""
+        if self._signals:
+            return Broken(f"stopped on request, but the workers were gone before they could save: {lost.reason}")
+        if self._restarts >= self._job.max_restarts:
+            return Broken(
+                f"the job was lost {_times(self._restarts + 1)}, and --max-restarts is {self._job.max_restarts}: "
+                f"{lost.reason}",
+                unexplained=True,
+            )
+        if len(ranks) < self._job.settings.min_workers:
+            return Broken(
+                f"{len(ranks)} of the workers are left, fewer than --min-workers {self._job.settings.min_workers}: "
+                f"{lost.reason}"
+            )
+        self._restarts += 1
+        self._note(
+            JobRestarted(
+                t_s=self._clock.now_s(),
+                rank=-1,
+                step=self._judge.last_step,
+                restart=self._restarts,
+                workers=ranks,
+                reason=lost.reason,
+            )
+        )
+        return None
+
+    # --- following it
+
+    def _read(self, *, last: bool = False) -> None:
+        """Take in what is new. Output first: a traceback's record is written before its output, so it is known."""
+        output = self._files.output(last=last)
+        for record in self._files.records():
+            self._hear(record)
+        for rank, line in output:
+            if not self._is_kept_for_later(rank, line):
+                self._view.output(rank, line)
+
+    def _hear(self, record: Record) -> None:
+        position = None
+        if isinstance(record, WorkerEnded) and self._attempt is not None:
+            position = self._attempt.position(record.rank)
+        self._judge.hear(record, position)
+        match record:
+            case RunStarted():
+                self._status = dataclasses.replace(self._status, planned=record.steps_planned)
+            case StepCommitted():
+                self._status = dataclasses.replace(self._status, step=record.step + 1, metrics=record.metrics)
+                self._start_kills()
+            case ScriptFailed():
+                self._tracebacks[record.rank] = record.traceback or record.message
+        if (line := self._story.tell(record)) is not None:
+            self._view.say(line)
+
+    def _note(self, record: Record) -> None:
+        """Write down what the launcher itself did."""
+        self._recorder.write(record)
+        self._hear(record)
+
+    def _is_kept_for_later(self, rank: int, line: str) -> bool:
+        """Return whether the line belongs to a traceback: one of them is shown, last."""
+        if rank not in self._tracebacks:
+            return False
+        return line in self._tracebacks[rank].splitlines()
+
+    def _look(self, attempt: Attempt) -> None:
+        """Look now and then where the workers are."""
+        now_s = self._clock.now_s()
+        if now_s < self._look_at_s:
+            return
+        self._look_at_s = now_s + _LOOK_S
+        living = self._judge.living()
+        positions = {rank: p for rank in living if (p := attempt.position(rank)) is not None}
+        self._judge.watch(positions, now_s)
+        self._status = dataclasses.replace(self._status, alive=attempt.pids(living))
+        self._view.show(self._status)
+
+    # --- stopping on request
+
+    def _take_signals(self) -> dict[signal.Signals, Any]:
+        if threading.current_thread() is not threading.main_thread():
+            return {}
+        wanted = [number for number in _SIGNALS if signal.getsignal(number) != signal.SIG_IGN]  # nohup ignores SIGHUP
+        return {number: signal.signal(number, self._on_signal) for number in wanted}
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self._signals += 1
+
+    def _answer_signals(self, attempt: Attempt) -> None:
+        if not self._signals or self._stop_by_s is not None:
+            return
+        self._stop_by_s = self._clock.now_s() + self._stop_s
+        self._view.say("stopping: the workers finish their step and save (again to stop at once)")
+        for rank in self._judge.living():
+            attempt.send(rank, signal.SIGTERM)
+
+    def _timed_out(self) -> Verdict | None:
+        if self._signals > 1:
+            return Broken("stopped at once on a second request; nothing was saved for it")
+        if self._stop_by_s is not None and self._clock.now_s() > self._stop_by_s:
+            return Broken(f"stopped on request, but the workers did not save within {self._stop_s:g} s")
+        return None
+
+    # --- random kills
+
+    def _start_kills(self) -> None:
+        if self._job.mtbf_s and self._kills is None:
+            settings = self._job.settings
+            schedule = mtbf_schedule(self._job.mtbf_s, settings.seed, range(settings.workers))
+            self._kills = Kills(schedule, self._clock.now_s())
+
+    def _inject(self, attempt: Attempt) -> bool:
+        """Kill the worker whose time has come, if there is one."""
+        victim = None if self._kills is None else self._kills.due(self._clock.now_s())
+        if victim is None or victim not in self._judge.living():
+            return False
+        position = attempt.position(victim)
+        pair = attempt.pair(victim)
+        if position is None or pair is None or not pair.worker.is_alive():
+            return False
+        number = len(self._plan.faults) + sum(fault >= len(self._plan.faults) for fault in self._judge.fired)
+        self._note(
+            FaultFired(
+                t_s=self._clock.now_s(),
+                rank=victim,
+                step=position.step,
+                fault=number,
+                kind="kill",
+                phase=position.phase,
+            )
+        )
+        pair.worker.send(signal.SIGKILL)
+        return True
+
+    # --- the end
+
+    def _finish(self, verdict: Verdict) -> Outcome:
+        from holdfast.launch.results import write_results
+
+        if isinstance(verdict, Broken) and verdict.rank >= 0:
+            self._note(_unsaid(verdict, self._clock.now_s()))
+        exit_code, message, traceback = self._explain(verdict)
+        records = read_run(self._places.run_dir)
+        report = write_results(
+            self._job,
+            records,
+            self._plan,
+            fired=self._judge.fired,
+            wall_s=self._clock.now_s(),
+        )
+        return Outcome(
+            exit_code=exit_code,
+            message=message,
+            traceback=traceback,
+            mpirun_says=self._mpirun_says() if isinstance(verdict, Broken) and verdict.unexplained else "",
+            report=report,
+            records=tuple(records),
+        )
+
+    def _explain(self, verdict: Verdict) -> tuple[int, str, str]:
+        match verdict:
+            case Completed(finished=finished) if finished.outcome == "done":
+                return 0, "", ""
+            case Completed(finished=finished):
+                return self._explain_early_end(finished.outcome, finished.checkpoint, finished.step)
+            case Broken(exit_code=2):
+                return 2, verdict.message, verdict.traceback
+            case Broken():
+                return verdict.exit_code, f"{verdict.message}{self._saved()}", verdict.traceback
+        raise AssertionError(verdict)
+
+    def _explain_early_end(self, outcome: str, checkpoint: str, step: int) -> tuple[int, str, str]:
+        if outcome == "stopped":
+            why = f"stopped on request before step {step}"
+        else:
+            why = f"too few workers are left to go on at step {step} (--min-workers {self._job.settings.min_workers})"
+        if not checkpoint:
+            return 1, f"{why}; nothing was saved, for want of a --checkpoint-dir", ""
+        code = 4 if outcome == "stopped" else 1
+        return code, f"{why}. {self._go_on(step, checkpoint)}", ""
+
+    def _saved(self) -> str:
+        """Return a sentence to add about the newest checkpoint, "" if there is none."""
+        saved = self._judge.saved
+        return "" if saved is None else f". {self._go_on(saved.step, saved.path)}"
+
+    def _go_on(self, step: int, checkpoint: str) -> str:
+        saved = Path(checkpoint)
+        folder = self._job.settings.checkpoint_dir or str(saved.parent if saved.name.startswith("step-") else saved)
+        workers = len(self._judge.workers_alive()) or 1
+        return f"The state before step {step} is saved in {checkpoint}; go on with: {resume_command(self._job, workers, folder)}"
+
+    def _mpirun_says(self) -> str:
+        try:
+            return (self._places.log_dir / "mpirun.log").read_text(errors="replace").strip()
+        except OSError:
+            return ""
+
+
+class Kills:
+    """When to kill whom, counted from ``begin_s``."""
+
+    def __init__(self, schedule: Iterator[tuple[float, int]], begin_s: float) -> None:
+        self._schedule = schedule
+        self._begin_s = begin_s
+        self._next = next(schedule, None)
+
+    def due(self, now_s: float) -> int | None:
+        """Return whose time has come, None if nobody's has; each victim is named once."""
+        if self._next is None or now_s - self._begin_s < self._next[0]:
+            return None
+        _, victim = self._next
+        self._next = next(self._schedule, None)
+        return victim
+
+
+def _unsaid(broken: Broken, now_s: float) -> ScriptFailed:
+    """Return the record that a script which ended without a word did not write."""
+    return ScriptFailed(
+        t_s=now_s, rank=broken.rank, step=broken.step, exit_code=1, message=broken.message, traceback=""
+    )
+
+
+def _times(count: int) -> str:
+    return {1: "once", 2: "twice"}.get(count, f"{count} times")

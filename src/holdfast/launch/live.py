@@ -1,0 +1,243 @@
+"""What a person sees of a run while it runs."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol, TextIO
+
+from holdfast.events import (
+    CheckpointSaved,
+    FailureSeen,
+    FaultFired,
+    Finished,
+    JobRestarted,
+    Record,
+    Recovered,
+    RunStarted,
+    SamplesLost,
+    WorkerEnded,
+)
+from holdfast.launch.judge import cause_of_death
+
+if TYPE_CHECKING:
+    from rich.console import Group
+    from rich.live import Live
+
+_DECISIONS = {
+    "redo": "step {step} is computed again",
+    "continue": "step {step} goes on",
+    "load": "back to step {step} from the newest checkpoint",
+    "stop": "too few to go on: saving at step {step}",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Status:
+    """How far the run is.
+
+    Args:
+        step: Steps committed.
+        planned: Steps of the run, 0 if that is not known yet.
+        alive: Process number by worker, of those alive.
+        metrics: What the script logged last.
+    """
+
+    step: int = 0
+    planned: int = 0
+    alive: Mapping[int, int]
+    metrics: Mapping[str, float]
+
+
+class View(Protocol):
+    """Shows a run. The launcher calls ``show`` all the time, the others when there is something; ``close`` last."""
+
+    def output(self, rank: int, line: str) -> None:
+        """Show a line that the worker ``rank`` printed."""
+        ...
+
+    def say(self, line: str) -> None:
+        """Show what happened."""
+        ...
+
+    def show(self, status: Status) -> None:
+        """Show how far the run is."""
+        ...
+
+    def close(self) -> None:
+        """Leave the screen in order."""
+        ...
+
+
+class NoView:
+    """Shows nothing."""
+
+    def output(self, rank: int, line: str) -> None:
+        """Forget it."""
+
+    def say(self, line: str) -> None:
+        """Forget it."""
+
+    def show(self, status: Status) -> None:
+        """Forget it."""
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+class PlainView:
+    """One line an event, for logs and pipes.
+
+    Args:
+        output: Where what the workers print goes.
+    """
+
+    def __init__(self, output: TextIO | None = None) -> None:
+        self._output = output or sys.stdout
+
+    def output(self, rank: int, line: str) -> None:
+        """Print the line with the worker's number."""
+        print(f"[{rank}] {line}", file=self._output, flush=True)
+
+    def say(self, line: str) -> None:
+        """Print the line on stderr."""
+        print(f"holdfast: {line}", file=sys.stderr, flush=True)  # noqa: T201 - this is what it is for
+
+    def show(self, status: Status) -> None:
+        """Print nothing: a log is no place for a bar."""
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+class LiveView:
+    """A bar, the workers and the last event at the bottom of a terminal (stderr); output scrolls above.
+
+    Args:
+        output: Where what the workers print goes, if that is not a terminal too.
+    """
+
+    def __init__(self, output: TextIO | None = None) -> None:
+        from rich.console import Console
+        from rich.live import Live
+
+        self._console = Console(stderr=True, highlight=False)
+        self._output = output or sys.stdout
+        self._last = "starting"
+        # No thread of its own: the launcher forks.
+        self._live: Live = Live(console=self._console, auto_refresh=False, transient=True)
+
+    def output(self, rank: int, line: str) -> None:
+        """Print the line with the worker's number."""
+        from rich.text import Text
+
+        if self._output.isatty():
+            self._console.print(Text(f"[{rank}] {line}"), soft_wrap=True)
+        else:
+            print(f"[{rank}] {line}", file=self._output, flush=True)
+
+    def say(self, line: str) -> None:
+        """Print the line above the bar and keep it in sight."""
+        from rich.text import Text
+
+        self._last = line
+        self._console.print(Text(f"holdfast: {line}", style="yellow"), soft_wrap=True)
+
+    def show(self, status: Status) -> None:
+        """Draw the bar anew."""
+        self._live.start()  # does nothing the second time
+        self._live.update(_panel(status, self._last), refresh=True)
+
+    def close(self) -> None:
+        """Remove the bar."""
+        self._live.stop()
+
+
+def make_view(output: TextIO | None = None) -> View:
+    """Return the view that fits: live if stderr is a terminal."""
+    return LiveView(output) if sys.stderr.isatty() else PlainView(output)
+
+
+def _panel(status: Status, last: str) -> Group:
+    from rich.console import Group
+    from rich.progress_bar import ProgressBar
+    from rich.table import Table
+    from rich.text import Text
+
+    metrics = "  ".join(f"{name} {value:.4g}" for name, value in status.metrics.items())
+    progress = Table.grid(padding=(0, 1))
+    bar = ProgressBar(total=status.planned or None, completed=status.step, width=40, pulse=not status.planned)
+    progress.add_row(Text("step "), bar, Text(f"{status.step}/{status.planned or '?'}  {metrics}"))
+    pids = "  ".join(f"{rank} (pid {pid})" for rank, pid in sorted(status.alive.items()))
+    lines = (Text(f"alive  {pids}", style="green"), Text(f"last   {last}", style="yellow"))
+    for line in lines:
+        line.no_wrap, line.overflow = True, "ellipsis"
+    return Group(progress, *lines)
+
+
+class Story:
+    """Turns records into lines for a person; what every survivor writes is told once."""
+
+    def __init__(self) -> None:
+        self._told: set[tuple[object, ...]] = set()
+        self._restarts = 0
+        self._injected: set[int] = set()
+
+    def tell(self, record: Record) -> str | None:
+        """Return the line for ``record``, None if there is nothing to say, or if it was said."""
+        if isinstance(record, JobRestarted):
+            self._restarts = record.restart
+        if isinstance(record, FaultFired):
+            self._injected.add(record.rank)
+        key, line = self._line(record)
+        if line is None or (self._restarts, *key) in self._told:
+            return None
+        self._told.add((self._restarts, *key))
+        return line
+
+    def _line(self, record: Record) -> tuple[tuple[object, ...], str | None]:
+        match record:
+            case RunStarted():
+                return ("start",), _begin(record)
+            case FaultFired():
+                return (
+                    "fault",
+                    record.fault,
+                ), f"{record.kind} of rank {record.rank} at step {record.step}, {record.phase}"
+            case WorkerEnded() if record.exit_code < 0 and record.rank not in self._injected:
+                where = f" at step {record.step}" if record.step >= 0 else ""
+                return ("end", record.rank), f"rank {record.rank} died{where}: {cause_of_death(record.exit_code)}"
+            case Recovered():
+                return ("recovered", record.generation), _recovery(record)
+            case SamplesLost():
+                return (
+                    "lost",
+                    record.step,
+                    record.ids,
+                ), f"step {record.step} goes on without {len(record.ids)} samples"
+            case CheckpointSaved():
+                return ("saved", record.step), f"checkpoint before step {record.step}: {record.path}"
+            case JobRestarted():
+                return (
+                    "restart",
+                ), f"start {record.restart + 1} of the job, on {_ranks(record.workers)}: {record.reason}"
+            case Finished(outcome="stopped"):
+                return ("stopped",), f"stopped before step {record.step}"
+            case FailureSeen():
+                return (), None
+        return (), None
+
+
+def _begin(record: RunStarted) -> str:
+    at = f", from step {record.step}" if record.step > 0 else ""
+    return f"{record.workers} {'worker' if record.workers == 1 else 'workers'}, {record.steps_planned} steps{at}: {record.fabric}, {record.strategy}"
+
+
+def _recovery(record: Recovered) -> str:
+    what = _DECISIONS.get(record.decision, record.decision).format(step=record.step)
+    return f"lost {_ranks(record.lost)}; {what} with {_ranks(record.survivors)}"
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}" if ranks else "nobody"

@@ -1,0 +1,65 @@
+"""The files that a run leaves in its report folder."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import Any
+
+from holdfast.events import FaultFired, Record
+from holdfast.faults.plan import PHASES, Fault, FaultPlan
+from holdfast.launch.job import Job, command_line
+
+
+def write_results(
+    job: Job, records: Sequence[Record], plan: FaultPlan, *, fired: Collection[int], wall_s: float
+) -> dict[str, Any]:
+    """Return the report; write it, the records, the faults and the page if the job has a folder for them.
+
+    Args:
+        job: What was run.
+        records: Of all workers and of the launcher.
+        plan: The faults that were planned.
+        fired: Numbers of those that struck.
+        wall_s: How long it took.
+    """
+    from holdfast.report import build_report, write_page, write_report
+
+    specs = plan.to_specs()
+    facts: dict[str, Any] = {
+        "started": range(job.settings.workers),
+        "wall_s": wall_s,
+        "seed": job.settings.seed,
+        "faults_not_fired": [spec for number, spec in enumerate(specs) if number not in fired],
+        "command": command_line(job, faults=specs),
+    }
+    if job.report_dir is None:
+        return build_report(records, **facts)
+    report = write_report(records, job.report_dir, **facts)
+    write_plan(records, plan, job.report_dir / "plan.json")
+    if importlib.util.find_spec("jinja2") is not None and importlib.util.find_spec("matplotlib") is not None:
+        write_page(job.report_dir)
+    return report
+
+
+def write_plan(records: Sequence[Record], plan: FaultPlan, path: Path) -> None:
+    """Write the faults that struck, with the place where they did, and those that did not: a plan to replay."""
+    struck = {record.fault: record for record in records if isinstance(record, FaultFired)}
+    faults = [_as_struck(fault, struck.get(number)) for number, fault in enumerate(plan.faults)]
+    faults += [
+        Fault(record.kind, record.rank, max(0, record.step), record.phase if record.phase in PHASES else "forward")
+        for number, record in sorted(struck.items())
+        if number >= len(plan.faults)
+    ]
+    whole = FaultPlan(tuple(faults), plan.seed)
+    document = json.loads(whole.to_json()) | {"specs": whole.to_specs(), "struck": sorted(struck)}
+    path.write_text(json.dumps(document, indent=1) + "\n")
+
+
+def _as_struck(fault: Fault, record: FaultFired | None) -> Fault:
+    if record is None or fault.bucket is not None:
+        return fault
+    phase = record.phase if record.phase in PHASES else fault.phase
+    return Fault(fault.kind, fault.rank, record.step, phase, fault.bucket)

@@ -1,0 +1,69 @@
+"""Reading files that others are still writing, a bit at a time."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+from holdfast.errors import InternalError
+from holdfast.events import Record, record_from_dict
+
+_CHUNK_BYTES = 1 << 20
+
+
+class LineTail:
+    """Gives the whole lines that were added to ``path`` since it was last asked; the file need not exist yet."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file: int | None = None
+        self._rest = b""
+
+    def read(self) -> list[bytes]:
+        """Return the new lines, without their ends."""
+        if self._file is None:
+            try:
+                self._file = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
+            except FileNotFoundError:
+                return []
+        parts = [self._rest]
+        while chunk := os.read(self._file, _CHUNK_BYTES):
+            parts.append(chunk)
+        *lines, self._rest = b"".join(parts).split(b"\n")
+        return lines
+
+    def rest(self) -> bytes:
+        """Return what stands after the last line's end: half a line, if its writer died."""
+        rest, self._rest = self._rest, b""
+        return rest
+
+    def close(self) -> None:
+        """Let go of the file."""
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+
+class RecordTail:
+    """Gives the records that were added to ``path`` since it was last asked."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._lines = LineTail(path)
+
+    def read(self) -> list[Record]:
+        """Return the new records.
+
+        Raises:
+            InternalError: if a line is not a record.
+        """
+        try:
+            return [record_from_dict(json.loads(line)) for line in self._lines.read()]
+        except (ValueError, KeyError, TypeError) as error:
+            msg = f"{self._path} holds a line that is not a record: {error!r}"
+            raise InternalError(msg) from error
+
+    def close(self) -> None:
+        """Let go of the file."""
+        self._lines.close()

@@ -1,0 +1,269 @@
+"""One worker: ``python -m holdfast.launch.worker SCRIPT [ARGS]...``, started by mpirun.
+
+What mpirun starts forks at once. The child runs the script; the parent, the *watcher*, waits for it,
+writes down how it ended, and dies of SIGKILL unless the child ended with 0: Open MPI tells the others
+of a worker that is killed, and does not tell them of one that ends with another exit code, in which
+case they would wait for it for ever.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+from holdfast.launch.processes import Pair, Process, die_with_parent, pair_path
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import TracebackType
+
+    from holdfast.events import ScriptFailed
+    from holdfast.settings import Settings
+
+LOG_DIR = "HOLDFAST_LOG_DIR"
+"""Names the folder in which each worker keeps its output; without it output goes where it went."""
+
+LAUNCHER = "HOLDFAST_LAUNCHER"
+"""Names the launcher's process: the workers end with it, even if mpirun hangs."""
+
+STOPPED = 4
+"""Exit code of a script whose session saved its state because it was told to stop (SIGTERM)."""
+
+_RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK")
+
+
+def mpi_rank() -> int:
+    """Return the number that mpirun gave to this process, 0 without mpirun."""
+    return next((int(os.environ[name]) for name in _RANK_VARIABLES if name in os.environ), 0)
+
+
+def main() -> NoReturn:
+    """Fork, run the script in the child, watch it in the parent."""
+    die_with_parent(signal.SIGKILL)
+    watcher = os.getpid()
+    pid = os.fork()  # before MPI and torch are loaded: neither survives a fork
+    if pid == 0:
+        die_with_parent(signal.SIGKILL, watcher)
+        run_script(Path(sys.argv[1]), sys.argv[2:])
+    watch(pid)
+
+
+# ---------------------------------------------------------------------------------------------
+# The watcher
+
+
+def watch(pid: int) -> NoReturn:
+    """Wait for the worker ``pid``, write down how it ended, and end so that the others notice."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # meant for the worker, who saves; the watcher outlives it
+    settings, rank = _who()
+    tell = _prepare_to_tell(settings, rank, pid)
+    exit_code = _wait(pid)
+    tell(exit_code)
+    if exit_code == 0:
+        os._exit(0)
+    os.kill(os.getpid(), signal.SIGKILL)
+    os._exit(1)
+
+
+def _who() -> tuple[Settings, int]:
+    from holdfast.errors import ConfigError
+    from holdfast.settings import Settings
+
+    try:
+        settings = Settings.from_env()
+    except ConfigError:  # the worker says so; the watcher need not
+        settings = Settings()
+    index = mpi_rank()
+    return settings, int(settings.ranks.split(",")[index]) if settings.ranks else index
+
+
+def _note_pair(run_dir: Path, rank: int, pid: int) -> None:
+    worker, watcher = Process.of(pid), Process.of(os.getpid())
+    if worker is not None and watcher is not None:
+        Pair(worker, watcher).note(pair_path(run_dir, rank))
+
+
+def _wait(pid: int) -> int:
+    """Return the exit code of the worker ``pid``; end with the launcher if that ends first."""
+    launcher = Process.parse(os.environ.get(LAUNCHER, ""))
+    if launcher is not None:
+        ended = select.poll()
+        ended.register(os.pidfd_open(pid), select.POLLIN)
+        handle = launcher.open()
+        if handle is None:
+            os.kill(os.getpid(), signal.SIGKILL)
+        else:
+            ended.register(handle, select.POLLIN)
+        if all(number == handle for number, _ in ended.poll()):
+            os.kill(os.getpid(), signal.SIGKILL)
+    _, status = os.waitpid(pid, 0)
+    return os.waitstatus_to_exitcode(status)
+
+
+def _prepare_to_tell(settings: Settings, rank: int, pid: int) -> Callable[[int], None]:
+    """Return what writes down how the worker ended. Imports come now: the others wait for us when it has died."""
+    from holdfast.clock import SystemClock
+    from holdfast.events import WorkerEnded
+    from holdfast.records import Beacon, FileRecorder, beacon_path, records_path
+
+    if not settings.run_dir:
+        return lambda exit_code: None
+    run_dir = Path(settings.run_dir)
+    _note_pair(run_dir, rank, pid)
+    clock = SystemClock(settings.origin_s)
+    recorder = FileRecorder(records_path(run_dir, f"watch-{rank}"))
+
+    def tell(exit_code: int) -> None:
+        position = Beacon.read(beacon_path(run_dir, rank))
+        step = -1 if position is None else position.step
+        recorder.write(WorkerEnded(t_s=clock.now_s(), rank=rank, step=step, exit_code=exit_code, pid=pid))
+
+    return tell
+
+
+# ---------------------------------------------------------------------------------------------
+# The worker
+
+
+def run_script(script: Path, args: list[str]) -> NoReturn:
+    """Run ``script`` as if it had been started by itself, and end the process as it ended."""
+    import runpy
+
+    exit_code = 0
+    try:
+        settings, rank = _who()
+        _redirect_output(rank)
+        _set_torchrun_variables(settings)
+        sys.argv = [str(script), *args]
+        sys.path[0] = str(script.resolve().parent)
+        try:
+            runpy.run_path(str(script), run_name="__main__")
+        except SystemExit as end:
+            if end.code == STOPPED:
+                _leave(STOPPED)
+            if end.code:
+                raise
+        _check_trained()
+    except BaseException as error:
+        exit_code = _report_failure(error, script)
+    _leave(exit_code)
+
+
+def _redirect_output(rank: int) -> None:
+    """Send what this process prints, also from C, to a file of its own."""
+    folder = os.environ.get(LOG_DIR)
+    if not folder:
+        return
+    log = os.open(Path(folder, f"rank-{rank}.log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.close(log)
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # a SIGKILL loses half a line at most
+
+
+def _set_torchrun_variables(settings: Settings) -> None:
+    """Set what scripts made for torchrun look for; RANK counts this start's workers from 0 without gaps."""
+    size = os.environ.get("OMPI_COMM_WORLD_SIZE", "1")
+    rank = str(mpi_rank())
+    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=size, LOCAL_WORLD_SIZE=size)
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    os.environ.setdefault("MASTER_PORT", "29500")
+
+
+def _check_trained() -> None:
+    """Ask the session, if there was one, whether it was left too early.
+
+    Raises:
+        ScriptError: if the script ended in the middle of training.
+    """
+    session = sys.modules.get("holdfast.train.session")
+    if session is not None:
+        session.at_exit()
+
+
+def _report_failure(error: BaseException, script: Path) -> int:
+    failed = describe(error, script)
+    settings, rank = _who()
+    if settings.run_dir:
+        _record_failure(settings, rank, failed)
+    sys.stdout.flush()
+    sys.stderr.write(failed.traceback or f"{failed.message}\n")
+    return failed.exit_code
+
+
+def _record_failure(settings: Settings, rank: int, failed: ScriptFailed) -> None:
+    import dataclasses
+
+    from holdfast.clock import SystemClock
+    from holdfast.records import Beacon, FileRecorder, beacon_path, records_path
+
+    run_dir = Path(settings.run_dir)
+    position = Beacon.read(beacon_path(run_dir, rank))
+    step = -1 if position is None else position.step
+    record = dataclasses.replace(failed, t_s=SystemClock(settings.origin_s).now_s(), rank=rank, step=step)
+    FileRecorder(records_path(run_dir, str(rank))).write(record)
+
+
+def describe(error: BaseException, script: Path) -> ScriptFailed:
+    """Return what to tell of ``error``, which ended ``script``; time, rank and step are left to the caller.
+
+    A :class:`~holdfast.errors.HoldfastError` explains itself in one line; anything else keeps its traceback, without
+    the frames of this module.
+    """
+    import traceback
+
+    from holdfast.errors import ConfigError, HoldfastError, InternalError
+    from holdfast.events import ScriptFailed
+
+    frames = _script_frames(error.__traceback__, script)
+    if isinstance(error, SystemExit):
+        message, text = f"{script.name} ended with sys.exit({error.code!r})", ""
+    elif isinstance(error, KeyboardInterrupt):
+        message, text = f"{script.name} was interrupted", ""
+    elif isinstance(error, HoldfastError) and not isinstance(error, InternalError):
+        where = _line_in(frames, script)
+        message, text = f"{error}{where}", ""
+    else:
+        text = "".join(traceback.format_exception(type(error), error, frames))
+        message = "".join(traceback.format_exception_only(error)).strip().splitlines()[-1]
+    exit_code = 2 if isinstance(error, ConfigError) else 1
+    return ScriptFailed(t_s=0.0, rank=-1, step=-1, exit_code=exit_code, message=message, traceback=text)
+
+
+def _script_frames(frames: TracebackType | None, script: Path) -> TracebackType | None:
+    """Drop the frames above the script's own; all of them if the script never ran."""
+    while frames is not None and frames.tb_frame.f_code.co_filename != str(script):
+        frames = frames.tb_next
+    return frames
+
+
+def _line_in(frames: TracebackType | None, script: Path) -> str:
+    """Return where in ``script`` it happened: the deepest of its frames, as ``" (train.py, line 12)"``."""
+    line = 0
+    while frames is not None:
+        if frames.tb_frame.f_code.co_filename == str(script):
+            line = frames.tb_lineno
+        frames = frames.tb_next
+    return f" ({script.name}, line {line})" if line else ""
+
+
+def _leave(exit_code: int) -> NoReturn:
+    """End now: MPI_Finalize, which a normal end runs, can hang for ever once somebody has died."""
+    import logging
+
+    try:
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+    finally:
+        os._exit(exit_code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,66 @@
+"""Train a model on a dataset, both chosen by name, and log the accuracy on its test set.
+
+Run as one worker with ``python -m holdfast.workloads.train``, as several with
+``holdfast run -n 4 src/holdfast/workloads/train.py --epochs 3``.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch.utils.data import TensorDataset
+
+import holdfast
+from holdfast.workloads import DATASETS, MODELS, OPTIMIZERS, load_dataset, make_model, make_optimizer
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Train as ``arguments`` say; the settings of the session come from the environment."""
+    options = _parser().parse_args(arguments)
+    torch.set_num_threads(1)  # the number of threads may change the bits
+    torch.use_deterministic_algorithms(True)
+    train, test = load_dataset(options.dataset, data_dir=options.data, limit=options.limit)
+    model = make_model(options.model, train.tensors[0].shape[1:], seed=holdfast.Settings.from_env().seed)
+    optimizer = make_optimizer(options.optimizer, model.parameters())
+    session = holdfast.Session(model, optimizer, bucket_bytes=options.bucket_bytes)
+    for step in session.steps(train, batch_size=options.batch_size, epochs=options.epochs):
+        for x, y in step:
+            step.backward(F.cross_entropy(model(x), y))
+    session.log(accuracy=accuracy(model, test))
+
+
+def accuracy(model: torch.nn.Module, test: TensorDataset) -> float:
+    """Return the fraction of ``test``, images and labels, that ``model`` classifies rightly.
+
+    The model is left in the mode that it was in.
+    """
+    was_training = model.training
+    model.eval()
+    right = 0
+    with torch.no_grad():
+        for chunk in (slice(start, start + 1000) for start in range(0, len(test), 1000)):
+            images, labels = test[chunk]
+            right += int((model(images).argmax(1) == labels).sum())
+    model.train(was_training)
+    return right / len(test)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="holdfast.workloads.train", description=__doc__)
+    parser.add_argument("--dataset", choices=DATASETS, default="digits")
+    parser.add_argument("--model", choices=MODELS, default="cnn")
+    parser.add_argument("--optimizer", choices=OPTIMIZERS, default="sgd")
+    parser.add_argument("--epochs", type=int, default=10)
+    parser.add_argument("--batch-size", type=int, default=128, help="samples of one step, over all workers")
+    parser.add_argument("--data", type=Path, metavar="DIR", help="where the files of fashion are")
+    parser.add_argument("--limit", type=int, metavar="N", help="train on the first N samples only")
+    parser.add_argument("--bucket-bytes", type=int, metavar="N", help="size of what is summed together")
+    return parser
+
+
+if __name__ == "__main__":
+    main()

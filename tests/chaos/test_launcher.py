@@ -1,0 +1,352 @@
+"""The launcher over real processes: every way in which a worker, mpirun or the launcher itself can end.
+
+The training is a stand-in without torch (fake_training.py): what it writes down is what a session does.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from holdfast.launch import attempt
+from holdfast.launch.job import Job
+from holdfast.launch.launcher import launch
+from holdfast.settings import Settings
+
+FAKE = Path(__file__).with_name("fake_training.py")
+DEADLINE_S = 60.0
+
+pytestmark = [pytest.mark.chaos, pytest.mark.timeout(120)]
+
+
+@dataclass(frozen=True)
+class Done:
+    code: int
+    out: str
+    err: str
+
+
+class Shell:
+    """Runs jobs whose processes can be told from all others by the script's path."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.script = folder / "train.py"
+        shutil.copy(FAKE, self.script)
+
+    def start(self, *options: object, script: tuple[object, ...] = ()) -> subprocess.Popen[str]:
+        command = [sys.executable, "-m", "holdfast", "run", *map(str, options), str(self.script), *map(str, script)]
+        env = os.environ | {"TMPDIR": str(self.folder)}  # what a killed launcher leaves goes with the test
+        return subprocess.Popen(
+            command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=self.folder
+        )
+
+    def finish(self, job: subprocess.Popen[str]) -> Done:
+        out, err = job.communicate(timeout=DEADLINE_S)
+        return Done(job.returncode, out, err)
+
+    def run(self, *options: object, script: tuple[object, ...] = ()) -> Done:
+        return self.finish(self.start(*options, script=script))
+
+    def processes(self) -> list[str]:
+        """Return the command lines of what still runs, of mpirun, watchers and workers."""
+        lines = []
+        for entry in Path("/proc").glob("[0-9]*/cmdline"):
+            try:
+                line = entry.read_bytes().replace(b"\0", b" ").decode()
+            except OSError:
+                continue
+            if str(self.script) in line:
+                lines.append(line)
+        return lines
+
+    def wait_until_gone(self) -> None:
+        deadline = time.monotonic() + 10
+        while self.processes():
+            assert time.monotonic() < deadline, self.processes()
+            time.sleep(0.02)
+
+    def wait_for(self, job: subprocess.Popen[str], text: str) -> str:
+        """Read what the launcher says until ``text`` is in a line of it."""
+        assert job.stderr is not None
+        for line in job.stderr:
+            if text in line:
+                return line
+        raise AssertionError(f"the launcher ended without saying {text!r}")
+
+
+@pytest.fixture
+def shell(tmp_path: Path) -> Iterator[Shell]:
+    shell = Shell(tmp_path)
+    yield shell
+    shell.wait_until_gone()
+
+
+def report(folder: Path) -> dict:
+    return json.loads((folder / "report.json").read_text())
+
+
+def test_a_job_without_failures_is_done(shell, tmp_path):
+    done = shell.run("-n", 2, "--report", tmp_path / "out")
+
+    assert done.code == 0, done.err
+    assert report(tmp_path / "out")["workers"] == {
+        "started": 2, "ranks_started": [0, 1], "finished": 2, "ranks_finished": [0, 1],
+    }  # fmt: skip
+    assert (tmp_path / "out" / "logs" / "rank-1.log").exists()
+    assert (tmp_path / "out" / "index.html").exists()
+
+
+def test_survivors_of_a_kill_go_on_and_the_plan_can_be_replayed(shell, tmp_path):
+    done = shell.run("-n", 3, "--inject", "kill:rank=1,step=3", "--report", tmp_path / "out")
+
+    assert done.code == 0, done.err
+    (failure,) = report(tmp_path / "out")["failures"]
+    assert (failure["rank"], failure["step"], failure["injected"]) == (1, 3, True)
+    assert report(tmp_path / "out")["restarts"] == 0
+    plan = json.loads((tmp_path / "out" / "plan.json").read_text())
+    assert plan["specs"] == ["kill:rank=1,step=3"]
+    assert plan["struck"] == [0]
+
+
+def test_an_exception_ends_the_job_and_its_traceback_stands_last(shell):
+    done = shell.run("-n", 3, script=("raise:1:4",))
+
+    assert done.code == 1
+    lines = done.err.splitlines()
+    assert lines[-1] == "ValueError: rank 1 cannot go on"
+    assert done.err.count("Traceback") == 1
+    assert "launch/worker.py" not in done.err
+    assert "error: rank 1, step 4: ValueError: rank 1 cannot go on" in lines
+
+
+def test_a_wrong_setting_in_the_script_is_one_line_and_exit_code_2(shell):
+    done = shell.run("-n", 2, script=("config:any:4",))
+
+    assert done.code == 2
+    assert done.err.splitlines()[-1].startswith("error: color must be red, got 'blue' (train.py, line ")
+    assert "Traceback" not in done.err
+
+
+@pytest.mark.parametrize(
+    ("deed", "message"),
+    [
+        ("os_exit", "rank 1, step 4: train.py ended with exit code 3"),
+        ("sys_exit", "rank 1, step 4: train.py ended with sys.exit(3)"),
+        ("leave", "rank 1 left training at step 4 before its end: train.py returned"),
+    ],
+)
+def test_a_worker_that_ends_too_early_ends_the_job(shell, deed, message):
+    done = shell.run("-n", 3, script=(f"{deed}:1:4",))
+
+    assert done.code == 1
+    assert done.err.splitlines()[-1] == f"error: {message}"
+
+
+def test_a_script_that_does_not_train_is_told_so(shell):
+    shell.script.write_text("print('hello')\n")
+
+    done = shell.run("-n", 2)
+
+    assert done.code == 1
+    assert sorted(done.out.splitlines()) == ["[0] hello", "[1] hello"]
+    assert done.err.splitlines()[-1] == ("error: train.py ended without training: it never ran session.steps(...)")
+
+
+def test_a_script_finds_what_torchrun_gives_it_and_what_python_does(shell):
+    shell.script.write_text(
+        "import os, sys\n"
+        "names = 'RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR'.split()\n"
+        "print(*[os.environ[name] for name in names], __name__, sys.argv[1:], sys.path[0])\n"
+        "print(int(os.environ['MASTER_PORT']) > 0)\n"
+    )
+
+    done = shell.run("-n", 2, script=("--epochs", 3))
+
+    assert sorted(done.out.splitlines()) == [
+        f"[0] 0 0 2 2 127.0.0.1 __main__ ['--epochs', '3'] {shell.folder}",
+        "[0] True",
+        f"[1] 1 1 2 2 127.0.0.1 __main__ ['--epochs', '3'] {shell.folder}",
+        "[1] True",
+    ]
+
+
+VIRTUAL = """
+import sys
+from pathlib import Path
+from holdfast.events import Finished
+from holdfast.records import FileRecorder, records_path
+from holdfast.settings import Settings
+settings = Settings.from_env()
+print(settings.workers, settings.fabric)
+for rank in range(1, settings.workers):
+    FileRecorder(records_path(Path(settings.run_dir), "0")).write(Finished(
+        t_s=1.0, rank=rank, step=3, outcome="done", sha256="a", state_sha256="b", planned=0, committed=0, lost=0,
+        repeated=0, metrics={}, checkpoint=""))
+sys.exit(int(sys.argv[1]))
+"""
+
+
+@pytest.mark.parametrize("code", [0, 3])
+def test_virtual_workers_are_one_process_judged_by_its_end(shell, code):
+    shell.script.write_text(VIRTUAL)
+
+    done = shell.run("-n", 3, "--fabric", "virtual", script=(code,))
+
+    assert done.code == bool(code), done.err
+    assert done.out == "[0] 3 virtual\n"
+
+
+def test_a_crashed_job_starts_again_from_its_checkpoint(shell, tmp_path):
+    done = shell.run(
+        "-n", 2, "--checkpoint-dir", tmp_path / "ckpt", "--report", tmp_path / "out", script=("once:any:4",)
+    )
+
+    assert done.code == 0, done.err
+    assert report(tmp_path / "out")["restarts"] == 1
+    assert report(tmp_path / "out")["slices"] == 2
+    assert "from step 4" in done.err
+
+
+def test_workers_killed_by_faults_do_not_come_back_and_faults_fire_once(shell, tmp_path):
+    faults = ("--inject", "kill:rank=0,step=3", "--inject", "kill:rank=1,step=3")
+
+    done = shell.run("-n", 2, *faults, "--report", tmp_path / "out")
+
+    assert done.code == 0, done.err
+    assert report(tmp_path / "out")["workers"]["ranks_finished"] == [2]
+    assert report(tmp_path / "out")["restarts"] == 1
+
+
+def test_restarts_have_an_end(shell):
+    done = shell.run("-n", 1, "--max-restarts", 1, script=("kill:any:4",))
+
+    assert done.code == 1
+    assert "error: the job was lost twice, and --max-restarts is 1: rank 1 killed by SIGKILL" in done.err
+
+
+def test_samples_that_kill_every_worker_are_named(shell):
+    done = shell.run("-n", 3, script=("choke:any:4",))
+
+    assert done.code == 1
+    assert done.err.splitlines()[-1] == (
+        "error: workers 2, 1, 0 died one after the other at the same place, slice 2 of step 4 (forward, killed by "
+        "SIGKILL): its samples are the likely cause: 7, 8, 9"
+    )
+
+
+def test_a_job_that_stands_still_starts_again(shell, tmp_path):
+    done = shell.run("-n", 2, "--stall-timeout", 1, "--report", tmp_path / "out", script=("hang_once:any:4",))
+
+    assert done.code == 0, done.err
+    assert report(tmp_path / "out")["restarts"] == 1
+    assert "no worker gave a sign of life for 1 s" in done.err
+
+
+def test_random_kills_leave_one_worker_and_are_written_down(shell, tmp_path):
+    options = ("-n", 3, "--mtbf", 0.1, "--seed", 3, "--report", tmp_path / "out")
+
+    done = shell.run(*options, script=("--steps", 200))
+
+    assert done.code == 0, done.err
+    plan = json.loads((tmp_path / "out" / "plan.json").read_text())
+    assert len(plan["specs"]) == len(report(tmp_path / "out")["failures"]) == 2
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_job_stops_on_request_with_its_state_saved(shell, tmp_path, number):
+    job = shell.start("-n", 2, "--checkpoint-dir", tmp_path / "ckpt", script=("--steps", 5000))
+    shell.wait_for(job, "checkpoint before step 2")
+
+    job.send_signal(number)
+    done = shell.finish(job)
+
+    assert done.code == 4, done.err
+    assert f"go on with: holdfast run -n 2 --slices 2 --checkpoint-dir {tmp_path / 'ckpt'} --resume" in done.err
+
+
+def test_too_few_workers_end_the_job_with_the_way_to_go_on(shell, tmp_path):
+    options = ("-n", 3, "--min-workers", 3, "--inject", "kill:rank=1,step=3", "--checkpoint-dir", tmp_path / "ckpt")
+
+    done = shell.run(*options)
+
+    assert done.code == 1
+    assert "too few workers are left to go on at step 4 (--min-workers 3)" in done.err
+    assert "go on with: holdfast run -n 3 --min-workers 3 --slices 3 --checkpoint-dir" in done.err
+
+
+def test_a_second_request_stops_at_once(shell):
+    job = shell.start("-n", 2, script=("--steps", 50, "--step-s", 20))
+    shell.wait_for(job, "2 workers, 50 steps")
+
+    job.send_signal(signal.SIGINT)
+    shell.wait_for(job, "again to stop at once")
+    began_s = time.monotonic()
+    job.send_signal(signal.SIGINT)
+    done = shell.finish(job)
+
+    assert done.code == 1
+    assert time.monotonic() - began_s < 10
+    assert "stopped at once" in done.err
+
+
+def test_nothing_outlives_a_launcher_that_is_killed(shell):
+    job = shell.start("-n", 2, script=("--steps", 5000))
+    shell.wait_for(job, "2 workers, 5000 steps")
+    assert len(shell.processes()) == 6  # the launcher, mpirun, two watchers, two workers
+
+    job.kill()
+    shell.finish(job)
+
+    shell.wait_until_gone()
+    for left in Path("/dev/shm").glob(f"holdfast-{job.pid}-*"):
+        assert not list(left.iterdir()), "mpirun was told to clean up, and did not"
+        left.rmdir()
+
+
+def test_nothing_outlives_mpirun(shell, tmp_path):
+    job = shell.start("-n", 2, "--max-restarts", 0, script=("--steps", 5000))
+    shell.wait_for(job, "2 workers, 5000 steps")
+    (mpirun,) = Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text().split()
+
+    os.kill(int(mpirun), signal.SIGKILL)
+    done = shell.finish(job)
+
+    assert done.code == 1
+    assert "the job was lost once, and --max-restarts is 0: mpirun ended before the workers did" in done.err
+
+
+def test_a_job_that_mpirun_cannot_start_fails_with_what_mpirun_said(tmp_path, monkeypatch):
+    mpirun = tmp_path / "mpirun"
+    mpirun.write_text("#!/bin/sh\necho no slots for you\nexit 1\n")
+    mpirun.chmod(0o755)
+    monkeypatch.setattr(attempt, "find_mpirun", lambda: str(mpirun))
+    job = Job(script=FAKE, settings=Settings(fabric="ulfm", workers=2))
+
+    outcome = launch(job)
+
+    assert (outcome.exit_code, outcome.message) == (1, "the workers did not start")
+    assert outcome.mpirun_says == "no slots for you"
+
+
+def test_without_the_watcher_the_end_of_a_worker_is_not_seen(shell, tmp_path):
+    """The control: the same exit leaves the two others waiting, which is what the watcher is for."""
+    command = [*attempt.mpirun_command(3), sys.executable, str(shell.script), "os_exit:1:4"]
+    env = os.environ | {"HOLDFAST_RUN_DIR": str(tmp_path), "OMPI_MCA_btl_sm_backing_directory": str(tmp_path)}
+
+    job = subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+    with pytest.raises(subprocess.TimeoutExpired):
+        job.wait(6)
+    job.terminate()
+    job.wait(10)

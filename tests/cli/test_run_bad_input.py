@@ -1,0 +1,113 @@
+"""Bad input to ``holdfast run``: one clear line, exit code 2, nothing started."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from holdfast.cli import main
+
+BAD = {
+    "unknown strategy": (["--strategy", "hope"], "strategy must be one of rollback, forward, restart, got 'hope'"),
+    "unknown fabric": (["--fabric", "smoke"], "fabric must be one of ulfm, virtual, got 'smoke'"),
+    "no workers": (["-n", "0"], "--workers must be at least 1, got 0"),
+    "workers not a number": (["-n", "two"], "Invalid value for '--workers' / '-n'"),
+    "unknown option": (["--hope"], "No such option: --hope"),
+    "rank out of range": (["-n", "2", "--inject", "kill:rank=5,step=1"], "rank must be one of 0..1, got 5"),
+    "malformed fault": (["--inject", "kill:rank=1"], "step is missing"),
+    "unknown fault": (["--inject", "tickle:rank=0,step=1"], "got 'tickle'"),
+    "restart without checkpoints": (["--strategy", "restart"], "--strategy restart needs --checkpoint-dir"),
+    "resume without checkpoints": (["--resume"], "--resume needs --checkpoint-dir"),
+    "min-workers too large": (["-n", "2", "--min-workers", "3"], "--min-workers must be at most the number of workers"),
+    "no mtbf": (["--mtbf", "0"], "--mtbf must be more than 0 seconds, got 0"),
+    "negative mtbf": (["--mtbf=-1"], "--mtbf must be more than 0 seconds, got -1"),
+    "mtbf without processes": (["--fabric", "virtual", "--mtbf", "1"], "--mtbf kills processes"),
+    "no checkpoint interval": (["--checkpoint-every", "0"], "--checkpoint-every must be at least 1, got 0"),
+    "negative slices": (["--slices", "-1"], "slices must be at least 0, got -1"),
+    "negative restarts": (["--max-restarts", "-1"], "--max-restarts must be at least 0, got -1"),
+    "no patience": (["--stall-timeout", "0"], "--stall-timeout must be more than 0 seconds, got 0"),
+}
+
+
+@pytest.fixture
+def script(tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text("open('it_ran', 'w')\n")
+    return path
+
+
+@pytest.fixture(autouse=True)
+def no_process(monkeypatch, tmp_path):
+    """Nothing may be started."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(subprocess, "Popen", lambda *args, **kwargs: pytest.fail(f"it started {args}"))
+
+
+def refusal(args, capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(["run", *map(str, args)])
+    said = capsys.readouterr()
+    assert caught.value.code == 2
+    assert said.out == ""
+    assert said.err.count("\n") == 1, said.err
+    assert said.err.startswith("error: ")
+    return said.err
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_bad_options_are_refused_in_one_line(what, script, capsys):
+    options, message = BAD[what]
+
+    assert message in refusal([*options, script], capsys)
+
+
+def test_a_missing_script_is_named(capsys):
+    assert "there is no script 'nowhere.py'" in refusal(["nowhere.py"], capsys)
+
+
+def test_a_script_is_asked_for(capsys):
+    assert "SCRIPT" in refusal(["-n", "2"], capsys)
+
+
+@pytest.mark.parametrize("option", ["--report", "--log-dir"])
+def test_a_folder_that_cannot_be_written_is_found_before_anything_starts(option, script, capsys):
+    folder = script / "inside-a-file"
+
+    assert f"{option} {folder} cannot be written" in refusal([option, folder, script], capsys)
+
+
+def test_missing_mpi_says_what_to_install(script, capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setenv("PATH", str(tmp_path))
+
+    said = refusal(["-n", "2", script], capsys)
+
+    assert "MPI is not installed (no mpirun): pip install 'holdfast[mpi]', or run with --fabric virtual" in said
+
+
+def test_a_bad_variable_is_refused_like_an_option(script, capsys, monkeypatch):
+    monkeypatch.setenv("HOLDFAST_MIN_WORKERS", "many")
+
+    assert "HOLDFAST_MIN_WORKERS must be of type int, got 'many'" in refusal([script], capsys)
+
+
+def test_the_command_line_starts_without_torch():
+    code = "import sys, holdfast.cli; sys.exit('torch' in sys.modules)"
+    assert not [name for name in ("torch",) if name in _modules_after(code)]
+
+
+def _modules_after(code):
+    import os
+
+    pid = os.posix_spawn(sys.executable, [sys.executable, "-c", code], os.environ)
+    return ["torch"] if os.waitpid(pid, 0)[1] else []
+
+
+def test_debug_shows_where_an_error_was_raised(script, capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(["--debug", "run", "--resume", str(script)])
+
+    assert caught.value.code == 2
+    assert "Traceback" in capsys.readouterr().err

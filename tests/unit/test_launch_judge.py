@@ -1,0 +1,249 @@
+"""What records mean for a job, without a process."""
+
+from __future__ import annotations
+
+import pytest
+
+from holdfast.events import FaultFired, Finished, Recovered, RunStarted, ScriptFailed, WorkerEnded
+from holdfast.launch.judge import Broken, Completed, Judge, Lost
+from holdfast.records import Position
+
+
+def started(rank):
+    return RunStarted(
+        t_s=0.0, rank=rank, step=0, fabric="ulfm", strategy="rollback", seed=0, workers=2, slices=2, order="fold",
+        split="slices", batch="global", rescale="survivors", steps_planned=9, samples_planned=9, num_buckets=1,
+        parameters=1,
+    )  # fmt: skip
+
+
+def finished(rank, outcome="done"):
+    return Finished(
+        t_s=9.0, rank=rank, step=9, outcome=outcome, sha256="", state_sha256="", planned=9, committed=9, lost=0,
+        repeated=0, metrics={}, checkpoint="",
+    )  # fmt: skip
+
+
+def ended(rank, exit_code, step=4):
+    return WorkerEnded(t_s=5.0, rank=rank, step=step, exit_code=exit_code, pid=1)
+
+
+def failed(rank, t_s=5.0, exit_code=1):
+    return ScriptFailed(t_s=t_s, rank=rank, step=4, exit_code=exit_code, message=f"boom {rank}", traceback="T")
+
+
+def killed(rank):
+    return FaultFired(t_s=5.0, rank=rank, step=4, fault=0, kind="kill", phase="forward")
+
+
+def recovered(rank, lost):
+    return Recovered(
+        t_s=5.0, rank=rank, step=4, lost=lost, survivors=(rank,), decision="redo", redone_steps=1, generation=1
+    )
+
+
+def at(phase="forward", step=4, slice_=2, beats=1):
+    return Position(beats=beats, step=step, slice=slice_, phase=phase, pid=1, samples=(7, 8))
+
+
+@pytest.fixture
+def judge():
+    judge = Judge("train.py", stall_timeout_s=60.0)
+    judge.begin((0, 1, 2))
+    for rank in range(3):
+        judge.hear(started(rank))
+    return judge
+
+
+def test_a_job_goes_on_while_somebody_lives(judge):
+    judge.hear(ended(1, -9))
+
+    assert judge.verdict(1.0, running=True) is None
+    assert judge.living() == (0, 2)
+
+
+def test_a_job_is_done_when_all_that_are_not_dead_have_finished_and_ended(judge):
+    judge.hear(ended(1, -9))
+    for rank in (0, 2):
+        judge.hear(finished(rank))
+    assert judge.verdict(1.0, running=True) is None
+
+    for rank in (0, 2):
+        judge.hear(ended(rank, 0))
+
+    assert judge.verdict(1.0, running=True) == Completed(finished(0))
+
+
+def test_mpirun_being_gone_does_not_make_a_job_fail_that_finished(judge):
+    for rank in (0, 1, 2):
+        judge.hear(finished(rank))
+        judge.hear(ended(rank, 0))
+
+    assert judge.verdict(1.0, running=False) == Completed(finished(0))
+
+
+def test_the_first_exception_ends_the_job(judge):
+    judge.hear(failed(2, t_s=6.0))
+    judge.hear(failed(1, t_s=5.0))
+
+    assert judge.verdict(1.0, running=True) == Broken("rank 1, step 4: boom 1", 1, "T")
+
+
+def test_a_wrong_setting_keeps_its_exit_code_and_names_no_rank(judge):
+    judge.hear(failed(1, exit_code=2))
+
+    assert judge.verdict(1.0, running=True) == Broken("boom 1", 2, "T")
+
+
+def test_an_exit_code_without_an_exception_ends_the_job(judge):
+    judge.hear(ended(1, 3))
+
+    verdict = judge.verdict(1.0, running=True)
+
+    assert verdict == Broken("rank 1, step 4: train.py ended with exit code 3", rank=1, step=4)
+
+
+def test_leaving_training_early_ends_the_job(judge):
+    judge.hear(ended(1, 0))
+
+    verdict = judge.verdict(1.0, running=True)
+
+    assert verdict == Broken("rank 1 left training at step 4 before its end: train.py returned", rank=1, step=4)
+
+
+def test_a_script_that_never_trains_is_told_so():
+    judge = Judge("train.py")
+    judge.begin((0, 1))
+    judge.hear(ended(0, 0, step=-1))
+
+    verdict = judge.verdict(1.0, running=True)
+
+    assert isinstance(verdict, Broken)
+    assert verdict.message == "train.py ended without training: it never ran session.steps(...)"
+
+
+def test_giving_up_is_not_an_exception(judge):
+    for rank in (0, 1, 2):
+        judge.hear(finished(rank, "gave-up"))
+        judge.hear(failed(rank))
+        judge.hear(ended(rank, 1))
+
+    assert judge.verdict(1.0, running=False) == Completed(finished(0, "gave-up"))
+
+
+def test_a_job_whose_workers_all_died_is_lost_and_starts_again_without_those_that_were_killed(judge):
+    judge.hear(killed(0))
+    judge.hear(ended(0, -9))
+    judge.hear(ended(1, -11))
+    judge.hear(ended(2, -9))
+
+    verdict = judge.verdict(1.0, running=True)
+
+    assert verdict == Lost("rank 0 killed by SIGKILL; rank 1 killed by SIGSEGV; rank 2 killed by SIGKILL")
+    assert judge.ranks_left() == (1,)
+
+
+def test_a_worker_that_survivors_missed_does_not_start_again(judge):
+    judge.hear(recovered(0, lost=(1,)))
+
+    assert judge.verdict(1.0, running=False) == Lost("mpirun ended before the workers did")
+    assert judge.ranks_left() == (0, 2)
+
+
+def test_when_nobody_is_left_a_replacement_gets_a_new_number(judge):
+    for rank in range(3):
+        judge.hear(ended(rank, -9))
+    assert judge.ranks_left() == (3,)
+
+    judge.begin((3,))
+    judge.hear(ended(3, -9))
+
+    assert judge.ranks_left() == (4,)
+
+
+def test_deaths_that_the_launcher_caused_are_not_counted(judge):
+    judge.close()
+    for rank in range(3):
+        judge.hear(ended(rank, -9))
+
+    assert judge.ranks_left() == (0, 1, 2)
+
+
+def test_workers_that_never_started_are_not_started_again():
+    judge = Judge("train.py")
+    judge.begin((0, 1))
+
+    assert judge.verdict(1.0, running=False) == Broken("the workers did not start", unexplained=True)
+
+
+def test_three_deaths_at_the_same_slice_blame_its_samples(judge):
+    for rank in (0, 1):
+        judge.hear(ended(rank, -9), at())
+    assert judge.verdict(1.0, running=True) is None
+
+    judge.begin((2,))  # across a restart
+    judge.hear(ended(2, -9), at("backward"))
+
+    verdict = judge.verdict(1.0, running=True)
+    assert isinstance(verdict, Broken)
+    assert verdict.message == (
+        "workers 0, 1, 2 died one after the other at the same place, slice 2 of step 4 (backward, killed by SIGKILL): "
+        "its samples are the likely cause: 7, 8"
+    )
+
+
+@pytest.mark.parametrize("other", [at(step=5), at(slice_=1), at("recovery"), at("allreduce"), None])
+def test_deaths_elsewhere_blame_nobody(judge, other):
+    judge.hear(ended(0, -9), at())
+    judge.hear(ended(1, -9), other)
+    judge.hear(ended(2, -9), at())
+
+    assert isinstance(judge.verdict(1.0, running=True), Lost)
+
+
+def test_injected_deaths_blame_nobody(judge):
+    for rank in range(3):
+        judge.hear(killed(rank))
+        judge.hear(ended(rank, -9), at())
+
+    assert isinstance(judge.verdict(1.0, running=True), Lost)
+
+
+def test_workers_that_all_wait_without_a_sign_of_life_are_lost(judge):
+    judge.watch({rank: at("allreduce") for rank in range(3)}, 10.0)
+    judge.watch({rank: at("allreduce") for rank in range(3)}, 60.0)
+
+    assert judge.verdict(69.0, running=True) is None
+    assert isinstance(judge.verdict(70.0, running=True), Lost)
+
+
+@pytest.mark.parametrize("busy", [at("forward"), at("allreduce", beats=2)])
+def test_one_worker_that_computes_or_moves_is_enough_to_wait(judge, busy):
+    judge.watch({rank: at("allreduce") for rank in range(3)}, 10.0)
+    judge.watch({0: busy}, 60.0)
+
+    assert judge.verdict(80.0, running=True) is None
+
+
+def test_a_virtual_job_is_judged_by_its_one_process():
+    judge = Judge("train.py", virtual=True)
+    judge.begin((0, 1, 2))
+    judge.hear(started(0))
+    judge.hear(recovered(1, lost=(0,)))
+    judge.hear(finished(1))
+    assert judge.verdict(1.0, running=True) is None
+    assert judge.workers_alive() == (1, 2)
+
+    judge.hear(ended(0, 0))
+
+    assert judge.verdict(1.0, running=True) == Completed(finished(1))
+
+
+def test_a_virtual_job_that_dies_loses_no_worker():
+    judge = Judge("train.py", virtual=True)
+    judge.begin((0, 1, 2))
+    judge.hear(killed(1))
+    judge.hear(ended(0, -9))
+
+    assert isinstance(judge.verdict(1.0, running=False), Lost)
+    assert judge.ranks_left() == (0, 2)

@@ -1,0 +1,178 @@
+"""Tails, processes, the words of a failure, the words of the screen."""
+
+from __future__ import annotations
+
+import io
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from holdfast.errors import ConfigError, InternalError, TooFewWorkers
+from holdfast.events import FailureSeen, FaultFired, JobRestarted, Recovered, WorkerEnded
+from holdfast.launch.launcher import Kills
+from holdfast.launch.live import Status, Story, make_view
+from holdfast.launch.processes import Pair, Process
+from holdfast.launch.tail import LineTail, RecordTail
+from holdfast.launch.worker import describe
+from holdfast.records import FileRecorder
+
+SEEN = FailureSeen(t_s=1.0, rank=0, step=3, phase="allreduce")
+
+
+def test_a_tail_gives_each_whole_line_once(tmp_path):
+    path = tmp_path / "log"
+    tail = LineTail(path)
+    assert tail.read() == []
+
+    path.write_bytes(b"one\ntw")
+    assert tail.read() == [b"one"]
+    with path.open("ab") as log:
+        log.write(b"o\nthree")
+    assert tail.read() == [b"two"]
+    assert tail.rest() == b"three"
+    assert tail.rest() == b""
+    tail.close()
+
+
+def test_records_are_read_as_they_are_written(tmp_path):
+    path = tmp_path / "records.jsonl"
+    tail = RecordTail(path)
+    recorder = FileRecorder(path)
+
+    recorder.write(SEEN)
+    assert tail.read() == [SEEN]
+    assert tail.read() == []
+    with path.open("a") as file:
+        file.write("{}\n")
+    with pytest.raises(InternalError, match="not a record"):
+        tail.read()
+    tail.close()
+
+
+def test_a_process_is_known_until_it_ends():
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    process = Process.of(child.pid)
+
+    assert process is not None
+    assert process.is_alive()
+    assert process.send(signal.SIGKILL)
+    child.wait(10)
+    assert not process.is_alive()
+    assert not process.send(signal.SIGKILL)
+
+
+def test_another_process_with_the_same_number_is_left_alone():
+    ours = Process.of(os.getpid())
+    assert ours is not None
+    earlier = Process(ours.pid, ours.started - 1)
+
+    assert not earlier.is_alive()
+    assert not earlier.send(signal.SIGKILL)
+
+
+def test_a_pair_is_read_as_it_was_noted(tmp_path):
+    pair = Pair(Process(1, 2), Process(3, 4))
+
+    pair.note(tmp_path / "pair")
+
+    assert Pair.read(tmp_path / "pair") == pair
+    assert Pair.read(tmp_path / "none") is None
+
+
+def run(text, tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(text)
+    try:
+        exec(compile(text, str(script), "exec"), {})  # noqa: S102
+    except BaseException as error:
+        return describe(error, script)
+    raise AssertionError("it did not raise")
+
+
+def test_a_traceback_begins_in_the_script(tmp_path):
+    failed = run("def f():\n    1 / 0\nf()\n", tmp_path)
+
+    assert failed.message == "ZeroDivisionError: division by zero"
+    assert failed.exit_code == 1
+    assert failed.traceback.splitlines()[1].startswith(f'  File "{tmp_path / "train.py"}", line 3')
+    assert Path(__file__).name not in failed.traceback
+
+
+@pytest.mark.parametrize(("kind", "exit_code"), [(ConfigError, 2), (TooFewWorkers, 1)])
+def test_our_own_errors_are_one_line_with_the_place(tmp_path, kind, exit_code):
+    failed = run(f"from holdfast.errors import {kind.__name__}\n\nraise {kind.__name__}('no')\n", tmp_path)
+
+    assert (failed.message, failed.traceback, failed.exit_code) == ("no (train.py, line 3)", "", exit_code)
+
+
+def test_our_own_mistakes_keep_their_traceback(tmp_path):
+    failed = run("from holdfast.errors import InternalError\nraise InternalError('no')\n", tmp_path)
+
+    assert "line 2" in failed.traceback
+
+
+def test_sys_exit_is_told_in_the_words_of_the_script(tmp_path):
+    assert run("import sys\nsys.exit(3)\n", tmp_path).message == "train.py ended with sys.exit(3)"
+
+
+def test_a_script_that_cannot_be_read_shows_where(tmp_path):
+    failed = run("def f(:\n", tmp_path)
+
+    assert failed.message == "SyntaxError: invalid syntax"
+    assert "train.py" in failed.traceback
+
+
+def test_each_victim_is_named_once_when_its_time_has_come():
+    kills = Kills(iter([(1.0, 2), (1.5, 0)]), begin_s=10.0)
+
+    assert [kills.due(now_s) for now_s in (10.9, 11.0, 11.4, 12.0, 99.0)] == [None, 2, None, 0, None]
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_a_terminal_shows_how_far_the_run_is(monkeypatch):
+    screen = Terminal()
+    monkeypatch.setattr(sys, "stderr", screen)
+    monkeypatch.setenv("TERM", "xterm")
+    view = make_view(screen)
+
+    view.show(Status(step=30, planned=120, alive={0: 11, 2: 12}, metrics={"loss": 0.5}))
+    view.say("lost rank 1")
+    view.output(2, "[bold] is no markup")
+    view.close()
+
+    for text in ("30/120", "loss 0.5", "0 (pid 11)  2 (pid 12)", "holdfast: lost rank 1", "[2] [bold] is no markup"):
+        assert text in screen.getvalue()
+
+
+def recovered(rank):
+    return Recovered(
+        t_s=1.0, rank=rank, step=3, lost=(1,), survivors=(0, 2), decision="redo", redone_steps=1, generation=1
+    )
+
+
+def test_what_every_survivor_writes_is_told_once_a_start():
+    story = Story()
+
+    assert story.tell(recovered(0)) == "lost rank 1; step 3 is computed again with ranks 0, 2"
+    assert story.tell(recovered(2)) is None
+    story.tell(JobRestarted(t_s=2.0, rank=-1, step=3, restart=1, workers=(0, 2), reason="why"))
+    assert story.tell(recovered(2)) is not None
+
+
+def test_an_injected_death_is_told_as_the_fault_only():
+    story = Story()
+    fault = FaultFired(t_s=1.0, rank=1, step=3, fault=0, kind="kill", phase="forward")
+    death = WorkerEnded(t_s=1.0, rank=1, step=3, exit_code=-9, pid=1)
+
+    assert story.tell(fault) == "kill of rank 1 at step 3, forward"
+    assert story.tell(death) is None
+    assert Story().tell(death) == "rank 1 died at step 3: killed by SIGKILL"
+    assert Story().tell(SEEN) is None
