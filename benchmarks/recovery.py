@@ -37,10 +37,15 @@ def main() -> None:
         }
         rows.append(fault | kill_once(options, fault))
         print(f"{number + 1:3} of {options.kills}: {rows[-1]}", file=sys.stderr)
-    summary = {name: spread([row[name] for row in rows]) for name in ("detect_ms", "recover_ms", "recover_less_step_ms", "step_ms")}
+    summary = {
+        name: spread([row[name] for row in rows])
+        for name in ("detect_ms", "recover_ms", "recover_less_step_ms", "step_ms")
+    }
     show(options, summary)
     if options.json:
-        Path(options.json).write_text(json.dumps({"settings": settings(options), "rows": rows, "summary": summary}, indent=1))
+        Path(options.json).write_text(
+            json.dumps({"settings": settings(options), "rows": rows, "summary": summary}, indent=1)
+        )
 
 
 def parse() -> argparse.Namespace:
@@ -109,7 +114,9 @@ def settings(options: argparse.Namespace) -> dict[str, object]:
 
 def show(options: argparse.Namespace, summary: dict[str, dict[str, float]]) -> None:
     """Print the table."""
-    print(f"{options.kills} kills, {options.workers} workers on {os.cpu_count()} cores, {options.strategy}, digits CNN; ms")
+    print(
+        f"{options.kills} kills, {options.workers} workers on {os.cpu_count()} cores, {options.strategy}, digits CNN; ms"
+    )
     print(f"{'':22}{'p50':>8}{'p90':>8}{'min':>8}{'max':>8}")
     for name, row in summary.items():
         print(f"{name:22}" + "".join(f"{row[key]:8.1f}" for key in ("p50", "p90", "min", "max")))

@@ -30,7 +30,14 @@ def draw(seed, folder):
     workers = rng.choice([3, 4, 4, 5])
     options = ["-n", workers]
     if rng.random() < 0.3:
-        options += ["--strategy", "restart", "--checkpoint-dir", folder / "ckpt", "--checkpoint-every", rng.choice([2, 5])]
+        options += [
+            "--strategy",
+            "restart",
+            "--checkpoint-dir",
+            folder / "ckpt",
+            "--checkpoint-every",
+            rng.choice([2, 5]),
+        ]
     if rng.random() < 0.2:
         return case, [*options, "--mtbf", rng.choice([0.03, 0.1]), "--seed", reference.SEED]
     plan = FaultPlan.random(seed, workers, reference.STEPS, rng.randint(1, min(3, workers - 1)), NUM_BUCKETS)

@@ -232,7 +232,9 @@ def test_a_parameter_that_only_one_slice_uses_gets_that_gradient():
 
 def test_forward_keeps_what_was_summed_and_divides_by_the_survivors_samples():
     def one_step(rescale, *specs):
-        model, _, session = make(bucket_bytes=8, strategy="forward", rescale=rescale, faults=faults(*specs) if specs else "")
+        model, _, session = make(
+            bucket_bytes=8, strategy="forward", rescale=rescale, faults=faults(*specs) if specs else ""
+        )
         start = weights(model)
         train(model, session, batch_size=SAMPLES, epochs=1, shuffle=False)
         return weights(model) - start, session
@@ -277,7 +279,9 @@ def test_too_few_workers_save_and_stop_and_the_run_can_go_on(tmp_path):
     train(whole, session)
     directory = str(tmp_path / "ckpt")
     model, _, session = make(
-        min_workers=3, checkpoint_dir=directory, faults=faults("kill:rank=0,step=3", "kill:rank=1,step=5,phase=backward")
+        min_workers=3,
+        checkpoint_dir=directory,
+        faults=faults("kill:rank=0,step=3", "kill:rank=1,step=5,phase=backward"),
     )
     with pytest.raises(TooFewWorkers, match="2 of at least 3 workers are left; the state before step 5 is in"):
         train(model, session)
@@ -377,28 +381,32 @@ def test_a_foreign_optimizer_is_refused():
         holdfast.Session(nn.Linear(2, 2), torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=1.0))
 
 
+def loop(session, body, each_slice=lambda step, x, y: None):
+    for step in session.steps(dataset(), 8):
+        body(step)
+        for x, y in step:
+            each_slice(step, x, y)
+
+
 def test_a_slice_without_backward_is_named():
     _, _, session = make()
     with pytest.raises(ScriptError, match=r"slice 0 of step 0 ended without step.backward\(loss\)"):
-        for step in session.steps(dataset(), 8):
-            for _ in step:
-                pass
+        loop(session, lambda step: None)
 
 
 def test_a_slice_that_was_left_out_is_named():
-    model, _, session = make()
-    with pytest.raises(ScriptError, match="slice 0 of step 0 was not computed"):
-        for step in session.steps(dataset(), 8):
-            for x, y in step:
-                step.backward(F.cross_entropy(model(x), y))
-                break
+    _, _, session = make()
+    for step in (steps := session.steps(dataset(), 8)):
+        next(iter(step))
+        with pytest.raises(ScriptError, match="slice 0 of step 0 was not computed"):
+            next(steps)
+        break
 
 
 def test_backward_outside_the_slices_is_named():
     _, _, session = make()
     with pytest.raises(ScriptError, match="must be called inside"):
-        for step in session.steps(dataset(), 8):
-            step.backward(torch.zeros(()))
+        loop(session, lambda step: step.backward(torch.zeros(())))
 
 
 def test_leaving_the_loop_early_is_found_out_at_the_end():

@@ -12,7 +12,7 @@ def report(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="Where report.json or results.json is.")],
     *,
     show: Annotated[bool, typer.Option("--open", help="Open the page in a browser.")] = False,
-) -> Path:
+) -> None:
     """Draw what happened in a run, or in a demo: write DIR/index.html and print its path.
 
     The page is one file that needs no network. A run's pictures are drawn from events.jsonl beside report.json.
@@ -25,4 +25,3 @@ def report(
     print(page)
     if show:
         typer.launch(str(page))
-    return page

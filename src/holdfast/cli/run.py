@@ -76,7 +76,7 @@ def run(
 ) -> int:
     """Train SCRIPT on N workers; when some die, the others go on.
 
-    Options stand before SCRIPT; what stands behind it is the script's.
+    Options stand before SCRIPT; what stands behind it is the script's, but for --report, which may come last.
 
     Example: holdfast run -n 4 --inject kill:rank=1,step=20 --report out train.py --epochs 3
     """
@@ -85,6 +85,7 @@ def run(
     from holdfast.launch.live import make_view
 
     _check(workers=workers, mtbf=mtbf, checkpoint_every=checkpoint_every)
+    script_args, last_report = _split_off_report(args or [])
     settings = Settings.from_env(
         workers=workers,
         fabric=fabric,
@@ -109,16 +110,16 @@ def run(
     )
     job = Job(
         script=script,
-        args=tuple(args or ()),
+        args=script_args,
         settings=settings,
         max_restarts=max_restarts,
         stall_timeout_s=stall_timeout,
         mtbf_s=mtbf or 0.0,
         log_dir=log_dir,
-        report_dir=report,
+        report_dir=report or last_report,
     )
     outcome = launch(job, make_view(sys.stderr if as_json else sys.stdout))
-    _show(outcome, report, as_json=as_json)
+    _show(outcome, job.report_dir, as_json=as_json)
     return outcome.exit_code
 
 
@@ -135,6 +136,15 @@ def _check(**given: Any) -> None:
     if given["mtbf"] is not None and not given["mtbf"] > 0:
         msg = f"--mtbf must be more than 0 seconds, got {given['mtbf']:g}"
         raise ConfigError(msg)
+
+
+def _split_off_report(args: list[str]) -> tuple[tuple[str, ...], Path | None]:
+    """Return the script's arguments without a final ``--report DIR``, and DIR."""
+    match args:
+        case [*others, "--report", directory] if "--" not in others:
+            return tuple(others), Path(directory)
+        case _:
+            return tuple(args), None
 
 
 def _plan(specs: list[str], settings: Settings) -> str:
@@ -159,7 +169,7 @@ def _show(outcome: Outcome, report_dir: Path | None, *, as_json: bool) -> None:
     if as_json:
         print(json.dumps(outcome.report, indent=1))
     lines = summary_lines(outcome.report, report_dir) if outcome.report["steps"] else []
-    print(*lines, sep="\n", end="\n" if lines else "", file=sys.stderr)
+    print(*lines, sep="\n", end="\n" if lines else "", file=sys.stderr if as_json else sys.stdout)
     if outcome.mpirun_says:
         print(outcome.mpirun_says, file=sys.stderr)
     if outcome.message:

@@ -8,6 +8,7 @@ case they would wait for it for ever.
 
 from __future__ import annotations
 
+import atexit
 import os
 import select
 import signal
@@ -255,10 +256,8 @@ def _line_in(frames: TracebackType | None, script: Path) -> str:
 
 def _leave(exit_code: int) -> NoReturn:
     """End now: MPI_Finalize, which a normal end runs, can hang for ever once somebody has died."""
-    import logging
-
     try:
-        logging.shutdown()
+        atexit._run_exitfuncs()  # what the script wants done at its end; logging's flush is among it
         sys.stdout.flush()
         sys.stderr.flush()
     finally:
