@@ -14,7 +14,7 @@ from torch.utils.data import TensorDataset
 import holdfast
 
 
-def train(model_name, optimizer_name, **session_arguments):
+def train(model_name, optimizer_name, raise_at=-1, **session_arguments):
     """Train like the reference does; return the session and the hash of the state."""
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
@@ -26,6 +26,8 @@ def train(model_name, optimizer_name, **session_arguments):
         **({"seed": reference.SEED, "slices": reference.SLICES, "bucket_bytes": 4096} | session_arguments),
     )
     for step in session.steps(TensorDataset(*reference.data()), reference.BATCH, reference.EPOCHS):
+        if step.number == raise_at and session.is_lead:
+            raise ValueError("the script has a bug")
         for x, y in step:
             step.backward(F.cross_entropy(model(x), y))
     return session, reference.state_hash(model, optimizer)
@@ -43,7 +45,10 @@ if __name__ == "__main__":
     parser.add_argument("model", choices=reference.MODELS)
     parser.add_argument("optimizer", choices=reference.OPTIMIZERS)
     parser.add_argument("--no-recovery", action="store_true")
+    parser.add_argument("--raise-at", type=int, default=-1, help="the lowest worker raises in this step")
     options = parser.parse_args()
     if options.no_recovery:
         turn_recovery_off()
-    train(options.model, options.optimizer)
+    session, state = train(options.model, options.optimizer, raise_at=options.raise_at)
+    if session.is_lead:
+        print(f"state {state}")

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 _BAR = 0.62
 _MIN_SHADE_PT = 2.0
+_NAME_ROOM = 0.13
+"""Share of the width that the name of a step needs."""
 _HEADROOM = 0.95
 """Lanes left free above the first, for the names of the committed steps."""
 _EDGE = "white"
@@ -146,6 +148,7 @@ def _draw_death(axes: Axes, failure: Failure, lane: int, right_s: float, *, labe
     axes.annotate(
         words, (failure.t_s, lane), xytext=(-9 if flip else 9, 0), textcoords="offset points",
         ha="right" if flip else "left", va="center_baseline", color=style.DEATH, fontsize=8.5, zorder=7,
+        bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.75, "pad": 0.8},
     )  # fmt: skip
 
 
@@ -159,7 +162,11 @@ def _draw_commits(axes: Axes, history: History, end_s: float) -> None:
 
 def _name_commits(axes: Axes, commits: Sequence[StepCommitted]) -> None:
     left, right = axes.get_xlim()
+    named_s = -math.inf
     for commit in commits:
+        if commit.t_s - named_s < _NAME_ROOM * (right - left):
+            continue
+        named_s = commit.t_s
         flip = commit.t_s > left + 0.9 * (right - left)
         axes.annotate(
             f"step {commit.step}", (commit.t_s, 1), xycoords=("data", "axes fraction"), xytext=(-4 if flip else 4, -3),
