@@ -1,11 +1,12 @@
 """The same bits, whatever happens: real processes over real MPI, really killed, against the torch-only reference."""
 
 import functools
+import shlex
 from pathlib import Path
 
 import pytest
 import reference
-from jobs import assert_landed, run_report
+from jobs import assert_landed, exit_codes, run_report
 
 pytestmark = pytest.mark.chaos
 
@@ -96,3 +97,48 @@ def test_forward_goes_on_over_the_survivors_and_lists_what_it_lost(tmp_path):
     assert lost["step"] == 4
     assert len(set(lost["ids"])) == 8
     assert lost["buckets"] == [1, 2], "bucket 0 was summed with everybody"
+
+
+def test_a_sample_that_kills_whoever_reads_it_stops_the_job_and_is_named(tmp_path):
+    report = run_report(tmp_path, "-n", 4, "--slices", 8, SCRIPT.with_name("train_poison.py"), exit_code=1)
+
+    last = report["_stderr"].strip().splitlines()[-1]
+    assert "slice 7 of step 1" in last
+    assert last.endswith("75, 76, 77, 78, 79")
+    assert list(exit_codes(report).values()).count(-9) >= 3
+    assert report["steps"] == 1
+
+
+def test_too_few_workers_stop_and_the_printed_command_goes_on(tmp_path):
+    report = run_report(
+        tmp_path,
+        "-n", 4, "--min-workers", 3, "--checkpoint-dir", tmp_path / "ckpt",
+        "--inject", "kill:rank=0,step=4", "--inject", "kill:rank=2,step=6,phase=allreduce",
+        SCRIPT, "cnn", "adam",
+        exit_code=1,
+    )  # fmt: skip
+    command = next(line for line in report["_stderr"].splitlines() if "--resume" in line)
+    words = shlex.split(command[command.index("holdfast run") :])[2:]
+    assert_landed(report, 0, 2)
+
+    resumed = run_report(tmp_path / "again", *[w for w in words if w != "--report" and not w.endswith("/report")])
+
+    assert resumed["replicas"]["state_sha256"] == reference_hash("cnn", "adam")
+    assert resumed["samples"] == {"planned": 406, "committed": 406, "lost": 0, "repeated": 0}
+    assert resumed["_events"][0]["step"] == 6
+
+
+def test_when_everybody_dies_the_job_is_started_again_and_the_bits_are_the_same(tmp_path):
+    report = run_report(
+        tmp_path,
+        "-n", 2, "--slices", 4, "--checkpoint-dir", tmp_path / "ckpt", "--checkpoint-every", 3,
+        "--inject", "kill:rank=0,step=8", "--inject", "kill:rank=1,step=8",
+        SCRIPT, "cnn", "sgd",
+    )  # fmt: skip
+
+    assert report["restarts"] == 1
+    assert report["replicas"]["state_sha256"] == reference_hash("cnn", "sgd")
+    assert report["samples"] == {"planned": 406, "committed": 406, "lost": 0, "repeated": 0}
+    assert {0: -9, 1: -9}.items() <= {
+        e["rank"]: e["exit_code"] for e in report["_events"] if e["event"] == "WorkerEnded" and e["exit_code"]
+    }.items()
