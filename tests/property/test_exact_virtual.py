@@ -12,7 +12,7 @@ from train_reference import train
 
 from holdfast.comm import VirtualCommunicator, ordered
 from holdfast.faults.plan import FaultPlan, parse
-from holdfast.train import batches, run
+from holdfast.train import batches, place, run
 
 reference_hash = functools.cache(reference.train)
 BUCKETS = {"mlp": 3, "cnn": 3}
@@ -81,7 +81,7 @@ def test_a_sum_in_order_of_arrival_is_found_out(monkeypatch):
 
 
 def test_a_skipped_sample_is_found_out(monkeypatch):
-    monkeypatch.setattr(run, "Batches", SkippingBatches)
+    monkeypatch.setattr(place, "Batches", SkippingBatches)
 
     session, state = train("mlp", "sgd", workers=4)
 

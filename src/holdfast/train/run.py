@@ -9,9 +9,8 @@ from typing import Any
 
 import torch
 
-from holdfast.checkpoint import Loaded
 from holdfast.comm import OrderedSum
-from holdfast.errors import CheckpointCorrupt, ConfigError, InternalError, PeerFailed, ReplicasDiffer, TooFewWorkers
+from holdfast.errors import InternalError, PeerFailed, ReplicasDiffer, TooFewWorkers
 from holdfast.events import (
     ActDone,
     Action,
@@ -45,13 +44,15 @@ from holdfast.events import (
     SumBucket,
 )
 from holdfast.recovery import Protocol, make_strategy
-from holdfast.train.batches import Batches, Cursor, MiniBatch, Plan
+from holdfast.train.batches import MiniBatch, Plan
+from holdfast.train.beginning import Beginning
 from holdfast.train.data import fetch
-from holdfast.train.ledger import Account, Ledger
+from holdfast.train.ledger import Account
+from holdfast.train.place import Place
 from holdfast.train.replica import Replica
 from holdfast.train.scribe import Scribe
 from holdfast.train.seeds import seed_slice
-from holdfast.train.state import RotatingDigest, clone, model_sha256, model_tensors, state_sha256
+from holdfast.train.state import RotatingDigest, model_sha256, state_sha256
 from holdfast.train.step import Step
 from holdfast.train.world import LEAVE, STOP, World
 
@@ -87,22 +88,15 @@ class Run:
         self._scribe = Scribe(world)
         self._sum = OrderedSum(world.comm, world.settings.order)
         self._digest = RotatingDigest(replica.model)
-        self._use(plan)
-        self._ledger = Ledger(plan)
-        self._cursor = plan.start
+        self._place = Place(plan)
+        self._beginning = Beginning(world, replica, self._place, self._scribe)
         self._batch: MiniBatch | None = None
         self._attempts = (world.step, 0)
         self._names: dict[str, None] = {}
         self._heard = 0
         self._outcome = "done"
-        self._initial: dict[str, Any] | None = None
         self._announced = False
-        self._skipped = False
         self._recovery: _Recovery | None = None
-
-    def _use(self, plan: Plan) -> None:
-        self._plan = plan
-        self._batches = Batches(plan)
 
     # -- the loop
 
@@ -185,14 +179,14 @@ class Run:
     def _next_batch(self, step: int) -> MiniBatch | None:
         self._announce()
         self._note_recovery()
-        batch = self._batches.mini_batch(step, self._cursor, self._world.comm.members)
-        if batch is not None and not self._skipped:
+        batch = self._place.next_batch(step, self._world.comm.members)
+        if batch is not None and not self._beginning.belongs_to_later_loop:
             if not (self._heard or self._outcome == "gave-up"):
                 return batch
             if self._heard & LEAVE and self._outcome == "done":
                 self._outcome = "stopped"
             if self._outcome == "stopped":
-                self._begin_checkpoint()
+                self._beginning.save()
         self._scribe.mark("gate")
         return None
 
@@ -212,7 +206,7 @@ class Run:
         ids = batch.slices[number]
         self._world.beacon.mark("forward", batch.step, number, ids)
         self._replica.begin_slice()
-        seed_slice(self._plan.seed, batch.step, number)
+        seed_slice(self._place.plan.seed, batch.step, number)
         return fetch(self._dataset, ids, self._collate)
 
     def backward(self, loss: torch.Tensor, batch: MiniBatch, number: int) -> None:
@@ -277,14 +271,12 @@ class Run:
         lost = replica.missing_slices(batch)
         workers = len({rank for number, rank in batch.owners.items() if number not in lost})
         world.metrics = replica.apply(batch, world.settings.rescale, list(self._names))
-        committed = [batch.slices[number] for number in batch.owners if number not in lost]
-        for ids in committed:
-            self._ledger.commit(batch.epoch, ids)
-        self._cursor, self._batch, world.step = batch.after, None, step + 1
+        samples = self._place.commit(batch, lost)
+        self._batch, world.step = None, step + 1
         if world.is_lead:
-            self._scribe.committed(batch, sum(map(len, committed)), workers, lost)
+            self._scribe.committed(batch, samples, workers, lost)
             if world.keeper.is_due(world.step):
-                self._begin_checkpoint()
+                self._beginning.save()
 
     def _in_progress(self) -> MiniBatch:
         assert self._batch is not None, "no step is in progress"
@@ -326,136 +318,24 @@ class Run:
         if recovery is not None:
             self._scribe.recovered(recovery.before, recovery.decision, recovery.redone_steps)
 
-    # -- the beginning
+    # -- the beginning, checkpoints
 
     def _announce(self) -> None:
         if not self._announced:
             self._announced = True
             parameters = sum(p.numel() for p in self._replica.model.parameters())
-            self._scribe.started(self._plan, len(self._replica.buckets), parameters)
+            self._scribe.started(self._place.plan, len(self._replica.buckets), parameters)
 
     def _load(self) -> int:
-        """Make all replicas equal: from the newest intact checkpoint if there is one to go on from."""
         world = self._world
         reached = world.step + int(self._batch is not None)
         self._discard()
         self._heard &= LEAVE  # a script that asked to stop will ask again
-        world.keeper.drop()
-        loaded = self._choose_checkpoint()
-        if loaded is not None:
-            self._restore(loaded)
-        else:
-            if self._initial is not None:
-                self._restore_initial(self._initial)
-            self._make_equal()
-            if world.settings.strategy == "restart":
-                self._initial = clone(self._replica.state_dict())
+        self._beginning.load(trained=self._announced)
         if self._recovery is not None:
             self._recovery.decision = "load"
             self._recovery.redone_steps = reached - world.step if self._announced else 0
         return world.step
-
-    def _choose_checkpoint(self) -> Loaded | None:
-        """Return what everybody loads, None for what is in memory. One looks, and tells the others.
-
-        A death may interrupt the first loading when some have done it and some have not, so which sums are made here
-        must not depend on how far this worker came.
-        """
-        world = self._world
-        step = world.comm.maximum([self._find_checkpoint() if world.is_lead else -1])[0]
-        return world.keeper.load(step) if step >= 0 else None
-
-    def _find_checkpoint(self) -> int:
-        """Return the newest step that this loop can go on from, -1 for none."""
-        world = self._world
-        if not self._announced and world.loaded is not None:
-            return world.loaded.step
-        if not self._announced and (world.loop > 0 or not world.settings.resume):
-            world.keeper.check_empty(ours=world.loop > 0)
-            return -1
-        found = world.keeper.newest(self._warn_damaged)
-        of_another_loop = found >= 0 and self._announced and world.keeper.load(found).info["loop"] != world.loop
-        return -1 if of_another_loop else found
-
-    def _warn_damaged(self, step: int, damage: CheckpointCorrupt) -> None:
-        self._scribe.say(f"the checkpoint of step {step} is damaged and is passed over: {damage}")
-
-    def _restore(self, loaded: Loaded) -> None:
-        world, info = self._world, loaded.info
-        self._check_fits(info)
-        self._replica.load_state_dict(loaded.state["replica"])
-        world.step, world.metrics = loaded.step, dict(loaded.state["metrics"])
-        self._skipped = info["loop"] > world.loop
-        world.loaded = loaded if self._skipped else None
-        if not self._skipped:
-            world.first_step_of_loop = info["first_step_of_loop"]
-            self._cursor = Cursor(epoch=info["epoch"], offset=info["offset"])
-            self._ledger.load_state_dict(loaded.state["ledger"])
-            world.totals = Account(**info["totals"])
-
-    def _check_fits(self, info: dict[str, Any]) -> None:
-        """Compare what must not change between a checkpoint and the run that goes on from it.
-
-        Raises:
-            ConfigError: if something did change.
-        """
-        if info["loop"] > self._world.loop:
-            return
-        if not self._world.settings.slices and info["slices"] != self._plan.slices:
-            self._use(dataclasses.replace(self._plan, slices=info["slices"]))
-        for name in ("slices", "seed", "batch_size", "num_samples"):
-            if info[name] != getattr(self._plan, name):
-                msg = (
-                    f"the checkpoint was made with {name}={info[name]} and this run has {getattr(self._plan, name)}: "
-                    "the run would not be the same; give the old value, or start anew in an empty directory"
-                )
-                raise ConfigError(msg)
-        if info["order"] != self._world.settings.order:
-            msg = f"the checkpoint was made with order={info['order']}, got {self._world.settings.order}"
-            raise ConfigError(msg)
-
-    def _restore_initial(self, state: dict[str, Any]) -> None:
-        self._replica.load_state_dict(state)
-        self._world.step = self._world.first_step_of_loop
-        self._cursor = self._plan.start
-        self._ledger = Ledger(self._plan)
-
-    def _make_equal(self) -> None:
-        """Give everybody the lowest worker's model, unless all are equal already."""
-        comm, model = self._world.comm, self._replica.model
-        digest = int(model_sha256(model)[:15], 16)
-        high, low = comm.maximum((digest, ~digest))
-        if high == ~low:
-            return
-        for _, tensor in model_tensors(model):
-            whole = tensor.contiguous()
-            comm.broadcast(whole, comm.members[0])
-            tensor.copy_(whole)
-
-    # -- checkpoints
-
-    def _begin_checkpoint(self) -> None:
-        world, plan = self._world, self._plan
-        if not world.is_lead:
-            return
-        self._scribe.mark("checkpoint")
-        world.keeper.begin(
-            world.step,
-            {"replica": self._replica.state_dict(), "ledger": self._ledger.state_dict(), "metrics": world.metrics},
-            {
-                "loop": world.loop,
-                "first_step_of_loop": world.first_step_of_loop,
-                "epoch": self._cursor.epoch,
-                "offset": self._cursor.offset,
-                "seed": plan.seed,
-                "slices": plan.slices,
-                "order": world.settings.order,
-                "batch_size": plan.batch_size,
-                "num_samples": plan.num_samples,
-                "workers": len(world.comm.members),
-                "totals": dataclasses.asdict(world.totals),
-            },
-        )
 
     def _publish(self, stable_step: int) -> None:
         kept = self._world.keeper.publish(stable_step, self._world.comm.generation)
@@ -466,7 +346,7 @@ class Run:
         self._outcome = "gave-up"
         if self._recovery is not None:
             self._recovery.decision = "stop"
-        self._begin_checkpoint()
+        self._beginning.save()
         return ActDone()
 
     # -- the end
@@ -489,4 +369,4 @@ class Run:
 
     def account(self) -> Account:
         """Return the account of all samples, earlier loops included."""
-        return self._world.totals.plus(self._ledger.account(self._cursor))
+        return self._world.totals.plus(self._place.account())

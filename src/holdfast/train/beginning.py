@@ -1,0 +1,121 @@
+"""The state that a loop begins with, the same at every worker: a checkpoint's, or the lowest worker's.
+
+Loading happens again when a death interrupts it, and under ``restart`` after every failure. Some may then have
+finished it and some not, so the sums that are made here never depend on how far this worker came.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from holdfast.checkpoint import Loaded
+from holdfast.errors import CheckpointCorrupt, ConfigError
+from holdfast.train.ledger import Account
+from holdfast.train.place import Place
+from holdfast.train.replica import Replica
+from holdfast.train.scribe import Scribe
+from holdfast.train.state import clone, model_sha256, model_tensors
+from holdfast.train.world import World
+
+
+class Beginning:
+    """Saves the state of training, and brings everybody to the same one.
+
+    Args:
+        world: Who is there.
+        replica: What is restored.
+        place: What goes back with it.
+        scribe: Is told of damage.
+    """
+
+    def __init__(self, world: World, replica: Replica, place: Place, scribe: Scribe) -> None:
+        self._world = world
+        self._replica = replica
+        self._place = place
+        self._scribe = scribe
+        self._initial: dict[str, Any] | None = None
+        self.belongs_to_later_loop = False
+
+    def load(self, *, trained: bool) -> None:
+        """Load the newest intact checkpoint that may be gone on from; without one, make the replicas equal.
+
+        Args:
+            trained: This worker has been past the beginning of this loop.
+        """
+        world = self._world
+        world.keeper.drop()
+        # One looks and tells the others: two could find different steps.
+        step = world.comm.maximum([self._find(trained=trained) if world.is_lead else -1])[0]
+        if step >= 0:
+            self._restore(world.keeper.load(step))
+            return
+        if self._initial is not None:
+            self._replica.load_state_dict(self._initial)
+            self._place.begin_again()
+            world.step = world.first_step_of_loop
+        self._make_equal()
+        if world.settings.strategy == "restart":
+            self._initial = clone(self._replica.state_dict())
+
+    def save(self) -> None:
+        """Write the tensors of the state before the step in progress; it does not count yet. The lead does it."""
+        world = self._world
+        if not world.is_lead:
+            return
+        self._scribe.mark("checkpoint")
+        state = {
+            "replica": self._replica.state_dict(),
+            "ledger": self._place.state_dict(),
+            "metrics": world.metrics,
+        }
+        info = {
+            **self._place.info(),
+            "loop": world.loop,
+            "first_step_of_loop": world.first_step_of_loop,
+            "order": world.settings.order,
+            "workers": len(world.comm.members),
+            "totals": dataclasses.asdict(world.totals),
+        }
+        world.keeper.begin(world.step, state, info)
+
+    def _find(self, *, trained: bool) -> int:
+        """Return the newest step that this loop can go on from, -1 for none."""
+        world = self._world
+        if not trained and world.loaded is not None:
+            return world.loaded.step
+        if not trained and (world.loop > 0 or not world.settings.resume):
+            world.keeper.check_empty(ours=world.loop > 0)
+            return -1
+        found = world.keeper.newest(self._warn)
+        of_another_loop = trained and found >= 0 and world.keeper.load(found).info["loop"] != world.loop
+        return -1 if of_another_loop else found
+
+    def _warn(self, step: int, damage: CheckpointCorrupt) -> None:
+        self._scribe.say(f"the checkpoint of step {step} is damaged and is passed over: {damage}")
+
+    def _restore(self, loaded: Loaded) -> None:
+        world, info = self._world, loaded.info
+        self.belongs_to_later_loop = info["loop"] > world.loop
+        world.loaded = loaded if self.belongs_to_later_loop else None
+        if not self.belongs_to_later_loop:
+            if info["order"] != world.settings.order:
+                msg = f"the checkpoint was made with order={info['order']}, and this run has {world.settings.order}"
+                raise ConfigError(msg)
+            self._place.restore(info, loaded.state["ledger"], keep_slices=world.settings.slices > 0)
+            world.first_step_of_loop = info["first_step_of_loop"]
+            world.totals = Account(**info["totals"])
+        self._replica.load_state_dict(loaded.state["replica"])
+        world.step, world.metrics = loaded.step, dict(loaded.state["metrics"])
+
+    def _make_equal(self) -> None:
+        """Give everybody the lowest worker's model, unless all are equal already."""
+        comm, model = self._world.comm, self._replica.model
+        digest = int(model_sha256(model)[:15], 16)
+        high, low = comm.maximum((digest, ~digest))
+        if high == ~low:
+            return
+        for _, tensor in model_tensors(model):
+            whole = tensor.contiguous()
+            comm.broadcast(whole, comm.members[0])
+            tensor.copy_(whole)
