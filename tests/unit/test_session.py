@@ -4,6 +4,7 @@ import json
 import os
 import signal
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -449,3 +450,212 @@ def test_a_run_that_would_not_be_the_same_is_not_resumed(tmp_path):
     model, _, session = make(checkpoint_dir=directory, resume=True, seed=1)
     with pytest.raises(ConfigError, match="the checkpoint was made with seed=0 and this run has 1"):
         train(model, session)
+
+
+# -- models and scripts that are not as simple as they look
+
+
+class Running(nn.Module):
+    """Keeps an average in a buffer, in a way that torch allows and batch norm does not use."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.how = how
+        self.linear = nn.Linear(3, 2)
+        self.register_buffer("average", torch.zeros(3), persistent=how != "transient")
+        self.register_buffer("count", torch.tensor(1 << 25))
+        self.register_buffer("fresh", torch.tensor(True))
+        self.register_buffer("odd", torch.tensor([float("nan"), 0.1, -0.0]))
+
+    def forward(self, x):
+        mean = 0.9 * self.average + x.detach().mean(0)
+        if self.how == "reassigned":
+            self.average = mean
+        else:
+            self.average.copy_(mean)
+        self.count += 1
+        self.fresh.fill_(False)
+        return self.linear(x + self.average)
+
+
+def train_running(how, **arguments):
+    torch.manual_seed(0)
+    model = Running(how)
+    session = holdfast.Session(model, torch.optim.SGD(model.parameters(), lr=0.1), **arguments)
+    train(model, session)
+    return model, session._world.finished[0].state_sha256
+
+
+@pytest.mark.parametrize("how", ["in place", "reassigned", "transient"])
+@pytest.mark.parametrize("strategy", ["rollback", "restart"])
+def test_buffers_of_any_kind_are_averaged_and_taken_back(how, strategy, tmp_path):
+    model, undisturbed = train_running("in place" if how == "reassigned" else how, workers=1, slices=4)
+
+    model, disturbed = train_running(
+        how,
+        workers=4,
+        strategy=strategy,
+        checkpoint_dir=str(tmp_path / "ckpt"),
+        checkpoint_every=3,
+        faults=faults("kill:rank=1,step=4,phase=backward", "kill:rank=3,step=8,phase=allreduce"),
+    )
+
+    assert disturbed == undisturbed
+    assert model.count.item() == (1 << 25) + 14, "integers are counted as integers"
+    assert not model.fresh
+    assert model.odd.isnan().tolist() == [True, False, False]
+    assert model.odd[1] == torch.tensor(0.1)
+    assert torch.signbit(model.odd[2])
+
+
+def test_a_large_buffer_must_stay_constant():
+    class Changing(nn.Linear):
+        def __init__(self, change):
+            super().__init__(3, 2)
+            self.change = change
+            self.register_buffer("mask", torch.ones(300, 300, dtype=torch.bool))
+
+        def forward(self, x):
+            if self.change:
+                self.mask[0, 0] = False
+            return super().forward(x)
+
+    constant = Changing(change=False)
+    train(constant, holdfast.Session(constant, torch.optim.SGD(constant.parameters(), lr=0.1)), epochs=1)
+    model = Changing(change=True)
+    session = holdfast.Session(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+    with pytest.raises(ScriptError, match="changed the buffer mask of 90000 numbers"):
+        train(model, session, epochs=1)
+
+
+def test_what_a_script_draws_outside_the_slices_does_not_depend_on_who_computed_what():
+    def draws(**arguments):
+        drawn = []
+        model, _, session = make(slices=4, **arguments)
+        for step in session.steps(dataset(), 8, 2):
+            before = torch.rand(()).item()
+            for x, y in step:
+                step.backward(F.cross_entropy(model(x), y))
+            drawn.append((step.number, before, torch.rand(()).item()))
+        return {number: rest for number, *rest in drawn}
+
+    assert draws(workers=1) == draws(
+        workers=4, faults=faults("kill:rank=0,step=3", "kill:rank=2,step=7,phase=optimizer")
+    )
+
+
+def test_a_step_that_asked_to_stop_and_was_taken_back_may_think_again(tmp_path):
+    model, _, session = make(strategy="restart", faults=faults("kill:rank=1,step=8,phase=allreduce"))
+
+    train(model, session, each=lambda step: step.stop() if step.number == 8 else None)
+
+    assert session.step == 9
+
+
+def test_the_slices_of_a_resumed_run_hold_for_all_its_loops(tmp_path):
+    whole, _, session = make()
+    for _ in range(3):
+        train(whole, session, epochs=1)
+    directory = str(tmp_path / "ckpt")
+    model, _, session = make(checkpoint_dir=directory, checkpoint_every=5)
+    train(model, session, epochs=1)
+
+    model, _, session = make(workers=2, checkpoint_dir=directory, resume=True)
+    for _ in range(3):
+        train(model, session, epochs=1)
+
+    assert torch.equal(weights(model), weights(whole))
+
+
+def test_a_dataset_that_augments_is_asked_for_every_sample():
+    asked = []
+
+    class Augmenting(TensorDataset):
+        def __getitem__(self, i):
+            asked.append(i)
+            return super().__getitem__(i)
+
+    model, _, session = make()
+    for step in session.steps(Augmenting(*dataset().tensors), 8):
+        for x, y in step:
+            step.backward(F.cross_entropy(model(x), y))
+
+    assert sorted(asked) == list(range(SAMPLES))
+
+
+@pytest.mark.parametrize("changed", ["shuffle", "drop_last"])
+def test_a_run_with_another_order_of_samples_is_not_resumed(tmp_path, changed):
+    directory = str(tmp_path / "ckpt")
+    model, _, session = make(checkpoint_dir=directory, checkpoint_every=3)
+    train(model, session)
+
+    model, _, session = make(checkpoint_dir=directory, resume=True)
+    with pytest.raises(ConfigError, match=f"the checkpoint was made with {changed}="):
+        train(model, session, **{changed: changed == "drop_last"})
+
+
+def test_arrays_in_a_registered_state_go_back_too():
+    class Histogram:
+        def __init__(self):
+            self.counts = np.zeros(2, dtype=int)
+
+        def state_dict(self):
+            return {"counts": self.counts}
+
+        def load_state_dict(self, state):
+            self.counts = state["counts"]
+
+    histogram = Histogram()
+    model, _, session = make(faults=faults("kill:rank=1,step=3,phase=allreduce"))
+    session.register(histogram=histogram)
+
+    def count(step):
+        histogram.counts[0] += 1
+
+    train(model, session, epochs=1, each=count)
+
+    assert histogram.counts[0] == 7
+
+
+def test_when_every_slice_of_a_step_is_lost_the_ledger_says_so_and_a_plateau_scheduler_waits():
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+    session = holdfast.Session(
+        model, optimizer, scheduler=scheduler, workers=3, slices=1, strategy="forward",
+        faults=faults("kill:rank=0,step=1,phase=backward"),
+    )  # fmt: skip
+
+    train(model, session, batch_size=SAMPLES, epochs=3)
+
+    assert account(session) == (150, 100, 50, 0)
+    assert scheduler.last_epoch == 2
+
+
+def test_drop_last_must_leave_something():
+    model, _, session = make()
+    with pytest.raises(ConfigError, match=r"batch_size must be at most len\(dataset\) \(50\), got 51"):
+        train(model, session, batch_size=51, drop_last=True)
+
+
+def test_attempts_are_counted_from_0():
+    attempts = []
+    model, _, session = make(faults=faults("kill:rank=1,step=1,phase=allreduce"))
+
+    train(model, session, epochs=1, each=lambda step: attempts.append((step.number, step.attempt)))
+
+    assert attempts[:4] == [(0, 0), (1, 0), (1, 1), (2, 0)]
+
+
+def test_slices_that_log_different_figures_are_found_out():
+    _, _, session = make(workers=1, slices=2)
+    names = iter("ab")
+    with pytest.raises(ScriptError, match="every slice must log the same figures; slice 1 of step 0"):
+        loop(session, lambda step: None, lambda step, x, y: log_one(step, x, next(names)))
+
+
+def log_one(step, x, name):
+    step.backward(x.sum() * torch.ones((), requires_grad=True))
+    step.log(**{name: 1.0})

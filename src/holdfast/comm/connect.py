@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from holdfast.comm.base import Communicator
 from holdfast.comm.virtual import VirtualCommunicator
+from holdfast.errors import ConfigError
 
 
 def connect(fabric: str, workers: int, ranks: str) -> Communicator:
@@ -20,6 +21,9 @@ def connect(fabric: str, workers: int, ranks: str) -> Communicator:
     from holdfast.comm import ulfm
 
     numbers = [int(rank) for rank in ranks.split(",")] if ranks else None
+    if numbers is not None and numbers != sorted(set(numbers)):
+        msg = f"ranks must be ascending, each once, got {ranks}"
+        raise ConfigError(msg)
     if fabric == "ulfm" or (not fabric and ulfm.under_mpirun()):
         return ulfm.UlfmCommunicator(numbers)
     return VirtualCommunicator(workers if numbers is None else numbers)

@@ -31,6 +31,7 @@ class VirtualCommunicator:
         self._dead: set[int] = set()
         self._late: set[int] = set()
         self._completes = False
+        self._shared = False
         self._generation = 0
 
     @property
@@ -71,9 +72,6 @@ class VirtualCommunicator:
 
     def alltoall(self, send: torch.Tensor, out: torch.Tensor) -> None:
         """Copy, unless somebody is dead."""
-        # A training sum begins: whoever was behind has caught up by now.
-        if not self._dead:
-            self._late.clear()
         self._enter()
         out.copy_(send)
 
@@ -94,6 +92,7 @@ class VirtualCommunicator:
     def share_progress(self, progress: Progress) -> Mapping[int, Progress]:
         """Return the same for all, but one sum less for those whom the last sum did not reach."""
         self._enter()
+        self._shared = True
         if progress.completed == LOADING:
             return dict.fromkeys(self._members, progress)
         behind = dataclasses.replace(progress, completed=progress.completed - 1, computed=True)
@@ -105,7 +104,11 @@ class VirtualCommunicator:
 
     def agree(self, flag: bool) -> bool:
         """Return ``flag``, or False if somebody is dead."""
-        return flag and not self._dead
+        agreed = flag and not self._dead
+        if agreed and self._shared:  # everybody knows who was behind, and that all know: they catch up now
+            self._late.clear()
+            self._shared = False
+        return agreed
 
     def revoke(self) -> None:
         """Do nothing: nobody waits anywhere."""
@@ -119,6 +122,7 @@ class VirtualCommunicator:
         self._members = tuple(rank for rank in self._members if rank not in self._dead)
         self._late -= self._dead
         self._dead.clear()
+        self._shared = False
         self._generation += 1
         if not self._members:
             msg = "every worker has died"

@@ -85,9 +85,7 @@ class Attempt:
         for rank in ranks:
             for stale in (beacon_path(run_dir, rank), pair_path(run_dir, rank)):
                 stale.unlink(missing_ok=True)
-        self._process = start(
-            _command(job, len(ranks)), _environment(job, settings, places, len(ranks)), places.log_dir / "mpirun.log"
-        )
+        self._process = start(_command(job, len(ranks)), _environment(settings, places), places.log_dir / "mpirun.log")
 
     def is_running(self) -> bool:
         """Return whether mpirun, or the one process, is there."""
@@ -173,11 +171,10 @@ def mpirun_command(num_workers: int) -> list[str]:
     return [find_mpirun(), *_MPIRUN, *root, *mca, "-n", str(num_workers)]
 
 
-def _environment(job: Job, settings: Settings, places: Places, num_workers: int) -> dict[str, str]:
+def _environment(settings: Settings, places: Places) -> dict[str, str]:
     ours = {f"HOLDFAST_{field.name.upper()}" for field in dataclasses.fields(Settings)}
     env = {name: value for name, value in os.environ.items() if name not in ours and not name.startswith(_NESTED)}
-    processes = 1 if job.is_virtual else num_workers
-    env.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // processes)))
+    env.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does; a number that followed the workers would change bits
     env.setdefault("MASTER_PORT", str(_free_port()))
     if places.memory_dir is not None:
         for name in _MEMORY_VARIABLES:

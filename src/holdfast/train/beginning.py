@@ -9,6 +9,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import torch
+
 from holdfast.checkpoint import Loaded
 from holdfast.errors import CheckpointCorrupt, ConfigError
 from holdfast.train.ledger import Account
@@ -61,8 +63,8 @@ class Beginning:
     def save(self) -> None:
         """Write the tensors of the state before the step in progress; it does not count yet. The lead does it."""
         world = self._world
-        if not world.is_lead:
-            return
+        if not world.is_lead or self.belongs_to_later_loop:
+            return  # the checkpoint that was loaded holds more than this loop knows
         self._scribe.mark("checkpoint")
         state = {
             "replica": self._replica.state_dict(),
@@ -103,6 +105,7 @@ class Beginning:
                 msg = f"the checkpoint was made with order={info['order']}, and this run has {world.settings.order}"
                 raise ConfigError(msg)
             self._place.restore(info, loaded.state["ledger"], keep_slices=world.settings.slices > 0)
+            world.slices = self._place.plan.slices
             world.first_step_of_loop = info["first_step_of_loop"]
             world.totals = Account(**info["totals"])
         self._replica.load_state_dict(loaded.state["replica"])
@@ -115,7 +118,9 @@ class Beginning:
         high, low = comm.maximum((digest, ~digest))
         if high == ~low:
             return
-        for _, tensor in model_tensors(model):
-            whole = tensor.contiguous()
+        tensors = [tensor for _, tensor in model_tensors(model)]
+        staged = [tensor.clone(memory_format=torch.contiguous_format) for tensor in tensors]
+        for whole in staged:
             comm.broadcast(whole, comm.members[0])
+        for tensor, whole in zip(tensors, staged, strict=True):  # all or nothing: the giver may die half-way
             tensor.copy_(whole)

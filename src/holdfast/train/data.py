@@ -18,7 +18,7 @@ def fetch(dataset: Any, ids: Ids, collate: Any) -> Any:
         ids: Which samples.
         collate: Makes a batch of a list of samples; None takes torch's default.
     """
-    if collate is None and isinstance(dataset, TensorDataset):
+    if collate is None and type(dataset) is TensorDataset:  # a subclass may have a [] of its own
         index = torch.from_numpy(ids)
         return tuple(tensor[index] for tensor in dataset.tensors)
     many = getattr(dataset, "__getitems__", None)

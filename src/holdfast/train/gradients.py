@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from holdfast.checkpoint.format import tensor_bytes
 from holdfast.errors import ScriptError
 
 MAX_METRICS = 16
@@ -43,6 +44,19 @@ class Bucket:
     dtype: torch.dtype
     device: torch.device
 
+    @property
+    def gradients_end(self) -> int:
+        """Where the gradients end and the presences begin."""
+        return self.places[-1].start + self.places[-1].numel if self.places else 0
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What one slice gives: a flat vector a bucket, and views of where each gradient goes."""
+
+    flat: list[torch.Tensor]
+    views: list[list[torch.Tensor]]
+
 
 class Buckets:
     """The layout of everything that a step sums.
@@ -67,43 +81,38 @@ class Buckets:
             layouts.append(Bucket((), figures, 0, dtype, device))
         self.layouts: tuple[Bucket, ...] = tuple(layouts)
         self.parameters: tuple[nn.Parameter, ...] = tuple(p for _, p in named)
+        self._means: list[torch.Tensor] = []
+        self._gradients: list[list[torch.Tensor]] = []
 
     def __len__(self) -> int:
         """Return the number of buckets."""
         return len(self.layouts)
 
-    def new_terms(self) -> list[torch.Tensor]:
+    def new_terms(self) -> Terms:
         """Return room for what one slice gives to each bucket."""
-        return [torch.empty(b.length, dtype=b.dtype, device=b.device) for b in self.layouts]
+        flat = [torch.empty(b.length, dtype=b.dtype, device=b.device) for b in self.layouts]
+        return Terms(flat, [_views(b, term) for b, term in zip(self.layouts, flat, strict=True)])
 
-    def collect(self, terms: Sequence[torch.Tensor]) -> None:
-        """Move the gradients of a slice out of the parameters into ``terms``.
+    def collect(self, terms: Terms) -> None:
+        """Copy the gradients of a slice into ``terms`` and drop them from the parameters.
 
         Raises:
             ScriptError: if a gradient is sparse.
         """
-        for bucket, term in zip(self.layouts, terms, strict=True):
-            given = [place for place in bucket.places if place.parameter.grad is not None]
-            if len(given) < len(bucket.places):
-                term[: bucket.figures_at or bucket.length].fill_(_NOTHING)
-            targets, grads = [], []
-            for place in given:
-                grad = place.parameter.grad
-                assert grad is not None
-                if grad.is_sparse:
-                    msg = (
-                        f"the gradient of {place.name} is sparse; only dense gradients can be summed: use sparse=False"
-                    )
-                    raise ScriptError(msg)
-                targets.append(term[place.start : place.start + place.numel].view_as(grad))
-                grads.append(grad)
-                place.parameter.grad = None
+        for bucket, term, views in zip(self.layouts, terms.flat, terms.views, strict=True):
+            grads = [place.parameter.grad for place in bucket.places]
+            if bucket.places and all(grad is not None for grad in grads):
+                term[bucket.places[0].presence : bucket.places[-1].presence + 1] = 1.0
+            else:
+                term[: bucket.figures_at].fill_(_NOTHING)
+                for place in bucket.places:
+                    if place.parameter.grad is not None:
+                        term[place.presence] = 1.0
+            _check_dense(bucket, grads)
+            given = [(view, grad) for view, grad in zip(views, grads, strict=True) if grad is not None]
             if given:
-                torch._foreach_copy_(targets, grads)
-                presences = [place.presence for place in given]
-                term[presences[0] : presences[-1] + 1].index_fill_(
-                    0, torch.tensor([p - presences[0] for p in presences], device=term.device), 1.0
-                )
+                torch._foreach_copy_([view for view, _ in given], [grad for _, grad in given])
+        self.clear()
 
     def put_figures(self, term: torch.Tensor, metrics: Mapping[str, torch.Tensor | float], samples: int) -> None:
         """Write what a slice logged, and its buffers, behind the gradients of the last bucket.
@@ -144,21 +153,21 @@ class Buckets:
     def give_gradients(self, results: Sequence[torch.Tensor], samples: Sequence[int]) -> None:
         """Set every parameter's ``.grad`` to the mean over the samples.
 
-        The gradients are private copies: clipping and unscaling may write them.
+        The gradients are private copies, which clipping and unscaling may write; they last until the next call.
 
         Args:
             results: The sum of each bucket.
             samples: What to divide each by.
         """
-        for bucket, result, size in zip(self.layouts, results, samples, strict=True):
+        if not self._means:
+            self._means = [torch.empty(b.gradients_end, dtype=b.dtype, device=b.device) for b in self.layouts]
+            self._gradients = [_views(b, mean) for b, mean in zip(self.layouts, self._means, strict=True)]
+        for i, (bucket, result, size) in enumerate(zip(self.layouts, results, samples, strict=True)):
             if not bucket.places:
                 continue
-            end = bucket.places[-1].start + bucket.places[-1].numel
-            mean = result[:end] / size
-            first = bucket.places[0].presence
-            present = result[first : first + len(bucket.places)].tolist()
-            for place, times in zip(bucket.places, present, strict=True):
-                gradient = mean[place.start : place.start + place.numel].view_as(place.parameter)
+            torch.div(result[: bucket.gradients_end], size, out=self._means[i])
+            present = result[bucket.places[0].presence : bucket.places[-1].presence + 1].tolist()
+            for place, gradient, times in zip(bucket.places, self._gradients[i], present, strict=True):
                 place.parameter.grad = gradient if times > 0 else None
 
     def take_buffers(self, result: torch.Tensor, num_slices: int) -> None:
@@ -180,42 +189,60 @@ class StepBuffers:
     """The model's buffers during a step: every slice starts from the step's beginning.
 
     Floating-point buffers end as the mean of what the slices made of them, integer ones advance by the mean change,
-    rounded (``num_batches_tracked``: by one). A buffer that no slice changed keeps its bits.
+    rounded (``num_batches_tracked``: by one). A buffer that no slice changed keeps its bits. Large buffers (masks,
+    tables) are taken for constants, because sending them with every slice would cost more than the step.
 
     Args:
         model: Whose buffers.
     """
 
+    MAX_NUMEL = 1 << 16
+    """A larger buffer must not be changed by a forward pass."""
+
     def __init__(self, model: nn.Module) -> None:
-        self._buffers = [b for b in model.buffers() if b.numel()]
-        self._start = [b.detach().clone() for b in self._buffers]
-        self.dtype = torch.float64 if any(b.dtype == torch.float64 for b in self._buffers) else torch.float32
-        self.numel = sum(b.numel() + 1 for b in self._buffers)
+        found = {
+            id(buffer): (f"{path}.{name}".lstrip("."), module, name, buffer)
+            for path, module in model.named_modules()
+            for name, buffer in module.named_buffers(recurse=False)
+            if buffer.numel()
+        }
+        self._places = [(module, name, b) for _, module, name, b in found.values() if b.numel() <= self.MAX_NUMEL]
+        self._constants = [place for place in found.values() if place[3].numel() > self.MAX_NUMEL]
+        self._versions = [buffer._version for *_, buffer in self._constants]
+        self._start = [b.detach().clone() for *_, b in self._places]
+        self.dtype = torch.float64 if any(b.dtype == torch.float64 for *_, b in self._places) else torch.float32
+        self.numel = sum(b.numel() + 1 for *_, b in self._places)
 
     def begin_step(self) -> None:
         """Remember where the step begins."""
-        for start, buffer in zip(self._start, self._buffers, strict=True):
+        for start, buffer in zip(self._start, self._collected(), strict=True):
             start.copy_(buffer)
+        self._versions = [buffer._version for *_, buffer in self._constants]
 
     def rewind(self) -> None:
         """Go back to the beginning of the step."""
-        for start, buffer in zip(self._start, self._buffers, strict=True):
+        for start, buffer in zip(self._start, self._collected(), strict=True):
             buffer.copy_(start)
 
     def give(self, figures: torch.Tensor) -> None:
-        """Write what a slice made of the buffers, each with a flag that says whether it changed it."""
+        """Write what a slice made of the buffers, each with a flag that says whether it changed it.
+
+        Raises:
+            ScriptError: if a forward pass changed a buffer that is taken for a constant.
+        """
+        self._check_constants()
         at = 0
-        for start, buffer in zip(self._start, self._buffers, strict=True):
-            value = buffer if buffer.is_floating_point() else buffer.to(self.dtype) - start.to(self.dtype)
+        for start, buffer in zip(self._start, self._collected(), strict=True):
+            value = buffer if buffer.is_floating_point() else buffer.long() - start.long()
             figures[at : at + buffer.numel()].copy_(value.reshape(-1))
             at += buffer.numel()
-            figures[at] = _NOTHING if torch.equal(buffer, start) else 1.0
+            figures[at] = _NOTHING if _same_bits(buffer, start) else 1.0
             at += 1
 
     def take(self, figures: torch.Tensor, num_slices: int) -> None:
         """Set the buffers from the sum of what ``num_slices`` slices gave."""
         at = 0
-        for start, buffer in zip(self._start, self._buffers, strict=True):
+        for start, buffer in zip(self._start, self._collected(), strict=True):
             mean = (figures[at : at + buffer.numel()] / num_slices).view_as(buffer)
             at += buffer.numel()
             changed = figures[at].item() > 0
@@ -225,7 +252,41 @@ class StepBuffers:
             elif buffer.is_floating_point():
                 buffer.copy_(mean)
             else:
-                buffer.copy_(start + mean.round().to(buffer.dtype))
+                buffer.copy_(start.long() + mean.round().long())
+
+    def _collected(self) -> list[torch.Tensor]:
+        """Return the buffers; one that the forward pass replaced by a new tensor is moved into the old one."""
+        for module, name, buffer in self._places:
+            now = module._buffers[name]
+            if now is not buffer and now is not None:
+                buffer.copy_(now.detach())
+                module._buffers[name] = buffer
+        return [buffer for *_, buffer in self._places]
+
+    def _check_constants(self) -> None:
+        for (path, module, name, buffer), version in zip(self._constants, self._versions, strict=True):
+            if module._buffers[name] is not buffer or buffer._version != version:
+                msg = (
+                    f"the forward pass changed the buffer {path} of {buffer.numel()} numbers; buffers of more than "
+                    f"{self.MAX_NUMEL} must stay constant during a step, because they are not averaged"
+                )
+                raise ScriptError(msg)
+
+
+def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Compare bit by bit: a NaN equals itself, and the signs of zeros count."""
+    return tensor_bytes(a.detach().cpu().contiguous()) == tensor_bytes(b.cpu())
+
+
+def _views(bucket: Bucket, flat: torch.Tensor) -> list[torch.Tensor]:
+    return [flat[p.start : p.start + p.numel].view(p.parameter.shape) for p in bucket.places]
+
+
+def _check_dense(bucket: Bucket, grads: Sequence[torch.Tensor | None]) -> None:
+    for place, grad in zip(bucket.places, grads, strict=True):
+        if grad is not None and grad.is_sparse:
+            msg = f"the gradient of {place.name} is sparse; only dense gradients can be summed: use sparse=False"
+            raise ScriptError(msg)
 
 
 def _slots(names: Mapping[str, object]) -> list[str]:

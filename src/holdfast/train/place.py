@@ -6,11 +6,13 @@ import dataclasses
 from collections.abc import Collection, Sequence
 from typing import Any
 
+import numpy as np
+
 from holdfast.errors import ConfigError
 from holdfast.train.batches import Batches, Cursor, MiniBatch, Plan
 from holdfast.train.ledger import Account, Ledger
 
-_MUST_NOT_CHANGE = ("slices", "seed", "batch_size", "num_samples")
+_MUST_NOT_CHANGE = ("slices", "seed", "batch_size", "num_samples", "shuffle", "drop_last")
 
 
 class Place:
@@ -37,8 +39,7 @@ class Place:
     def commit(self, batch: MiniBatch, lost: Collection[int]) -> int:
         """Count ``batch`` as committed but for the slices that were ``lost``; return how many samples are in."""
         committed = [batch.slices[number] for number in batch.owners if number not in lost]
-        for ids in committed:
-            self._ledger.commit(batch.epoch, ids)
+        self._ledger.commit(batch.epoch, np.concatenate([*committed, batch.ids[:0]]))
         self._cursor = batch.after
         return sum(map(len, committed))
 

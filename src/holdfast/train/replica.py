@@ -10,7 +10,7 @@ from torch import nn
 
 from holdfast.errors import CheckpointError, ConfigError
 from holdfast.train.batches import MiniBatch
-from holdfast.train.gradients import Buckets
+from holdfast.train.gradients import Buckets, Terms
 from holdfast.train.state import clone
 
 
@@ -65,8 +65,8 @@ class Replica:
         self._clip_grad_norm = clip_grad_norm
         self.registered: dict[str, Stateful] = {}
         self.buckets = Buckets(model, bucket_bytes)
-        self._room: list[list[torch.Tensor]] = []
-        self.terms: dict[int, list[torch.Tensor]] = {}
+        self._room: list[Terms] = []
+        self.terms: dict[int, Terms] = {}
         self.sums: list[torch.Tensor] = []
         self.summed_slices: list[tuple[int, ...]] = []
         self._before: dict[str, Any] = {}
@@ -120,7 +120,7 @@ class Replica:
         """Take gradients, buffers and figures of the slice away, as its term of the sums."""
         terms = self._room.pop() if self._room else self.buckets.new_terms()
         self.buckets.collect(terms)
-        self.buckets.put_figures(terms[-1], metrics, samples)
+        self.buckets.put_figures(terms.flat[-1], metrics, samples)
         self.terms[number] = terms
 
     def add_sum(self, result: torch.Tensor, slices: Sequence[int]) -> None:
@@ -171,7 +171,8 @@ class Replica:
         if self._scheduler is None or (self._schedule == "epoch" and not epoch_ended):
             return
         if isinstance(self._scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
-            self._scheduler.step(metrics["loss"])
+            if "loss" in metrics:  # not when forward lost every slice of the step
+                self._scheduler.step(metrics["loss"])
         else:
             self._scheduler.step()
 
@@ -179,7 +180,7 @@ class Replica:
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything that a checkpoint must hold, not copied."""
-        return {name: thing.state_dict() for name, thing in self._parts().items()}
+        return {name: thing.state_dict() for name, thing in self._parts().items()} | {"transient": self._transient()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go back to a state.
@@ -188,7 +189,8 @@ class Replica:
             CheckpointError: if the state is of other parts than this replica has.
         """
         parts = self._parts()
-        if parts.keys() != state.keys():
+        transient = self._transient()
+        if parts.keys() | {"transient"} != state.keys() or transient.keys() != state["transient"].keys():
             msg = f"the checkpoint holds {', '.join(sorted(state))}; this session has {', '.join(sorted(parts))}"
             raise CheckpointError(msg)
         for name, thing in parts.items():
@@ -197,6 +199,14 @@ class Replica:
             except (RuntimeError, ValueError, KeyError) as error:
                 msg = f"the checkpoint's {name} does not fit this session's: {error}"
                 raise CheckpointError(msg) from error
+
+        for name, buffer in transient.items():
+            buffer.copy_(state["transient"][name])
+
+    def _transient(self) -> dict[str, torch.Tensor]:
+        """Return the buffers that ``state_dict`` leaves out, because the model calls them not persistent."""
+        kept = self.model.state_dict().keys()
+        return {name: buffer for name, buffer in self.model.named_buffers() if name not in kept}
 
     def _parts(self) -> dict[str, Stateful]:
         parts: dict[str, Any] = {"model": self.model, "optimizer": self.optimizer}

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from holdfast.comm import OrderedSum
-from holdfast.errors import InternalError, PeerFailed, ReplicasDiffer, TooFewWorkers
+from holdfast.errors import InternalError, PeerFailed, ReplicasDiffer, ScriptError, TooFewWorkers
 from holdfast.events import (
     ActDone,
     Action,
@@ -91,7 +91,7 @@ class Run:
         self._place = Place(plan)
         self._beginning = Beginning(world, replica, self._place, self._scribe)
         self._batch: MiniBatch | None = None
-        self._attempts = (world.step, 0)
+        self._attempts = (-1, 0)
         self._names: dict[str, None] = {}
         self._heard = 0
         self._outcome = "done"
@@ -177,6 +177,9 @@ class Run:
     # -- a step
 
     def _next_batch(self, step: int) -> MiniBatch | None:
+        if step != self._world.step:
+            msg = f"step {step} was ordered where step {self._world.step} is next"
+            raise InternalError(msg)
         self._announce()
         self._note_recovery()
         batch = self._place.next_batch(step, self._world.comm.members)
@@ -199,6 +202,7 @@ class Run:
         for rank in self._world.comm.here:
             self._world.faults.reach("forward", batch.step, rank)
         mine = [number for number, rank in batch.owners.items() if rank in self._world.comm.here]
+        self.between_slices(batch)
         return Step(self, batch, mine, self._attempts[1])
 
     def begin_slice(self, batch: MiniBatch, number: int) -> Any:
@@ -220,8 +224,15 @@ class Run:
 
     def end_slice(self, batch: MiniBatch, number: int, metrics: dict[str, torch.Tensor | float]) -> None:
         """Take the gradients away."""
+        if self._replica.terms and metrics.keys() != self._names.keys():
+            msg = f"every slice must log the same figures; slice {number} of step {batch.step} logged {', '.join(metrics)}, the one before {', '.join(self._names)}"
+            raise ScriptError(msg)
         self._names = dict.fromkeys(metrics)
         self._replica.end_slice(number, metrics, len(batch.slices[number]))
+
+    def between_slices(self, batch: MiniBatch) -> None:
+        """Make what the script draws outside the slices independent of the slices that were computed here."""
+        seed_slice(self._place.plan.seed, batch.step, -1)
 
     def ask_to_stop(self) -> None:
         """Remember that training ends with this step."""
@@ -234,7 +245,7 @@ class Run:
         owners = {number: rank for number, rank in batch.owners.items() if rank in members}
         layout = replica.buckets.layouts[bucket]
         result = self._sum(
-            {number: terms[bucket] for number, terms in replica.terms.items()},
+            {number: terms.flat[bucket] for number, terms in replica.terms.items()},
             owners,
             length=layout.length,
             dtype=layout.dtype,
@@ -296,6 +307,9 @@ class Run:
             self._recovery.redone_steps = int(self._batch is not None)
         if self._batch is not None:
             self._replica.discard_step()
+            # A script that asked to stop will ask again; whoever heard it of a closed step has no step in progress.
+            self._world.asked &= ~STOP
+            self._heard &= ~STOP
         self._batch = None
         return ActDone()
 
@@ -330,7 +344,8 @@ class Run:
         world = self._world
         reached = world.step + int(self._batch is not None)
         self._discard()
-        self._heard &= LEAVE  # a script that asked to stop will ask again
+        self._world.asked &= ~STOP
+        self._heard &= ~STOP  # a script that asked to stop will ask again
         self._beginning.load(trained=self._announced)
         if self._recovery is not None:
             self._recovery.decision = "load"

@@ -42,7 +42,7 @@ class Session:
                 step.backward(F.cross_entropy(model(x), y))
 
     Making one stores what it is given. The first call of :meth:`steps` connects to the other workers and makes all
-    replicas equal (the lowest worker's counts). Under ``python train.py`` there is one worker.
+    models equal (the lowest worker's counts). Under ``python train.py`` there is one worker.
 
     Args:
         model: Replicated at every worker. Its parameters, and which of them are trained, must not change later.
@@ -139,6 +139,11 @@ class Session:
         self.check_finished()
         world = self._connect()
         plan = self._plan(world, len(dataset), batch_size, epochs, shuffle=shuffle, drop_last=drop_last)
+        if not plan.epoch_samples:
+            msg = (
+                f"drop_last leaves nothing: batch_size must be at most len(dataset) ({len(dataset)}), got {batch_size}"
+            )
+            raise ConfigError(msg)
         self._check_faults(world, plan)
         return self._train(world, plan, dataset, collate)
 
@@ -225,8 +230,13 @@ class Session:
             faults=NoFaults(),
             keeper=Keeper(settings.checkpoint_dir, settings.checkpoint_every),
             first_members=comm.members,
+            slices=settings.slices or len(comm.members),
         )
-        if not settings.run_dir and not isinstance(comm, VirtualCommunicator):
+        real = not isinstance(comm, VirtualCommunicator)
+        if real and any(p.device.type != "cpu" for p in self._replica.model.parameters()):
+            msg = "the ulfm fabric sums tensors in the memory of the CPU; the model is on another device: move it to 'cpu'"
+            raise ConfigError(msg)
+        if real and not settings.run_dir:
             exits.end_so_that_others_notice(self.check_finished)
         if settings.faults:
             world.faults = self._make_faults(world)
@@ -268,7 +278,7 @@ class Session:
             seed=settings.seed,
             shuffle=shuffle,
             drop_last=drop_last,
-            slices=settings.slices or len(world.first_members),
+            slices=world.slices,
             world=world.first_members,
             split=settings.split,
             batch=settings.batch,

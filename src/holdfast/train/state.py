@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import struct
 from collections.abc import Iterator, Mapping
@@ -82,11 +83,5 @@ class RotatingDigest:
 
 
 def clone(value: Any) -> Any:
-    """Return a deep copy of a ``state_dict``-like tree; tensors are copied, not shared."""
-    if isinstance(value, torch.Tensor):
-        return value.detach().clone()
-    if isinstance(value, Mapping):
-        return {key: clone(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(clone(item) for item in value)
-    return value
+    """Return a deep copy of a ``state_dict``: nothing in it is shared with what goes on changing."""
+    return copy.deepcopy(value)

@@ -26,6 +26,10 @@ class SliceWork(Protocol):
         """Take the gradients away."""
         ...
 
+    def between_slices(self, batch: MiniBatch) -> None:
+        """Prepare what the script does outside the slices."""
+        ...
+
     def ask_to_stop(self) -> None:
         """Remember that training ends with this step."""
         ...
@@ -69,7 +73,7 @@ class Step:
 
     @property
     def attempt(self) -> int:
-        """0, or how often this step was taken back before."""
+        """0, or how often in a row this step was begun before."""
         return self._attempt
 
     def __iter__(self) -> Iterator[Any]:
@@ -87,6 +91,7 @@ class Step:
             self._work.end_slice(self._batch, number, self._metrics)
             self._pending.pop(0)
             self._current = -1
+        self._work.between_slices(self._batch)
 
     def backward(self, loss: torch.Tensor) -> None:
         """Compute the gradients of the slice that was yielded last, and log the loss.

@@ -38,6 +38,7 @@ class World:
         loop: Number of training loops before this one.
         asked: Flags that this worker wants in the next closing sum.
         metrics: Of the last committed step.
+        slices: Pieces of a mini-batch, fixed for the job.
         first_step_of_loop: Steps committed before this loop.
         loaded: A checkpoint of a later loop than this one: the loops before it are left out.
         finished: The ``Finished`` records of the last loop.
@@ -52,6 +53,7 @@ class World:
     faults: Injector
     keeper: Keeper
     first_members: tuple[int, ...]
+    slices: int
     step: int = 0
     epoch: int = 0
     loop: int = 0
