@@ -286,7 +286,7 @@ class RunStarted(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepCommitted(Record):
-    """The optimizer ran for ``step``. Written by the lowest worker alive.
+    """The optimizer ran for ``step``. Written by the lowest worker alive; a new lowest one writes its last again.
 
     Args:
         samples: Samples whose gradients are in the step.
@@ -344,7 +344,7 @@ class Recovered(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplesLost(Record):
-    """``forward`` went on without these samples. Written by the lowest worker alive.
+    """``forward`` went on without these samples. Written together with :class:`StepCommitted`.
 
     Args:
         ids: The samples, by index in the dataset.

@@ -118,6 +118,12 @@ def run(
         log_dir=log_dir,
         report_dir=report or last_report,
     )
+    if (
+        settings.resume
+        and settings.checkpoint_dir
+        and not any(Path(settings.checkpoint_dir).glob("step-*/manifest.json"))
+    ):
+        print(f"holdfast: no checkpoint in {settings.checkpoint_dir}: training starts at step 0", file=sys.stderr)
     outcome = launch(job, make_view(sys.stderr if as_json else sys.stdout))
     _show(outcome, job.report_dir, as_json=as_json)
     return outcome.exit_code

@@ -49,13 +49,16 @@ class Places:
     @classmethod
     def make(cls, log_dir: Path | None) -> Self:
         """Make them; the log folder inside the run folder if None is given."""
-        run_dir = Path(tempfile.mkdtemp(prefix="holdfast-"))
         memory = Path("/dev/shm")  # noqa: S108 - a folder of our own is made in it
         usable = os.access(memory, os.W_OK)
+        prefix = f"holdfast-{os.getpid()}-"
+        for parent in (Path(tempfile.gettempdir()), *([memory] if usable else [])):
+            _sweep(parent)
+        run_dir = Path(tempfile.mkdtemp(prefix=prefix))
         places = cls(
             run_dir=run_dir,
             log_dir=log_dir or run_dir / "logs",
-            memory_dir=Path(tempfile.mkdtemp(prefix=f"holdfast-{os.getpid()}-", dir=memory)) if usable else None,
+            memory_dir=Path(tempfile.mkdtemp(prefix=prefix, dir=memory)) if usable else None,
         )
         places.log_dir.mkdir(parents=True, exist_ok=True)
         for old in (*places.log_dir.glob("rank-*.log"), places.log_dir / "mpirun.log"):
@@ -67,6 +70,14 @@ class Places:
         shutil.rmtree(self.run_dir, ignore_errors=True)
         if self.memory_dir is not None:
             shutil.rmtree(self.memory_dir, ignore_errors=True)
+
+
+def _sweep(parent: Path) -> None:
+    """Remove what launchers left there that were killed: folders of ours that name a process which is gone."""
+    for folder in parent.glob("holdfast-*-*"):
+        number = folder.name.split("-")[1]
+        if number.isdigit() and not Path("/proc", number).exists() and folder.stat().st_uid == os.getuid():
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 class Attempt:

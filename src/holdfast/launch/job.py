@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import math
 import os
 import shlex
 import shutil
@@ -52,8 +53,8 @@ class Job:
 
     @property
     def slices(self) -> int:
-        """Slices of a mini-batch, the same for the whole job."""
-        return self.settings.slices or self.settings.workers
+        """Slices of a mini-batch, the same for the whole job; 0 leaves it to the checkpoint that is resumed."""
+        return self.settings.slices or (0 if self.settings.resume else self.settings.workers)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,6 +91,14 @@ def check(job: Job) -> None:
         _refuse(f"--min-workers must be at most the number of workers ({settings.workers}), got {settings.min_workers}")
     if settings.resume and not settings.checkpoint_dir:
         _refuse("--resume needs --checkpoint-dir: where are the checkpoints to go on from?")
+    if settings.checkpoint_every and not settings.checkpoint_dir:
+        _refuse("--checkpoint-every needs --checkpoint-dir: where are the checkpoints to go?")
+    if (
+        settings.checkpoint_dir
+        and Path(settings.checkpoint_dir).exists()
+        and not Path(settings.checkpoint_dir).is_dir()
+    ):
+        _refuse(f"--checkpoint-dir must be a folder, and {settings.checkpoint_dir} is a file")
     if settings.strategy == "restart" and not settings.checkpoint_dir:
         _refuse("--strategy restart needs --checkpoint-dir: it goes back to the newest checkpoint after every failure")
     _check_amounts(job)
@@ -108,8 +117,8 @@ def _check_amounts(job: Job) -> None:
         _refuse(f"--stall-timeout must be more than 0 seconds, got {job.stall_timeout_s:g}")
     if job.mtbf_s and job.is_virtual:
         _refuse("--mtbf kills processes, and with --fabric virtual all workers are one; use --inject, or --fabric ulfm")
-    if not job.mtbf_s >= 0:
-        _refuse(f"--mtbf must be more than 0 seconds, got {job.mtbf_s:g}")
+    if not 0 <= job.mtbf_s < math.inf:
+        _refuse(f"--mtbf must be more than 0 seconds and finite, got {job.mtbf_s:g}")
 
 
 def check_plan(settings: Settings) -> None:

@@ -145,6 +145,8 @@ class Judge:
     def _note_death(self, death: WorkerEnded, position: Position | None) -> None:
         if position is None or position.phase not in _COMPUTING:
             return  # Open MPI may crash survivors while they recover: that says nothing about the samples
+        if position.slice < 0:
+            return
         if self._poison and _place(self._poison[-1][1]) != _place(position):
             self._poison = []
         self._poison.append((death, position))

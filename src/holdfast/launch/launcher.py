@@ -143,12 +143,17 @@ class Launcher:
             given,
             workers=len(ranks),
             ranks=",".join(map(str, ranks)) if again else "",
-            slices=self._job.slices,
+            slices=self._slices(),
             resume=given.resume or (again and bool(given.checkpoint_dir)),
             faults=self._plan.without(fired).to_json() if self._plan.faults else "",
             run_dir=str(self._places.run_dir),
             origin_s=self._origin_s,
         )
+
+    def _slices(self) -> int:
+        """Return the slices of the job: what it began with, once it has begun."""
+        began = (r for r in read_run(self._places.run_dir) if isinstance(r, RunStarted))
+        return next((record.slices for record in began), self._job.slices)
 
     def _restart(self, lost: Lost, ranks: tuple[int, ...]) -> Verdict | None:
         """Get ready to start again on ``ranks``; the verdict if that is not allowed."""
@@ -290,7 +295,7 @@ class Launcher:
     def _finish(self, verdict: Verdict) -> Outcome:
         from holdfast.launch.results import write_results
 
-        if isinstance(verdict, Broken) and verdict.rank >= 0:
+        if isinstance(verdict, Broken):
             self._note(_unsaid(verdict, self._clock.now_s()))
         exit_code, message, traceback = self._explain(verdict)
         records = read_run(self._places.run_dir)

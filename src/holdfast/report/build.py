@@ -60,8 +60,11 @@ def build_report(
         "faults_not_fired": list(faults_not_fired),
         "samples": _samples(history, finished),
         "lost": [
-            {"step": r.step, "epoch": r.epoch, "ids": list(r.ids), "buckets": list(r.buckets)}
-            for r in history.of(SamplesLost)
+            {"step": step, "epoch": epoch, "ids": list(ids), "buckets": list(buckets)}
+            for step, epoch, ids, buckets in dict.fromkeys(
+                (r.step, r.epoch, r.ids, r.buckets)
+                for r in history.of(SamplesLost)  # a new lowest worker says it again
+            )
         ],
         "replicas": _replicas(finished),
         "metrics": _metrics(history, finished),

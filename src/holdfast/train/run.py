@@ -284,10 +284,9 @@ class Run:
         world.metrics = replica.apply(batch, world.settings.rescale, list(self._names))
         samples = self._place.commit(batch, lost)
         self._batch, world.step = None, step + 1
-        if world.is_lead:
-            self._scribe.committed(batch, samples, workers, lost)
-            if world.keeper.is_due(world.step):
-                self._beginning.save()
+        self._scribe.committed(batch, samples, workers, lost)
+        if world.keeper.is_due(world.step):
+            self._beginning.save()
 
     def _in_progress(self) -> MiniBatch:
         assert self._batch is not None, "no step is in progress"

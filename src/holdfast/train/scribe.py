@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from typing import Any
 
+from holdfast.comm import VirtualCommunicator
 from holdfast.events import (
     CheckpointSaved,
     FailureSeen,
     Finished,
+    Record,
     Recovered,
     RunStarted,
     SamplesLost,
@@ -30,6 +33,7 @@ class Scribe:
     def __init__(self, world: World) -> None:
         self._world = world
         self._phase = "start"
+        self._last_step: list[Record] = []
 
     def mark(self, phase: str) -> None:
         """Say where this worker is."""
@@ -44,7 +48,7 @@ class Scribe:
                 t_s=world.clock.now_s(),
                 rank=world.comm.here[0],
                 step=world.step,
-                fabric="ulfm" if len(world.comm.processes) == len(world.comm.members) > 1 else "virtual",
+                fabric="virtual" if isinstance(world.comm, VirtualCommunicator) else "ulfm",
                 strategy=settings.strategy,
                 seed=plan.seed,
                 workers=len(world.comm.members),
@@ -61,25 +65,31 @@ class Scribe:
         )
 
     def committed(self, batch: MiniBatch, samples: int, workers: int, lost: dict[int, tuple[int, ...]]) -> None:
-        """The optimizer ran; ``lost`` holds, by slice, the buckets it is missing from. The lead writes it."""
+        """The optimizer ran; ``lost`` holds, by slice, the buckets it is missing from."""
         world = self._world
-        now_s, rank = world.clock.now_s(), world.comm.members[0]
-        world.recorder.write(
-            StepCommitted(
-                t_s=now_s,
-                rank=rank,
-                step=batch.step,
-                epoch=batch.epoch,
-                samples=samples,
-                workers=workers,
-                metrics=world.metrics,
-            )
-        )
-        for number, buckets in lost.items():
-            ids = tuple(int(i) for i in batch.slices[number])
-            world.recorder.write(
-                SamplesLost(t_s=now_s, rank=rank, step=batch.step, epoch=batch.epoch, ids=ids, buckets=buckets)
-            )
+        place: dict[str, Any] = {
+            "t_s": world.clock.now_s(),
+            "rank": min(world.comm.here),
+            "step": batch.step,
+            "epoch": batch.epoch,
+        }
+        self._last_step = [
+            StepCommitted(**place, samples=samples, workers=workers, metrics=world.metrics),
+            *(
+                SamplesLost(**place, ids=tuple(int(i) for i in batch.slices[number]), buckets=buckets)
+                for number, buckets in lost.items()
+            ),
+        ]
+        self._write_last_step()
+
+    def _write_last_step(self) -> None:
+        if self._world.is_lead:
+            self._write(self._last_step)
+            self._last_step = []
+
+    def _write(self, records: Sequence[Record]) -> None:
+        for record in records:
+            self._world.recorder.write(record)
 
     def failure_seen(self) -> None:
         """A collective failed, in the phase that was marked last."""
@@ -92,6 +102,7 @@ class Scribe:
         """The survivors go on."""
         world, members = self._world, self._world.comm.members
         lost = tuple(r for r in before if r not in members)
+        self._write_last_step()  # the one who should have may have died just before
         for rank in world.comm.here:
             world.recorder.write(
                 Recovered(
@@ -141,8 +152,7 @@ class Scribe:
             )
             for rank in world.comm.here
         ]
-        for record in world.finished:
-            world.recorder.write(record)
+        self._write(world.finished)
 
     def say(self, text: str) -> None:
         """Tell the user; under the launcher the records do."""

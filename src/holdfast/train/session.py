@@ -237,7 +237,7 @@ class Session:
             msg = "the ulfm fabric sums tensors in the memory of the CPU; the model is on another device: move it to 'cpu'"
             raise ConfigError(msg)
         if real and not settings.run_dir:
-            exits.end_so_that_others_notice(self.check_finished)
+            exits.end_job_on_errors(self.check_finished)
         if settings.faults:
             world.faults = self._make_faults(world)
             points.arm(lambda name: _reach_point(world, name))
