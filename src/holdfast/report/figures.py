@@ -138,7 +138,7 @@ def _draw_plane(axes: Axes, spots: Sequence[tuple[float, float]]) -> None:
     # Below a few percent it is the machine that speaks, not the strategy: do not blow that up to a picture.
     wide, high = max(max(xs) - min(xs), 5.0), max(max(ys) - min(ys), 0.5)
     axes.set_xlim(min(xs) - 0.06 * wide, min(xs) + 1.2 * wide)
-    axes.set_ylim(min(ys) - 0.12 * high, min(ys) + 1.15 * high)
+    axes.set_ylim(min(ys) - 0.2 * high, min(ys) + 1.15 * high)
     axes.axhline(0, color=style.FAINT, linewidth=0.8, zorder=1)
     axes.axvline(0, color=style.FAINT, linewidth=0.8, zorder=1)
     axes.grid(color=style.LINE, linewidth=0.8)
