@@ -27,25 +27,3 @@ class SystemClock:
     def now_s(self) -> float:
         """Return the seconds since the origin."""
         return time.monotonic() - self._origin_s
-
-
-class VirtualClock:
-    """Time that stands still until somebody moves it."""
-
-    def __init__(self, start_s: float = 0.0) -> None:
-        self._now_s = start_s
-
-    def now_s(self) -> float:
-        """Return the seconds that the clock was moved to."""
-        return self._now_s
-
-    def advance(self, seconds: float) -> None:
-        """Move the clock forward.
-
-        Raises:
-            ValueError: if ``seconds`` is negative.
-        """
-        if seconds < 0:
-            msg = f"seconds must be at least 0, got {seconds}"
-            raise ValueError(msg)
-        self._now_s += seconds

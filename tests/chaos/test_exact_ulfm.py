@@ -107,6 +107,15 @@ def test_a_sample_that_kills_whoever_reads_it_stops_the_job_and_is_named(tmp_pat
     assert last.endswith("75, 76, 77, 78, 79")
     assert list(exit_codes(report).values()).count(-9) >= 3
     assert report["steps"] == 1
+    assert "slice 7 of step 1" in report["error"]["message"], "the report says why, too"
+
+
+def test_a_script_that_raises_is_reported_once(tmp_path):
+    report = run_report(tmp_path, "-n", 3, SCRIPT, "mlp", "sgd", "--raise-at", 3, exit_code=1)
+
+    assert report["_stderr"].strip().splitlines()[-1] == "ValueError: the script has a bug"
+    assert report["error"]["message"] == "ValueError: the script has a bug"
+    assert [e["rank"] for e in report["_events"] if e["event"] == "ScriptFailed"] == [0]
 
 
 def test_too_few_workers_stop_and_the_printed_command_goes_on(tmp_path):

@@ -295,7 +295,7 @@ class Launcher:
     def _finish(self, verdict: Verdict) -> Outcome:
         from holdfast.launch.results import write_results
 
-        if isinstance(verdict, Broken):
+        if isinstance(verdict, Broken) and not self._tracebacks:
             self._note(_unsaid(verdict, self._clock.now_s()))
         exit_code, message, traceback = self._explain(verdict)
         records = read_run(self._places.run_dir)
@@ -373,7 +373,7 @@ class Kills:
 
 
 def _unsaid(broken: Broken, now_s: float) -> ScriptFailed:
-    """Return the record that a script which ended without a word did not write."""
+    """Return the record of why the run broke, where no worker has written one."""
     return ScriptFailed(
         t_s=now_s, rank=broken.rank, step=broken.step, exit_code=1, message=broken.message, traceback=""
     )

@@ -111,10 +111,6 @@ class Plan:
             return order_of(self.seed, epoch, self.num_samples)
         return np.arange(self.num_samples, dtype=np.int64)
 
-    def planned_until(self, cursor: Cursor) -> int:
-        """Return how many samples the plan holds before ``cursor``."""
-        return (cursor.epoch - self.first_epoch) * self.epoch_samples + cursor.offset
-
 
 class Batches:
     """Cuts mini-batches from a plan; keeps the order of one epoch.
