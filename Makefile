@@ -3,17 +3,21 @@
 VENV   := .venv
 PY     := $(VENV)/bin/python
 READY  := $(VENV)/.ready
+PEERS  := .venv-peers
+PEERS_READY := $(PEERS)/.ready
 PYTHON ?= $(shell for p in python3.11 python3 python3.12 python3.13 python; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
 
 # One thread per worker: several workers share few cores, and the number of threads may change the bits.
 export OMP_NUM_THREADS := 1
 
+BENCHMARKS := step_time sum recovery goodput scale
+
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check chaos bench clean
+.PHONY: help setup demo test check chaos bench bench-peers clean
 
 help:  ## List the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: $(READY)  ## Create .venv with everything in it (safe to repeat, quick when nothing changed)
 
@@ -32,15 +36,25 @@ check: $(READY)  ## Style, format, types, and the tests that start no job: a min
 chaos: $(READY)  ## The long random campaigns
 	$(PY) -m pytest -m soak
 
-bench: $(READY)  ## The benchmarks
-	@for file in benchmarks/*.py; do test -e "$$file" || continue; echo "$$file"; $(PY) "$$file" || exit 1; done
+bench: $(READY) bench-peers  ## The benchmarks, beside DDP and torchft, as tables
+	@failed=0; for name in $(BENCHMARKS); do echo; $(PY) benchmarks/$$name.py || failed=1; done; exit $$failed
 
-clean:  ## Remove results and caches; .venv stays
+bench-peers: $(PEERS_READY)  ## Create .venv-peers with what the benchmarks compare with (safe to repeat)
+
+clean:  ## Remove results and caches; .venv and .venv-peers stay
 	rm -rf out demo-out holdfast-checkpoint .mypy_cache .pytest_cache .ruff_cache .hypothesis src/*.egg-info
 	find src tests examples benchmarks -name __pycache__ -prune -exec rm -rf {} +
 
 # The pip that comes with Python 3.11 cannot read a dependency group, so it is told what stands in it.
 DEV := import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["dependency-groups"]["dev"], sep="\n")
+
+# The peers stay out of the project's dependencies, and Holdfast out of theirs; torch is the same.
+TORCH := import tomllib; print(*[d for d in tomllib.load(open("pyproject.toml", "rb"))["project"]["dependencies"] if d.startswith("torch")])
+
+$(PEERS_READY): Makefile pyproject.toml | $(READY)
+	test -x $(PEERS)/bin/python || $(PY) -m venv $(PEERS)
+	$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check "$$($(PY) -c '$(TORCH)')" torchft==0.2.0 numpy
+	@touch $@
 
 $(READY): pyproject.toml
 	@test -n "$(PYTHON)" || { echo "Holdfast needs Python 3.11 or newer; say where it is: make $(MAKECMDGOALS) PYTHON=/path/to/python3.11" >&2; exit 1; }

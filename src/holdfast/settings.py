@@ -57,8 +57,10 @@ class Settings:
     """Below this many survivors: save and stop."""
     seed: int = 0
     """Of the order of samples, of the randomness inside the model, and of the fault plan."""
-    bucket_bytes: int = 1 << 20
+    bucket_bytes: int = 25 << 20
     """Gradients are summed in buckets of about this size."""
+    shared_bytes: int = -1
+    """Most memory that a worker may share with the others of its host, for sums; 0: none, -1: what is free."""
     checkpoint_dir: str = ""
     """Where checkpoints are; "" saves none."""
     checkpoint_every: int = 0
@@ -85,6 +87,7 @@ class Settings:
             ("seed", 0),
             ("bucket_bytes", 1),
             ("checkpoint_every", 0),
+            ("shared_bytes", -1),
         ):
             if getattr(self, name) < least:
                 msg = f"{name} must be at least {least}, got {getattr(self, name)}"

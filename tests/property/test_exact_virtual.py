@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from train_reference import train
 
-from holdfast.comm import VirtualCommunicator, ordered
+from holdfast.comm import VirtualCommunicator, adding
 from holdfast.faults.plan import FaultPlan, parse
 from holdfast.train import batches, place, run
 
@@ -73,7 +73,7 @@ class SkippingBatches(batches.Batches):
 
 
 def test_a_sum_in_order_of_arrival_is_found_out(monkeypatch):
-    monkeypatch.setitem(ordered.ORDERS, "fold", broken_order)
+    monkeypatch.setitem(adding.ORDERS, "fold", broken_order)
 
     _, state = train("mlp", "sgd", workers=4)
 

@@ -1,154 +1,141 @@
-"""The sum whose order belongs to the job: the same bits whoever holds which slice, and however many are alive.
+"""The sum whose order belongs to the job: the same bits whoever holds which slice, however many are alive.
 
-The workers exchange raw slices (Alltoall), each adds its share of the vector in slice order, and the shares are
-collected (Allgather). Floating-point addition is not associative, so this is what makes the result independent of
-who died when; it also is faster than a general Allreduce for large vectors.
+How the terms meet depends on who is there, and changes no bit: through shared memory among the workers of one host
+(:mod:`~holdfast.comm.shared`), by messages otherwise (:mod:`~holdfast.comm.exchanged`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+import errno
+import warnings
+from collections.abc import Callable, Mapping
 
 import torch
 
+from holdfast.comm.adding import Mean
 from holdfast.comm.base import Communicator
+from holdfast.comm.exchanged import ExchangedSum
+from holdfast.comm.memory import Segment, free_bytes
+from holdfast.comm.shared import ALIGN, SharedSum, Slots, Span, sum_alone, sum_shared
 
-_LINE = 16
-"""Shares are a multiple of this many numbers, so that they begin on cache lines."""
+__all__ = ["Mean", "OrderedSum", "Span"]
 
 
 def _nothing() -> None:
     pass
 
 
-def fold(terms: Sequence[tuple[int, torch.Tensor]], out: torch.Tensor) -> None:
-    """Add ``((0+1)+2)+3``, the order of plain accumulation.
-
-    Args:
-        terms: ``(slice, tensor)``, ascending by slice, at least one.
-        out: Where the sum goes. The first term is copied, not added to zero: 0.0 + -0.0 would lose a sign.
-    """
-    out.copy_(terms[0][1])
-    for _, term in terms[1:]:
-        out.add_(term)
-
-
-def tree(terms: Sequence[tuple[int, torch.Tensor]], out: torch.Tensor) -> None:
-    """Add in a balanced binary tree over slice numbers: ``(0+1)+(2+3)``.
-
-    Args:
-        terms: ``(slice, tensor)``, ascending by slice, at least one.
-        out: Where the sum goes.
-    """
-    level = [(number, term) for number, term in terms]
-    while len(level) > 1:
-        paired: list[tuple[int, torch.Tensor]] = []
-        for number, term in level:
-            if paired and paired[-1][0] == number // 2:
-                paired[-1] = (number // 2, paired[-1][1] + term)
-            else:
-                paired.append((number // 2, term))
-        level = paired
-    out.copy_(level[0][1])
-
-
-ORDERS: dict[str, Callable[[Sequence[tuple[int, torch.Tensor]], torch.Tensor], None]] = {"fold": fold, "tree": tree}
-
-
-_Shape = tuple[int, torch.dtype, int, int, int]
-"""Key, type, length, processes, most slices of a process."""
-
-
-@dataclass(slots=True)
-class _Buffers:
-    """What one exchange needs, kept from step to step because fresh memory costs page faults."""
-
-    send: torch.Tensor
-    received: torch.Tensor
-    share: torch.Tensor
-    result: torch.Tensor
-
-
 class OrderedSum:
     """Sums one term a slice, in slice order, over all processes of a communicator.
 
+    A worker writes the terms of its slices into :meth:`room`, then all call the sum. From there until the step is
+    closed, or until everybody has answered a recovery, it must not write them: others read them where they lie.
+
     Args:
         comm: Who takes part.
-        order: ``"fold"`` or ``"tree"``.
+        order: ``"fold"``, ``"tree"`` or ``"wide"``; see :mod:`~holdfast.comm.adding`.
+        size_bytes: Memory of each slice, the same everywhere; spans lie in it.
+        device: Of the terms.
+        shared_bytes: Most memory that this worker may share with others of its host; 0: none, -1: what is free.
     """
 
-    def __init__(self, comm: Communicator, order: str) -> None:
+    def __init__(
+        self,
+        comm: Communicator,
+        order: str,
+        size_bytes: int,
+        *,
+        device: torch.device | str = "cpu",
+        shared_bytes: int = -1,
+    ) -> None:
         self._comm = comm
-        self._add = ORDERS[order]
-        self._buffers: dict[_Shape, _Buffers] = {}
+        self._order = order
+        self._size_bytes = max(ALIGN, size_bytes)
+        self._device = torch.device(device)
+        self._shared_bytes = shared_bytes
+        shares = self._device.type == "cpu" and shared_bytes and len(comm.processes) > 1
+        self._segments: list[Segment] | None = [] if shares else None
+        self._room: list[torch.Tensor] = []
+        self._path: SharedSum | ExchangedSum | None = None
+        self._made_for: tuple[int, tuple[int, ...]] = (-1, ())
+        self._warned = shared_bytes == 0
+
+    def room(self, row: int) -> torch.Tensor:
+        """Return the memory of the ``row``-th of the slices that this process holds, bytes, shape ``(size_bytes,)``."""
+        while len(self._room) <= row:
+            self._room.append(self._more_room())
+        return self._room[row]
 
     def __call__(
         self,
-        terms: Mapping[int, torch.Tensor],
+        span: Span,
         owners: Mapping[int, int],
         *,
-        length: int,
-        dtype: torch.dtype = torch.float32,
-        device: torch.device | str = "cpu",
-        key: int = 0,
+        mean: Mean | None = None,
         midway: Callable[[], None] = _nothing,
     ) -> torch.Tensor:
-        """Return the sum, the same bits at every process; it stays valid until the next call with this ``key``.
+        """Return the sum of one span, the same bits at every process.
+
+        It stays valid until the next sum of this span, and must not be written: others may read the same memory.
 
         Args:
-            terms: By slice, for every slice in ``owners`` whose owner this process plays; 1-D, contiguous. Untouched.
+            span: Where the terms lie in :meth:`room`; the term of the ``i``-th of this process's slices lies in row ``i``.
             owners: The rank that holds each slice that takes part, the same everywhere; ranks that are not members
                 are left out.
-            length: Numbers in each term.
-            dtype: Of the terms.
-            device: Of the terms.
-            key: Names the buffers that are used again; one a bucket.
-            midway: Called when this process has given its terms and not yet its share of the result.
+            mean: What to divide, before anybody reads the result.
+            midway: Called when the terms of this process are known to all and its share of the result is not.
 
         Raises:
             PeerFailed: if it did not complete here.
         """
-        processes = self._comm.processes
-        slots = self._slots(owners)
-        buffers = self._get_buffers((key, dtype, length, len(processes), max(1, *map(len, slots))), device)
-        me = processes.index(self._comm.here)
-        for row, number in enumerate(slots[me]):
-            _scatter(terms[number], buffers.send[:, row])
-        self._comm.alltoall(buffers.send, buffers.received)
-        midway()
-        pieces = sorted((n, (process, row)) for process, held in enumerate(slots) for row, n in enumerate(held))
-        if pieces:
-            self._add([(n, buffers.received[place]) for n, place in pieces], buffers.share)
-        else:
-            buffers.share.fill_(-0.0)
-        self._comm.allgather(buffers.share, buffers.result)
-        return buffers.result.view(-1)[:length]
+        slots = tuple(tuple(sorted(n for n, rank in owners.items() if rank in ranks)) for ranks in self._comm.processes)
+        return self._choose_path(slots)(span, slots, mean, midway)
 
-    def _slots(self, owners: Mapping[int, int]) -> list[list[int]]:
-        """Return the slices that each process holds, ascending."""
-        return [sorted(n for n, rank in owners.items() if rank in ranks) for ranks in self._comm.processes]
+    # -- setting up
 
-    def _get_buffers(self, shape: _Shape, device: torch.device | str) -> _Buffers:
-        if shape not in self._buffers:
-            key, dtype, length, processes, rows = shape
-            for old in [known for known in self._buffers if known[0] == key]:
-                del self._buffers[old]
-            chunk = -(-length // (processes * _LINE)) * _LINE
-            self._buffers[shape] = _Buffers(
-                send=torch.zeros(processes, rows, chunk, dtype=dtype, device=device),
-                received=torch.zeros(processes, rows, chunk, dtype=dtype, device=device),
-                share=torch.zeros(chunk, dtype=dtype, device=device),
-                result=torch.zeros(processes, chunk, dtype=dtype, device=device),
-            )
-        return self._buffers[shape]
+    def _choose_path(self, slots: Slots) -> SharedSum | ExchangedSum:
+        """Return how the terms meet, newly chosen in every generation: the memory of an older one is not used again."""
+        rows = tuple(map(len, slots))
+        generation, known = self._made_for
+        if generation != self._comm.generation or any(need > have for need, have in zip(rows, known, strict=True)):
+            self._path, self._made_for = None, (-1, ())
+            self._path = self._make_path(rows[self._comm.processes.index(self._comm.here)])
+            self._made_for = (self._comm.generation, rows)
+        assert self._path is not None
+        return self._path
 
+    def _make_path(self, rows: int) -> SharedSum | ExchangedSum:
+        for row in range(rows):
+            self.room(row)
+        if len(self._comm.processes) == 1:
+            return sum_alone(self._comm, self._order, self._room, self._size_bytes, self._device)
+        why = f"tensors are on {self._device}"
+        if self._device.type == "cpu" and self._shared_bytes:  # the same everywhere
+            mine = None if self._segments is None else self._segments[:rows]
+            made = sum_shared(self._comm, self._order, mine, self._size_bytes)
+            if isinstance(made, SharedSum):
+                return made
+            why = made
+        self._warn(why)
+        return ExchangedSum(self._comm, self._order, self._room)
 
-def _scatter(term: torch.Tensor, columns: torch.Tensor) -> None:
-    """Copy ``term`` into the rows of ``columns``, one process's chunk after another; the last one may be short."""
-    processes, chunk = columns.shape
-    whole = min(processes, term.numel() // chunk)
-    columns[:whole].copy_(term[: whole * chunk].view(whole, chunk))
-    if whole < processes:
-        rest = term[whole * chunk :]
-        columns[whole, : rest.numel()].copy_(rest)
+    def _warn(self, why: str) -> None:
+        if not self._warned and self._comm.members[0] in self._comm.here:
+            self._warned = True
+            warnings.warn(f"sums go by messages instead of shared memory, which is slower: {why}", stacklevel=2)
+
+    def _more_room(self) -> torch.Tensor:
+        if self._segments is not None:
+            try:
+                self._check_budget()
+                self._segments.append(Segment(self._size_bytes))
+                return self._segments[-1].bytes
+            except OSError:
+                self._segments = None  # said, and answered by all, when the sum is set up
+        return torch.zeros(self._size_bytes, dtype=torch.uint8, device=self._device)
+
+    def _check_budget(self) -> None:
+        """Refuse more memory than there is; everybody may be about to make a slot, and one of them the result."""
+        wanted = (len(self._room) + 2) * self._size_bytes
+        if 0 < self._shared_bytes < wanted or (len(self._comm.processes) + 1) * self._size_bytes > free_bytes():
+            raise OSError(errno.ENOMEM, "too little memory to share")

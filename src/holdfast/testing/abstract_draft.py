@@ -3,7 +3,8 @@
 Checked in every run: whoever waits is answered; nobody meets a ``Shrink`` with an ``Agree`` or a revoke; nobody adds
 up gradients of different attempts; replicas are equal as far as they go and at most one step apart; what was
 published is in everybody's history; everybody ends at the last step, or saves and stops. Unless the world is lossy,
-nothing may be missing from a step. All is checked here, but the first, which is for ``Engine.is_stuck``.
+nothing may be missing from a step. All is checked here, but the first, which is for ``Engine.is_stuck``, and what lies
+in shared memory, which is for ``abstract_memory``.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ from holdfast.events import (
 )
 from holdfast.testing.abstract_engine import (
     SUMS,
+    Add,
     Complete,
     Decide,
     Die,
@@ -56,15 +58,17 @@ from holdfast.testing.abstract_engine import (
     Hear,
     Move,
     Payload,
+    Read,
     Returning,
     State,
+    Stop,
     Sum,
-    Violation,
+    Wake,
     Worker,
     living_ranks,
     lowest,
-    ranks,
 )
+from holdfast.testing.abstract_memory import Adding, AtBarrier, MemoryDraft, Rule, Violation, What, ranks
 
 
 def first_state(engine: Engine) -> State:
@@ -91,6 +95,14 @@ def state_after(engine: Engine, state: State, move: Move) -> State:
             draft.do(rank)
         case Decide(yes):
             draft.decide(yes)
+        case Add(rank):
+            draft.add(rank)
+        case Stop(rank):
+            draft.stop(rank)
+        case Wake(rank):
+            draft.wake(rank)
+        case Read(rank):
+            draft.read(rank)
     return draft.finish()
 
 
@@ -109,6 +121,7 @@ class Draft:
         self._log = list(state.log)
         self._published = state.published
         self._deaths_left = state.deaths_left
+        self._memory = MemoryDraft(state.memory, engine.world.without, keep_input=engine.world.keep_input)
 
     # -- moves
 
@@ -120,17 +133,20 @@ class Draft:
     def complete(self, rank: int) -> None:
         """Let ``rank`` have the result of the sum that it waits in."""
         worker = self._worker(rank)
+        if isinstance(worker.waits, AtBarrier):
+            self._pass_barrier(rank, worker.waits)
+            return
         this = self._sums[worker.sums]
         if not self._engine.is_rooted(worker.waits):
             self._fenced = True  # everybody has entered it, so everybody is back from the shrink
         match worker.waits:
             case SumBucket(bucket=bucket):
-                self._hold(rank, bucket, self._members)
-                self.tell(rank, BucketSummed())
+                self._know_sum(rank, bucket)
             case CloseStep():
                 self.tell(rank, StepClosed())
             case HandOver(step=step, bucket=bucket):
                 self._hold(rank, bucket, _number(this.brought[0]))
+                self._memory.read(rank, bucket, self._what(rank, bucket))
                 self.tell(rank, HandedOver(step, bucket))
             case ShareProgress():
                 everybody = {who: _progress(payload) for who, payload in this.brought}
@@ -144,7 +160,40 @@ class Draft:
         self._failed |= 1 << rank
         if self._engine.world.in_place and isinstance(worker.waits, SumBucket):
             self._set(rank, inputs=worker.inputs & ~(1 << worker.waits.bucket))
+        self._memory.failed(rank)
         self.tell(rank, PeerLost())
+
+    def add(self, rank: int) -> None:
+        """Let ``rank`` finish adding its share."""
+        adding = self._worker(rank).waits
+        assert isinstance(adding, Adding)
+        bucket = adding.order.bucket
+        self._memory.add(rank, bucket, self._what_is_added(rank))
+        if self._memory.keeps(Rule.BARRIER_B):
+            self._enter(rank, AtBarrier("B", adding.order))
+        else:
+            self._know_sum(rank, bucket)
+
+    def stop(self, rank: int) -> None:
+        """Stop ``rank`` for a while, in the middle of adding its share."""
+        worker = self._worker(rank)
+        assert isinstance(worker.waits, Adding)
+        self._memory.stop(rank, worker.waits.order.bucket, self._what_is_added(rank), worker.sums + 1)
+        self.die(rank)
+
+    def wake(self, rank: int) -> None:
+        """Let ``rank``, that all take for dead, finish adding its share, and enter barrier B if it is still there."""
+        late = self._memory.wake(rank)
+        if not (late.barrier and self._memory.keeps(Rule.BARRIER_B)):
+            return
+        self._announce(rank, late.barrier)
+        barrier = AtBarrier("B", SumBucket(late.what.step, late.bucket))
+        this = self._sums.get(late.barrier) or Sum(late.barrier, (barrier, late.what.step, late.what.group), 0, ())
+        self._sums[late.barrier] = this._replace(entered=this.entered | 1 << rank)
+
+    def read(self, rank: int) -> None:
+        """Let the optimizer of ``rank``, that runs beside the sums, have read its results."""
+        self._memory.finish_reading(rank)
 
     def hear(self, rank: int) -> None:
         """Let ``rank`` return from what was decided."""
@@ -158,6 +207,7 @@ class Draft:
         shrinking = isinstance(self._worker(lowest(living)).waits, Shrink)
         if shrinking:
             self._members, self._failed, self._revokers, self._sums, self._fenced = living, 0, 0, {}, False
+            self._memory.renew()
         else:
             self._fenced = True
         for rank in ranks(living):
@@ -215,6 +265,8 @@ class Draft:
                 self._set(rank, waits=order)
             case Leave():
                 self._leave(rank)
+            case SumBucket() if self._engine.world.shared:
+                self._enter_sum(rank, order)
             case _:
                 self._enter(rank, order)
         return None
@@ -225,11 +277,12 @@ class Draft:
             return RanOut()
         everything = (1 << self._engine.world.buckets) - 1
         self._set(rank, group=self._members, inputs=everything, have=(0,) * self._engine.world.buckets)
+        self._memory.compute(rank, step, self._members)
         return Computed()
 
     def _discard(self, rank: int, step: int) -> Event:
         self._check_step(rank, step, "discards")
-        self._workers[rank] = self._worker(rank).without_gradients()
+        self._drop_gradients(rank)
         return ActDone()
 
     def _apply(self, rank: int, step: int) -> Event:
@@ -238,7 +291,9 @@ class Draft:
         self._check_have(rank, worker, "applies")
         self._check_nothing_is_missing(rank, worker)
         self._write(rank, step, (worker.group, *worker.have))
-        self._workers[rank] = worker.without_gradients()._replace(steps=step + 1)
+        self._memory.apply(rank, [self._what(rank, bucket) for bucket in range(len(worker.have))])
+        self._drop_gradients(rank)
+        self._set(rank, steps=step + 1)
         self._check_nobody_is_far_from(rank, step + 1)
         return StepApplied()
 
@@ -300,20 +355,27 @@ class Draft:
         if steps < self._published:
             msg = f"published state is not in the history: {rank} loads step {steps}"
             raise Violation(msg)
-        self._workers[rank] = self._worker(rank).without_gradients()._replace(steps=steps)
+        self._drop_gradients(rank)
+        self._set(rank, steps=steps)
         self.tell(rank, CheckpointLoaded(steps))
 
     def _hold(self, rank: int, bucket: int, whose: int) -> None:
         worker = self._worker(rank)
         have = (*worker.have[:bucket], whose, *worker.have[bucket + 1 :])
         self._set(rank, have=have, inputs=worker.inputs & ~(1 << bucket))  # known, so its input is dropped
+        self._memory.summed(rank, bucket)
+
+    def _drop_gradients(self, rank: int) -> None:
+        self._workers[rank] = self._worker(rank).without_gradients()
+        self._memory.drop(rank)
 
     # -- sums
 
     def _enter(self, rank: int, order: Action) -> None:
         brought = self._brings(rank, order)
         if isinstance(order, LoadCheckpoint):
-            self._workers[rank] = self._worker(rank).without_gradients()._replace(steps=LOADING)
+            self._drop_gradients(rank)
+            self._set(rank, steps=LOADING)
         worker = self._worker(rank)
         # What is added up must be gradients of the same attempt of the same step on the same weights.
         what = (type(order),) if isinstance(order, ShareProgress) else (order, worker.steps, worker.group)
@@ -325,26 +387,67 @@ class Draft:
         mine = () if brought is None else ((rank, brought),)
         self._sums[number] = this._replace(entered=this.entered | 1 << rank, brought=(*this.brought, *mine))
         self._set(rank, waits=order, sums=number)
+        if isinstance(order, AtBarrier):
+            self._announce(rank, number)
+
+    def _enter_sum(self, rank: int, order: SumBucket) -> None:
+        self._memory.enter(rank, order.bucket)
+        if self._memory.keeps(Rule.BARRIER_A):
+            self._enter(rank, AtBarrier("A", order))
+        else:
+            self._begin_to_add(rank, order)
+
+    def _pass_barrier(self, rank: int, barrier: AtBarrier) -> None:
+        number = self._worker(rank).sums
+        this = self._sums.get(number)
+        looks = self._memory.keeps(Rule.WORDS_AFTER_A if barrier.name == "A" else Rule.WORDS_AFTER_B)
+        if this is not None and this.entered == self._members:
+            self._fenced = True
+        elif looks and not self._memory.all_announced(self._members, number):
+            self.fail(rank)
+            return
+        if barrier.name == "A":
+            self._begin_to_add(rank, barrier.order)
+        else:
+            self._know_sum(rank, barrier.order.bucket)
+
+    def _begin_to_add(self, rank: int, order: SumBucket) -> None:
+        self._set(rank, waits=Adding(order))
+        self._memory.begin_to_add(rank, order.bucket, self._what_is_added(rank))
+
+    def _know_sum(self, rank: int, bucket: int) -> None:
+        self._hold(rank, bucket, self._members)
+        self.tell(rank, BucketSummed())
+
+    def _announce(self, rank: int, barrier: int) -> None:
+        if self._engine.world.lying:  # else the words never say anything new
+            self._memory.announce(rank, barrier)
 
     def _brings(self, rank: int, order: Action) -> Payload | None:
         worker = self._worker(rank)
         match order:
-            case SumBucket(bucket=bucket):
+            case SumBucket(bucket=bucket) | AtBarrier(name="A", order=SumBucket(bucket=bucket)):
                 if not worker.inputs & 1 << bucket:
                     msg = f"rubbish is summed: {rank} has no gradient of bucket {bucket} any more"
                     raise Violation(msg)
             case CloseStep(step=step):
                 self._check_may_close(rank, worker, step)
             case HandOver(bucket=bucket, source=source) if source == rank:
-                if not worker.have[bucket]:
-                    msg = f"bucket missing: {rank} hands over bucket {bucket} and does not hold it"
-                    raise Violation(msg)
-                return worker.have[bucket]
+                return self._hands_over(rank, bucket)
             case ShareProgress(progress=progress):
                 return progress
             case LoadCheckpoint() if rank == lowest(self._members):
                 return self._published
         return None
+
+    def _hands_over(self, rank: int, bucket: int) -> int:
+        if not self._worker(rank).have[bucket]:
+            if not self._engine.world.shared:
+                msg = f"bucket missing: {rank} hands over bucket {bucket} and does not hold it"
+                raise Violation(msg)
+            self._hold(rank, bucket, self._memory.what_lies(rank, bucket))  # it takes what it finds
+        self._memory.read(rank, bucket, self._what(rank, bucket))
+        return self._worker(rank).have[bucket]
 
     def _check_may_close(self, rank: int, worker: Worker, step: int) -> None:
         if step < self._engine.world.steps:
@@ -355,7 +458,8 @@ class Draft:
 
     def _is_of_use(self, this: Sum) -> bool:
         """Return whether anybody can still complete ``this``."""
-        never_again = self._members & ~living_ranks(self._workers) | self._failed
+        may_enter = living_ranks(self._workers) | self._memory.may_enter(this.number)
+        never_again = self._members & ~may_enter | self._failed
         needed = self._members
         for rank in ranks(living_ranks(self._workers) & ~self._failed):
             worker = self._worker(rank)
@@ -392,6 +496,7 @@ class Draft:
             log=tuple(log),
             published=self._published,
             deaths_left=self._deaths_left,
+            memory=self._memory.finish(living_ranks(self._workers), self._members),
         )
 
     def _decides_at_once(self, living: int) -> bool:
@@ -412,6 +517,14 @@ class Draft:
         worker = self._workers[rank]
         assert worker is not None
         return worker
+
+    def _what(self, rank: int, bucket: int) -> What:
+        worker = self._worker(rank)
+        return What(worker.steps, worker.group, worker.have[bucket])
+
+    def _what_is_added(self, rank: int) -> What:
+        worker = self._worker(rank)
+        return What(worker.steps, worker.group, self._members)
 
     def _set(self, rank: int, **fields: Any) -> None:
         self._workers[rank] = self._worker(rank)._replace(**fields)

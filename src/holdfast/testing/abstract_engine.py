@@ -13,7 +13,9 @@ The engine:
 - ``Agree`` returns when all living members have called it, the same everywhere. If a member is dead it is False,
   or not: the death, and the dead one's flag, may or may not count;
 - ``Shrink`` returns a group of all who were alive, so that one of them may be dead in it;
-- a worker that left looks dead, or blocks those who need it.
+- a worker that left looks dead, or blocks those who need it;
+- with shared memory: a barrier of a sum may lie and return when a member is dead; a worker may be stopped while it
+  adds. To the others it is dead, but it may wake up at any time later and write where it was writing.
 
 What is one move here although it is several in life, and why nothing is missed:
 
@@ -26,7 +28,8 @@ What is one move here although it is several in life, and why nothing is missed:
   all said yes is decided by a move of its own, because a death before that move may turn it.
 - *A worker is back from Shrink at once,* but counts as inside it until something on the new communicator shows that
   it is back: that is how long a revoke may find it there.
-- *Once no death is left and no trace of one is on the communicator,* the order of moves makes no difference: one is tried.
+- *Once no death is left and no trace of one is on the communicator,* the order of moves makes no difference: one is
+  tried. Not so with shared memory, where the order of reads and writes is what is in question: all are tried.
 
 ``World(atomic=False)`` takes all of this apart, one order a move, at some cost; the verdicts are the same.
 What two attempts of the same workers at the same step compute is the same to the bit, so they count as one attempt.
@@ -36,7 +39,7 @@ Steps that are in everybody's weights are forgotten: there is nobody left to dis
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -56,6 +59,7 @@ from holdfast.events import (
     SumBucket,
 )
 from holdfast.recovery import Protocol, Strategy
+from holdfast.testing.abstract_memory import NO_RULE, Adding, AtBarrier, Memory, Rule, Violation, first_memory, ranks
 
 Payload = int | Progress
 """What one worker brings to a sum, as far as others care."""
@@ -77,6 +81,11 @@ class World:
         rooted: Buckets that are broadcast by the lowest worker, not summed, so that the root completes alone.
         uniform: Whether ``Agree`` returns the same everywhere although somebody died.
         atomic: Whether moves are joined where that loses nothing.
+        shared: Whether buckets are summed through shared memory.
+        late: Whether a worker may be stopped while it adds, and wake up late. It counts as one that dies.
+        lying: Whether the barriers of a sum may return although a dead member has not entered them.
+        keep_input: Whether gradients stay whole until their step is over, not only until their sum is known.
+        without: Rules of the sum through shared memory that are left out.
         make_protocol: Makes one worker's protocol from a strategy and the number of buckets. Give a broken one to
             see that it is found out.
     """
@@ -92,11 +101,12 @@ class World:
     rooted: frozenset[int] = frozenset()
     uniform: bool = True
     atomic: bool = True
+    shared: bool = False
+    late: bool = False
+    lying: bool = False
+    keep_input: bool = False
+    without: Rule = NO_RULE
     make_protocol: Callable[[Strategy, int], Protocol] = Protocol
-
-
-class Violation(Exception):
-    """A promise is broken."""
 
 
 # ---------------------------------------------------------------------------------------------
@@ -170,6 +180,7 @@ class State(NamedTuple):
         log: By step, what was put into the weights; None once everybody alive has it.
         published: Steps in the newest published state.
         deaths_left: How many may still die.
+        memory: What is shared, empty if nothing is.
     """
 
     workers: tuple[Worker | None, ...]
@@ -182,6 +193,7 @@ class State(NamedTuple):
     log: tuple[tuple[int, ...] | None, ...]
     published: int
     deaths_left: int
+    memory: Memory
 
 
 class Die(NamedTuple):
@@ -220,20 +232,34 @@ class Decide(NamedTuple):
     yes: int
 
 
-Move = Die | Complete | Fail | Hear | Do | Decide
+class Add(NamedTuple):
+    """``rank`` has added its share, and enters barrier B."""
 
-SUMS = (SumBucket, CloseStep, HandOver, ShareProgress, LoadCheckpoint)
-"""Orders that are carried out as a sum on the communicator."""
+    rank: int
 
 
-def ranks(mask: int) -> Iterator[int]:
-    """Yield the ranks in ``mask``."""
-    rank = 0
-    while mask:
-        if mask & 1:
-            yield rank
-        mask >>= 1
-        rank += 1
+class Stop(NamedTuple):
+    """``rank`` is stopped while it adds; everybody takes it for dead."""
+
+    rank: int
+
+
+class Wake(NamedTuple):
+    """``rank`` wakes up, adds its share where it was doing so, and enters barrier B."""
+
+    rank: int
+
+
+class Read(NamedTuple):
+    """The optimizer of ``rank`` has read the results."""
+
+    rank: int
+
+
+Move = Die | Complete | Fail | Hear | Do | Decide | Add | Stop | Wake | Read
+
+SUMS = (SumBucket, AtBarrier, CloseStep, HandOver, ShareProgress, LoadCheckpoint)
+"""What is carried out as a sum on the communicator."""
 
 
 def lowest(mask: int) -> int:
@@ -312,13 +338,14 @@ class Engine:
             log=(),
             published=0,
             deaths_left=self.world.deaths,
+            memory=first_memory(self.world.workers, self.world.buckets) if self.world.shared else Memory(),
         )
 
     def moves(self, state: State) -> list[Move]:
         """Return what can happen next."""
         living = living_ranks(state.workers)
         gone = state.members & ~living
-        quiet = self.world.atomic and not (state.deaths_left or gone or state.failed)
+        quiet = self.world.atomic and not (self.world.shared or state.deaths_left or gone or state.failed)
         moves: list[Move] = []
         for rank in ranks(living):
             if state.deaths_left:
@@ -334,9 +361,21 @@ class Engine:
                     moves.append(Complete(rank))
                 if gone or state.revokers:
                     moves.append(Fail(rank))
+            moves += self._memory_moves(state, rank, worker)
             if quiet and moves:
                 return moves[:1]
         moves += self._decisions(state, living, gone)
+        moves += [Wake(late.rank) for late in state.memory.late]
+        return moves
+
+    def _memory_moves(self, state: State, rank: int, worker: Worker) -> list[Move]:
+        moves: list[Move] = []
+        if isinstance(worker.waits, Adding):
+            moves.append(Add(rank))
+            if self.world.late and state.deaths_left:
+                moves.append(Stop(rank))
+        if self.world.shared and state.memory.readers[rank]:
+            moves.append(Read(rank))
         return moves
 
     def _decisions(self, state: State, living: int, gone: int) -> list[Move]:
@@ -361,9 +400,9 @@ class Engine:
     def _is_sure(self, state: State, living: int, move: Move) -> bool:
         dead = state.members & ~living & ~state.left
         match move:
-            case Die():
+            case Die() | Stop() | Wake():
                 return False
-            case Hear() | Do():
+            case Hear() | Do() | Add() | Read():
                 return True
             case Decide():  # who left does not answer any more
                 return not state.members & state.left
@@ -374,6 +413,8 @@ class Engine:
 
     def can_complete(self, state: State, rank: int, worker: Worker) -> bool:
         """Return whether the sum that ``rank`` waits in has all that ``rank`` needs."""
+        if self.world.lying and isinstance(worker.waits, AtBarrier) and state.members & ~living_ranks(state.workers):
+            return True
         this = next((s for s in state.sums if s.number == worker.sums), None)
         if this is None:
             return False

@@ -5,14 +5,16 @@ All processes of the communicator call :func:`check_communicator` at the same ti
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 
-from holdfast.comm import Communicator, OrderedSum
+from holdfast.comm import Communicator, Mean, OrderedSum, Span
 from holdfast.errors import PeerFailed
 from holdfast.events import Progress
 
+SPAN = Span(0, 1003, torch.float32)
+SECOND = Span(SPAN.end, 1003, torch.float32)
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.uint8)
 
 
@@ -88,22 +90,41 @@ def check_ordered_sum(comm: Communicator) -> None:
     tree = ((terms[0] + terms[1]) + (terms[2] + terms[3])) + terms[4]
     assert not torch.equal(expected, tree), "the terms must be such that the order shows"
     members = comm.members
-    for owners in (
-        {n: members[n * len(members) // slices] for n in range(slices)},
-        {n: members[n % len(members)] for n in range(slices)},
-        dict.fromkeys(range(slices), members[-1]),
-    ):
-        mine = {n: terms[n] for n, rank in owners.items() if rank in comm.here}
-        fold = OrderedSum(comm, "fold")
-        assert torch.equal(fold(mine, owners, length=1003), expected)
-        assert torch.equal(fold(mine, owners, length=1003), expected), "the second sum with the same buffers"
-        assert torch.equal(OrderedSum(comm, "tree")(mine, owners, length=1003), tree)
-    without = {n: rank for n, rank in owners.items() if n != 2} | {2: -1}
-    mine = {n: terms[n] for n, rank in without.items() if rank in comm.here}
-    rest = ((terms[0] + terms[1]) + terms[3]) + terms[4]
-    assert torch.equal(OrderedSum(comm, "fold")(mine, without, length=1003), rest), (
-        "a slice without a member is left out"
-    )
+    for shared_bytes in (-1, 0):  # through shared memory where there is any; by messages
+        fold = OrderedSum(comm, "fold", 2 * SPAN.end, shared_bytes=shared_bytes)
+        treelike = OrderedSum(comm, "tree", SPAN.end, shared_bytes=shared_bytes)
+        for owners in (
+            {n: members[n * len(members) // slices] for n in range(slices)},
+            {n: members[n % len(members)] for n in range(slices)},
+            dict.fromkeys(range(slices), members[-1]),
+        ):
+            assert torch.equal(_sum(comm, fold, terms, owners), expected)
+            assert torch.equal(_sum(comm, fold, terms, owners, SECOND), expected), "another span of the same memory"
+            assert torch.equal(_sum(comm, fold, terms, owners), expected), "the second sum with the same memory"
+            assert torch.equal(_sum(comm, treelike, terms, owners), tree)
+            divided = _sum(comm, fold, terms, owners, mean=Mean(3, 500))
+            assert torch.equal(divided, torch.cat([expected[:500] / 3, expected[500:]])), "the mean of a part"
+        without = {n: rank for n, rank in owners.items() if n != 2} | {2: -1}
+        rest = ((terms[0] + terms[1]) + terms[3]) + terms[4]
+        assert torch.equal(_sum(comm, fold, terms, without), rest), "a slice without a member is left out"
+
+
+def _sum(
+    comm: Communicator,
+    add: OrderedSum,
+    terms: Mapping[int, torch.Tensor],
+    owners: Mapping[int, int],
+    span: Span = SPAN,
+    mean: Mean | None = None,
+) -> torch.Tensor:
+    mine = sorted(n for n, rank in owners.items() if rank in comm.here)
+    for row, n in enumerate(mine):
+        span.of(add.room(row)).copy_(terms[n])
+    result = add(span, owners, mean=mean).clone()
+    comm.barrier()  # nobody writes the next terms before everybody has done with these
+    for row, n in enumerate(mine):
+        assert torch.equal(span.of(add.room(row)), terms[n]), "a sum leaves its terms alone"
+    return result
 
 
 def check_death(comm: Communicator, die: Callable[[int], None], victim: int) -> None:

@@ -2,7 +2,8 @@
 
 It drives the real :class:`~holdfast.recovery.Protocol`, one per worker, over an abstract engine. This file holds the
 search, which is every run or one at random, and the trace of what it finds. ``abstract_engine`` says what there is and
-what can happen next, ``abstract_draft`` what a move changes and which promises are checked.
+what can happen next, ``abstract_draft`` what a move changes and which promises are checked, ``abstract_memory`` what
+lies in shared memory.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from holdfast.events import Action, Agree, Progress, ShareProgress
 from holdfast.recovery import Strategy
 from holdfast.testing.abstract_draft import first_state, state_after
 from holdfast.testing.abstract_engine import (
+    Add,
     Complete,
     Decide,
     Die,
@@ -26,15 +28,17 @@ from holdfast.testing.abstract_engine import (
     Fail,
     Hear,
     Move,
+    Read,
     Returning,
     State,
-    Violation,
+    Stop,
+    Wake,
     Worker,
     World,
-    ranks,
 )
+from holdfast.testing.abstract_memory import Adding, AtBarrier, Rule, Violation, ranks
 
-__all__ = ["Result", "World", "explore", "walk"]
+__all__ = ["Result", "Rule", "World", "explore", "walk"]
 
 _STUCK = "deadlock: somebody waits for ever"
 
@@ -108,8 +112,8 @@ def walk(strategy: Strategy, world: World, rng: random.Random, *, death_rate: fl
     while moves := engine.moves(state):
         if engine.is_stuck(state, moves):
             break
-        dying = [move for move in moves if isinstance(move, Die)]
-        others = [move for move in moves if not isinstance(move, Die)]
+        dying = [move for move in moves if isinstance(move, Die | Stop)]
+        others = [move for move in moves if not isinstance(move, Die | Stop)]
         move = rng.choice(dying if dying and (not others or rng.random() < death_rate) else others)
         done = _describe_move(state, move)
         try:
@@ -153,6 +157,15 @@ def _describe_move(state: State, move: Move) -> str:
             return f"{rank} does {_show(state.workers[rank])}"
         case Decide(yes):
             return f"decided, True at {list(ranks(yes))}"
+        case Add(rank):
+            return f"{rank} has added in {_show(state.workers[rank])}"
+        case Stop(rank):
+            return f"{rank} is stopped in {_show(state.workers[rank])}"
+        case Wake(rank):
+            bucket = next(late.bucket for late in state.memory.late if late.rank == rank)
+            return f"{rank} wakes and finishes bucket {bucket}"
+        case Read(rank):
+            return f"the optimizer of {rank} has read"
 
 
 def _describe_state(state: State) -> str:
@@ -179,6 +192,10 @@ def _show_order(order: Action) -> str:
             return f"ShareProgress({completed})"
         case Agree(flag=flag):
             return f"Agree({flag:d})"
+        case AtBarrier(name=name, order=order):
+            return f"{name} of {_show_order(order)}"
+        case Adding(order=order):
+            return f"adding of {_show_order(order)}"
         case order:
             values = ", ".join(str(getattr(order, field.name)) for field in dataclasses.fields(order))
             return f"{type(order).__name__}({values})"

@@ -9,18 +9,20 @@ script logged, and the model's buffers, so that they cost no message of their ow
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 
 from holdfast.checkpoint.format import tensor_bytes
-from holdfast.errors import ScriptError
+from holdfast.comm import Span
+from holdfast.errors import ConfigError, ScriptError
 
 MAX_METRICS = 16
 """Most figures that a script may log in a step, the loss among them."""
 
 _NOTHING = -0.0
+_NOWHERE = Span(0, 0, torch.float32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,13 +38,17 @@ class _Place:
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """The layout of one flat vector: gradients, presences, and in the last bucket the figures."""
+    """The layout of one flat vector: gradients, presences, and in the last bucket the figures.
+
+    ``span`` says where it lies in the memory of a slice.
+    """
 
     places: tuple[_Place, ...]
     length: int
     figures_at: int
     dtype: torch.dtype
     device: torch.device
+    span: Span = _NOWHERE
 
     @property
     def gradients_end(self) -> int:
@@ -79,18 +85,22 @@ class Buckets:
             layouts.append(Bucket(last.places, last.length + figures, last.length, dtype, last.device))
         else:  # the figures need another type than the gradients beside them
             layouts.append(Bucket((), figures, 0, dtype, device))
-        self.layouts: tuple[Bucket, ...] = tuple(layouts)
+        if len({b.device for b in layouts}) > 1:
+            msg = f"all parameters must be on one device, got {', '.join(sorted({str(b.device) for b in layouts}))}"
+            raise ConfigError(msg)
+        self.layouts: tuple[Bucket, ...] = _place(layouts)
+        self.size_bytes = self.layouts[-1].span.end
         self.parameters: tuple[nn.Parameter, ...] = tuple(p for _, p in named)
-        self._means: list[torch.Tensor] = []
-        self._gradients: list[list[torch.Tensor]] = []
+        self._private: list[torch.Tensor] = []
+        self._given: list[tuple[int, list[torch.Tensor]]] = [(0, [])] * len(layouts)
 
     def __len__(self) -> int:
         """Return the number of buckets."""
         return len(self.layouts)
 
-    def new_terms(self) -> Terms:
-        """Return room for what one slice gives to each bucket."""
-        flat = [torch.empty(b.length, dtype=b.dtype, device=b.device) for b in self.layouts]
+    def terms_in(self, memory: torch.Tensor) -> Terms:
+        """Return where in ``memory`` (``size_bytes`` bytes) a slice puts what it gives to each bucket."""
+        flat = [b.span.of(memory) for b in self.layouts]
         return Terms(flat, [_views(b, term) for b, term in zip(self.layouts, flat, strict=True)])
 
     def collect(self, terms: Terms) -> None:
@@ -150,25 +160,29 @@ class Buckets:
                 values[name] = sums[2 * i] / sums[2 * i + 1]
         return values
 
-    def give_gradients(self, results: Sequence[torch.Tensor], samples: Sequence[int]) -> None:
-        """Set every parameter's ``.grad`` to the mean over the samples.
-
-        The gradients are private copies, which clipping and unscaling may write; they last until the next call.
+    def give_gradients(self, results: Sequence[torch.Tensor], *, private: bool) -> None:
+        """Set every parameter's ``.grad`` to the mean in the results.
 
         Args:
-            results: The sum of each bucket.
-            samples: What to divide each by.
+            results: The sum of each bucket, its gradients divided already.
+            private: Give copies, which may be written, such as by clipping. Otherwise nobody may write the gradients:
+                they lie in memory that others read.
         """
-        if not self._means:
-            self._means = [torch.empty(b.gradients_end, dtype=b.dtype, device=b.device) for b in self.layouts]
-            self._gradients = [_views(b, mean) for b, mean in zip(self.layouts, self._means, strict=True)]
-        for i, (bucket, result, size) in enumerate(zip(self.layouts, results, samples, strict=True)):
+        if private and not self._private:
+            self._private = [torch.empty(b.gradients_end, dtype=b.dtype, device=b.device) for b in self.layouts]
+        for i, (bucket, result) in enumerate(zip(self.layouts, results, strict=True)):
             if not bucket.places:
                 continue
-            torch.div(result[: bucket.gradients_end], size, out=self._means[i])
+            gradients = self._private[i].copy_(result[: bucket.gradients_end]) if private else result
             present = result[bucket.places[0].presence : bucket.places[-1].presence + 1].tolist()
-            for place, gradient, times in zip(bucket.places, self._gradients[i], present, strict=True):
+            for place, gradient, times in zip(bucket.places, self._views_of(i, gradients), present, strict=True):
                 place.parameter.grad = gradient if times > 0 else None
+
+    def _views_of(self, i: int, flat: torch.Tensor) -> list[torch.Tensor]:
+        """Return the gradients in bucket ``i``; they are made anew when the sum lies somewhere else than before."""
+        if self._given[i][0] != flat.data_ptr():
+            self._given[i] = (flat.data_ptr(), _views(self.layouts[i], flat))
+        return self._given[i][1]
 
     def take_buffers(self, result: torch.Tensor, num_slices: int) -> None:
         """Set the model's buffers to their mean over the slices.
@@ -292,6 +306,15 @@ def _check_dense(bucket: Bucket, grads: Sequence[torch.Tensor | None]) -> None:
 def _slots(names: Mapping[str, object]) -> list[str]:
     """Return the order in which figures stand: the loss, which everybody knows, then the others by name."""
     return ["loss", *sorted(name for name in names if name != "loss")]
+
+
+def _place(layouts: Sequence[Bucket]) -> tuple[Bucket, ...]:
+    """Put one bucket behind the other."""
+    placed: list[Bucket] = []
+    for bucket in layouts:
+        span = Span(placed[-1].span.end if placed else 0, bucket.length, bucket.dtype)
+        placed.append(replace(bucket, span=span))
+    return tuple(placed)
 
 
 def _group(named: Sequence[tuple[str, nn.Parameter]], bucket_bytes: int) -> list[list[tuple[str, nn.Parameter]]]:

@@ -8,9 +8,11 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from holdfast.comm import Mean
 from holdfast.errors import CheckpointError, ConfigError
 from holdfast.train.batches import MiniBatch
 from holdfast.train.gradients import Buckets, Terms
+from holdfast.train.optimizers import may_write_gradients
 from holdfast.train.state import clone
 
 
@@ -65,7 +67,7 @@ class Replica:
         self._clip_grad_norm = clip_grad_norm
         self.registered: dict[str, Stateful] = {}
         self.buckets = Buckets(model, bucket_bytes)
-        self._room: list[Terms] = []
+        self._rows: list[Terms] = []
         self.terms: dict[int, Terms] = {}
         self.sums: list[torch.Tensor] = []
         self.summed_slices: list[tuple[int, ...]] = []
@@ -88,7 +90,6 @@ class Replica:
         self._before = {}
 
     def _reset(self) -> None:
-        self._room.extend(self.terms.values())
         self.terms, self.sums, self.summed_slices = {}, [], []
         self.buckets.clear()
 
@@ -116,9 +117,21 @@ class Replica:
         total.backward()
         hook.remove()
 
-    def end_slice(self, number: int, metrics: dict[str, torch.Tensor | float], samples: int) -> None:
-        """Take gradients, buffers and figures of the slice away, as its term of the sums."""
-        terms = self._room.pop() if self._room else self.buckets.new_terms()
+    def end_slice(
+        self, number: int, room: Callable[[int], torch.Tensor], metrics: dict[str, torch.Tensor | float], samples: int
+    ) -> None:
+        """Take gradients, buffers and figures of the slice away, as its term of the sums.
+
+        Args:
+            number: Of the slice.
+            room: Gives the memory of the first, second, ... slice of the step that is computed here.
+            metrics: What was logged, means over the slice.
+            samples: Size of the slice.
+        """
+        row = len(self.terms)
+        if row == len(self._rows):
+            self._rows.append(self.buckets.terms_in(room(row)))
+        terms = self._rows[row]
         self.buckets.collect(terms)
         self.buckets.put_figures(terms.flat[-1], metrics, samples)
         self.terms[number] = terms
@@ -136,18 +149,29 @@ class Replica:
         }
         return {number: buckets for number, buckets in missing.items() if buckets}
 
-    def apply(self, batch: MiniBatch, rescale: str, names: Sequence[str]) -> dict[str, float]:
+    def mean(self, bucket: int, batch: MiniBatch, slices: Sequence[int], rescale: str) -> Mean:
+        """Return what the sum of ``bucket`` is divided by, so that its gradients are means.
+
+        Args:
+            bucket: Which.
+            batch: The mini-batch of the step.
+            slices: Those that are in the sum.
+            rescale: ``"survivors"`` divides by the samples in the sum, ``"original"`` by those that the mini-batch would
+                have with everybody alive.
+        """
+        inside = max(1, batch.samples_of(slices))
+        divisor = inside if rescale == "survivors" else batch.full_size
+        return Mean(divisor, self.buckets.layouts[bucket].gradients_end)
+
+    def apply(self, batch: MiniBatch, names: Sequence[str]) -> dict[str, float]:
         """Run the optimizer on the mean gradient, and return the figures of the step.
 
         Args:
             batch: The mini-batch of the step.
-            rescale: ``"survivors"`` divides each bucket by the samples in it, ``"original"`` by those that the
-                mini-batch would have with everybody alive.
             names: Of the figures that were logged here.
         """
-        inside = [max(1, batch.samples_of(slices)) for slices in self.summed_slices]
-        sizes = inside if rescale == "survivors" else [batch.full_size] * len(inside)
-        self.buckets.give_gradients(self.sums, sizes)
+        writes = self._scaler is not None or self._clip_grad_norm is not None or may_write_gradients(self.optimizer)
+        self.buckets.give_gradients(self.sums, private=writes)
         self.buckets.take_buffers(self.sums[-1], max(1, len(self.summed_slices[-1])))
         metrics = self.buckets.read_metrics(self.sums[-1], names)
         self._optimize()

@@ -86,7 +86,7 @@ class Run:
             make_strategy(world.settings.strategy, min_workers=world.settings.min_workers), len(replica.buckets)
         )
         self._scribe = Scribe(world)
-        self._sum = OrderedSum(world.comm, world.settings.order)
+        self._sum = self._get_sum()
         self._digest = RotatingDigest(replica.model)
         self._place = Place(plan)
         self._beginning = Beginning(world, replica, self._place, self._scribe)
@@ -97,6 +97,19 @@ class Run:
         self._outcome = "done"
         self._announced = False
         self._recovery: _Recovery | None = None
+
+    def _get_sum(self) -> OrderedSum:
+        """Return the sum that the world keeps, with its memory, from one training loop to the next."""
+        world, buckets = self._world, self._replica.buckets
+        if world.sum is None:
+            world.sum = OrderedSum(
+                world.comm,
+                world.settings.order,
+                buckets.size_bytes,
+                device=buckets.layouts[0].device,
+                shared_bytes=world.settings.shared_bytes,
+            )
+        return world.sum
 
     # -- the loop
 
@@ -228,7 +241,7 @@ class Run:
             msg = f"every slice must log the same figures; slice {number} of step {batch.step} logged {', '.join(metrics)}, the one before {', '.join(self._names)}"
             raise ScriptError(msg)
         self._names = dict.fromkeys(metrics)
-        self._replica.end_slice(number, metrics, len(batch.slices[number]))
+        self._replica.end_slice(number, self._sum.room, metrics, len(batch.slices[number]))
 
     def between_slices(self, batch: MiniBatch) -> None:
         """Make what the script draws outside the slices independent of the slices that were computed here."""
@@ -243,17 +256,14 @@ class Run:
         self._note_recovery()
         self._scribe.mark("allreduce")
         owners = {number: rank for number, rank in batch.owners.items() if rank in members}
-        layout = replica.buckets.layouts[bucket]
+        slices = sorted(owners)
         result = self._sum(
-            {number: terms.flat[bucket] for number, terms in replica.terms.items()},
+            replica.buckets.layouts[bucket].span,
             owners,
-            length=layout.length,
-            dtype=layout.dtype,
-            device=layout.device,
-            key=bucket,
+            mean=replica.mean(bucket, batch, slices, self._world.settings.rescale),
             midway=lambda: self._reach_in_sum(step, bucket),
         )
-        replica.add_sum(result, sorted(owners))
+        replica.add_sum(result, slices)
 
     def _reach_in_sum(self, step: int, position: int) -> None:
         for rank in self._world.comm.here:
@@ -281,7 +291,7 @@ class Run:
             world.faults.reach("optimizer", step, rank)
         lost = replica.missing_slices(batch)
         workers = len({rank for number, rank in batch.owners.items() if number not in lost})
-        world.metrics = replica.apply(batch, world.settings.rescale, list(self._names))
+        world.metrics = replica.apply(batch, list(self._names))
         samples = self._place.commit(batch, lost)
         self._batch, world.step = None, step + 1
         self._scribe.committed(batch, samples, workers, lost)
@@ -320,7 +330,9 @@ class Run:
         if has_it:
             inside[list(replica.summed_slices[bucket])] = 1
         comm.broadcast(inside, source)
-        data = replica.sums[bucket] if has_it else torch.empty(layout.length, dtype=layout.dtype, device=layout.device)
+        data = torch.empty(layout.length, dtype=layout.dtype, device=layout.device)
+        if has_it:  # a copy, because a broadcast writes, and others may still read the sum
+            data.copy_(replica.sums[bucket])
         comm.broadcast(data, source)
         if not has_it:
             replica.add_sum(data, [int(i) for i in inside.nonzero()])

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from holdfast.checkpoint import Loaded
 from holdfast.clock import Clock
-from holdfast.comm import Communicator
+from holdfast.comm import Communicator, OrderedSum
 from holdfast.events import Finished
 from holdfast.faults.process import Injector
 from holdfast.records import Beacon, NoBeacon, Recorder
@@ -43,6 +43,7 @@ class World:
         loaded: A checkpoint of a later loop than this one: the loops before it are left out.
         finished: The ``Finished`` records of the last loop.
         totals: Accounts of earlier loops.
+        sum: Adds the gradients; made by the first loop.
     """
 
     settings: Settings
@@ -63,6 +64,7 @@ class World:
     loaded: Loaded | None = None
     finished: list[Finished] = field(default_factory=list)
     totals: Account = field(default_factory=Account)
+    sum: OrderedSum | None = None
 
     @property
     def is_lead(self) -> bool:

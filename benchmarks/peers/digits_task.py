@@ -1,0 +1,138 @@
+"""What the workers of the peers share: the digits CNN, its data, a diary, and death on request. Plain torch.
+
+The benchmark passes on in the environment: PEER_DATA, an npz file with ``x`` and ``y``; PEER_DIARY, a folder for what
+workers write down; PEER_ORDERS, a folder in which it orders deaths, or nothing.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils.data import DistributedSampler, TensorDataset
+
+BATCH = 32
+"""Samples of one worker: 128 a step with four, as Holdfast's job has."""
+
+_PR_SET_PDEATHSIG = 1
+
+
+class Diary:
+    """Appends lines with the time of the monotonic clock, which all processes of a machine share.
+
+    Args:
+        rank: Whose it is; one file a process.
+    """
+
+    def __init__(self, rank: int) -> None:
+        path = Path(os.environ["PEER_DIARY"], f"{rank}-{os.getpid()}.jsonl")
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        self._always = {"rank": rank, "pid": os.getpid()}
+
+    def note(self, event: str, **more: Any) -> None:
+        """Write one line at once: a SIGKILL loses nothing that was written."""
+        line = {"t_s": time.monotonic(), "event": event, **self._always, **more}
+        os.write(self._file, (json.dumps(line) + "\n").encode())
+
+
+class Death:
+    """Dies by SIGKILL where the benchmark orders it: a file named after the rank, which holds the phase.
+
+    Args:
+        rank: Whose death.
+        diary: Is told just before.
+    """
+
+    def __init__(self, rank: int, diary: Diary) -> None:
+        self._order = Path(os.environ["PEER_ORDERS"], f"die-{rank}") if os.environ.get("PEER_ORDERS") else None
+        self._diary = diary
+        self._phase = ""
+        self._step = -1
+
+    @property
+    def may_come(self) -> bool:
+        """Whether there is anybody who could order it."""
+        return self._order is not None
+
+    def look(self, step: int) -> None:
+        """Look for an order; call it once a step."""
+        self._step = step
+        if self._order is not None and self._order.exists():
+            self._phase = self._order.read_text()
+            self._order.unlink()
+
+    def reach(self, phase: str) -> None:
+        """Say that this phase of the step is reached."""
+        if phase == self._phase:
+            self._diary.note("fault", phase=phase, step=self._step)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def lurk_in_backward(self, model: nn.Sequential) -> None:
+        """Have the middle of the backward pass call :meth:`reach`."""
+
+        def forward_hook(_module: nn.Module, _inputs: Any, output: torch.Tensor) -> None:
+            if self._phase == "backward":
+                output.register_hook(lambda _gradient: self.reach("backward"))
+
+        model[len(model) // 2].register_forward_hook(forward_hook)
+
+
+def die_with_parent() -> None:
+    """Have this process end when the one that started it does."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def make_data() -> TensorDataset:
+    """Return the images that the benchmark left."""
+    with np.load(os.environ["PEER_DATA"]) as arrays:
+        return TensorDataset(torch.from_numpy(arrays["x"]), torch.from_numpy(arrays["y"]))
+
+
+def make_model() -> nn.Sequential:
+    """Return the CNN of ``holdfast.workloads`` for 8x8 images: 55,114 parameters."""
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(1, 16, 3, padding=1),
+        nn.BatchNorm2d(16),
+        nn.ReLU(),
+        nn.Conv2d(16, 32, 3, padding=1),
+        nn.BatchNorm2d(32),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Dropout(0.25),
+        nn.Flatten(),
+        nn.Linear(512, 96),
+        nn.ReLU(),
+        nn.Linear(96, 10),
+    )
+
+
+def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    """Return the optimizer of ``holdfast.workloads``."""
+    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+
+def batches(
+    data: TensorDataset, sampler: DistributedSampler[Any], *, skip: int = 0
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield mini-batches of this worker's part, epoch after epoch, without the first ``skip``.
+
+    Each is taken out of the tensors at once, as cheap as loading can be; what is left at an epoch's end is left out.
+    """
+    per_epoch = len(sampler) // BATCH
+    epoch, skip = divmod(skip, per_epoch)
+    while True:
+        sampler.set_epoch(epoch)
+        ids = torch.tensor(list(sampler))
+        for chunk in ids.split(BATCH)[skip:per_epoch]:
+            yield data.tensors[0][chunk], data.tensors[1][chunk]
+        epoch, skip = epoch + 1, 0

@@ -1,0 +1,304 @@
+"""Starts the peers' jobs, follows what their workers write down, orders deaths, and leaves no process behind."""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import importlib.util
+import json
+import os
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+from common import PEERS_PYTHON
+
+HERE = Path(__file__).parent
+POLL_S = 0.01
+WAIT_S = 120.0
+
+Line = dict[str, Any]
+
+
+class Diaries:
+    """What the workers of a job have written so far, in the order of time."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._read: dict[Path, int] = {}
+        self.lines: list[Line] = []
+
+    def refresh(self) -> list[Line]:
+        """Read what is new and return all lines."""
+        for path in self._folder.glob("*.jsonl"):
+            with path.open("rb") as file:
+                file.seek(self._read.get(path, 0))
+                whole = file.read().rpartition(b"\n")[0]
+            self._read[path] = self._read.get(path, 0) + len(whole) + bool(whole)
+            self.lines += map(json.loads, whole.splitlines())
+        self.lines.sort(key=lambda line: line["t_s"])
+        return self.lines
+
+
+class Job:
+    """A job of a peer, as a context.
+
+    Args:
+        workers: How many there are.
+        orders: Whether workers look for orders to die.
+    """
+
+    name = ""
+
+    def __init__(self, workers: int, *, orders: bool = True) -> None:
+        self.workers = workers
+        self._folder = tempfile.TemporaryDirectory()
+        self.folder = Path(self._folder.name)
+        for name in ("diary", "orders"):
+            (self.folder / name).mkdir()
+        self.diaries = Diaries(self.folder / "diary")
+        np.savez(self.folder / "data.npz", **digits())
+        self.env = clean_env() | {
+            "PEER_DATA": str(self.folder / "data.npz"),
+            "PEER_DIARY": str(self.folder / "diary"),
+            "PEER_ORDERS": str(self.folder / "orders") if orders else "",
+            "OMP_NUM_THREADS": "1",
+        }
+
+    def __enter__(self) -> Self:
+        try:
+            self.start()
+        except BaseException:
+            self.__exit__(None, None, None)
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, frames: TracebackType | None
+    ) -> None:
+        self.stop()
+        self._folder.cleanup()
+
+    def start(self) -> None:
+        """Start it."""
+        raise NotImplementedError
+
+    def stop(self) -> None:
+        """End it."""
+        raise NotImplementedError
+
+    def tend(self) -> None:
+        """Do what the benchmark does for the job while it runs."""
+
+    def alive(self) -> dict[int, int]:
+        """Return process numbers of living workers by rank."""
+        raise NotImplementedError
+
+    def killed(self) -> int:
+        """Return how many workers are known to have ended by SIGKILL."""
+        raise NotImplementedError
+
+    def wait_for(self, what: str, found: Callable[[list[Line]], bool], wait_s: float = WAIT_S) -> None:
+        """Wait until ``found`` says so of the lines.
+
+        Raises:
+            TimeoutError: if that takes too long.
+        """
+        end_s = time.monotonic() + wait_s
+        while not found(self.diaries.refresh()):
+            if time.monotonic() > end_s:
+                raise TimeoutError(f"{self.name}: no {what} after {wait_s:g} s\n{self.output()[-2000:]}")
+            self.tend()
+            time.sleep(POLL_S)
+
+    def order_death(self, rank: int, phase: str) -> None:
+        """Have the worker kill itself when it reaches the phase."""
+        draft = self.folder / f"order-{rank}"
+        draft.write_text(phase)
+        draft.replace(self.folder / "orders" / f"die-{rank}")
+
+    def open_log(self, name: str) -> Any:
+        """Return a file for the output of a process."""
+        return (self.folder / f"{name}.log").open("ab")
+
+    def output(self) -> str:
+        """Return what the processes printed."""
+        return "\n".join(path.read_text(errors="replace") for path in sorted(self.folder.glob("*.log")))
+
+
+class Torchft(Job):
+    """Replica groups of one worker each, and a lighthouse.
+
+    Args:
+        workers: How many there are.
+        options: Of ``torchft_lighthouse``; none are its defaults.
+        gloo_timeout_s: Of the process group.
+        orders: Whether workers look for orders to die.
+        replace: Start a killed replica again at once; otherwise :meth:`replace_dead` does.
+    """
+
+    name = "torchft"
+
+    def __init__(
+        self,
+        workers: int,
+        options: Mapping[str, int],
+        *,
+        gloo_timeout_s: float,
+        orders: bool = True,
+        replace: bool = False,
+    ) -> None:
+        super().__init__(workers, orders=orders)
+        self._options = options
+        self._replace = replace
+        self._replicas: dict[int, subprocess.Popen[bytes]] = {}
+        self._lighthouse: subprocess.Popen[bytes] | None = None
+        self._killed = 0
+        self.env |= {"NUM_REPLICA_GROUPS": str(workers), "PEER_GLOO_TIMEOUT_S": str(gloo_timeout_s)}
+
+    def start(self) -> None:
+        """Start the lighthouse, then the replicas."""
+        port = free_port()
+        words = [word for name, value in self._options.items() for word in (f"--{name}", str(value))]
+        program = str(PEERS_PYTHON.with_name("torchft_lighthouse"))
+        with self.open_log("lighthouse") as log:
+            self._lighthouse = subprocess.Popen(
+                [program, "--min_replicas", "1", "--bind", f"[::]:{port}", *words],
+                env=self.env, stdout=log, stderr=log,
+            )  # fmt: skip
+        self.env["TORCHFT_LIGHTHOUSE"] = f"http://localhost:{port}"
+        for rank in range(self.workers):
+            self._start_replica(rank)
+
+    def _start_replica(self, rank: int) -> None:
+        with self.open_log(f"replica-{rank}") as log:
+            self._replicas[rank] = subprocess.Popen(
+                [str(PEERS_PYTHON), str(HERE / "torchft_worker.py")],
+                env=self.env | {"REPLICA_GROUP_ID": str(rank)}, stdout=log, stderr=log,
+            )  # fmt: skip
+
+    def replace_dead(self) -> None:
+        """Start killed replicas again."""
+        for rank, process in list(self._replicas.items()):
+            if process.poll() is not None:
+                self._killed += process.returncode == -signal.SIGKILL
+                self._start_replica(rank)
+
+    def tend(self) -> None:
+        """Replace, if that is wanted."""
+        if self._replace:
+            self.replace_dead()
+
+    def alive(self) -> dict[int, int]:
+        """Return process numbers of living replicas by rank."""
+        return {rank: process.pid for rank, process in self._replicas.items() if process.poll() is None}
+
+    def killed(self) -> int:
+        """Return how many ended by SIGKILL, as their parent saw it."""
+        return self._killed + sum(p.poll() == -signal.SIGKILL for p in self._replicas.values())
+
+    def stop(self) -> None:
+        """End all."""
+        for process in [*self._replicas.values(), *([self._lighthouse] if self._lighthouse else [])]:
+            if process.poll() is None:
+                process.kill()
+            process.wait()
+
+
+class Torchrun(Job):
+    """One agent, which starts all workers again when one is gone.
+
+    Args:
+        workers: How many there are.
+        orders: Whether workers look for orders to die.
+    """
+
+    name = "torchrun"
+
+    def __init__(self, workers: int, *, orders: bool = True) -> None:
+        super().__init__(workers, orders=orders)
+        self._agent: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Start the agent."""
+        with self.open_log("torchrun") as log:
+            self._agent = subprocess.Popen(
+                [
+                    str(PEERS_PYTHON), "-m", "torch.distributed.run", "--standalone", "--nproc-per-node",
+                    str(self.workers), "--max-restarts", "1000", str(HERE / "torchrun_worker.py"),
+                ],
+                env=self.env, stdout=log, stderr=log,
+            )  # fmt: skip
+
+    def alive(self) -> dict[int, int]:
+        """Return process numbers of living workers by rank."""
+        started = {line["rank"]: line["pid"] for line in self.diaries.lines if line["event"] == "start"}
+        return {rank: pid for rank, pid in started.items() if is_running(pid, "torchrun_worker.py")}
+
+    def killed(self) -> int:
+        """Return how many the agent reports as ended by SIGKILL; it names the first of each round only."""
+        return self.output().count("failed (exitcode: -9)")
+
+    def stop(self) -> None:
+        """End the agent; its workers go with it."""
+        if self._agent is None:
+            return
+        if self._agent.poll() is None:
+            self._agent.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._agent.wait(5)
+            self._agent.kill()
+        self._agent.wait()
+        for pid in self.alive().values():
+            os.kill(pid, signal.SIGKILL)
+
+
+def clean_env() -> dict[str, str]:
+    """Return the environment without what other jobs left in it."""
+    stray = ("HOLDFAST_", "OMPI_", "PMIX_", "PRTE_", "TORCHFT_", "PEER_", "MASTER_", "RANK", "WORLD_SIZE")
+    return {name: value for name, value in os.environ.items() if not name.startswith(stray)}
+
+
+def is_running(pid: int, script: str) -> bool:
+    """Return whether the process exists and runs this script."""
+    try:
+        return script in Path(f"/proc/{pid}/cmdline").read_text()
+    except OSError:
+        return False
+
+
+def free_port() -> int:
+    """Return a port that nobody listens at."""
+    with socket.socket(socket.AF_INET6) as probe:
+        probe.bind(("::", 0))
+        return probe.getsockname()[1]
+
+
+def digits() -> dict[str, np.ndarray]:
+    """Return scikit-learn's digits as ``x`` and ``y``; without scikit-learn, noise of the same shapes."""
+    package = importlib.util.find_spec("sklearn")
+    if package is None or package.origin is None:
+        rng = np.random.default_rng(0)
+        return {"x": rng.random((1497, 1, 8, 8), np.float32), "y": rng.integers(10, size=1497)}
+    with gzip.open(Path(package.origin).parent / "datasets" / "data" / "digits.csv.gz") as file:
+        rows = np.loadtxt(file, delimiter=",")[:1497]
+    return {"x": (rows[:, :-1] / 16).astype(np.float32).reshape(-1, 1, 8, 8), "y": rows[:, -1].astype(np.int64)}
+
+
+def commits(lines: list[Line]) -> Iterator[Line]:
+    """Yield the lines of steps that were committed."""
+    return (line for line in lines if line["event"] == "step" and line["committed"])
+
+
+def missing() -> str:
+    """Return one line that says what to do when the peers are not installed, "" if they are."""
+    if PEERS_PYTHON.exists():
+        return ""
+    return f"the peers are not installed in {PEERS_PYTHON.parents[1].name}: run `make bench-peers`, or choose others with --systems"

@@ -1,0 +1,491 @@
+"""How long a step takes: four models, several workers, each system a real job of real processes.
+
+    python benchmarks/step_time.py [--models cnn mlp] [--workers 2 4] [--systems alone ddp-gloo holdfast] [--json FILE]
+
+============  =====================================================================================================
+system        what runs
+============  =====================================================================================================
+alone         the plain loop in as many processes at the same time, with no communication: what the machine allows
+ddp-gloo      DistributedDataParallel on Gloo
+holdfast      ``holdfast.Session``, started by ``holdfast run``
+holdfast-ddp  the script of ddp-gloo with ``init_process_group("holdfast")``, started by ``holdfast run``
+torchft       torchft's DistributedDataParallel, Optimizer and Manager on Gloo, with its lighthouse, at its defaults
+============  =====================================================================================================
+
+All jobs of a table are started first and then take turns: in each of ``--rounds`` rounds every system trains a block
+of steps while the others wait, in another order each time, so that whatever else the machine does hits all of them.
+Workers time their own steps, from the start of one to the start of the next; the first step of a block, which wakes
+everybody, is left out, and a block before the first round too. At the end the weights of all systems that exchange
+gradients are compared: a system that sums something else has failed.
+
+The defaults take about ten minutes on two cores. ``--rounds 30`` gives narrower intervals; ``--steps`` sets the length
+of a block. The peers' environment comes from ``make bench-peers``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import math
+import os
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import PEERS_PYTHON, ratio, spread, table, write_json
+from models import JOBS, loss_of, make_model, make_optimizer
+
+SYSTEMS = ("alone", "ddp-gloo", "holdfast", "holdfast-ddp", "torchft")
+BASE = "ddp-gloo"
+"""The system that the others are compared with."""
+START_S = 180.0
+"""How long a job may take to start."""
+BLOCK_S = 300.0
+"""How long a block may take."""
+WARM_UP_STEPS = 3
+"""Before the first round: buckets are laid out anew, buffers are allocated."""
+TOLERANCE = 0.02
+"""Largest distance of two systems' weights, as a share of how far training has moved them."""
+
+
+class SystemFailed(Exception):
+    """A system did not do what it was asked for."""
+
+
+# ---------------------------------------------------------------------------------------------
+# The workers
+
+
+class Turns:
+    """What a worker hears from the benchmark: when to train, and for how many steps."""
+
+    def __init__(self) -> None:
+        connection = socket.create_connection(("127.0.0.1", int(os.environ["BENCHMARK_PORT"])))
+        self._stream = connection.makefile("rw")
+        self._wanted = 0
+        self._times: list[float] = []
+
+    def again(self) -> bool:
+        """Return whether another step is wanted. Call it where a step begins: the one before has ended."""
+        self._times.append(time.perf_counter())
+        if len(self._times) <= self._wanted:
+            return True
+        self.tell([after - before for before, after in zip(self._times, self._times[1:], strict=False)])
+        self._wanted = int(self._stream.readline() or 0)
+        self._times = [time.perf_counter()]
+        return self._wanted > 0
+
+    def tell(self, answer: Any) -> None:
+        """Send a line to the benchmark."""
+        self._stream.write(json.dumps(answer) + "\n")
+        self._stream.flush()
+
+
+class Training:
+    """What every system trains: the same model, samples and optimizer."""
+
+    def __init__(self, name: str, workers: int, text: Path | None) -> None:
+        self.job = JOBS[name]
+        self.workers = workers
+        self.dataset = self.job.data(16 * workers * self.job.samples, text)
+        self.model = make_model(name)
+        self.optimizer = make_optimizer(name, self.model)
+        self._start = self._sample()
+
+    def loop(self, turns: Turns, rank: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Train as everybody does who has torch."""
+        step = 0
+        while turns.again():
+            at = (step * self.workers + rank) * self.job.samples % len(self.dataset)
+            index = torch.arange(at, at + self.job.samples)
+            x, y = (tensor[index] for tensor in self.dataset.tensors)
+            optimizer.zero_grad()
+            loss_of(model, x, y).backward()
+            optimizer.step()
+            step += 1
+
+    def moved(self) -> list[float]:
+        """Return how far training has moved a few numbers of each parameter."""
+        return [after - before for after, before in zip(self._sample(), self._start, strict=True)]
+
+    def _sample(self) -> list[float]:
+        parameters = [parameter.detach().flatten() for parameter in self.model.parameters()]
+        return [value for flat in parameters for value in flat[:: max(1, len(flat) // 16)].tolist()]
+
+
+def work(system: str, name: str, workers: int, text: Path | None) -> None:
+    """Be one worker of ``system``."""
+    torch.set_num_threads(1)
+    training = Training(name, workers, text)
+    turns = Turns()
+    {
+        "alone": work_alone,
+        "ddp-gloo": lambda *job: work_ddp(*job, backend="gloo"),
+        "holdfast": work_holdfast,
+        "holdfast-ddp": lambda *job: work_ddp(*job, backend="holdfast"),
+        "torchft": work_torchft,
+    }[system](training, turns)
+
+
+def work_alone(training: Training, turns: Turns) -> None:
+    """Train without the others."""
+    training.loop(turns, int(os.environ["RANK"]), training.model, training.optimizer)
+    turns.tell(training.moved())
+
+
+def work_ddp(training: Training, turns: Turns, *, backend: str) -> None:
+    """Train with DistributedDataParallel."""
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
+
+    if backend == "holdfast":
+        import holdfast  # noqa: F401 - makes its backend known to torch
+    dist.init_process_group(backend)
+    model = DistributedDataParallel(training.model)
+    training.loop(turns, dist.get_rank(), model, training.optimizer)
+    turns.tell(training.moved())
+    dist.destroy_process_group()
+
+
+def work_holdfast(training: Training, turns: Turns) -> None:
+    """Train with a session."""
+    import holdfast
+
+    model = training.model
+    session = holdfast.Session(model, training.optimizer)
+    batch_size = training.job.samples * training.workers
+    for step in session.steps(training.dataset, batch_size, epochs=100_000, shuffle=False):
+        if not turns.again():
+            turns.tell(training.moved())
+            step.stop()
+        for x, y in step:
+            step.backward(loss_of(model, x, y))
+
+
+def work_torchft(training: Training, turns: Turns) -> None:
+    """Train as a replica group of one worker."""
+    from torch.distributed import TCPStore
+    from torchft import DistributedDataParallel, Manager, Optimizer, ProcessGroupGloo
+
+    rank = int(os.environ["RANK"])
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    manager = Manager(
+        pg=ProcessGroupGloo(),
+        load_state_dict=training.model.load_state_dict,
+        state_dict=training.model.state_dict,
+        min_replica_size=training.workers,
+        rank=0,
+        world_size=1,
+        store_addr="127.0.0.1",
+        store_port=store.port,
+        replica_id=f"replica_{rank}",
+        hostname="127.0.0.1",
+        init_sync=False,  # all start with the same weights; else all but one add zeros to the first sum
+    )
+    steps = StepsCounted(turns)
+    model = DistributedDataParallel(manager, training.model)
+    training.loop(steps, rank, model, Optimizer(manager, training.optimizer))
+    if manager.current_step() != steps.count:
+        sys.exit(f"{manager.current_step()} of {steps.count} steps were committed")
+    turns.tell(training.moved())
+    manager.shutdown(wait=False)
+
+
+class StepsCounted(Turns):
+    """Counts the steps, for a system that may leave some out without saying so."""
+
+    def __init__(self, turns: Turns) -> None:
+        self._turns = turns
+        self.count = -1
+
+    def again(self) -> bool:
+        """Return whether another step is wanted."""
+        self.count += 1
+        return self._turns.again()
+
+
+# ---------------------------------------------------------------------------------------------
+# The jobs
+
+
+class Contender:
+    """The job of one system, started and waiting for its turn.
+
+    Args:
+        system: Which.
+        name: Of the model.
+        workers: How many.
+        text: Where a text is, for the transformer.
+    """
+
+    def __init__(self, system: str, name: str, workers: int, text: Path | None) -> None:
+        self.system = system
+        self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - it lives as long as the job
+        self._workers = workers
+        self._streams: list[Any] = []
+        self._processes: list[subprocess.Popen[str]] = []
+        self._server = socket.create_server(("127.0.0.1", 0))
+        self._env = os.environ | {
+            "OMP_NUM_THREADS": "1",
+            "GLOO_SOCKET_IFNAME": "lo",
+            "BENCHMARK_PORT": str(self._server.getsockname()[1]),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(free_port()),
+            "WORLD_SIZE": str(workers),
+        }
+        self._start([str(Path(__file__).resolve()), "work", system, name, str(workers), str(text or "")])
+
+    def _start(self, script: list[str]) -> None:
+        if self.system.startswith("holdfast"):
+            options = ["-n", str(self._workers), "--max-restarts", "0", "--stall-timeout", str(int(BLOCK_S))]
+            self._run([sys.executable, "-m", "holdfast", "run", *options, *script])
+            return
+        python = sys.executable
+        if self.system == "torchft":
+            python = str(PEERS_PYTHON)
+            port = free_port()
+            self._env["TORCHFT_LIGHTHOUSE"] = f"http://127.0.0.1:{port}"
+            lighthouse = str(PEERS_PYTHON.with_name("torchft_lighthouse"))
+            self._run([lighthouse, "--bind", f"[::]:{port}", "--min_replicas", str(self._workers)])
+        for rank in range(self._workers):
+            self._run([python, *script], RANK=str(rank))
+
+    def _run(self, command: list[str], **env: str) -> None:
+        try:
+            process = subprocess.Popen(
+                command, env=self._env | env, stdout=self.log, stderr=self.log, text=True, start_new_session=True
+            )
+        except FileNotFoundError as error:
+            msg = f"{error.filename} is missing: run make bench-peers"
+            raise SystemFailed(msg) from error
+        self._processes.append(process)
+
+    def wait_until_ready(self) -> None:
+        """Return when every worker is at its first step."""
+        self._server.settimeout(0.2)
+        end_s = time.monotonic() + START_S
+        while len(self._streams) < self._workers:
+            with contextlib.suppress(TimeoutError):
+                connection, _ = self._server.accept()
+                connection.settimeout(START_S)
+                self._streams.append(connection.makefile("rw"))
+            if any(process.poll() for process in self._processes) or time.monotonic() > end_s:
+                raise SystemFailed(self._last_words())
+        self._hear()
+
+    def block(self, steps: int) -> list[list[float]]:
+        """Train ``steps`` steps and return how long each took, by worker."""
+        for stream in self._streams:
+            stream.write(f"{steps}\n")
+            stream.flush()
+        return self._hear()
+
+    def finish(self) -> list[list[float]]:
+        """End the training and return how far each worker's weights have moved."""
+        return self.block(0)
+
+    def _hear(self) -> list[Any]:
+        try:
+            lines = [stream.readline() for stream in self._streams]
+        except OSError:
+            lines = [""]
+        if not all(lines):
+            time.sleep(1)  # for its last words
+            raise SystemFailed(self._last_words())
+        return [json.loads(line) for line in lines]
+
+    def _last_words(self) -> str:
+        self.log.seek(0)
+        lines = [line.strip() for line in self.log.read().splitlines() if line.strip()]
+        errors = [line for line in lines if "Error" in line]
+        return (errors or lines or ["it did not answer"])[-1]
+
+    def end(self) -> None:
+        """Leave no process behind."""
+        for stream in self._streams:
+            with contextlib.suppress(OSError):
+                stream.close()
+        self._server.close()
+        for process in self._processes[::-1]:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(5 if len(self._streams) == self._workers else 0)
+            process.terminate()
+        for process in self._processes:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(10)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        self.log.close()
+
+
+def free_port() -> int:
+    """Return a port that nobody listens at."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+# ---------------------------------------------------------------------------------------------
+# The benchmark
+
+
+class Race:
+    """One table: one model, a number of workers, all systems."""
+
+    def __init__(self, options: argparse.Namespace, name: str, workers: int) -> None:
+        self._options = options
+        self._name = name
+        self._workers = workers
+        self._running: dict[str, Contender] = {}
+        self.failed: dict[str, str] = {}
+        self.times: dict[str, list[list[float]]] = {system: [] for system in options.systems}
+        """Milliseconds of the steps of all workers, by system and round."""
+
+    def run(self) -> None:
+        """Start the jobs, let them take turns, compare their weights, end them."""
+        steps = self._options.steps or JOBS[self._name].steps
+        try:
+            self._start()
+            self._everybody(lambda contender: contender.block(WARM_UP_STEPS))
+            for number in range(self._options.rounds):
+                shift = number % max(1, len(self._running))
+                order = [*self._running][shift:] + [*self._running][:shift]
+                self._everybody(lambda contender: self._measure(contender, steps), order)
+            self._check({system: c.finish() for system, c in self._running.items()} if self._running else {})
+        finally:
+            for contender in self._running.values():
+                contender.end()
+
+    def _start(self) -> None:
+        for system in self._options.systems:
+            try:
+                self._running[system] = Contender(system, self._name, self._workers, self._options.data)
+            except SystemFailed as failure:
+                self._fail(system, failure)
+        self._everybody(Contender.wait_until_ready)
+
+    def _everybody(self, act: Any, order: list[str] | None = None) -> None:
+        for system in order or [*self._running]:
+            try:
+                act(self._running[system])
+            except SystemFailed as failure:
+                self._running.pop(system).end()
+                self._fail(system, failure)
+
+    def _measure(self, contender: Contender, steps: int) -> None:
+        # Without communication one worker may be done before the others, which then have more of the machine.
+        alone = contender.system == "alone"
+        answer = contender.block(1 + steps + alone)
+        self.times[contender.system].append([1e3 * t for worker in answer for t in worker[1 : 1 + steps]])
+
+    def _check(self, moved: dict[str, list[list[float]]]) -> None:
+        moved.pop("alone", None)
+        if not moved:
+            return
+        reference = moved.get(BASE, [*moved.values()])[0]
+        for system, workers in moved.items():
+            distance = max(math.dist(worker, reference) for worker in workers) / math.hypot(*reference)
+            print(f"  {system}: weights {distance:.1e} from those of {BASE}", file=sys.stderr)
+            if not distance < TOLERANCE:
+                self._fail(system, SystemFailed(f"the weights differ by {distance:.2g} of the way they moved"))
+
+    def _fail(self, system: str, failure: SystemFailed) -> None:
+        self.failed[system] = str(failure)
+        print(f"{self._name}, {self._workers} workers: {system} failed: {failure}", file=sys.stderr)
+
+    def summary(self) -> dict[str, Any]:
+        """Return what was found, by system."""
+        blocks = {
+            system: [statistics.median(block) for block in rounds]
+            for system, rounds in self.times.items()
+            if rounds and system not in self.failed
+        }
+        found: dict[str, Any] = {}
+        for system in self.times:
+            if system not in blocks:
+                found[system] = {"failed": self.failed.get(system, "not measured")}
+                continue
+            found[system] = {"step_ms": spread([t for block in self.times[system] for t in block])}
+            if BASE in blocks:
+                found[system]["to_base"] = ratio(blocks[system], blocks[BASE], paired=True)
+            if "alone" in blocks:
+                found[system] |= adds(blocks[system], blocks["alone"], blocks.get(BASE))
+        return found
+
+    def table(self) -> str:
+        """Return what was found as a table."""
+        job = JOBS[self._name]
+        title = f"{self._name}, {self._workers} workers on {os.cpu_count()} cores, {job.samples} samples a worker; ms"
+        head = ["system", "step p50", "p10", "p90", f"to {BASE}", "communication adds", f"to {BASE}'s"]
+        return table(title, head, [row(system, found) for system, found in self.summary().items()])
+
+
+def adds(blocks: list[float], alone: list[float], base: list[float] | None) -> dict[str, Any]:
+    """Return what communication adds to a step, and its ratio to what it adds in the base system."""
+    added = [step - plain for step, plain in zip(blocks, alone, strict=True)]
+    found: dict[str, Any] = {"adds_ms": statistics.median(added)}
+    if base:
+        base_added = [step - plain for step, plain in zip(base, alone, strict=True)]
+        if min(base_added) > 0:  # else it is lost in the noise, and a ratio to it says nothing
+            found["adds_to_base"] = ratio(added, base_added, paired=True)
+    return found
+
+
+def row(system: str, found: dict[str, Any]) -> list[str]:
+    """Return a row of the table."""
+    if "failed" in found:
+        return [system, "failed", "", "", "", "", ""]
+    step = found["step_ms"]
+    cells = [system, *(f"{step[key]:.1f}" for key in ("p50", "p10", "p90")), interval(found.get("to_base"))]
+    if system == "alone" or "adds_ms" not in found:
+        return [*cells, "", ""]
+    return [*cells, f"{found['adds_ms']:.1f}", interval(found.get("adds_to_base"))]
+
+
+def interval(found: dict[str, float] | None) -> str:
+    """Return a ratio with its interval."""
+    return f"{found['ratio']:.2f} ({found['low']:.2f}-{found['high']:.2f})" if found else "-"
+
+
+def parse() -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", choices=[*JOBS], default=[*JOBS])
+    parser.add_argument("--workers", nargs="+", type=int, default=[2, 4])
+    parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=[*SYSTEMS])
+    parser.add_argument("--rounds", type=int, default=6, help="blocks of each system")
+    parser.add_argument("--steps", type=int, help="that are measured in a block; default: by model")
+    parser.add_argument("--data", type=Path, metavar="FILE", help="a text for the transformer; default: made-up words")
+    parser.add_argument("--json", metavar="FILE")
+    return parser.parse_args()
+
+
+def main() -> int:
+    """Measure everything and print a table for each model and number of workers."""
+    options = parse()
+    results, failed = [], False
+    for workers in options.workers:
+        for name in options.models:
+            race = Race(options, name, workers)
+            race.run()
+            print(f"{race.table()}\n", flush=True)
+            failed |= bool(race.failed)
+            results.append({"model": name, "workers": workers, "systems": race.summary(), "blocks_ms": race.times})
+    write_json(options.json, results=results)
+    return int(failed)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["work"]:
+        work(sys.argv[2], sys.argv[3], int(sys.argv[4]), Path(sys.argv[5]) if sys.argv[5] else None)
+    else:
+        sys.exit(main())

@@ -1,0 +1,235 @@
+"""How long the sum alone takes: vectors of float32 over the workers of one host.
+
+    python benchmarks/sum.py [--workers 2 4] [--numbers 100000 8500000] [--ways gloo shared memcpy] [--json FILE]
+
+=========  ========================================================================================================
+way        what runs
+=========  ========================================================================================================
+gloo       ``torch.distributed.all_reduce`` on Gloo, in place, over the loopback interface
+openmpi    Open MPI's Allreduce through mpi4py, in the fault-tolerant mode in which Holdfast starts it
+messages   Holdfast's ordered sum between hosts: Alltoall, add in order, Allgather
+shared     Holdfast's ordered sum on one host, through shared memory
+memcpy     no sum: every worker copies one vector, all at once; those of up to a megabyte or so never leave its cache
+=========  ========================================================================================================
+
+One job of Open MPI a number of workers. The ways take turns: in each of ``--rounds`` rounds every way sums a few times
+in a row, in another order each time. Before the clock starts all workers write their vectors anew and meet at a
+barrier; the time of a block is that of its slowest worker. Before the first round every way sums once, and the result
+is compared with the right one; the vectors hold small whole numbers, whose sums are exact in any order.
+
+The defaults take a few minutes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from common import ratio, spread, table, write_json
+
+WAYS = ("gloo", "openmpi", "messages", "shared", "memcpy")
+NUMBERS = (100_000, 1_000_000, 8_500_000, 25_000_000)
+BLOCK_NUMBERS = 25_000_000
+"""Numbers that a block sums, over all its sums, so that blocks of short vectors are long enough to time."""
+JOB_S = 900.0
+"""How long a job may take."""
+
+
+# ---------------------------------------------------------------------------------------------
+# The workers
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """One way to sum, its memory made.
+
+    Args:
+        given: Where this worker writes its vector.
+        run: Sums once.
+        result: Returns what the last sum gave.
+    """
+
+    given: torch.Tensor
+    run: Callable[[], object]
+    result: Callable[[], torch.Tensor]
+
+
+class Worker:
+    """One process of the job."""
+
+    def __init__(self, ways: Sequence[str]) -> None:
+        from holdfast.comm import connect
+
+        torch.set_num_threads(1)
+        self.comm = connect("ulfm", 0, "")
+        from mpi4py import MPI  # after the fabric, which says how MPI is to be set up
+
+        self.mpi = MPI
+        self.world = MPI.COMM_WORLD
+        self._ways = ways
+        if "gloo" in ways:
+            self._connect_gloo()
+
+    def _connect_gloo(self) -> None:
+        import torch.distributed as dist
+
+        rank, size = self.world.rank, self.world.size
+        store = dist.TCPStore("127.0.0.1", 0, size, is_master=True, wait_for_workers=False) if rank == 0 else None
+        port = self.world.bcast(store.port if store else 0)
+        dist.init_process_group(
+            "gloo", store=store or dist.TCPStore("127.0.0.1", port, size), rank=rank, world_size=size
+        )
+
+    def measure(self, numbers: int, rounds: int) -> dict[str, list[float]]:
+        """Return how long a sum took in each round, milliseconds, by way."""
+        mine = torch.arange(numbers).remainder_(7).add_(self.world.rank).float()
+        right = torch.arange(numbers).remainder_(7).mul_(self.world.size).float()
+        right += sum(range(self.world.size))
+        ways = {name: getattr(self, f"_{name}")(numbers) for name in self._ways}
+        for name, way in ways.items():
+            way.given.copy_(mine)
+            way.run()
+            if not torch.equal(way.result(), mine if name == "memcpy" else right):
+                sys.exit(f"{name} gave a wrong sum of {numbers} numbers")
+        times: dict[str, list[float]] = {name: [] for name in ways}
+        for number in range(rounds):
+            shift = number % len(ways)
+            for name in [*ways][shift:] + [*ways][:shift]:
+                times[name].append(self._time(ways[name], mine))
+        return times
+
+    def _time(self, way: Way, mine: torch.Tensor) -> float:
+        sums = min(20, max(2, BLOCK_NUMBERS // len(mine)))
+        way.given.copy_(mine)
+        way.run()  # brings the workers to the same place, and the code back into the caches
+        way.given.copy_(mine)
+        self.world.Barrier()
+        start_s = time.perf_counter()
+        for _ in range(sums):
+            way.run()
+        taken_s = time.perf_counter() - start_s
+        return 1e3 * self.world.allreduce(taken_s, self.mpi.MAX) / sums
+
+    def _gloo(self, numbers: int) -> Way:
+        import torch.distributed as dist
+
+        vector = torch.empty(numbers)
+        return Way(vector, lambda: dist.all_reduce(vector), lambda: vector)
+
+    def _openmpi(self, numbers: int) -> Way:
+        vector, result = torch.empty(numbers), torch.zeros(numbers)
+        return Way(vector, lambda: self.world.Allreduce(vector.numpy(), result.numpy()), lambda: result)
+
+    def _messages(self, numbers: int) -> Way:
+        return self._ordered(numbers, shared_bytes=0)
+
+    def _shared(self, numbers: int) -> Way:
+        return self._ordered(numbers, shared_bytes=-1)
+
+    def _ordered(self, numbers: int, *, shared_bytes: int) -> Way:
+        from holdfast.comm import OrderedSum, Span
+
+        span = Span(0, numbers, torch.float32)
+        ordered = OrderedSum(self.comm, "fold", span.end, shared_bytes=shared_bytes)
+        owners = {rank: rank for rank in self.comm.members}
+        last: list[torch.Tensor] = []
+
+        def run() -> None:
+            last[:] = [ordered(span, owners)]
+
+        return Way(span.of(ordered.room(0)), run, lambda: last[0])
+
+    def _memcpy(self, numbers: int) -> Way:
+        vector, copy = torch.empty(numbers), torch.zeros(numbers)
+        return Way(vector, lambda: copy.copy_(vector), lambda: copy)
+
+
+def work(ways: Sequence[str], numbers: Sequence[int], rounds: int) -> None:
+    """Be one worker; the first one prints what was measured."""
+    warnings.filterwarnings("error", message="sums go by messages")  # or shared would be another name for messages
+    worker = Worker(ways)
+    for length in numbers:
+        times = worker.measure(length, rounds)
+        if worker.world.rank == 0:
+            print(json.dumps({"numbers": length, "times_ms": times}), flush=True)
+    worker.world.Barrier()
+    os._exit(0)  # threads of Gloo may still be there, and MPI is not finalized
+
+
+# ---------------------------------------------------------------------------------------------
+# The benchmark
+
+
+def run_job(options: argparse.Namespace, workers: int) -> list[dict[str, Any]]:
+    """Run one job and return what its workers measured, by length."""
+    from holdfast.launch.attempt import mpirun_command
+
+    asked = json.dumps({"ways": options.ways, "numbers": options.numbers, "rounds": options.rounds})
+    done = subprocess.run(
+        [*mpirun_command(workers), sys.executable, __file__, "work", asked],
+        env=os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+        capture_output=True,
+        text=True,
+        timeout=JOB_S,
+        check=False,
+    )
+    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    if len(found) < len(options.numbers):
+        sys.exit(f"the job of {workers} workers failed:\n{done.stderr[-2000:]}")
+    return found
+
+
+def show(workers: int, numbers: int, times: dict[str, list[float]]) -> str:
+    """Return a table."""
+    head = ["way", "p50", "p10", "p90", "to gloo", "GB/s", "of memcpy"]
+    rows = []
+    for way, values in times.items():
+        found = spread(values)
+        cells = [way, *(f"{found[key]:.2f}" for key in ("p50", "p10", "p90")), "-", "", "-"]
+        if "gloo" in times:
+            to = ratio(values, times["gloo"], paired=True)
+            cells[4] = f"{to['ratio']:.3f} ({to['low']:.3f}-{to['high']:.3f})"
+        cells[5] = f"{4e-6 * numbers / found['p50']:.2f}"
+        if "memcpy" in times:
+            cells[6] = f"{statistics.median(times['memcpy']) / found['p50']:.0%}"
+        rows.append(cells)
+    return table(f"{numbers:,} numbers, {workers} workers on {os.cpu_count()} cores; ms", head, rows)
+
+
+def parse() -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--workers", nargs="+", type=int, default=[2, 4])
+    parser.add_argument("--numbers", nargs="+", type=int, default=[*NUMBERS])
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=[*WAYS])
+    parser.add_argument("--rounds", type=int, default=15, help="blocks of each way")
+    parser.add_argument("--json", metavar="FILE")
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Measure everything and print a table for each number of workers and each length."""
+    options = parse()
+    results = []
+    for workers in options.workers:
+        for found in run_job(options, workers):
+            print(f"{show(workers, found['numbers'], found['times_ms'])}\n", flush=True)
+            results.append({"workers": workers, **found})
+    write_json(options.json, rounds=options.rounds, results=results)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["work"]:
+        work(**json.loads(sys.argv[2]))
+    else:
+        main()

@@ -1,0 +1,125 @@
+"""Adding in an order that belongs to the job.
+
+Floating-point addition is not associative. So that a sum has the same bits whoever holds which slice, its terms are
+added in the order of the slices, never in the order of ranks or of arrival.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+TILE = 1 << 16
+"""Numbers that are added at a time: all terms of a tile, and its result, stay in the cache of a core."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mean:
+    """Turns sums into means, while they are in the cache.
+
+    Args:
+        divisor: What to divide by.
+        numbers: How many numbers at the beginning of the vector are divided; what follows stays a sum.
+    """
+
+    divisor: float
+    numbers: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Tile:
+    """A part of a vector: its terms, ascending by slice, where their sum goes, and where that begins in the vector."""
+
+    terms: list[tuple[int, torch.Tensor]]
+    out: torch.Tensor
+    start: int
+
+
+class Addition:
+    """Terms, and where their sum goes, cut into tiles once and added many times.
+
+    Args:
+        terms: ``(slice, tensor)``, ascending by slice; 1-D, all of the length of ``out``.
+        out: Where the sum goes.
+        start: Where ``out`` begins in the whole vector.
+        order: ``"fold"``, ``"tree"``, or ``"wide"`` (``fold`` that adds numbers of 16 bits in 32).
+    """
+
+    def __init__(self, terms: Sequence[tuple[int, torch.Tensor]], out: torch.Tensor, start: int, order: str) -> None:
+        self._add = ORDERS[order]
+        cut = [(number, term.split(TILE)) for number, term in terms]
+        self._tiles = [
+            _Tile([(number, tiles[i]) for number, tiles in cut], tile, start + i * TILE)
+            for i, tile in enumerate(out.split(TILE) if out.numel() else ())
+        ]
+
+    @torch.no_grad()
+    def __call__(self, mean: Mean | None = None) -> None:
+        """Add, and divide what ``mean`` says."""
+        for tile in self._tiles:
+            self._add(tile.terms, tile.out)
+            if mean is not None and mean.numbers > tile.start:
+                tile.out[: mean.numbers - tile.start].div_(mean.divisor)
+
+
+def fold(terms: Sequence[tuple[int, torch.Tensor]], out: torch.Tensor) -> None:
+    """Add ``((0+1)+2)+3``, the order of plain accumulation.
+
+    Args:
+        terms: ``(slice, tensor)``, ascending by slice.
+        out: Where the sum goes. The first term is not added to zero: 0.0 + -0.0 would lose a sign. For the same reason
+            a sum of nothing is -0.0.
+    """
+    match len(terms):
+        case 0:
+            out.fill_(-0.0)
+        case 1:
+            out.copy_(terms[0][1])
+        case _:
+            torch.add(terms[0][1], terms[1][1], out=out)
+            for _, term in terms[2:]:
+                out.add_(term)
+
+
+def tree(terms: Sequence[tuple[int, torch.Tensor]], out: torch.Tensor) -> None:
+    """Add in a balanced binary tree over slice numbers: ``(0+1)+(2+3)``.
+
+    Args:
+        terms: ``(slice, tensor)``, ascending by slice.
+        out: Where the sum goes.
+    """
+    level = list(terms)
+    while len(level) > 1:
+        paired: list[tuple[int, torch.Tensor]] = []
+        for number, term in level:
+            if paired and paired[-1][0] == number // 2:
+                paired[-1] = (number // 2, paired[-1][1] + term)
+            else:
+                paired.append((number // 2, term))
+        level = paired
+    fold(level, out)
+
+
+def wide(terms: Sequence[tuple[int, torch.Tensor]], out: torch.Tensor) -> None:
+    """Add like :func:`fold`; numbers of 16 bits in float32, rounded once at the end.
+
+    Args:
+        terms: ``(slice, tensor)``, ascending by slice.
+        out: Where the sum goes.
+    """
+    if out.dtype not in (torch.float16, torch.bfloat16) or len(terms) < 2:
+        fold(terms, out)
+        return
+    total = terms[0][1].float()
+    for _, term in terms[1:]:
+        total.add_(term)
+    out.copy_(total)
+
+
+ORDERS: dict[str, Callable[[Sequence[tuple[int, torch.Tensor]], torch.Tensor], None]] = {
+    "fold": fold,
+    "tree": tree,
+    "wide": wide,
+}

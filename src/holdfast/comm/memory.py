@@ -1,0 +1,105 @@
+"""Memory that the processes of one host share, without a name that could be left behind.
+
+A segment is an anonymous file (``memfd_create``) with all its pages reserved (``posix_fallocate``): a killed job leaves
+nothing, and too little memory is an error here instead of a SIGBUS later. Others open it through ``/proc/PID/fd/N``,
+at any time, for reading or for writing.
+"""
+
+from __future__ import annotations
+
+import functools
+import mmap
+import os
+import socket
+import warnings
+from pathlib import Path
+
+import torch
+import xxhash
+
+_KEEP_FREE = 0.1
+"""Share of the memory that is free now that sums may not take."""
+
+
+class Segment:
+    """A piece of shared memory that this process made.
+
+    Args:
+        size_bytes: How large, ``>= 1``.
+
+    Raises:
+        OSError: if there is not so much memory.
+    """
+
+    def __init__(self, size_bytes: int) -> None:
+        self.fd = os.memfd_create("holdfast", os.MFD_CLOEXEC)
+        try:
+            os.posix_fallocate(self.fd, 0, size_bytes)
+            self.bytes = _map(self.fd, size_bytes, writable=True)
+        except OSError:
+            os.close(self.fd)
+            raise
+
+    def __del__(self) -> None:
+        """Close the file; the memory lasts as long as anybody maps it."""
+        fd = self.__dict__.pop("fd", -1) if "bytes" in self.__dict__ else -1
+        if fd >= 0:
+            os.close(fd)
+
+
+def open_segment(pid: int, fd: int, size_bytes: int, *, writable: bool = False) -> torch.Tensor:
+    """Return the bytes of a segment that process ``pid`` of this host made.
+
+    Args:
+        pid: Who.
+        fd: Its file descriptor there.
+        size_bytes: Its size.
+        writable: A write to a tensor that is not ends this process (SIGSEGV) and harms nobody else.
+
+    Raises:
+        OSError: if it cannot be opened, for instance because that process has died, or another user owns it.
+    """
+    mine = os.open(f"/proc/{pid}/fd/{fd}", (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC)
+    try:
+        if os.fstat(mine).st_size != size_bytes:
+            msg = f"the segment of process {pid} has another size than {size_bytes} bytes"
+            raise OSError(msg)
+        return _map(mine, size_bytes, writable=writable)
+    finally:
+        os.close(mine)
+
+
+def _map(fd: int, size_bytes: int, *, writable: bool) -> torch.Tensor:
+    access = mmap.PROT_READ | mmap.PROT_WRITE if writable else mmap.PROT_READ
+    mapped = mmap.mmap(fd, size_bytes, mmap.MAP_SHARED | mmap.MAP_POPULATE, access)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The given buffer is not writable")
+        return torch.frombuffer(mapped, dtype=torch.uint8)  # keeps the mapping for as long as it is used
+
+
+@functools.cache
+def host_id() -> int:
+    """Return a number that processes share iff they can open each other's segments: host, boot and process namespace."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    namespace = Path("/proc/self/ns/pid").readlink()
+    return xxhash.xxh3_64_intdigest(f"{socket.gethostname()} {boot} {namespace}".encode()) >> 1
+
+
+def free_bytes() -> int:
+    """Return how much memory sums may take: most of what this host, and this process's cgroup, have left."""
+    free = next(
+        int(line.split()[1]) << 10
+        for line in Path("/proc/meminfo").read_text().splitlines()
+        if line.startswith("MemAvailable")
+    )
+    return int((1 - _KEEP_FREE) * min(free, _cgroup_free()))
+
+
+def _cgroup_free() -> int:
+    group = next((g for g in Path("/proc/self/cgroup").read_text().splitlines() if g.startswith("0::")), "0::/")
+    folder = Path("/sys/fs/cgroup", group[3:].lstrip("/"))
+    try:
+        limit, used = (Path(folder, name).read_text().strip() for name in ("memory.max", "memory.current"))
+    except OSError:  # no cgroup of version 2, or its root, which has no limit
+        return 1 << 62
+    return 1 << 62 if limit == "max" else int(limit) - int(used)

@@ -1,0 +1,25 @@
+"""What is known of optimizers: which of them leave the gradients as they are."""
+
+from __future__ import annotations
+
+from torch import optim
+from torch.optim import optimizer as base
+
+
+def may_write_gradients(optimizer: optim.Optimizer) -> bool:
+    """Return whether a step may write ``.grad``, so that it needs a copy of its own.
+
+    Summed gradients lie in memory that other workers still read. SGD, Adam and AdamW are known to leave them alone,
+    but for some of their options; of everything else it is assumed that it writes, which costs one copy and no bit.
+    """
+    hooks = optimizer._optimizer_step_pre_hooks or base._global_optimizer_pre_hooks
+    if type(optimizer) not in (optim.SGD, optim.Adam, optim.AdamW) or hooks:
+        return True
+    return any(
+        group.get("nesterov")
+        or group.get("maximize")
+        or group.get("differentiable")
+        # An instance that was given its own step, and a decay that is a tensor, go ways that are not known.
+        or not isinstance(group["weight_decay"], int | float)
+        for group in optimizer.param_groups
+    )
