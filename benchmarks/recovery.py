@@ -1,125 +1,329 @@
-"""How long a kill keeps training waiting: real workers, really killed, one kill a job.
+"""How long a kill keeps training waiting: real workers, really killed, beside torchft and torchrun.
 
-    python benchmarks/recovery.py [--kills 20] [--workers 4] [--strategy rollback] [--seed 0] [--json FILE]
+    python benchmarks/recovery.py [--kills 8] [--workers 4] [--systems rollback,torchrun] [--seed 0] [--json FILE]
 
-For each kill: ``detect``, from the SIGKILL to the first survivor that knows; ``recover``, from the SIGKILL to the next
-committed step; and ``recover - step``, the same less one step of the survivors, which does the lost work again.
+From the SIGKILL to the first commit of a step that nobody had committed before, in three parts: ``detect``, until the
+first survivor knows; ``agree + rebuild``, until the survivors go on; ``redo``, until that commit. All systems train the
+digits CNN, 128 samples a step, and their victims die at random ranks in the same four places of a step, by their own
+SIGKILL, written down just before. Where a system computes steps again (``restart``, torchrun), they count as ``redo``.
+
+rollback, forward, restart   Holdfast, one kill a job; ``restart`` with a checkpoint every ten steps
+torchft                      0.2.0 on Gloo, replica groups of one worker, its lighthouse at defaults
+torchft-tuned                ``--heartbeat_timeout_ms 500`` and the best of several ``--join_timeout_ms``
+torchrun                     plain DDP on Gloo, all workers started again, torch.save every ten steps
+
+Peers have several kills a job: the next comes when all workers are back and have trained for a while. torchft keeps
+the timeouts of its own example (5 s for Gloo, 30 s for the manager); its DDP hook had to be repaired, without which
+a kill in a sum ends every survivor (peers/torchft_worker.py). Loopback on few cores says nothing about a cluster.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import itertools
 import os
-import platform
 import random
 import statistics
-import subprocess
 import sys
 import tempfile
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
-import torch
+from common import ratio, spread, table, write_json
+from peers.driver import Job, Line, Torchft, Torchrun, commits, missing
 
 PHASES = ("forward", "backward", "allreduce", "optimizer")
+STRATEGIES = ("rollback", "forward", "restart")
+SYSTEMS = (*STRATEGIES, "torchft", "torchft-tuned", "torchrun")
+JOIN_TIMEOUTS_MS = (100, 200, 500, 1000, 2000)
+SWEEP_KILLS = 4
+HEARTBEAT_TIMEOUT_MS = 500
+GLOO_TIMEOUT_S = 5.0
+CHECKPOINT_EVERY = 10
+STEPS_BETWEEN = 15
+"""Steps that a peer trains with everybody back before the next kill, and up to ten more."""
+
+Row = dict[str, Any]
 
 
 def main() -> None:
     """Kill, measure, print."""
     options = parse()
-    rng = random.Random(options.seed)
-    rows = []
-    for number in range(options.kills):
-        fault = {
-            "rank": rng.randrange(options.workers),
-            "step": rng.randrange(20, 60),
-            "phase": rng.choice(PHASES),
-        }
-        rows.append(fault | kill_once(options, fault))
-        print(f"{number + 1:3} of {options.kills}: {rows[-1]}", file=sys.stderr)
-    summary = {
-        name: spread([row[name] for row in rows])
-        for name in ("detect_ms", "recover_ms", "recover_less_step_ms", "step_ms")
-    }
-    show(options, summary)
-    if options.json:
-        Path(options.json).write_text(
-            json.dumps({"settings": settings(options), "rows": rows, "summary": summary}, indent=1)
-        )
+    os.environ["OMP_NUM_THREADS"] = "1"
+    rows: dict[str, list[Row]] = {}
+    sweep: dict[int, list[Row]] = {}
+    for system in options.systems:
+        rows[system] = measure(system, options, sweep)
+    show(options, rows, sweep)
+    write_json(
+        options.json,
+        settings=vars(options),
+        rows=rows,
+        sweep=sweep,
+        summary={system: summary(measured) for system, measured in rows.items()},
+    )
 
 
 def parse() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--kills", type=int, default=8, help="of each system")
     parser.add_argument("--workers", type=int, default=4)
-    parser.add_argument("--strategy", default="rollback")
+    parser.add_argument("--systems", type=lambda text: text.split(","), default=list(SYSTEMS))
+    parser.add_argument("--strategy", choices=STRATEGIES, help="only Holdfast, with this strategy")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", metavar="FILE")
-    return parser.parse_args()
+    options = parser.parse_args()
+    if options.strategy:
+        options.systems = [options.strategy]
+    if odd := set(options.systems) - set(SYSTEMS):
+        parser.error(f"--systems must be of {', '.join(SYSTEMS)}, got {', '.join(sorted(odd))}")
+    if missing() and set(options.systems) - set(STRATEGIES):
+        print(missing(), file=sys.stderr)
+        options.systems = [system for system in options.systems if system in STRATEGIES]
+    return options
 
 
-def kill_once(options: argparse.Namespace, fault: dict[str, int | str]) -> dict[str, float]:
-    """Run one job with one kill, and return what it cost in milliseconds."""
-    spec = ",".join(f"{key}={value}" for key, value in fault.items())
+def measure(system: str, options: argparse.Namespace, sweep: dict[int, list[Row]]) -> list[Row]:
+    """Return a row for each kill of the system."""
+    faults = draw(options.seed, options.workers, options.kills)
+    if system in STRATEGIES:
+        return [told(system, kill_once(system, options.workers, fault)) for fault in faults]
+    if system == "torchrun":
+        return kill_peer(system, lambda: Torchrun(options.workers), torchrun_times, faults)
+    if system == "torchft":
+        return kill_torchft(system, options.workers, {}, faults)
+    few = draw(options.seed + 1, options.workers, SWEEP_KILLS)
+    for join_ms in JOIN_TIMEOUTS_MS:
+        sweep[join_ms] = kill_torchft(f"{system} {join_ms}", options.workers, tuned(join_ms), few)
+    best = min(sweep, key=lambda join_ms: statistics.fmean(row["recover_ms"] for row in sweep[join_ms]))
+    return kill_torchft(f"{system} {best}", options.workers, tuned(best), faults)
+
+
+def tuned(join_ms: int) -> dict[str, int]:
+    """Return the options of a lighthouse that waits less."""
+    return {"heartbeat_timeout_ms": HEARTBEAT_TIMEOUT_MS, "join_timeout_ms": join_ms}
+
+
+def draw(seed: int, workers: int, kills: int) -> list[dict[str, Any]]:
+    """Return whom to kill where; the same for every system. Each phase comes up equally often."""
+    rng = random.Random(seed)
+    phases = [PHASES[number % len(PHASES)] for number in range(kills)]
+    rng.shuffle(phases)
+    return [{"rank": rng.randrange(workers), "step": rng.randrange(20, 60), "phase": phase} for phase in phases]
+
+
+def told(system: str, row: Row) -> Row:
+    """Print what one kill cost."""
+    print(f"{system}: {row}", file=sys.stderr)
+    return row
+
+
+def as_row(
+    fault: dict[str, Any],
+    fault_s: float,
+    moments_s: tuple[float, float, float],
+    step_times_s: Sequence[float],
+    **more: Any,
+) -> Row:
+    """Return what a kill cost, in milliseconds.
+
+    Args:
+        fault: Which.
+        fault_s: When it struck.
+        moments_s: When the first survivor knew, when the survivors went on, when the next step was committed.
+        step_times_s: Of the survivors, undisturbed.
+        more: Also in the row.
+    """
+    seen_s, decided_s, resumed_s = moments_s
+    step_ms = 1e3 * statistics.median(step_times_s)
+    times_ms = {
+        "detect_ms": 1e3 * (seen_s - fault_s),
+        "agree_rebuild_ms": 1e3 * (decided_s - seen_s),
+        "redo_ms": 1e3 * (resumed_s - decided_s),
+        "recover_ms": 1e3 * (resumed_s - fault_s),
+        "recover_less_step_ms": 1e3 * (resumed_s - fault_s) - step_ms,
+        "step_ms": step_ms,
+    }
+    return fault | {name: round(value, 2) for name, value in times_ms.items()} | more
+
+
+# ---------------------------------------------------------------------------------------------
+# Holdfast
+
+
+def kill_once(strategy: str, workers: int, fault: dict[str, Any]) -> Row:
+    """Run one job with one kill, and return what it cost."""
+    from holdfast.faults.plan import Fault, FaultPlan
+    from holdfast.launch.job import Job as HoldfastJob
+    from holdfast.launch.launcher import launch
+    from holdfast.settings import Settings
+
     with tempfile.TemporaryDirectory() as folder:
-        command = [
-            sys.executable, "-m", "holdfast", "run", "-n", str(options.workers), "--strategy", options.strategy,
-            "--inject", f"kill:{spec}", "--report", folder,
-            str(Path(__file__).with_name("digits_cnn.py")),
-        ]  # fmt: skip
-        subprocess.run(command, check=True, capture_output=True, timeout=300, env=os.environ | {"OMP_NUM_THREADS": "1"})
-        report = json.loads(Path(folder, "report.json").read_text())
-        commits = read_commits(Path(folder, "events.jsonl"))
-    (failure,) = report["failures"]
-    after = max(int(fault["step"]), failure["step"]) + 1
-    step_ms = 1e3 * statistics.median(commits[s + 1] - commits[s] for s in range(after, min(after + 5, max(commits))))
-    recover_ms = 1e3 * failure["recover_s"]
-    return {
-        "detect_ms": round(1e3 * failure["detect_s"], 2),
-        "recover_ms": round(recover_ms, 2),
-        "recover_less_step_ms": round(recover_ms - step_ms, 2),
-        "step_ms": round(step_ms, 2),
-    }
+        saving = {"checkpoint_dir": folder, "checkpoint_every": CHECKPOINT_EVERY} if strategy == "restart" else {}
+        plan = FaultPlan((Fault("kill", **fault),)).to_json()
+        settings = Settings(fabric="ulfm", workers=workers, strategy=strategy, faults=plan, **saving)
+        script = Path(__file__).with_name("digits_cnn.py")
+        outcome = launch(HoldfastJob(script=script, settings=settings))
+    if outcome.exit_code:
+        msg = f"holdfast ended with {outcome.exit_code}: {outcome.message}\n{outcome.mpirun_says}"
+        raise RuntimeError(msg)
+    return holdfast_times(fault, outcome.records)
 
 
-def read_commits(path: Path) -> dict[int, float]:
-    """Return when each step was committed, seconds."""
-    events = map(json.loads, path.read_text().splitlines())
-    return {e["step"]: e["t_s"] for e in events if e["event"] == "StepCommitted"}
+def holdfast_times(fault: dict[str, Any], records: Sequence[Any]) -> Row:
+    """Return what the kill cost, from the records of the run."""
+
+    def times_s(kind: str) -> list[float]:
+        return [record.t_s for record in records if type(record).__name__ == kind]
+
+    ended = [r.exit_code for r in records if type(r).__name__ == "WorkerEnded" and r.rank == fault["rank"]]
+    if ended != [-9]:
+        msg = f"the kill {fault} did not land: worker {fault['rank']} ended with {ended}"
+        raise RuntimeError(msg)
+    (fault_s,), seen_s, decided_s = times_s("FaultFired"), min(times_s("FailureSeen")), min(times_s("Recovered"))
+    done = {r.step: r.t_s for r in reversed(records) if type(r).__name__ == "StepCommitted"}  # the first time it was
+    step = max(step for step, t_s in done.items() if t_s <= decided_s) + 1
+    later = [done[number] for number in range(step, min(step + 8, max(done) + 1))]
+    return as_row(fault, fault_s, (seen_s, decided_s, done[step]), gaps(later))
 
 
-def spread(values: list[float]) -> dict[str, float]:
-    """Return the median and what lies around it."""
-    ordered = sorted(values)
-    return {
-        "p50": statistics.median(ordered),
-        "p90": ordered[int(0.9 * (len(ordered) - 1))],
-        "min": ordered[0],
-        "max": ordered[-1],
-    }
+def gaps(times_s: Sequence[float]) -> list[float]:
+    """Return the times between consecutive moments."""
+    return [b - a for a, b in itertools.pairwise(times_s)]
 
 
-def settings(options: argparse.Namespace) -> dict[str, object]:
-    """Return what a reader needs to repeat the measurement."""
-    return {
-        "command": " ".join(sys.argv),
-        "cores": os.cpu_count(),
-        "machine": platform.machine(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        **vars(options),
-    }
+# ---------------------------------------------------------------------------------------------
+# The peers
+
+Moments = tuple[float, float, float]
 
 
-def show(options: argparse.Namespace, summary: dict[str, dict[str, float]]) -> None:
-    """Print the table."""
-    print(
-        f"{options.kills} kills, {options.workers} workers on {os.cpu_count()} cores, {options.strategy}, digits CNN; ms"
-    )
-    print(f"{'':22}{'p50':>8}{'p90':>8}{'min':>8}{'max':>8}")
-    for name, row in summary.items():
-        print(f"{name:22}" + "".join(f"{row[key]:8.1f}" for key in ("p50", "p90", "min", "max")))
+def kill_torchft(name: str, workers: int, options: dict[str, int], faults: Sequence[dict[str, Any]]) -> list[Row]:
+    """Return a row for each kill, with a lighthouse that was started with ``options``."""
+    return kill_peer(name, lambda: Torchft(workers, options, gloo_timeout_s=GLOO_TIMEOUT_S), torchft_times, faults)
+
+
+def kill_peer(
+    name: str,
+    make_job: Callable[[], Job],
+    find_times: Callable[[list[Line], float, int], Moments | None],
+    faults: Sequence[dict[str, Any]],
+) -> list[Row]:
+    """Return a row for each kill, all in one job."""
+    rows = []
+    with make_job() as job:
+        since_s = 0.0
+        for fault in faults:
+            wait_until_full(job, since_s, STEPS_BETWEEN + fault["step"] % CHECKPOINT_EVERY)
+            rows.append(told(name, kill_in(job, find_times, fault)))
+            job.restore()
+            since_s = job.diaries.refresh()[-1]["t_s"]
+        if job.killed() != len(faults):
+            msg = f"{name}: {len(faults)} kills were ordered, {job.killed()} workers ended by SIGKILL"
+            raise RuntimeError(msg)
+    return rows
+
+
+def wait_until_full(job: Job, since_s: float, steps: int) -> None:
+    """Wait until all workers have committed so many steps together."""
+
+    def found(lines: list[Line]) -> bool:
+        full = (1 for line in commits(lines) if line["t_s"] > since_s and line["workers"] == job.workers)
+        return sum(full) >= steps * job.workers
+
+    job.wait_for("training with all workers", found)
+
+
+def kill_in(job: Job, find_times: Callable[[list[Line], float, int], Moments | None], fault: dict[str, Any]) -> Row:
+    """Order one death and return what it cost."""
+    victim = job.alive()[fault["rank"]]
+    job.order_death(fault["rank"], fault["phase"])
+    struck = lambda lines: [line for line in lines if line["event"] == "fault" and line["pid"] == victim]  # noqa: E731
+    job.wait_for("fault", lambda lines: bool(struck(lines)))
+    (last,) = struck(job.diaries.lines)
+    fault_s, found = last["t_s"], lambda lines: find_times(lines, last["t_s"], victim)
+    job.wait_for("recovery", lambda lines: found(lines) is not None)
+    moments = found(job.diaries.lines)
+    assert moments is not None, "it was waited for"
+    after = lambda lines: [line for line in commits(lines) if line["t_s"] >= moments[2]]  # noqa: E731
+    job.wait_for("steps of the survivors", lambda lines: len(after(lines)) >= 8 * job.workers)
+    goers = after(job.diaries.lines)
+    times_s = [line["t_s"] for line in goers if line["rank"] == goers[0]["rank"]]
+    return as_row(fault | {"step": last["step"]}, fault_s, moments, gaps(times_s), workers=goers[0]["workers"])
+
+
+def torchft_times(lines: list[Line], fault_s: float, victim: int) -> Moments | None:
+    """Return the moments of the recovery, None if it is not over: it is when a new group has committed a step."""
+    later = [line for line in lines if line["t_s"] > fault_s and line["pid"] != victim]
+    first = {name: next((x["t_s"] for x in later if x["event"] == name), None) for name in ("error", "configure")}
+    if first["configure"] is None:
+        return None
+    resumed_s = next((line["t_s"] for line in commits(later) if line["t_s"] > first["configure"]), None)
+    if resumed_s is None:
+        return None
+    decided_s = max(line["t_s"] for line in later if line["event"] == "configured" and line["t_s"] < resumed_s)
+    return min(first["configure"], first["error"] or first["configure"]), decided_s, resumed_s
+
+
+def torchrun_times(lines: list[Line], fault_s: float, victim: int) -> Moments | None:
+    """Return the moments of the recovery, None if it is not over: it is when a step later than before is committed."""
+    later = [line for line in lines if line["t_s"] > fault_s and line["pid"] != victim]
+    starts = [line for line in later if line["event"] == "start"]
+    if not starts:
+        return None
+    began_s = starts[0]["began_s"]
+    top = max(line["step"] for line in commits(lines) if line["t_s"] < began_s)
+    resumed_s = next((line["t_s"] for line in commits(later) if line["step"] > top and line["t_s"] > began_s), None)
+    if resumed_s is None:
+        return None
+    seen_s = next((line["t_s"] for line in later if line["event"] == "error"), began_s)
+    decided_s = max(line["t_s"] for line in later if line["event"] == "ready" and line["t_s"] < resumed_s)
+    return min(seen_s, began_s), decided_s, resumed_s
+
+
+# ---------------------------------------------------------------------------------------------
+# The tables
+
+
+def summary(rows: Sequence[Row]) -> dict[str, dict[str, float]]:
+    """Return the spread of each time."""
+    return {name: spread([row[name] for row in rows]) for name in rows[0] if name.endswith("_ms")}
+
+
+def show(options: argparse.Namespace, rows: dict[str, list[Row]], sweep: dict[int, list[Row]]) -> None:
+    """Print the tables."""
+    spreads = {system: summary(measured) for system, measured in rows.items()}
+    what = f"{options.workers} workers on {os.cpu_count()} cores, digits CNN, ms"
+    whole = [[s, str(each["recover_ms"]["n"]), *cells(each["recover_ms"])] for s, each in spreads.items()]
+    against = [times_rollback(rows, system) for system in rows]
+    head = ["SIGKILL to next commit", "kills", "p50", "p90", "p99", "max"]
+    if any(against):
+        head, whole = [*head, "times rollback"], [[*line, text] for line, text in zip(whole, against, strict=True)]
+    print(table(f"From the SIGKILL to the next committed step: {what}", head, whole))
+    parts = ("detect_ms", "agree_rebuild_ms", "redo_ms", "step_ms")
+    halves = [[system, *(f"{each[part]['p50']:.1f}" for part in parts)] for system, each in spreads.items()]
+    print()
+    print(table("Its parts, medians, ms", ["", "detect", "agree + rebuild", "redo", "one step"], halves))
+    if sweep:
+        tried = [[str(ms), str(len(got)), *cells(summary(got)["recover_ms"])] for ms, got in sweep.items()]
+        print()
+        print(table("torchft-tuned: the choice, ms", ["--join_timeout_ms", "kills", "p50", "p90", "p99", "max"], tried))
+
+
+def cells(values: dict[str, float]) -> list[str]:
+    """Return the figures of a row."""
+    return [f"{values[name]:.1f}" for name in ("p50", "p90", "p99", "max")]
+
+
+def times_rollback(rows: dict[str, list[Row]], system: str) -> str:
+    """Return how many times the median of ``rollback`` this system's is, with a 95 % interval."""
+    if "rollback" not in rows or system == "rollback":
+        return ""
+    ours, theirs = ([row["recover_ms"] for row in rows[name]] for name in ("rollback", system))
+    found = ratio(theirs, ours)
+    return f"{found['ratio']:.1f} ({found['low']:.1f} to {found['high']:.1f})"
 
 
 if __name__ == "__main__":

@@ -97,6 +97,9 @@ class Job:
     def tend(self) -> None:
         """Do what the benchmark does for the job while it runs."""
 
+    def restore(self) -> None:
+        """Bring killed workers back, where the job does not do so itself."""
+
     def alive(self) -> dict[int, int]:
         """Return process numbers of living workers by rank."""
         raise NotImplementedError
@@ -114,7 +117,8 @@ class Job:
         end_s = time.monotonic() + wait_s
         while not found(self.diaries.refresh()):
             if time.monotonic() > end_s:
-                raise TimeoutError(f"{self.name}: no {what} after {wait_s:g} s\n{self.output()[-2000:]}")
+                msg = f"{self.name}: no {what} after {wait_s:g} s\n{self.output()[-2000:]}"
+                raise TimeoutError(msg)
             self.tend()
             time.sleep(POLL_S)
 
@@ -141,7 +145,7 @@ class Torchft(Job):
         options: Of ``torchft_lighthouse``; none are its defaults.
         gloo_timeout_s: Of the process group.
         orders: Whether workers look for orders to die.
-        replace: Start a killed replica again at once; otherwise :meth:`replace_dead` does.
+        replace: Start a killed replica again at once; otherwise :meth:`restore` does.
     """
 
     name = "torchft"
@@ -184,7 +188,7 @@ class Torchft(Job):
                 env=self.env | {"REPLICA_GROUP_ID": str(rank)}, stdout=log, stderr=log,
             )  # fmt: skip
 
-    def replace_dead(self) -> None:
+    def restore(self) -> None:
         """Start killed replicas again."""
         for rank, process in list(self._replicas.items()):
             if process.poll() is not None:
@@ -194,7 +198,7 @@ class Torchft(Job):
     def tend(self) -> None:
         """Replace, if that is wanted."""
         if self._replace:
-            self.replace_dead()
+            self.restore()
 
     def alive(self) -> dict[int, int]:
         """Return process numbers of living replicas by rank."""

@@ -53,7 +53,9 @@ def train(rank: int, diary: Diary, death: Death) -> None:
         F.cross_entropy(wrapped(x), y).backward()
         optimizer.step()
         step += 1
-        diary.note("step", step=step, committed=True, workers=dist.get_world_size(), samples=BATCH * dist.get_world_size())
+        diary.note(
+            "step", step=step, committed=True, workers=dist.get_world_size(), samples=BATCH * dist.get_world_size()
+        )
         if rank == 0 and step % CHECKPOINT_EVERY == 0:
             save(model, optimizer, step)
 

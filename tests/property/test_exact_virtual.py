@@ -49,9 +49,19 @@ def test_any_deaths_give_the_bits_of_the_undisturbed_run(seed, case, strategy):
     assert session._world.totals.committed == 406
 
 
+def test_the_only_one_whom_a_sum_reached_may_die_too():
+    faults = plan("kill:rank=2,step=3,phase=allreduce", "kill:rank=3,step=3,phase=allreduce")
+    comm = VirtualCommunicator([1, 2, 3], reached=lambda _: [3])
+
+    _, state = train("cnn", "sgd", comm=comm, faults=faults, slices=4)
+
+    assert comm.members == (1,)
+    assert state == train("cnn", "sgd", workers=3, slices=4)[1]
+
+
 def broken_order(terms, out):
     """Adds in the order in which slices happened to arrive: here, the last one first."""
-    ordered.fold(terms[::-1], out)
+    adding.fold(terms[::-1], out)
 
 
 class SkippingBatches(batches.Batches):

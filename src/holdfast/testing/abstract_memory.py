@@ -19,13 +19,13 @@ What is simpler here than in life, and why nothing is missed:
 
 - *A share is spoilt as soon as A returns, and right at once later.* Between the two whoever reads it sees rubbish,
   and whoever dies leaves rubbish: that is the worst that a slow writer can do. The inputs are read at the end, when
-  most can have happened to them.
+  most can have happened to them. Having added, a worker enters B at once: that only allows the others more.
 - *Who writes in another division of a result than the one it was made in spoils all of it.* Everybody reads all of it.
-- *A worker is stopped while it adds, nowhere else.* Elsewhere it has nothing to write that anybody reads, so it might
-  as well die. One that is stopped in A and finds on waking that A has returned might have been stopped just after: all
-  that the others need to enter A is there already. One that wakes and does not get as far as B is a case of one that
-  enters B, which only allows the others more. It never gets further: whoever has failed enters nothing any more, and if
-  nobody has failed, nobody takes it for dead.
+- *A worker is stopped while it adds, nowhere else.* Elsewhere it writes nothing that others read, so it might as well
+  die, unless it gets to add after it has woken. Then all others had entered A. So all that it needs to come as far was
+  there before anybody took it for dead, and it might have been faster, and have been stopped while it added.
+- *It wakes to enter B, and goes no further.* If it does not get as far as B, that allows the others less. It passes
+  nothing after B: whoever has failed enters nothing any more, and if nobody has failed, nobody took it for dead.
 - *What nobody can reach any more is forgotten:* contents that no living worker has mapped, and who would write there.
 """
 
@@ -66,6 +66,8 @@ class Rule(enum.Flag):
     """A word says of which generation it is."""
     FRESH_MEMORY = enum.auto()
     """A new generation has a new result, and never writes into an old one."""
+    OLD_RESULT = enum.auto()
+    """A result stays mapped when its generation is over, until what is held in it has been applied or dropped."""
 
 
 NO_RULE = Rule(0)
@@ -334,6 +336,8 @@ class MemoryDraft:
         """Begin a new generation."""
         if not self._shared:
             return
+        if not self.keeps(Rule.OLD_RESULT):
+            self._results = [_blank_result(self._workers, len(self._inputs[0])) for _ in self._results]
         if self.keeps(Rule.FRESH_MEMORY):
             self._results.append(_blank_result(self._workers, len(self._inputs[0])))
         if self.keeps(Rule.WORDS_OF_TODAY):
