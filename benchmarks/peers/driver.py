@@ -59,6 +59,7 @@ class Job:
 
     def __init__(self, workers: int, *, orders: bool = True) -> None:
         self.workers = workers
+        self.struck: set[int] = set()
         self._folder = tempfile.TemporaryDirectory()
         self.folder = Path(self._folder.name)
         for name in ("diary", "orders"):
@@ -97,6 +98,10 @@ class Job:
     def tend(self) -> None:
         """Do what the benchmark does for the job while it runs."""
 
+    def is_over(self) -> bool:
+        """Return whether nothing is left that could train."""
+        raise NotImplementedError
+
     def restore(self) -> None:
         """Bring killed workers back, where the job does not do so itself."""
 
@@ -116,11 +121,22 @@ class Job:
         """
         end_s = time.monotonic() + wait_s
         while not found(self.diaries.refresh()):
-            if time.monotonic() > end_s:
-                msg = f"{self.name}: no {what} after {wait_s:g} s\n{self.output()[-2000:]}"
+            if time.monotonic() > end_s or self.is_over():
+                why = "all processes ended" if self.is_over() else f"after {wait_s:g} s"
+                msg = f"{self.name}: no {what}: {why}\n{self.output()[-2000:]}"
                 raise TimeoutError(msg)
             self.tend()
             time.sleep(POLL_S)
+
+    def strike(self, number: int) -> int | None:
+        """Send SIGKILL to the worker in this place among the living; return its rank, None if nobody lives."""
+        living = self.alive()
+        if not living:
+            return None
+        rank = sorted(living)[number % len(living)]
+        self.struck.add(living[rank])
+        os.kill(living[rank], signal.SIGKILL)
+        return rank
 
     def order_death(self, rank: int, phase: str) -> None:
         """Have the worker kill itself when it reaches the phase."""
@@ -188,6 +204,10 @@ class Torchft(Job):
                 env=self.env | {"REPLICA_GROUP_ID": str(rank)}, stdout=log, stderr=log,
             )  # fmt: skip
 
+    def is_over(self) -> bool:
+        """Return whether all replicas have ended."""
+        return not self._replace and not self.alive()
+
     def restore(self) -> None:
         """Start killed replicas again."""
         for rank, process in list(self._replicas.items()):
@@ -229,6 +249,9 @@ class Torchrun(Job):
     def __init__(self, workers: int, *, orders: bool = True) -> None:
         super().__init__(workers, orders=orders)
         self._agent: subprocess.Popen[bytes] | None = None
+        # Without this the workers of the next round find the addresses of the last one in the agent's store
+        # and hang, or fail with "Connection refused" (torch 2.13; pytorch#135712).
+        self.env["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
 
     def start(self) -> None:
         """Start the agent."""
@@ -241,14 +264,22 @@ class Torchrun(Job):
                 env=self.env, stdout=log, stderr=log,
             )  # fmt: skip
 
+    def is_over(self) -> bool:
+        """Return whether the agent has ended."""
+        return self._agent is not None and self._agent.poll() is not None
+
     def alive(self) -> dict[int, int]:
         """Return process numbers of living workers by rank."""
         started = {line["rank"]: line["pid"] for line in self.diaries.lines if line["event"] == "start"}
         return {rank: pid for rank, pid in started.items() if is_running(pid, "torchrun_worker.py")}
 
     def killed(self) -> int:
-        """Return how many the agent reports as ended by SIGKILL; it names the first of each round only."""
-        return self.output().count("failed (exitcode: -9)")
+        """Return how many were sent a SIGKILL and are gone.
+
+        Their parent is the agent, which names one process a round, often a survivor that raised meanwhile.
+        """
+        struck = self.struck | {line["pid"] for line in self.diaries.lines if line["event"] == "fault"}
+        return sum(not is_running(pid, "torchrun_worker.py") for pid in struck)
 
     def stop(self) -> None:
         """End the agent; its workers go with it."""

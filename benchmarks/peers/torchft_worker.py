@@ -4,8 +4,6 @@ What is added only writes down when something happens. The lighthouse is named b
 REPLICA_GROUP_ID and NUM_REPLICA_GROUPS, as there.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 from datetime import timedelta

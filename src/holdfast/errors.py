@@ -5,6 +5,7 @@
     HoldfastError
     ├── ConfigError            you can mend it: a value, an option, a file        (also a ValueError)
     ├── ScriptError            the script uses the session in a way that cannot work
+    ├── RanksLost              a torch.distributed collective needs a rank that is dead    (also a RuntimeError)
     ├── PeerFailed             a collective did not complete: somebody died; recovery answers it
     ├── JobError               the run cannot go on
     │   ├── TooFewWorkers      fewer survivors than ``min_workers``; the state was saved
@@ -39,6 +40,23 @@ class PeerFailed(HoldfastError):
     You get it from a :class:`~holdfast.comm.base.Communicator`, at any member, at any moment after a
     death; others may have completed the same collective. You never get it inside a training loop.
     """
+
+
+class RanksLost(HoldfastError, RuntimeError):
+    """A collective of ``torch.distributed`` could not complete, because ranks of its group have died.
+
+    The group can be used again, over the survivors.
+
+    Args:
+        message: What could not be done, and what to do.
+        ranks: The dead ranks of the group, as global ranks, ascending.
+        survivors: The living ones.
+    """
+
+    def __init__(self, message: str, ranks: tuple[int, ...] = (), survivors: tuple[int, ...] = ()) -> None:
+        super().__init__(message)
+        self.ranks = ranks
+        self.survivors = survivors
 
 
 class JobError(HoldfastError):

@@ -121,6 +121,16 @@ class Settings:
         }
 
 
+def debug_wanted(env: Mapping[str, str] | None = None) -> bool:
+    """Return whether ``HOLDFAST_DEBUG`` asks that ranks compare the collectives that they call, before each.
+
+    Raises:
+        ConfigError: if it is neither 0 nor 1.
+    """
+    text = (os.environ if env is None else env).get("HOLDFAST_DEBUG", "")
+    return bool(_parse("HOLDFAST_DEBUG", text, default=False))
+
+
 def _variable(name: str) -> str:
     return f"HOLDFAST_{name.upper()}"
 

@@ -91,7 +91,7 @@ SMALLEST = [
     (Rule.BARRIER_A, Rollback(), 2, 0, {}, "wrong input"),
     (Rule.BARRIER_B, Rollback(), 2, 0, {}, "wrong input"),
     (Rule.BARRIER_B, Forward(), 2, 1, {"keep_input": True}, "result not complete"),
-    (Rule.ONE_WRITER, Rollback(), 2, 0, {}, "result not complete"),
+    (Rule.ONE_WRITER, Rollback(), 2, 0, {}, "result overwritten"),
     (Rule.FROZEN_INPUT, Rollback(), 3, 1, {}, "wrong input"),
     (Rule.FROZEN_INPUT, Restart(), 3, 1, {}, "wrong input"),
     (Rule.ENTRY, Rollback(), 2, 0, {}, "result overwritten"),
@@ -100,6 +100,8 @@ SMALLEST = [
     (Rule.WORDS_AFTER_B, Forward(), 2, 1, {}, "result not complete"),
     (Rule.WORDS_OF_TODAY, Rollback(), 3, 2, {}, "wrong input"),
     (Rule.WORDS_OF_TODAY, Restart(), 3, 2, {}, "wrong input"),
+    (Rule.WORD_COMES_LAST, Rollback(), 3, 1, {}, "wrong input"),
+    (Rule.WORD_COMES_LAST, Forward(), 2, 1, {}, "result not complete"),
     (Rule.FRESH_MEMORY, Rollback(), 2, 1, {}, "result overwritten"),
     (Rule.FRESH_MEMORY, Forward(), 2, 1, {}, "result overwritten"),
     (Rule.FRESH_MEMORY, Restart(), 2, 1, {}, "result overwritten"),
@@ -147,7 +149,7 @@ def test_memory_could_be_used_again_if_nobody_woke_up_late(strategy):
 
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=NAMES)
 def test_nobody_would_have_to_look_at_words_if_barriers_kept_theirs(strategy):
-    words = Rule.WORDS_AFTER_A | Rule.WORDS_AFTER_B | Rule.WORDS_OF_TODAY
+    words = Rule.WORDS_AFTER_A | Rule.WORDS_AFTER_B | Rule.WORDS_OF_TODAY | Rule.WORD_COMES_LAST
 
     must_hold(strategy, shared(strategy, lying=False, without=words))
 

@@ -2,7 +2,8 @@
 
 The same checks run on any backend. Each writes one JSON line: ``bits`` is a digest of results in which this rank must
 agree with its peer on another backend, ``shared`` of those in which all ranks of the job must agree, ``notes`` tells
-what the backend refused. A failed check adds ``error``, and the worker goes on with the next one if the others do too.
+what the backend refused. A failed check adds ``error``; the workers go on with the next one if they still can work
+together, and otherwise end, because nothing after that would tell of more than the first failure.
 """
 
 import argparse
@@ -1839,6 +1840,15 @@ def run(job, name):
     return line | job.results() | {"seconds": round(time.monotonic() - begun, 3)}
 
 
+def failed_somewhere(job, store, line):
+    """Meet the others, so that what goes wrong in one check does not spill into the next."""
+    name = line["check"]
+    store.set(f"{name} {job.rank}", "failed" if "error" in line else "passed")
+    keys = [f"{name} {rank}" for rank in job.ranks]
+    store.wait(keys, datetime.timedelta(seconds=DEADLINE_S))
+    return any(store.get(key) == b"failed" for key in keys)
+
+
 def main(argv):
     parser = argparse.ArgumentParser()
     parser.add_argument("backend")
@@ -1858,9 +1868,8 @@ def main(argv):
             line = run(job, name)
             failed |= "error" in line
             print(json.dumps(line), file=output, flush=True)
-            if store is not None:  # so that what goes wrong in one check does not spill into the next
-                store.set(f"{name} {job.rank}", "done")
-                store.wait([f"{name} {rank}" for rank in job.ranks], datetime.timedelta(seconds=DEADLINE_S))
+            if store is not None and failed_somewhere(job, store, line):
+                still_works(job)
     faulthandler.dump_traceback_later(DEADLINE_S, exit=True)
     dist.destroy_process_group()
     assert not dist.is_initialized()

@@ -118,8 +118,32 @@ def wide(terms: Sequence[tuple[int, torch.Tensor]], out: torch.Tensor) -> None:
     out.copy_(total)
 
 
-ORDERS: dict[str, Callable[[Sequence[tuple[int, torch.Tensor]], torch.Tensor], None]] = {
+Terms = Sequence[tuple[int, torch.Tensor]]
+
+
+def _by(combine: Callable[..., torch.Tensor]) -> Callable[[Terms, torch.Tensor], None]:
+    """Return what combines terms one after another, by something else than addition."""
+
+    def combine_all(terms: Terms, out: torch.Tensor) -> None:
+        if len(terms) < 2:
+            fold(terms, out)
+            return
+        combine(terms[0][1], terms[1][1], out=out)
+        for _, term in terms[2:]:
+            combine(out, term, out=out)
+
+    return combine_all
+
+
+ORDERS: dict[str, Callable[[Terms, torch.Tensor], None]] = {
     "fold": fold,
     "tree": tree,
     "wide": wide,
+    "product": _by(torch.mul),
+    "min": _by(torch.minimum),
+    "max": _by(torch.maximum),
+    "and": _by(torch.bitwise_and),
+    "or": _by(torch.bitwise_or),
+    "xor": _by(torch.bitwise_xor),
 }
+"""How terms become a result, by name. The session's are ``fold`` and ``tree``; the others serve collectives."""

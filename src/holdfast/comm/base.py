@@ -10,21 +10,8 @@ import torch
 from holdfast.events import Progress
 
 
-class Communicator(Protocol):
-    """The living workers, and the collectives among them.
-
-    A worker is known by its rank in the first world, for life. A process may play several workers (the virtual
-    fabric plays all of them), so collectives that move tensors are between *processes*.
-
-    Promises of every implementation:
-
-    - Collectives are blocking and *symmetric*: nobody's result exists without everybody's input. (A broadcast is
-      therefore a sum of bytes in which all but the root give zeros.)
-    - When a member has died, a collective either completes with the right result or raises
-      :class:`~holdfast.errors.PeerFailed`; some members may see the one and some the other.
-    - ``agree`` and ``shrink`` are uniform over the living, and return only when every living member has called.
-    - One thread makes all calls, one call at a time.
-    """
+class Exchange(Protocol):
+    """The collectives that a sum needs, among a fixed set of workers; see :class:`Communicator` for the promises."""
 
     @property
     def members(self) -> tuple[int, ...]:
@@ -78,6 +65,31 @@ class Communicator(Protocol):
         """
         ...
 
+    def barrier(self) -> None:
+        """Return when every member has called it.
+
+        Raises:
+            PeerFailed: if it did not complete here.
+        """
+        ...
+
+
+class Communicator(Exchange, Protocol):
+    """The living workers, and the collectives among them.
+
+    A worker is known by its rank in the first world, for life. A process may play several workers (the virtual
+    fabric plays all of them), so collectives that move tensors are between *processes*.
+
+    Promises of every implementation:
+
+    - Collectives are blocking and *symmetric*: nobody's result exists without everybody's input. (A broadcast is
+      therefore a sum of bytes in which all but the root give zeros.)
+    - When a member has died, a collective either completes with the right result or raises
+      :class:`~holdfast.errors.PeerFailed`; some members may see the one and some the other.
+    - ``agree`` and ``shrink`` are uniform over the living, and return only when every living member has called.
+    - One thread makes all calls, one call at a time.
+    """
+
     def broadcast(self, data: torch.Tensor, root: int) -> None:
         """Overwrite ``data`` everywhere with that of the process that plays ``root``.
 
@@ -92,14 +104,6 @@ class Communicator(Protocol):
 
     def share_progress(self, progress: Progress) -> Mapping[int, Progress]:
         """Return the progress of every member, by rank.
-
-        Raises:
-            PeerFailed: if it did not complete here.
-        """
-        ...
-
-    def barrier(self) -> None:
-        """Return when every member has called it.
 
         Raises:
             PeerFailed: if it did not complete here.

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from holdfast.comm.adding import Addition, Mean
-from holdfast.comm.base import Communicator
+from holdfast.comm.base import Exchange
 from holdfast.comm.shared import ALIGN, Slots, Span
 
 
@@ -29,35 +29,41 @@ class ExchangedSum:
 
     Args:
         comm: Who takes part.
-        order: How to add; see :class:`~holdfast.comm.adding.Addition`.
         terms: The memory of each slot of this process, bytes.
     """
 
-    def __init__(self, comm: Communicator, order: str, terms: Sequence[torch.Tensor]) -> None:
+    def __init__(self, comm: Exchange, terms: Sequence[torch.Tensor]) -> None:
         self._comm = comm
-        self._order = order
         self._terms = terms
+        self._last = torch.empty(0)
         self._me = comm.processes.index(comm.here)
-        self._buffers: dict[Span, _Buffers] = {}
+        self._buffers: dict[tuple[Span, str], _Buffers] = {}
 
-    def __call__(self, span: Span, slots: Slots, mean: Mean | None, midway: Callable[[], None]) -> torch.Tensor:
+    def __call__(
+        self, span: Span, slots: Slots, order: str, mean: Mean | None, midway: Callable[[], None]
+    ) -> torch.Tensor:
         """Return the sum; see :class:`~holdfast.comm.ordered.OrderedSum`."""
-        buffers = self._get_buffers(span, slots)
+        buffers = self._get_buffers(span, slots, order)
         for row in range(len(slots[self._me])):
             _scatter(span.of(self._terms[row]), buffers.send[:, row])
         self._comm.alltoall(buffers.send, buffers.received)
         midway()
         buffers.addition(mean)
         self._comm.allgather(buffers.share, buffers.result)
-        return buffers.result.view(-1)[: span.length]
+        self._last = buffers.result
+        return self.result(span)
 
-    def _get_buffers(self, span: Span, slots: Slots) -> _Buffers:
-        known = self._buffers.get(span)
+    def result(self, span: Span) -> torch.Tensor:
+        """Return the sum that was made last; it is whole only where it was completed."""
+        return self._last.view(-1)[: span.length]
+
+    def _get_buffers(self, span: Span, slots: Slots, order: str) -> _Buffers:
+        known = self._buffers.get((span, order))
         if known is None or known.slots != slots:
-            known = self._buffers[span] = self._make_buffers(span, slots)
+            known = self._buffers[span, order] = self._make_buffers(span, slots, order)
         return known
 
-    def _make_buffers(self, span: Span, slots: Slots) -> _Buffers:
+    def _make_buffers(self, span: Span, slots: Slots, order: str) -> _Buffers:
         line = ALIGN // span.dtype.itemsize
         processes, rows = len(slots), max(1, *map(len, slots))
         chunk = -(-span.length // (processes * line)) * line
@@ -65,7 +71,7 @@ class ExchangedSum:
         send = torch.zeros(processes, rows, chunk, dtype=span.dtype, device=device)
         received, share = torch.zeros_like(send), torch.zeros(chunk, dtype=span.dtype, device=device)
         pieces = sorted((n, (process, row)) for process, held in enumerate(slots) for row, n in enumerate(held))
-        addition = Addition([(n, received[place]) for n, place in pieces], share, self._me * chunk, self._order)
+        addition = Addition([(n, received[place]) for n, place in pieces], share, self._me * chunk, order)
         result = torch.zeros(processes, chunk, dtype=span.dtype, device=device)
         return _Buffers(slots, send, received, share, result, addition)
 

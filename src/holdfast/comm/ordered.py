@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 import torch
 
 from holdfast.comm.adding import Mean
-from holdfast.comm.base import Communicator
+from holdfast.comm.base import Exchange
 from holdfast.comm.exchanged import ExchangedSum
 from holdfast.comm.memory import Segment, free_bytes
 from holdfast.comm.shared import ALIGN, SharedSum, Slots, Span, sum_alone, sum_shared
@@ -33,7 +33,7 @@ class OrderedSum:
 
     Args:
         comm: Who takes part.
-        order: ``"fold"``, ``"tree"`` or ``"wide"``; see :mod:`~holdfast.comm.adding`.
+        order: ``"fold"``, ``"tree"`` or another of :data:`~holdfast.comm.adding.ORDERS`.
         size_bytes: Memory of each slice, the same everywhere; spans lie in it.
         device: Of the terms.
         shared_bytes: Most memory that this worker may share with others of its host; 0: none, -1: what is free.
@@ -41,7 +41,7 @@ class OrderedSum:
 
     def __init__(
         self,
-        comm: Communicator,
+        comm: Exchange,
         order: str,
         size_bytes: int,
         *,
@@ -71,6 +71,7 @@ class OrderedSum:
         span: Span,
         owners: Mapping[int, int],
         *,
+        order: str = "",
         mean: Mean | None = None,
         midway: Callable[[], None] = _nothing,
     ) -> torch.Tensor:
@@ -82,6 +83,7 @@ class OrderedSum:
             span: Where the terms lie in :meth:`room`; the term of the ``i``-th of this process's slices lies in row ``i``.
             owners: The rank that holds each slice that takes part, the same everywhere; ranks that are not members
                 are left out.
+            order: Another than this object's, for this once.
             mean: What to divide, before anybody reads the result.
             midway: Called when the terms of this process are known to all and its share of the result is not.
 
@@ -89,7 +91,20 @@ class OrderedSum:
             PeerFailed: if it did not complete here.
         """
         slots = tuple(tuple(sorted(n for n, rank in owners.items() if rank in ranks)) for ranks in self._comm.processes)
-        return self._choose_path(slots)(span, slots, mean, midway)
+        return self._choose_path(slots)(span, slots, order or self._order, mean, midway)
+
+    def result(self, span: Span) -> torch.Tensor:
+        """Return the sum that was made last, for one that failed here and is known to have completed elsewhere.
+
+        It is whole if :attr:`in_place`; otherwise only if the sum completed here.
+        """
+        assert self._path is not None, "no sum was made yet"
+        return self._path.result(span)
+
+    @property
+    def in_place(self) -> bool:
+        """Whether the last sum went through memory: then it is whole at all once one has completed it."""
+        return isinstance(self._path, SharedSum)
 
     # -- setting up
 
@@ -97,7 +112,9 @@ class OrderedSum:
         """Return how the terms meet, newly chosen in every generation: the memory of an older one is not used again."""
         rows = tuple(map(len, slots))
         generation, known = self._made_for
-        if generation != self._comm.generation or any(need > have for need, have in zip(rows, known, strict=True)):
+        is_old = generation != self._comm.generation
+        if is_old or any(need > have for need, have in zip(rows, known, strict=True)):
+            rows = rows if is_old else tuple(map(max, rows, known))
             self._path, self._made_for = None, (-1, ())
             self._path = self._make_path(rows[self._comm.processes.index(self._comm.here)])
             self._made_for = (self._comm.generation, rows)
@@ -108,16 +125,16 @@ class OrderedSum:
         for row in range(rows):
             self.room(row)
         if len(self._comm.processes) == 1:
-            return sum_alone(self._comm, self._order, self._room, self._size_bytes, self._device)
+            return sum_alone(self._comm, self._room, self._size_bytes, self._device)
         why = f"tensors are on {self._device}"
         if self._device.type == "cpu" and self._shared_bytes:  # the same everywhere
             mine = None if self._segments is None else self._segments[:rows]
-            made = sum_shared(self._comm, self._order, mine, self._size_bytes)
+            made = sum_shared(self._comm, mine, self._size_bytes)
             if isinstance(made, SharedSum):
                 return made
             why = made
         self._warn(why)
-        return ExchangedSum(self._comm, self._order, self._room)
+        return ExchangedSum(self._comm, self._room)
 
     def _warn(self, why: str) -> None:
         if not self._warned and self._comm.members[0] in self._comm.here:

@@ -28,15 +28,15 @@ import numpy as np
 import torch
 
 from holdfast.comm.adding import Addition, Mean
-from holdfast.comm.base import Communicator
+from holdfast.comm.base import Exchange
 from holdfast.comm.memory import Segment, host_id, open_segment
-from holdfast.errors import PeerFailed
+from holdfast.errors import PeerFailed, ScriptError
 
 ALIGN = 64
 """Vectors, and everybody's share of them, begin on cache lines, bytes."""
 
 _WORDS = 8
-"""64-bit words in a worker's line of the head: incarnation, generation, how far, and nothing else."""
+"""64-bit words in a worker's line of the head: incarnation, generation, how far, length of the vector."""
 
 _MAGIC = 0x5355_4D4D_4148_4F4C
 """Says that a segment is the result of a sum."""
@@ -75,7 +75,6 @@ class SharedSum:
 
     Args:
         comm: Gives barriers.
-        order: How to add; see :class:`~holdfast.comm.adding.Addition`.
         terms: Of each process, the memory of each slot, bytes.
         result: Where the sum goes, bytes, for writing.
         given: The same memory as it is given out.
@@ -85,8 +84,7 @@ class SharedSum:
 
     def __init__(
         self,
-        comm: Communicator,
-        order: str,
+        comm: Exchange,
         terms: Sequence[Sequence[torch.Tensor]],
         result: torch.Tensor,
         given: torch.Tensor,
@@ -94,7 +92,6 @@ class SharedSum:
         incarnations: Sequence[int] = (),
     ) -> None:
         self._comm = comm
-        self._order = order
         self._terms = terms
         self._result = result
         self._given = given
@@ -102,19 +99,30 @@ class SharedSum:
         self._me = comm.processes.index(comm.here)
         self._known = np.array([[who, comm.generation] for who in incarnations], dtype=np.int64)
         self._phase = 0
-        self._additions: dict[Span, tuple[Slots, Addition]] = {}
+        self._additions: dict[tuple[Span, str], tuple[Slots, Addition]] = {}
 
-    def __call__(self, span: Span, slots: Slots, mean: Mean | None, midway: Callable[[], None]) -> torch.Tensor:
+    def __call__(
+        self, span: Span, slots: Slots, order: str, mean: Mean | None, midway: Callable[[], None]
+    ) -> torch.Tensor:
         """Return the sum; see :class:`~holdfast.comm.ordered.OrderedSum`."""
-        addition = self._addition(span, slots)
+        addition = self._addition(span, slots, order)
+        if self._words is not None:
+            self._words[self._me, 3] = span.length
         self._meet()  # A: all terms are there
+        if self._words is not None and (self._words[:, 3] != span.length).any():
+            msg = f"the workers sum vectors of different lengths, in the order of ranks {self._words[:, 3].tolist()}"
+            raise ScriptError(msg)
         midway()
         addition(mean)
         self._meet()  # B: all shares are there
+        return self.result(span)
+
+    def result(self, span: Span) -> torch.Tensor:
+        """Return the sum that was made last; it is whole once *anybody* has completed it."""
         return span.of(self._given)
 
-    def _addition(self, span: Span, slots: Slots) -> Addition:
-        known = self._additions.get(span)
+    def _addition(self, span: Span, slots: Slots, order: str) -> Addition:
+        known = self._additions.get((span, order))
         if known is None or known[0] != slots:
             share = ALIGN // span.dtype.itemsize
             chunk = -(-span.length // (len(slots) * share)) * share
@@ -124,9 +132,9 @@ class SharedSum:
                 [(n, span.of(self._terms[process][row])[mine]) for n, (process, row) in terms],
                 span.of(self._result)[mine],
                 mine.start,
-                self._order,
+                order,
             )
-            known = self._additions[span] = (slots, addition)
+            known = self._additions[span, order] = (slots, addition)
         return known[1]
 
     def _meet(self) -> None:
@@ -146,20 +154,17 @@ class SharedSum:
 # Setting up, an act of recovery: all members take part, and all end with the same answer
 
 
-def sum_alone(
-    comm: Communicator, order: str, slots: Sequence[torch.Tensor], size_bytes: int, device: torch.device
-) -> SharedSum:
+def sum_alone(comm: Exchange, slots: Sequence[torch.Tensor], size_bytes: int, device: torch.device) -> SharedSum:
     """Return the sum of a process that is all there is; the result lies in its private memory."""
     result = torch.zeros(size_bytes, dtype=torch.uint8, device=device)
-    return SharedSum(comm, order, [slots], result, result)
+    return SharedSum(comm, [slots], result, result)
 
 
-def sum_shared(comm: Communicator, order: str, mine: Sequence[Segment] | None, size_bytes: int) -> SharedSum | str:
+def sum_shared(comm: Exchange, mine: Sequence[Segment] | None, size_bytes: int) -> SharedSum | str:
     """Return the sum through shared memory among all members, or in words why there can be none.
 
     Args:
         comm: Whose members take part, all at the same time.
-        order: How to add.
         mine: This worker's slots; None if it has no memory for them.
         size_bytes: Of every slot.
 
@@ -175,7 +180,7 @@ def sum_shared(comm: Communicator, order: str, mine: Sequence[Segment] | None, s
         return "the workers are not on one host"
     opened = None
     if all(row[0] for row in told):
-        opened = _open(comm, order, told, head_bytes, size_bytes)
+        opened = _open(comm, told, head_bytes, size_bytes)
     if comm.maximum([int(opened is None)])[0] or opened is None:
         return "not every worker has the memory"
     return opened
@@ -190,7 +195,7 @@ def _make_result(size_bytes: int) -> Segment | None:
     return made
 
 
-def _tell(comm: Communicator, mine: Sequence[Segment] | None, made: Segment | None) -> list[list[int]]:
+def _tell(comm: Exchange, mine: Sequence[Segment] | None, made: Segment | None) -> list[list[int]]:
     """Return what everybody says: whether it is ready, host, process, incarnation, the result, its slots."""
     incarnation = int.from_bytes(os.urandom(7), "little")
     fds = [] if mine is None else [segment.fd for segment in mine]
@@ -203,9 +208,7 @@ def _tell(comm: Communicator, mine: Sequence[Segment] | None, made: Segment | No
     return told
 
 
-def _open(
-    comm: Communicator, order: str, told: Sequence[Sequence[int]], head_bytes: int, size_bytes: int
-) -> SharedSum | None:
+def _open(comm: Exchange, told: Sequence[Sequence[int]], head_bytes: int, size_bytes: int) -> SharedSum | None:
     me = comm.processes.index(comm.here)
     try:
         terms = [[open_segment(row[2], fd, size_bytes) for fd in row[5:] if fd >= 0] for row in told]
@@ -217,4 +220,4 @@ def _open(
     if me == 0 and head[0, 0] != _MAGIC:
         return None
     head[me, :2] = (told[me][3], comm.generation)
-    return SharedSum(comm, order, terms, whole[head_bytes:], given[head_bytes:], head, [row[3] for row in told])
+    return SharedSum(comm, terms, whole[head_bytes:], given[head_bytes:], head, [row[3] for row in told])

@@ -31,6 +31,19 @@ _QUIET_S = 0.03
 """Deaths a few milliseconds apart can crash ``MPI_Comm_shrink``; a short quiet time before a second one prevents most of it."""
 
 
+_NOBODYS_TAG = (1 << 30) + 1
+"""A tag that no message has."""
+
+
+class Message:
+    """A message between two workers that is on its way; it keeps the memory of its data."""
+
+    def __init__(self, comm: UlfmCommunicator, request: MPI.Request, data: torch.Tensor) -> None:
+        self._comm = comm
+        self.request = request
+        self.data = data
+
+
 def under_mpirun() -> bool:
     """Return whether Open MPI's launcher started this process."""
     return "OMPI_COMM_WORLD_SIZE" in os.environ
@@ -49,7 +62,7 @@ def _load_mpi() -> Any:
         msg = "the ulfm fabric needs mpi4py and Open MPI 5: pip install 'holdfast[mpi]'"
         raise ConfigError(msg) from error
     mpi4py.rc.finalize = False
-    mpi4py.rc.thread_level = "serialized"
+    mpi4py.rc.thread_level = "multiple"  # a session and a torch.distributed group may each have a thread
     from mpi4py import MPI
 
     return MPI
@@ -80,11 +93,17 @@ class UlfmCommunicator:
         self._generation = 0
         self._shrunk_s = -_SECOND_DEATH_WITHIN_S
         self._owner = threading.get_ident()
+        self._abandoned: list[object] = []
 
     @property
     def members(self) -> tuple[int, ...]:
         """Ranks that were alive at the last shrink, ascending."""
         return self._members
+
+    @property
+    def first_size(self) -> int:
+        """Number of workers that the job was started with."""
+        return len(self._world)
 
     @property
     def here(self) -> tuple[int, ...]:
@@ -187,6 +206,81 @@ class UlfmCommunicator:
         group = self._comm.Get_failed()
         places = self._mpi.Group.Translate_ranks(group, None, self._mpi.COMM_WORLD.group)
         return tuple(sorted(self._world[place] for place in places))
+
+    # -- between two workers, for groups that are a part of the world
+
+    def exchange(self, send: Mapping[int, torch.Tensor], receive: Mapping[int, torch.Tensor], tag: int) -> None:
+        """Give a tensor to each of some workers, and take one from each of some.
+
+        Args:
+            send: By rank; contiguous.
+            receive: By rank; contiguous, overwritten.
+            tag: Told apart from other messages between the same two.
+
+        Raises:
+            PeerFailed: if one of them did not arrive.
+        """
+        self._check_thread()
+        try:
+            requests = [self._comm.Irecv(_bytes(t), self._place(rank), tag) for rank, t in receive.items()]
+            requests += [self._comm.Isend(_bytes(t), self._place(rank), tag) for rank, t in send.items()]
+            self._abandoned.extend((*requests, *send.values(), *receive.values()))  # memory that MPI may still use
+            for request in requests:  # one by one: Waitall was seen to hang after a death
+                request.Wait()
+        except self._mpi.Exception as error:
+            raise PeerFailed(str(error)) from error
+        del self._abandoned[-len(requests) - len(send) - len(receive) :]
+
+    def start_send(self, data: torch.Tensor, rank: int, tag: int) -> Message:
+        """Begin to give ``data`` (contiguous, not written until it is done) to ``rank``.
+
+        Raises:
+            PeerFailed: if it cannot be begun.
+        """
+        return self._start(self._comm.Isend, data, self._place(rank), tag)
+
+    def start_receive(self, data: torch.Tensor, rank: int | None, tag: int) -> Message:
+        """Begin to overwrite ``data`` (contiguous) by what ``rank``, or whoever comes first, gives.
+
+        Raises:
+            PeerFailed: if it cannot be begun.
+        """
+        return self._start(self._comm.Irecv, data, self._mpi.ANY_SOURCE if rank is None else self._place(rank), tag)
+
+    def _start(self, call: Callable[..., MPI.Request], data: torch.Tensor, place: int, tag: int) -> Message:
+        self._check_thread()
+        try:
+            return Message(self, call(_bytes(data), place, tag), data)
+        except self._mpi.Exception as error:
+            raise PeerFailed(str(error)) from error
+
+    def test(self, message: Message) -> int | None:
+        """Return the rank at the other end once ``message`` is through (-1 for one that was sent), None before.
+
+        Raises:
+            PeerFailed: if it did not arrive.
+        """
+        self._check_thread()
+        status = self._mpi.Status()
+        try:
+            if not message.request.Test(status):
+                return None
+        except self._mpi.Exception as error:
+            self._abandoned.append(message)
+            raise PeerFailed(str(error)) from error
+        return self._members[status.source] if 0 <= status.source < len(self._members) else -1
+
+    def is_revoked(self) -> bool:
+        """Return whether a peer has revoked this generation; it lets MPI look at what has arrived."""
+        self._check_thread()
+        try:
+            self._comm.Iprobe(self._mpi.ANY_SOURCE, _NOBODYS_TAG)
+        except self._mpi.Exception:
+            return bool(self._comm.Is_revoked())
+        return False
+
+    def _place(self, rank: int) -> int:
+        return self._members.index(rank)
 
     def _collective(self, call: Callable[..., None], *args: Any) -> None:
         self._check_thread()

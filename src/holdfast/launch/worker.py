@@ -178,7 +178,7 @@ def _set_torchrun_variables(settings: Settings) -> None:
 
 
 def _check_trained() -> None:
-    """Ask the session, if there was one, whether it was left too early.
+    """Ask the session, if there was one, whether it was left too early; leave the process group, if there was one.
 
     Raises:
         ScriptError: if the script ended in the middle of training.
@@ -186,6 +186,9 @@ def _check_trained() -> None:
     session = sys.modules.get("holdfast.train.session")
     if session is not None:
         session.at_exit()
+    engine = sys.modules.get("holdfast.dist.engine")
+    if engine is not None:
+        engine.leave()
 
 
 def _report_failure(error: BaseException, script: Path) -> int:

@@ -414,6 +414,8 @@ class Draft:
     def _begin_to_add(self, rank: int, order: SumBucket) -> None:
         self._set(rank, waits=Adding(order))
         self._memory.begin_to_add(rank, order.bucket, self._what_is_added(rank))
+        if not self._memory.keeps(Rule.WORD_COMES_LAST):
+            self._announce(rank, self._worker(rank).sums + 1)
 
     def _know_sum(self, rank: int, bucket: int) -> None:
         self._hold(rank, bucket, self._members)

@@ -64,6 +64,8 @@ class Rule(enum.Flag):
     """Barrier B is not believed before everybody's word has been looked at."""
     WORDS_OF_TODAY = enum.auto()
     """A word says of which generation it is."""
+    WORD_COMES_LAST = enum.auto()
+    """A word is written when all that it stands for has been written."""
     FRESH_MEMORY = enum.auto()
     """A new generation has a new result, and never writes into an old one."""
     OLD_RESULT = enum.auto()
@@ -313,8 +315,8 @@ class MemoryDraft:
         for view in views:
             self._read(rank, view)
             if not self.keeps(Rule.ONE_WRITER):
-                for member in ranks(view.what.whose):
-                    self._write(member, view.result, view.bucket, Share(view.what, done=False), view.what)
+                scaled = (Share(view.what._replace(whose=0), done=False),) * self._workers
+                self._results[view.result] = _replaced(self._results[view.result], view.bucket, scaled)
 
     def finish_reading(self, rank: int) -> None:
         """Let the optimizer of ``rank`` read what it has yet to read."""

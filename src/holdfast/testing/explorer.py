@@ -169,9 +169,8 @@ def _describe_move(state: State, move: Move) -> str:
 
 
 def _describe_state(state: State) -> str:
-    return ", ".join(
-        f"{rank}: {'left' if state.left & 1 << rank else _show(worker)}" for rank, worker in enumerate(state.workers)
-    )
+    gone = {late.rank: "stopped" for late in state.memory.late} | dict.fromkeys(ranks(state.left), "left")
+    return ", ".join(f"{rank}: {gone.get(rank) or _show(worker)}" for rank, worker in enumerate(state.workers))
 
 
 def _show(worker: Worker | None) -> str:

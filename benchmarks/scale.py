@@ -1,0 +1,276 @@
+"""How recovery grows with the number of processes: Open MPI's ULFM without torch, many processes on few cores.
+
+    python benchmarks/scale.py [--sizes 4,8,16,32,64] [--kills 12] [--seed 0] [--json FILE]
+
+Processes add small vectors without end; one kills itself, the others recover and go on; then the next. The sequence
+is that of ``holdfast.recovery.protocol``, written down here once more because ``holdfast.comm`` brings torch along::
+
+    R1  revoke, agree(0)     everybody alive has heard
+    R2  shrink, agree(1)     fence
+    R3  share progress       one Allreduce of a slot a process
+    R4  agree(1)             all know that all know: the decision
+        one small sum        of the survivors
+
+``detect`` is from the SIGKILL to the first survivor that knows, ``agree`` to the last that has passed R1, ``rebuild``
+to the last that has passed R4, ``sum`` to the last that has its sum. At most a quarter of a job is killed, one by one,
+so that its size stays near what the table says.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from common import spread, table, write_json
+
+SIZES = (4, 8, 16, 32, 64)
+ELEMENTS = 1000
+CALM_S = 0.7
+"""Between a recovery and the next kill: Holdfast waits 30 ms more where two deaths are less than 0.5 s apart."""
+LIMIT_S = 300.0
+PARTS = ("detect", "agree", "rebuild", "sum", "whole")
+
+Row = dict[str, float]
+
+
+def main() -> None:
+    """Measure each size and print the table."""
+    options = parse()
+    if options.worker:
+        work(json.loads(options.worker))
+        return
+    rows = {size: measure(size, options.kills, options.seed) for size in options.sizes}
+    show(rows)
+    summary = {size: {part: spread([row[part] for row in got]) for part in PARTS} for size, got in rows.items()}
+    write_json(options.json, settings=vars(options), rows=rows, summary=summary)
+
+
+def parse() -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sizes", type=lambda text: [int(size) for size in text.split(",")], default=list(SIZES))
+    parser.add_argument("--kills", type=int, default=12, help="of each size, at least")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", metavar="FILE")
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if min(options.sizes) < 2:
+        parser.error(f"--sizes must be at least 2, got {min(options.sizes)}")
+    return options
+
+
+def measure(size: int, kills: int, seed: int) -> list[Row]:
+    """Return a row for each kill among so many processes, of as many jobs as it takes."""
+    rng = random.Random(f"{seed} {size}")
+    rows: list[Row] = []
+    while len(rows) < kills:
+        victims = rng.sample(range(size), max(1, size // 4))
+        rows += run_job(size, victims, rng.randrange(1 << 30))
+        print(f"{size} processes: {len(rows)} of {kills} kills", file=sys.stderr)
+    return rows
+
+
+def run_job(size: int, victims: list[int], seed: int) -> list[Row]:
+    """Return a row for each kill of one job."""
+    with tempfile.TemporaryDirectory() as folder:
+        told = {"folder": folder, "victims": victims, "seed": seed}
+        with Path(folder, "mpirun.log").open("wb") as log:
+            job = subprocess.Popen(
+                [*mpirun(size), sys.executable, __file__, "--worker", json.dumps(told)],
+                env=environment(), stdout=log, stderr=log, process_group=0,
+            )  # fmt: skip
+        try:
+            wait_for_results(job, Path(folder), set(range(size)) - set(victims))
+        finally:
+            end(job)
+        return [read_kill(Path(folder), number, victims) for number in range(len(victims))]
+
+
+def mpirun(size: int) -> list[str]:
+    """Return the command that starts processes as Holdfast does."""
+    root = ["--allow-run-as-root"] if os.getuid() == 0 else []
+    flags = "--with-ft ulfm --oversubscribe --bind-to none --mca coll ^han --mca mpi_yield_when_idle 1"
+    return [str(Path(sys.executable).with_name("mpirun")), *flags.split(), *root, "-n", str(size)]
+
+
+def environment() -> dict[str, str]:
+    """Return the environment without what another job left in it."""
+    stray = ("HOLDFAST_", "OMPI_", "PMIX_", "PRTE_")
+    return {k: v for k, v in os.environ.items() if not k.startswith(stray)} | {"OMP_NUM_THREADS": "1"}
+
+
+def wait_for_results(job: subprocess.Popen[bytes], folder: Path, survivors: set[int]) -> None:
+    """Wait until every survivor has written its results.
+
+    Raises:
+        RuntimeError: if the job ends without them, or takes too long.
+    """
+    end_s = time.monotonic() + LIMIT_S
+    while lacking := {rank for rank in survivors if not (folder / f"{rank}.json").exists()}:
+        if job.poll() is not None or time.monotonic() > end_s:
+            said = (folder / "mpirun.log").read_text(errors="replace")[-2000:]
+            msg = f"{len(lacking)} of {len(survivors)} survivors gave no result\n{said}"
+            raise RuntimeError(msg)
+        time.sleep(0.05)
+
+
+def end(job: subprocess.Popen[bytes]) -> None:
+    """End mpirun, which ends its processes."""
+    if job.poll() is None:
+        job.terminate()
+        try:
+            job.wait(10)
+        except subprocess.TimeoutExpired:
+            job.kill()
+    job.wait()
+
+
+def read_kill(folder: Path, number: int, victims: list[int]) -> Row:
+    """Return the times of one kill in milliseconds, from what victim and survivors wrote."""
+    kill_s = float((folder / f"{victims[number]}.kill").read_text())
+    told = [json.loads(path.read_text()) for path in folder.glob("*.json")]
+    told += [json.loads(path.read_text()) for path in folder.glob("*.until-death")]
+    marks = [each[number] for each in told if len(each) > number]
+    lost = [mark["lost"] for mark in marks]
+    if lost != [[victims[number]]] * len(lost):
+        msg = f"survivors should have lost {victims[number]} alone, and say {lost}"
+        raise RuntimeError(msg)
+    moments = [
+        kill_s,
+        min(mark["seen_s"] for mark in marks),
+        *(max(mark[name] for mark in marks) for name in ("heard_s", "decided_s", "summed_s")),
+    ]
+    parts = [1e3 * (b - a) for a, b in itertools.pairwise(moments)]
+    return dict(zip(PARTS, [*parts, 1e3 * (moments[-1] - kill_s)], strict=True))
+
+
+def show(rows: dict[int, list[Row]]) -> None:
+    """Print the table."""
+    first = statistics.median(row["whole"] for row in next(iter(rows.values())))
+    lines = []
+    for size, got in rows.items():
+        medians = [f"{statistics.median(row[part] for row in got):.1f}" for part in PARTS]
+        whole = spread([row["whole"] for row in got])
+        around = [f"{whole['p10']:.1f}", f"{whole['p90']:.1f}", f"{whole['max']:.1f}"]
+        lines.append([str(size), str(len(got)), *medians, *around, f"{whole['p50'] / first:.1f}"])
+    head = ["processes", "kills", *PARTS, "p10", "p90", "max", f"times that at {next(iter(rows))}"]
+    print(
+        table(f"Recovery by size: {os.cpu_count()} cores, no torch; medians, ms (p10 to max of the whole)", head, lines)
+    )
+
+
+# ---------------------------------------------------------------------------------------------
+# What each process does
+
+
+def work(told: dict[str, Any]) -> None:
+    """Add vectors, die when it is time, recover when another died, write down when what happened."""
+    import mpi4py
+
+    mpi4py.rc.finalize = False  # survivors never leave through MPI_Finalize
+    from mpi4py import MPI
+
+    comm = MPI.COMM_WORLD.Dup()
+    comm.Set_errhandler(MPI.ERRORS_RETURN)
+    me, size, folder = comm.rank, comm.size, Path(told["folder"])
+    rng = random.Random(told["seed"] + me)
+    marks: list[dict[str, Any]] = []
+    completed, die_s, members = 0, 0.0, list(range(size))
+    while True:
+        if len(marks) == len(told["victims"]):
+            leave(comm, folder / f"{me}.json", marks)
+        if told["victims"][len(marks)] == me:
+            die_s = die_s or time.monotonic() + CALM_S + 0.1 * rng.random()
+            if time.monotonic() > die_s:
+                die(folder, me, marks)
+        try:
+            small_sum(comm)
+            completed += 1
+        except MPI.Exception:
+            mark = {"seen_s": time.monotonic()}
+            comm, alive, completed = recover(comm, me, size, completed, mark)
+            small_sum(comm)
+            mark["summed_s"] = time.monotonic()
+            marks.append(mark | {"lost": sorted(set(members) - set(alive))})
+            members = alive
+
+
+def small_sum(comm: Any) -> None:
+    """Add a small vector over everybody, and see that nothing is missing."""
+    import numpy as np
+
+    ones, result = np.ones(ELEMENTS), np.empty(ELEMENTS)
+    comm.Allreduce(ones, result)
+    if not (result == comm.size).all():
+        msg = f"a sum over {comm.size} processes gave {result.min()} to {result.max()}"
+        raise RuntimeError(msg)
+
+
+def recover(comm: Any, me: int, size: int, completed: int, mark: dict[str, Any]) -> tuple[Any, list[int], int]:
+    """Carry out R1 to R4; return the new communicator, who is in it, and the sums that count as done.
+
+    One process is killed at a time, so a failure in here is a fault of the benchmark and ends it.
+    """
+    import numpy as np
+    from mpi4py import MPI
+
+    comm.Revoke()
+    agree(comm, 0)
+    mark["heard_s"] = time.monotonic()
+    comm = comm.Shrink()
+    comm.Set_errhandler(MPI.ERRORS_RETURN)
+    fenced = agree(comm, 1)
+    mine, everybody = np.zeros((size, 2), dtype=np.int64), np.empty((size, 2), dtype=np.int64)
+    mine[me] = (1, completed)
+    comm.Allreduce(mine, everybody)
+    if not (agree(comm, 1) and fenced):
+        msg = "a second process was lost during recovery"
+        raise RuntimeError(msg)
+    mark["decided_s"] = time.monotonic()
+    alive = [rank for rank in range(size) if everybody[rank, 0]]
+    progress = everybody[alive, 1]
+    if progress.max() - progress.min() > 1:
+        msg = f"survivors are more than one sum apart: {progress.tolist()}"
+        raise RuntimeError(msg)
+    return comm, alive, int(progress.max())
+
+
+def agree(comm: Any, flag: int) -> bool:
+    """Return whether all flags are 1 and nobody was found dead."""
+    from mpi4py import MPI
+
+    try:
+        return comm.Agree(flag) == 1
+    except MPI.Exception:
+        return False
+
+
+def die(folder: Path, me: int, marks: list[dict[str, Any]]) -> None:
+    """Write down what was seen so far and when it ends, and end."""
+    (folder / f"{me}.until-death").write_text(json.dumps(marks))
+    (folder / f"{me}.kill").write_text(repr(time.monotonic()))
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def leave(comm: Any, path: Path, marks: list[dict[str, Any]]) -> None:
+    """Write the results, all or nothing, and end once everybody alive is here."""
+    agree(comm, 1)
+    draft = path.with_suffix(".draft")
+    draft.write_text(json.dumps(marks))
+    draft.replace(path)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,655 @@
+"""The process group that torch talks to: what each collective of ``torch.distributed`` is made of."""
+
+# mypy: disable-error-code="override, assignment"
+# (torch's stubs give each method two signatures, one of which it never calls on a group made in Python.)
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import xxhash
+from torch.distributed import ProcessGroup, ReduceOp, Work
+
+from holdfast.comm.adding import ORDERS, Mean
+from holdfast.comm.ordered import Span
+from holdfast.dist.engine import Collective, Engine, Members, Transfer, get_engine
+from holdfast.dist.work import Pending
+from holdfast.errors import ConfigError, RanksLost
+from holdfast.settings import debug_wanted
+
+_WORLD_KEY = 1
+_TAGS = 1 << 29
+"""Groups have tags below it, messages between two ranks those above."""
+
+_DDP_MODULES = ("torch.nn.parallel.distributed", "torch.distributed.algorithms.ddp_comm_hooks")
+_BACKWARD_MODULE = "torch.autograd.graph"
+_DDP_START_MODULE = "torch.distributed.utils"
+
+_ORDER_OF = {
+    ReduceOp.SUM: "wide",
+    ReduceOp.AVG: "wide",
+    ReduceOp.PREMUL_SUM: "wide",
+    ReduceOp.PRODUCT: "product",
+    ReduceOp.MIN: "min",
+    ReduceOp.MAX: "max",
+    ReduceOp.BAND: "and",
+    ReduceOp.BOR: "or",
+    ReduceOp.BXOR: "xor",
+}
+_NAMES = {member: name for name, member in ReduceOp.RedOpType.__members__.items()}
+
+
+def create(options: Any) -> HoldfastGroup:
+    """Return the group that torch asks for.
+
+    Args:
+        options: torch's ``_DistributedBackendOptions``.
+
+    Raises:
+        ConfigError: if this process was not started by mpirun, or with another number than it says.
+    """
+    engine = get_engine(debug=debug_wanted())
+    ranks = tuple(options.global_ranks_in_group) or tuple(range(options.group_size))
+    me = ranks[options.group_rank]
+    if engine.world.here != (me,) or max(ranks) >= engine.world.first_size:
+        msg = f"RANK and WORLD_SIZE say rank {me} of {options.group_size}, mpirun says rank {engine.world.here[0]} of {engine.world.first_size}"
+        raise ConfigError(msg)
+    name = str(options.group_id)
+    key = _WORLD_KEY
+    if options.global_ranks_in_group:
+        key = 2 + xxhash.xxh3_64_intdigest(f"{name} {ranks}".encode()) % (_TAGS - 2)
+    return HoldfastGroup(engine, engine.add_group(key, ranks), options.group_rank, options.timeout.total_seconds())
+
+
+class HoldfastGroup(ProcessGroup):
+    """A group of ranks whose collectives survive, or say who died.
+
+    Args:
+        engine: Carries everything out.
+        members: The group, as the engine sees it.
+        rank: This rank, in the group.
+        timeout_s: How long a wait lasts at most.
+    """
+
+    def __init__(self, engine: Engine, members: Members, rank: int, timeout_s: float) -> None:
+        super().__init__(rank, len(members.ranks))  # type: ignore[call-arg]
+        self._engine = engine
+        self._members = members
+        self._place = rank
+        self._timeout_s = timeout_s
+        self._name = ""
+        self._description = ""
+        self._pending: Pending | None = None
+
+    # -- what it is
+
+    @property
+    def alive(self) -> tuple[int, ...]:
+        """Global ranks that are alive, ascending."""
+        return self._members.alive
+
+    def getBackendName(self) -> str:  # noqa: N802 - torch calls it so
+        """Return the word for ``init_process_group``."""
+        return "holdfast"
+
+    def getSize(self) -> int:  # noqa: N802 - torch calls it so
+        """Return how many ranks the group was made with, dead ones too."""
+        return len(self._members.ranks)
+
+    def size(self) -> int:
+        """Return how many ranks the group was made with, dead ones too."""
+        return len(self._members.ranks)
+
+    def getRank(self) -> int:  # noqa: N802 - torch calls it so
+        """Return this rank, in the group."""
+        return self._place
+
+    def rank(self) -> int:
+        """Return this rank, in the group."""
+        return self._place
+
+    @property
+    def group_name(self) -> str:
+        """The name that torch gave it."""
+        return self._name
+
+    def _set_group_name(self, name: str) -> None:
+        self._name = name
+
+    @property
+    def group_desc(self) -> str:
+        """The description that torch gave it."""
+        return self._description
+
+    def _set_group_desc(self, description: str) -> None:
+        self._description = description
+
+    def set_timeout(self, timeout: Any) -> None:
+        """Set how long a wait lasts at most."""
+        self._timeout_s = timeout.total_seconds()
+
+    def shutdown(self) -> None:
+        """Forget the group; the process leaves the job when its script ends."""
+        self._engine.drop_group(self._members)
+
+    def abort(self) -> None:
+        """Forget the group."""
+        self.shutdown()
+
+    # -- reductions
+
+    def allreduce(self, tensors: Sequence[torch.Tensor], options: Any = None) -> Work:
+        """Reduce a tensor over all ranks, in place."""
+        op = ReduceOp.SUM if options is None else options.reduceOp
+        return self._reduce(_one(tensors, "all_reduce"), op, "all_reduce")
+
+    def allreduce_coalesced(self, tensors: Sequence[torch.Tensor], options: Any = None) -> Work:
+        """Reduce several tensors over all ranks, in place."""
+        op = ReduceOp.SUM if options is None else options.reduceOp
+        works = [self._reduce(tensor, op, "all_reduce_coalesced") for tensor in tensors]
+        return self._last_of(works, list(tensors), "all_reduce_coalesced")
+
+    def reduce(self, tensors: Sequence[torch.Tensor], options: Any) -> Work:
+        """Reduce a tensor over all ranks; the root has the result."""
+        return self._reduce(_one(tensors, "reduce"), options.reduceOp, "reduce", root=options.rootRank)
+
+    def _reduce(self, tensor: torch.Tensor, op: Any, what: str, root: int | None = None) -> Work:
+        kind = _kind_of(op, tensor)
+        what = f"{what}({_NAMES[_type_of(op)]})"
+        members, flat = self._members, _plain(tensor, op)
+        span = Span(0, flat.numel(), flat.dtype)
+        in_ddp = self._asked_by_ddp()
+        step = self._engine.witness.begin_sum(torch._C._current_graph_task_id()) if in_ddp == _BACKWARD_MODULE else None
+        if in_ddp and in_ddp != _BACKWARD_MODULE:
+            in_ddp = ""
+
+        def exchange() -> None:
+            if root is not None:
+                self._check_alive(root, what)
+            if not span.length:
+                members.comm.barrier()
+                return
+            sums = members.adder(span.end)
+            term = span.of(sums.room(0))
+            if kind is ReduceOp.PREMUL_SUM:
+                torch.mul(flat, _factor_of(op), out=term)
+            else:
+                term.copy_(flat)
+            owners = {rank: rank for rank in members.alive}
+            midway = _nothing if step is None else lambda: self._engine.witness.reach_in_sum(*step)
+            sums(span, owners, order=_ORDER_OF[kind], mean=self._mean(kind, span, in_ddp=bool(in_ddp)), midway=midway)
+            if not sums.in_place:
+                members.comm.barrier()
+
+        def finish() -> None:
+            if span.length and (root is None or root == self._place):
+                assert members.sums is not None
+                _give(tensor, members.sums.result(span))
+
+        return self._submit(what, [tensor], exchange, finish, like=tensor, root=root, recovers=bool(in_ddp))
+
+    def _mean(self, kind: Any, span: Span, *, in_ddp: bool) -> Mean | None:
+        """Return what to divide by: DDP has divided by all ranks, and the mean is to be that over the survivors."""
+        alive, first = len(self._members.alive), len(self._members.ranks)
+        if kind is ReduceOp.AVG:
+            return Mean(alive, span.length)
+        if in_ddp and alive < first and kind is ReduceOp.SUM and span.dtype.is_floating_point:
+            return Mean(alive / first, span.length)
+        return None
+
+    def reduce_scatter(
+        self, outputs: Sequence[torch.Tensor], inputs: Sequence[Sequence[torch.Tensor]], options: Any = None
+    ) -> Work:
+        """Reduce a list of tensors over all ranks, and give each rank one of them."""
+        out, parts = _one(outputs, "reduce_scatter"), list(_one(inputs, "reduce_scatter"))
+        op = ReduceOp.SUM if options is None else options.reduceOp
+        return self._reduce_scatter(out, parts, op, "reduce_scatter")
+
+    def reduce_scatter_single(self, out: torch.Tensor, whole: torch.Tensor, options: Any = None) -> Work:
+        """Reduce a tensor over all ranks, and give each rank a part of it."""
+        op = ReduceOp.SUM if options is None else options.reduceOp
+        return self._reduce_scatter(out, self._parts(whole, out, "reduce_scatter_tensor"), op, "reduce_scatter_tensor")
+
+    def _reduce_scatter(self, out: torch.Tensor, parts: Sequence[torch.Tensor], op: Any, what: str) -> Work:
+        kind = _kind_of(op, out)
+        self._check_list(parts, out, what)
+        rows: list[torch.Tensor] = []
+
+        def exchange() -> None:
+            send = torch.stack([_plain(part, op) for part in self._for_living(parts, what)])
+            if kind is ReduceOp.PREMUL_SUM:
+                send = send * _factor_of(op)
+            rows[:] = self._exchange_rows(send)
+
+        def finish() -> None:
+            result = torch.empty_like(rows[0])
+            ORDERS[_ORDER_OF[kind]](list(enumerate(rows)), result)
+            _give(out, result.div_(len(rows)) if kind is ReduceOp.AVG else result)
+
+        return self._submit(what, [out], exchange, finish, like=out)
+
+    # -- moving data
+
+    def broadcast(self, tensors: Sequence[torch.Tensor], options: Any) -> Work:
+        """Give every rank the root's tensor."""
+        tensor, members, root = _one(tensors, "broadcast"), self._members, options.rootRank
+        by_ddp = bool(self._asked_by_ddp())
+        span = Span(0, tensor.numel() * tensor.element_size(), torch.uint8)
+
+        def exchange() -> None:
+            source = members.ranks[root]
+            if source not in members.alive and by_ddp:
+                source = members.alive[0]  # replicas are equal, or are being made so: any survivor's will do
+            elif source not in members.alive:
+                self._check_alive(root, "broadcast")
+            if not span.length:
+                members.comm.barrier()
+                return
+            sums = members.adder(span.end)
+            if members.ranks[self._place] == source:
+                span.of(sums.room(0)).copy_(_bytes_of(tensor))
+            sums(span, {0: source}, order="fold")
+            if not sums.in_place:
+                members.comm.barrier()
+
+        def finish() -> None:
+            if span.length:
+                assert members.sums is not None
+                _give(tensor, members.sums.result(span))
+
+        return self._submit("broadcast", [tensor], exchange, finish, like=tensor, root=root, recovers=by_ddp)
+
+    def allgather(
+        self, outputs: Sequence[Sequence[torch.Tensor]], inputs: Sequence[torch.Tensor], options: Any = None
+    ) -> Work:
+        """Give every rank the tensors of all."""
+        outs, part = list(_one(outputs, "all_gather")), _one(inputs, "all_gather")
+        self._check_list(outs, part, "all_gather")
+        return self._gather(outs, part, "all_gather", outs)
+
+    def all_gather_single(self, out: torch.Tensor, part: torch.Tensor, options: Any = None) -> Work:
+        """Give every rank the tensors of all, one behind the other."""
+        outs = self._parts(out, part, "all_gather_into_tensor")
+        return self._gather(outs, part, "all_gather_into_tensor", [out])
+
+    def gather(
+        self, outputs: Sequence[Sequence[torch.Tensor]], inputs: Sequence[torch.Tensor], options: Any
+    ) -> Work:
+        """Give the root the tensors of all."""
+        part, root = _one(inputs, "gather"), options.rootRank
+        outs = list(_one(outputs, "gather")) if self._place == root else None
+        if outs is not None:
+            self._check_list(outs, part, "gather")
+        return self._gather(outs, part, "gather", outs or [], root)
+
+    def _gather(
+        self,
+        outs: Sequence[torch.Tensor] | None,
+        part: torch.Tensor,
+        what: str,
+        result: list[torch.Tensor],
+        root: int | None = None,
+    ) -> Work:
+        members = self._members
+        by_ddp = bool(self._asked_by_ddp())
+        rows: list[torch.Tensor] = []
+
+        def exchange() -> None:
+            if root is not None:
+                self._check_alive(root, what)
+            if outs is not None and not by_ddp:
+                self._for_living(outs, what)
+            mine = _plain(part)
+            whole = torch.empty(len(members.alive), mine.numel(), dtype=mine.dtype)
+            if mine.numel():
+                members.comm.allgather(mine, whole)
+            members.comm.barrier()
+            rows[:] = list(whole)
+
+        def finish() -> None:
+            if outs is None:
+                return
+            by_rank = dict(zip(members.alive, rows, strict=True))
+            if by_ddp:  # it compares what the ranks say: the dead agree with this one
+                rows[:] = [by_rank.get(rank, _plain(part)) for rank in members.ranks]
+            for out, row in zip(outs, rows, strict=True):
+                _give(out, row)
+
+        return self._submit(what, result, exchange, finish, like=part, root=root, recovers=by_ddp)
+
+    def scatter(
+        self, outputs: Sequence[torch.Tensor], inputs: Sequence[Sequence[torch.Tensor]], options: Any
+    ) -> Work:
+        """Give every rank one of the root's tensors."""
+        out, root = _one(outputs, "scatter"), options.rootRank
+        parts = list(_one(inputs, "scatter")) if self._place == root else None
+        if parts is not None:
+            self._check_list(parts, out, "scatter")
+        members = self._members
+        row: list[torch.Tensor] = []
+
+        def exchange() -> None:
+            self._check_alive(root, "scatter")
+            mine = _plain(out)
+            send = torch.zeros(len(members.alive), mine.numel(), dtype=mine.dtype)
+            if parts is not None:
+                send = torch.stack([_plain(part) for part in self._for_living(parts, "scatter")])
+            row[:] = [self._exchange_rows(send)[members.alive.index(members.ranks[root])]]
+
+        return self._submit("scatter", [out], exchange, lambda: _give(out, row[0]), like=out, root=root)
+
+    def alltoall(
+        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], options: Any = None
+    ) -> Work:
+        """Give every rank one tensor, and take one from each."""
+        if len(outputs) != len(inputs):
+            msg = f"all_to_all needs as many outputs as inputs, got {len(outputs)} and {len(inputs)}"
+            raise ValueError(msg)
+        self._check_count(inputs, "all_to_all")
+        return self._alltoall(list(outputs), list(inputs), "all_to_all", list(outputs))
+
+    def all_to_all_single(
+        self,
+        out: torch.Tensor,
+        whole: torch.Tensor,
+        out_splits: Sequence[int] | None = None,
+        splits: Sequence[int] | None = None,
+        options: Any = None,
+    ) -> Work:
+        """Give every rank a part of a tensor, and take a part from each."""
+        count = self.size()
+        what = "all_to_all_single"
+        outs, parts = _split(out, out_splits, count, what), _split(whole, splits, count, what)
+        return self._alltoall(outs, parts, what, [out])
+
+    def _alltoall(
+        self, outs: Sequence[torch.Tensor], parts: Sequence[torch.Tensor], what: str, result: list[torch.Tensor]
+    ) -> Work:
+        members = self._members
+        received: list[torch.Tensor] = []
+
+        def exchange() -> None:
+            mine = [_bytes_of(part) for part in self._for_living(parts, what)]
+            size = members.comm.maximum([max(t.numel() for t in mine)])[0]
+            send = torch.zeros(len(mine), size, dtype=torch.uint8)
+            for row, data in zip(send, mine, strict=True):
+                row[: data.numel()] = data
+            received[:] = self._exchange_rows(send)
+
+        def finish() -> None:
+            for out, row in zip(outs, received, strict=True):
+                _give(out, row[: out.numel() * out.element_size()])
+
+        return self._submit(what, result, exchange, finish)
+
+    def barrier(self, opts: Any = None) -> Work:
+        """Return when all ranks have called it."""
+        return self._submit("barrier", [], self._members.comm.barrier, _nothing, like=torch.empty(0))
+
+    def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
+        """Return when all ranks have called it; say so if they do not in time."""
+        self.barrier().wait(*([timeout] if timeout else []))
+
+    # -- several at once
+
+    def all_gather_single_coalesced(
+        self, outs: Sequence[torch.Tensor], parts: Sequence[torch.Tensor], options: Any = None
+    ) -> Work:
+        """Gather several tensors, each into one."""
+        works = [self.all_gather_single(out, part) for out, part in zip(outs, parts, strict=True)]
+        return self._last_of(works, list(outs), "all_gather_into_tensor_coalesced")
+
+    def allgather_coalesced(
+        self, outputs: Sequence[Sequence[torch.Tensor]], inputs: Sequence[torch.Tensor], options: Any = None
+    ) -> Work:
+        """Gather several tensors; ``outputs`` has a list a rank."""
+        works = [self.allgather([[row[i] for row in outputs]], [part]) for i, part in enumerate(inputs)]
+        return self._last_of(works, [t for row in outputs for t in row], "all_gather_coalesced")
+
+    def reduce_scatter_single_coalesced(
+        self, outs: Sequence[torch.Tensor], wholes: Sequence[torch.Tensor], options: Any = None
+    ) -> Work:
+        """Reduce and scatter several tensors."""
+        works = [self.reduce_scatter_single(out, whole, options) for out, whole in zip(outs, wholes, strict=True)]
+        return self._last_of(works, list(outs), "reduce_scatter_tensor_coalesced")
+
+    _allgather_base = all_gather_single
+    _reduce_scatter_base = reduce_scatter_single
+    alltoall_base = all_to_all_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
+    def _start_coalescing(self, device: Any = None) -> None:
+        self._pending = None
+
+    def _end_coalescing(self, device: Any = None) -> Work:
+        last = self._pending
+        if last is not None:
+            return last
+        return self.barrier()
+
+    def _last_of(self, works: Sequence[Work], result: list[torch.Tensor], what: str) -> Work:
+        """Return a work that is over when all of ``works`` are, which are over in their order."""
+        if len(works) == 1:
+            return works[0]
+        return self._submit(what, result, _wait_for(works), _nothing, counts=False)
+
+    # -- between two ranks
+
+    def send(self, tensors: Sequence[torch.Tensor], rank: int, tag: int) -> Work:
+        """Give a tensor to one rank."""
+        data = _bytes_of(_one(tensors, "send")).clone()
+        return self._transfer(tensors, f"send to rank {rank}", rank, tag, data, _nothing)
+
+    def recv(self, tensors: Sequence[torch.Tensor], rank: int, tag: int) -> Work:
+        """Take a tensor from one rank."""
+        tensor = _one(tensors, "recv")
+        data = torch.empty(tensor.numel() * tensor.element_size(), dtype=torch.uint8)
+        return self._transfer(tensors, f"recv from rank {rank}", rank, tag, data, lambda: _give(tensor, data))
+
+    def recv_anysource(self, tensors: Sequence[torch.Tensor], tag: int) -> Work:
+        """Take a tensor from whoever sends first."""
+        tensor = _one(tensors, "recv")
+        data = torch.empty(tensor.numel() * tensor.element_size(), dtype=torch.uint8)
+        return self._transfer(tensors, "recv from any rank", None, tag, data, lambda: _give(tensor, data))
+
+    def _transfer(
+        self,
+        tensors: Sequence[torch.Tensor],
+        what: str,
+        rank: int | None,
+        tag: int,
+        data: torch.Tensor,
+        finish: Callable[[], None],
+    ) -> Work:
+        members, world = self._members, self._engine.world
+        sends = what.startswith("send")
+        number = _TAGS + xxhash.xxh3_64_intdigest(f"{members.key} {tag}".encode()) % _TAGS
+
+        def begin() -> Any:
+            if rank is not None:
+                self._check_alive(rank, what)
+            peer = None if rank is None else members.ranks[rank]
+            if sends:
+                assert peer is not None
+                return world.start_send(data, peer, number)
+            return world.start_receive(data, peer, number)
+
+        work = Pending(list(tensors), what, self._timeout_s)
+        return self._engine.submit(Transfer(members, what, begin, finish, work))
+
+    # -- common parts
+
+    def _submit(
+        self,
+        what: str,
+        result: list[torch.Tensor],
+        exchange: Callable[[], None],
+        finish: Callable[[], None],
+        *,
+        like: torch.Tensor | None = None,
+        root: int | None = None,
+        recovers: bool = False,
+        counts: bool = True,
+    ) -> Work:
+        for tensor in result:
+            _check_device(tensor, what)
+        work = Pending(result, what, self._timeout_s)
+        signature = what
+        if like is not None:
+            signature += f" {like.dtype} {tuple(like.shape)}" + ("" if root is None else f" root {root}")
+        job = Collective(self._members, what, exchange, finish, recovers, work, signature if counts else "")
+        self._pending = work
+        return self._engine.submit(job)
+
+    def _exchange_rows(self, send: torch.Tensor) -> list[torch.Tensor]:
+        """Give row ``i`` to the ``i``-th of those alive, and return what they gave."""
+        out = torch.empty_like(send)
+        if send.numel():
+            self._members.comm.alltoall(send, out)
+        self._members.comm.barrier()
+        return list(out)
+
+    def _asked_by_ddp(self) -> str:
+        """Return which part of DDP asks for this collective, "" if it is the script itself."""
+        frame = sys._getframe(2)
+        name = frame.f_globals.get("__name__", "")
+        if name == _BACKWARD_MODULE and torch._C._current_graph_task_id() >= 0:
+            return _BACKWARD_MODULE
+        if name.startswith("torch.distributed.distributed_c10d") and torch._C._current_graph_task_id() >= 0:
+            caller = frame.f_back.f_globals.get("__name__", "") if frame.f_back is not None else ""
+            return _BACKWARD_MODULE if caller.startswith(_DDP_MODULES) else ""
+        return name if name.startswith(_DDP_MODULES) or name == _DDP_START_MODULE else ""
+
+    def _check_alive(self, rank: int, what: str) -> None:
+        members = self._members
+        if members.ranks[rank] not in members.alive:
+            msg = f"{what} needs rank {members.ranks[rank]}, which has died; alive: {', '.join(map(str, members.alive))}"
+            raise RanksLost(msg, members.dead, members.alive)
+
+    def _check_count(self, parts: Sequence[torch.Tensor], what: str) -> None:
+        if len(parts) not in (self.size(), len(self.alive)):
+            msg = f"{what} needs one tensor for each of the {self.size()} ranks of the group, got {len(parts)}"
+            raise ValueError(msg)
+
+    def _check_list(self, parts: Sequence[torch.Tensor], like: torch.Tensor, what: str) -> None:
+        self._check_count(parts, what)
+        for part in parts:
+            if part.dtype != like.dtype or part.numel() != like.numel():
+                msg = f"{what} needs tensors of one kind, got {part.dtype} {tuple(part.shape)} and {like.dtype} {tuple(like.shape)}"
+                raise ValueError(msg)
+
+    def _parts(self, whole: torch.Tensor, part: torch.Tensor, what: str) -> list[torch.Tensor]:
+        """Return ``whole`` cut into pieces of the size of ``part``, one a rank."""
+        count = len(self.alive) if whole.numel() == len(self.alive) * part.numel() else self.size()
+        if whole.dtype != part.dtype or whole.numel() != count * part.numel():
+            msg = f"{what} of {count} ranks needs {count} x {part.numel()} numbers of {part.dtype}, got {whole.numel()} of {whole.dtype}"
+            raise ValueError(msg)
+        if not whole.is_contiguous():
+            msg = f"{what} needs a contiguous tensor"
+            raise ValueError(msg)
+        return list(whole.view(count, part.numel()))
+
+    def _for_living(self, parts: Sequence[torch.Tensor], what: str) -> Sequence[torch.Tensor]:
+        """Return ``parts`` if there is one for each rank alive."""
+        members = self._members
+        if len(parts) != len(members.alive):
+            msg = (
+                f"{what} was given {len(parts)} tensors, one a rank, and {len(members.alive)} ranks are alive "
+                f"({', '.join(map(str, members.alive))}): what the dead ranks {', '.join(map(str, members.dead))} "
+                "held, such as shards of parameters, is lost; give one tensor for each rank alive, or load a checkpoint"
+            )
+            raise RanksLost(msg, members.dead, members.alive)
+        return parts
+
+
+def _nothing() -> None:
+    pass
+
+
+def _wait_for(works: Sequence[Work]) -> Callable[[], None]:
+    def check() -> None:
+        for work in works:
+            work.wait()  # over already: they were submitted before
+
+    return check
+
+
+def _one(tensors: Sequence[Any], what: str) -> Any:
+    if len(tensors) != 1:
+        msg = f"{what} takes one tensor a rank, got {len(tensors)}"
+        raise ValueError(msg)
+    return tensors[0]
+
+
+def _check_device(tensor: torch.Tensor, what: str) -> None:
+    if tensor.device.type != "cpu":
+        msg = f"{what}: the holdfast backend moves tensors in the memory of the CPU, got one on {tensor.device}"
+        raise ConfigError(msg)
+    if tensor.layout != torch.strided:
+        msg = f"{what} needs a dense tensor, got one of layout {tensor.layout}"
+        raise ValueError(msg)
+
+
+def _type_of(op: Any) -> Any:
+    return getattr(op, "op", op)
+
+
+def _factor_of(op: Any) -> Any:
+    return op.__getstate__()[1]
+
+
+def _kind_of(op: Any, tensor: torch.Tensor) -> Any:
+    """Return the reduction, if it can be done with numbers of this type.
+
+    Raises:
+        ValueError: if it cannot.
+    """
+    _check_device(tensor, "a reduction")
+    kind = next((known for known in _ORDER_OF if _type_of(op) == known), None)
+    if kind is None:
+        msg = f"reduction {op} is not supported; there are {', '.join(_NAMES[k] for k in _ORDER_OF)}"
+        raise ValueError(msg)
+    name, dtype = _ORDER_OF[kind], tensor.dtype
+    is_inexact = dtype.is_floating_point or dtype.is_complex
+    if (name in ("and", "or", "xor") and is_inexact) or (name in ("min", "max") and dtype.is_complex):
+        msg = f"reduction {_NAMES[kind]} is not defined for {dtype}"
+        raise ValueError(msg)
+    if kind in (ReduceOp.AVG, ReduceOp.PREMUL_SUM) and not is_inexact:
+        msg = f"reduction {_NAMES[kind]} needs floating-point numbers, got {dtype}"
+        raise ValueError(msg)
+    return kind
+
+
+def _plain(tensor: torch.Tensor, _: Any = None) -> torch.Tensor:
+    """Return the numbers in one row; a copy only where they do not lie so."""
+    return tensor.detach().reshape(-1)
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    # A tensor of one element counts as contiguous whatever its stride is, and could then not be seen as bytes.
+    flat = tensor.detach().reshape(-1)
+    return flat.as_strided((flat.numel(),), (1,), flat.storage_offset()).contiguous().view(torch.uint8)
+
+
+def _give(tensor: torch.Tensor, flat: torch.Tensor) -> None:
+    """Overwrite ``tensor`` by the numbers, or bytes, of ``flat``."""
+    data = flat if flat.dtype == tensor.dtype else flat.view(tensor.dtype)
+    tensor.detach().copy_(data.view(tensor.shape))
+
+
+def _split(whole: torch.Tensor, sizes: Sequence[int] | None, count: int, what: str) -> list[torch.Tensor]:
+    rows = whole.shape[0] if whole.dim() else 0
+    if not sizes:
+        if rows % count:
+            msg = f"{what} without sizes needs a first dimension that {count} ranks divide, got {rows}"
+            raise ValueError(msg)
+        sizes = [rows // count] * count
+    if len(sizes) != count or sum(sizes) != rows:
+        msg = f"{what} needs {count} sizes that add up to the first dimension, {rows}; got {list(sizes)}"
+        raise ValueError(msg)
+    return list(whole.split(list(sizes)))
+

@@ -1,0 +1,110 @@
+"""The handle of a collective that may still be in progress."""
+
+from __future__ import annotations
+
+import datetime
+import threading
+from typing import Any
+
+import torch
+from torch.distributed import Work
+
+
+class Pending(Work):
+    """A collective that the engine carries out, or has carried out.
+
+    Args:
+        result: What the future of the work gives: the tensors that the collective writes.
+        what: For messages.
+        timeout_s: How long :meth:`wait` waits at most.
+    """
+
+    def __init__(self, result: Any, what: str, timeout_s: float) -> None:
+        super().__init__()
+        self._result = result
+        self._what = what
+        self._timeout_s = timeout_s
+        self._done = threading.Event()
+        self._error: Exception | None = None
+        self._future: torch.futures.Future[Any] | None = None
+        self._lock = threading.Lock()
+        self._source = -1
+
+    # -- for the engine
+
+    def complete(self, source: int = -1) -> None:
+        """Say that the result is there; ``source`` is the rank that a message came from."""
+        self._source = source
+        self._end()
+
+    def fail(self, error: Exception) -> None:
+        """Say that there will be no result."""
+        self._error = error
+        self._end()
+
+    def _end(self) -> None:
+        with self._lock:
+            self._done.set()
+            future = self._future
+        if future is not None:
+            self._settle(future)
+
+    def _settle(self, future: torch.futures.Future[Any]) -> None:
+        if self._error is None:
+            future.set_result(self._result)
+        else:
+            future.set_exception(self._error)
+
+    # -- for torch
+
+    def wait(self, timeout: datetime.timedelta | None = None) -> bool:
+        """Return when the result is there.
+
+        Raises:
+            RanksLost: if ranks that it needs have died.
+            RuntimeError: if it takes longer than ``timeout`` (default: that of the group).
+        """
+        limit_s = timeout.total_seconds() if timeout else self._timeout_s
+        if not self._done.wait(limit_s):
+            msg = f"{self._what} did not complete within {limit_s:g} s: not every rank has called it"
+            raise RuntimeError(msg)
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def synchronize(self) -> None:
+        """Wait; there is no stream on a CPU."""
+        self.wait()
+
+    def is_completed(self) -> bool:
+        """Return whether it is over, well or not."""
+        return self._done.is_set()
+
+    def is_success(self) -> bool:
+        """Return whether it is over, and well."""
+        return self._done.is_set() and self._error is None
+
+    def exception(self) -> Exception | None:
+        """Return what went wrong."""
+        return self._error
+
+    def result(self) -> Any:
+        """Return the tensors that the collective writes."""
+        return self._result
+
+    def source_rank(self) -> int:
+        """Return the rank that a message came from, in its group."""
+        return self._source
+
+    def _source_rank(self) -> int:
+        return self._source
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """Return a future of the tensors."""
+        with self._lock:
+            made, self._future = self._future, self._future or torch.futures.Future()
+            over = self._done.is_set()
+        assert self._future is not None
+        if made is None and over:
+            self._settle(self._future)
+        return self._future
