@@ -205,7 +205,7 @@ class Transformer(nn.Module):
 JOBS = {
     "cnn": Job(cnn, images(1, 28, 10), samples=32, steps=20),
     "mlp": Job(mlp, images(1, 28, 10), samples=32, steps=6),
-    "resnet": Job(resnet, images(3, 32, 1000), samples=8, steps=2),
+    "resnet": Job(resnet, images(3, 32, 1000), samples=8, steps=2, learning_rate=0.001),
     "transformer": Job(Transformer, characters, samples=4, steps=2),
 }
 """What is measured, by name."""

@@ -15,8 +15,8 @@ torchft       torchft's DistributedDataParallel, Optimizer and Manager on Gloo, 
 All jobs of a table are started first and then take turns: in each of ``--rounds`` rounds every system trains a block
 of steps while the others wait, in another order each time, so that whatever else the machine does hits all of them.
 Workers time their own steps, from the start of one to the start of the next; the first step of a block, which wakes
-everybody, is left out, and a block before the first round too. At the end the weights of all systems that exchange
-gradients are compared: a system that sums something else has failed.
+everybody, is left out. Before the first round there are a few steps to get warm; after them the weights of all systems
+that exchange gradients are compared, and one that sums something else has failed.
 
 The defaults take about ten minutes on two cores. ``--rounds 30`` gives narrower intervals; ``--steps`` sets the length
 of a block. The peers' environment comes from ``make bench-peers``.
@@ -36,6 +36,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -52,8 +53,8 @@ BLOCK_S = 300.0
 """How long a block may take."""
 WARM_UP_STEPS = 3
 """Before the first round: buckets are laid out anew, buffers are allocated."""
-TOLERANCE = 0.02
-"""Largest distance of two systems' weights, as a share of how far training has moved them."""
+TOLERANCE = 1e-3
+"""Largest distance of two systems' weights after the warm-up, as a share of how far training has moved them."""
 
 
 class SystemFailed(Exception):
@@ -65,9 +66,14 @@ class SystemFailed(Exception):
 
 
 class Turns:
-    """What a worker hears from the benchmark: when to train, and for how many steps."""
+    """What a worker hears from the benchmark: when to train, and for how many steps.
 
-    def __init__(self) -> None:
+    Args:
+        weights: Returns what is told of the weights.
+    """
+
+    def __init__(self, weights: Callable[[], list[float]]) -> None:
+        self._weights = weights
         connection = socket.create_connection(("127.0.0.1", int(os.environ["BENCHMARK_PORT"])))
         self._stream = connection.makefile("rw")
         self._wanted = 0
@@ -79,7 +85,9 @@ class Turns:
         if len(self._times) <= self._wanted:
             return True
         self.tell([after - before for before, after in zip(self._times, self._times[1:], strict=False)])
-        self._wanted = int(self._stream.readline() or 0)
+        while (asked := self._stream.readline().strip()) == "weights":
+            self.tell(self._weights())
+        self._wanted = int(asked or 0)
         self._times = [time.perf_counter()]
         return self._wanted > 0
 
@@ -125,7 +133,7 @@ def work(system: str, name: str, workers: int, text: Path | None) -> None:
     """Be one worker of ``system``."""
     torch.set_num_threads(1)
     training = Training(name, workers, text)
-    turns = Turns()
+    turns = Turns(training.moved)
     {
         "alone": work_alone,
         "ddp-gloo": lambda *job: work_ddp(*job, backend="gloo"),
@@ -133,12 +141,12 @@ def work(system: str, name: str, workers: int, text: Path | None) -> None:
         "holdfast-ddp": lambda *job: work_ddp(*job, backend="holdfast"),
         "torchft": work_torchft,
     }[system](training, turns)
+    turns.tell("done")
 
 
 def work_alone(training: Training, turns: Turns) -> None:
     """Train without the others."""
     training.loop(turns, int(os.environ["RANK"]), training.model, training.optimizer)
-    turns.tell(training.moved())
 
 
 def work_ddp(training: Training, turns: Turns, *, backend: str) -> None:
@@ -151,7 +159,6 @@ def work_ddp(training: Training, turns: Turns, *, backend: str) -> None:
     dist.init_process_group(backend)
     model = DistributedDataParallel(training.model)
     training.loop(turns, dist.get_rank(), model, training.optimizer)
-    turns.tell(training.moved())
     dist.destroy_process_group()
 
 
@@ -164,7 +171,6 @@ def work_holdfast(training: Training, turns: Turns) -> None:
     batch_size = training.job.samples * training.workers
     for step in session.steps(training.dataset, batch_size, epochs=100_000, shuffle=False):
         if not turns.again():
-            turns.tell(training.moved())
             step.stop()
         for x, y in step:
             step.backward(loss_of(model, x, y))
@@ -190,17 +196,20 @@ def work_torchft(training: Training, turns: Turns) -> None:
         hostname="127.0.0.1",
         init_sync=False,  # all start with the same weights; else all but one add zeros to the first sum
     )
-    steps = StepsCounted(turns)
+    steps = CountedTurns(turns)
     model = DistributedDataParallel(manager, training.model)
     training.loop(steps, rank, model, Optimizer(manager, training.optimizer))
     if manager.current_step() != steps.count:
         sys.exit(f"{manager.current_step()} of {steps.count} steps were committed")
-    turns.tell(training.moved())
     manager.shutdown(wait=False)
 
 
-class StepsCounted(Turns):
-    """Counts the steps, for a system that may leave some out without saying so."""
+class CountedTurns(Turns):
+    """Counts the steps, for a system that may leave some out without saying so.
+
+    Args:
+        turns: What is counted.
+    """
 
     def __init__(self, turns: Turns) -> None:
         self._turns = turns
@@ -283,14 +292,22 @@ class Contender:
 
     def block(self, steps: int) -> list[list[float]]:
         """Train ``steps`` steps and return how long each took, by worker."""
-        for stream in self._streams:
-            stream.write(f"{steps}\n")
-            stream.flush()
-        return self._hear()
+        return self._ask(str(steps))
 
-    def finish(self) -> list[list[float]]:
-        """End the training and return how far each worker's weights have moved."""
-        return self.block(0)
+    def weights(self) -> list[list[float]]:
+        """Return how far training has moved each worker's weights."""
+        return self._ask("weights")
+
+    def finish(self) -> None:
+        """End the training."""
+        self._ask("0")
+
+    def _ask(self, message: str) -> list[Any]:
+        with contextlib.suppress(OSError):  # of one that has died we shall hear nothing
+            for stream in self._streams:
+                stream.write(f"{message}\n")
+                stream.flush()
+        return self._hear()
 
     def _hear(self) -> list[Any]:
         try:
@@ -339,28 +356,36 @@ def free_port() -> int:
 
 
 class Race:
-    """One table: one model, a number of workers, all systems."""
+    """One table: all systems with one model and one number of workers.
+
+    Args:
+        options: The command line.
+        name: Of the model.
+        workers: How many.
+    """
 
     def __init__(self, options: argparse.Namespace, name: str, workers: int) -> None:
         self._options = options
         self._name = name
         self._workers = workers
         self._running: dict[str, Contender] = {}
+        self._reference: list[float] = []
         self.failed: dict[str, str] = {}
         self.times: dict[str, list[list[float]]] = {system: [] for system in options.systems}
         """Milliseconds of the steps of all workers, by system and round."""
 
     def run(self) -> None:
-        """Start the jobs, let them take turns, compare their weights, end them."""
+        """Start the jobs, compare what they compute, let them take turns, end them."""
         steps = self._options.steps or JOBS[self._name].steps
         try:
             self._start()
             self._everybody(lambda contender: contender.block(WARM_UP_STEPS))
+            self._everybody(self._check_weights)
             for number in range(self._options.rounds):
                 shift = number % max(1, len(self._running))
                 order = [*self._running][shift:] + [*self._running][:shift]
                 self._everybody(lambda contender: self._measure(contender, steps), order)
-            self._check({system: c.finish() for system, c in self._running.items()} if self._running else {})
+            self._everybody(Contender.finish)
         finally:
             for contender in self._running.values():
                 contender.end()
@@ -387,16 +412,15 @@ class Race:
         answer = contender.block(1 + steps + alone)
         self.times[contender.system].append([1e3 * t for worker in answer for t in worker[1 : 1 + steps]])
 
-    def _check(self, moved: dict[str, list[list[float]]]) -> None:
-        moved.pop("alone", None)
-        if not moved:
+    def _check_weights(self, contender: Contender) -> None:
+        if contender.system == "alone":
             return
-        reference = moved.get(BASE, [*moved.values()])[0]
-        for system, workers in moved.items():
-            distance = max(math.dist(worker, reference) for worker in workers) / math.hypot(*reference)
-            print(f"  {system}: weights {distance:.1e} from those of {BASE}", file=sys.stderr)
-            if not distance < TOLERANCE:
-                self._fail(system, SystemFailed(f"the weights differ by {distance:.2g} of the way they moved"))
+        moved = contender.weights()
+        self._reference = self._reference or moved[0]
+        distance = max(math.dist(worker, self._reference) for worker in moved) / math.hypot(*self._reference)
+        if not distance < TOLERANCE:
+            msg = f"its weights differ from those of others by {distance:.2g} of the way that training moved them"
+            raise SystemFailed(msg)
 
     def _fail(self, system: str, failure: SystemFailed) -> None:
         self.failed[system] = str(failure)

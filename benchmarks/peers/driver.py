@@ -12,7 +12,7 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -37,14 +37,22 @@ class Diaries:
 
     def refresh(self) -> list[Line]:
         """Read what is new and return all lines."""
-        for path in self._folder.glob("*.jsonl"):
+        for path in self.paths():
             with path.open("rb") as file:
                 file.seek(self._read.get(path, 0))
                 whole = file.read().rpartition(b"\n")[0]
             self._read[path] = self._read.get(path, 0) + len(whole) + bool(whole)
-            self.lines += map(json.loads, whole.splitlines())
+            self.lines += [line for text in whole.splitlines() if (line := self.parse(text)) is not None]
         self.lines.sort(key=lambda line: line["t_s"])
         return self.lines
+
+    def paths(self) -> Iterable[Path]:
+        """Return the files to read."""
+        return self._folder.glob("*.jsonl")
+
+    def parse(self, text: bytes) -> Line | None:
+        """Return what a line says, None if it says nothing."""
+        return json.loads(text)
 
 
 class Job:

@@ -133,6 +133,7 @@ def train_step(
         committed=manager.committed,
         workers=manager.num_participants(),
         samples=BATCH * manager.num_participants(),
+        own=BATCH,
         quorum=manager._quorum_id,
         took_part=manager.is_participating(),
     )

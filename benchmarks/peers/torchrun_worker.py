@@ -54,7 +54,12 @@ def train(rank: int, diary: Diary, death: Death) -> None:
         optimizer.step()
         step += 1
         diary.note(
-            "step", step=step, committed=True, workers=dist.get_world_size(), samples=BATCH * dist.get_world_size()
+            "step",
+            step=step,
+            committed=True,
+            workers=dist.get_world_size(),
+            samples=BATCH * dist.get_world_size(),
+            own=BATCH,
         )
         if rank == 0 and step % CHECKPOINT_EVERY == 0:
             save(model, optimizer, step)

@@ -182,7 +182,9 @@ ARITHMETIC = {
 def reduced(name, inputs):
     """The exact result, or for rounded sums and products the one of float64, with the tolerance that is fair."""
     dtype = inputs[0].dtype
-    if name in ("MIN", "MAX", "BAND", "BOR", "BXOR") or dtype in WHOLE or dtype in REFUSED:
+    if dtype in REFUSED:  # torch itself cannot add some of these
+        return functools.reduce(ARITHMETIC[name], [x.to(torch.int64) for x in inputs]).to(dtype), None
+    if name in ("MIN", "MAX", "BAND", "BOR", "BXOR") or dtype in WHOLE:
         return functools.reduce(ARITHMETIC[name], inputs), None
     wide = torch.complex128 if dtype.is_complex else torch.float64
     wider = [x.to(wide) for x in inputs]

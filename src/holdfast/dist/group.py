@@ -515,7 +515,9 @@ class HoldfastGroup(ProcessGroup):
 
     def _asked_by_ddp(self) -> str:
         """Return which part of DDP asks for this collective, "" if it is the script itself."""
-        frame = sys._getframe(2)
+        frame = sys._getframe(1)
+        while frame.f_globals.get("__name__") == __name__ and frame.f_back is not None:
+            frame = frame.f_back
         name = frame.f_globals.get("__name__", "")
         if name == _BACKWARD_MODULE and torch._C._current_graph_task_id() >= 0:
             return _BACKWARD_MODULE

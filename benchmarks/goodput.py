@@ -1,0 +1,282 @@
+"""Useful work while workers keep dying: samples a second under random kills, over those of the same system without.
+
+    python benchmarks/goodput.py [--wall 30] [--mtbf 5,10,30] [--systems holdfast,torchrun] [--seed 0] [--json FILE]
+
+Four workers train the digits CNN. At exponential times, the same for every system, a living worker is sent SIGKILL
+from outside. Useful is a sample of a committed step, counted once. What becomes of the dead differs:
+
+holdfast         ``rollback``; dead workers are not replaced: the survivors go on, and when none is left, the launcher
+                 starts one new worker from the newest checkpoint (every ten steps)
+torchft          this benchmark starts a killed replica again at once, and it joins; the lighthouse is at defaults
+torchft-tuned    the same, with ``--heartbeat_timeout_ms 500`` and ``--join_timeout_ms`` as ``--join-timeout-ms`` says
+torchrun         all workers are started again; the steps since the newest checkpoint (every ten) are done again
+
+``lost`` are samples whose turn came and which are in no committed step: torchft drops the mini-batch of a failed step,
+of the dead and of a worker that is healing. ``again`` are samples computed more than once and counted once. On two
+cores three workers are no slower than four, so a worker that is not replaced costs less here than on a real machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from common import ROOT, table, write_json
+from peers.driver import POLL_S, Diaries, Job, Line, Torchft, Torchrun, commits, missing
+
+SYSTEMS = ("holdfast", "torchft", "torchft-tuned", "torchrun")
+CALM_S = 8.0
+"""How long the rate without kills is measured."""
+WARM_STEPS = 30
+BATCH = 128
+HEARTBEAT_TIMEOUT_MS = 500
+GLOO_TIMEOUT_S = 5.0
+CHECKPOINT_EVERY = 10
+SCRIPT = ROOT / "src" / "holdfast" / "workloads" / "train.py"
+
+Result = dict[str, Any]
+
+
+def main() -> None:
+    """Measure each system without kills and at each rate of kills, and print the table."""
+    options = parse()
+    os.environ["OMP_NUM_THREADS"] = "1"
+    results: list[Result] = []
+    for system in options.systems:
+        calm = measure(system, options, CALM_S, [])
+        results.append({"system": system, "mtbf_s": None} | calm)
+        for mtbf_s in options.mtbf:
+            kills = schedule(mtbf_s, options.wall, options.seed)
+            result = {"system": system, "mtbf_s": mtbf_s} | measure(system, options, options.wall, kills)
+            result["goodput"] = result["useful_per_s"] / calm["useful_per_s"]
+            results.append(result)
+            print(result, file=sys.stderr)
+    show(options, results)
+    write_json(options.json, settings=vars(options), results=results)
+
+
+def parse() -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--wall", type=float, default=30.0, help="seconds of training under kills")
+    parser.add_argument("--mtbf", type=lambda text: [float(s) for s in text.split(",")], default=[5.0, 10.0, 30.0])
+    parser.add_argument("--workers", type=int, default=4)
+    parser.add_argument("--systems", type=lambda text: text.split(","), default=list(SYSTEMS))
+    parser.add_argument("--join-timeout-ms", type=int, default=200, help="of torchft-tuned: see recovery.py")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", metavar="FILE")
+    options = parser.parse_args()
+    if odd := set(options.systems) - set(SYSTEMS):
+        parser.error(f"--systems must be of {', '.join(SYSTEMS)}, got {', '.join(sorted(odd))}")
+    if missing() and set(options.systems) != {"holdfast"}:
+        print(missing(), file=sys.stderr)
+        options.systems = [system for system in options.systems if system == "holdfast"]
+    return options
+
+
+def schedule(mtbf_s: float, wall_s: float, seed: int) -> list[tuple[float, int]]:
+    """Return when to kill, and a number that chooses among those alive then."""
+    rng = random.Random(f"{seed} {mtbf_s}")
+    kills: list[tuple[float, int]] = []
+    now_s = rng.expovariate(1 / mtbf_s)
+    while now_s < wall_s:
+        kills.append((now_s, rng.randrange(1 << 20)))
+        now_s += rng.expovariate(1 / mtbf_s)
+    return kills
+
+
+def measure(system: str, options: argparse.Namespace, wall_s: float, kills: Iterable[tuple[float, int]]) -> Result:
+    """Train for a while under kills and return what came of it."""
+    with make_job(system, options) as job:
+        full = WARM_STEPS * (1 if system == "holdfast" else options.workers)
+        job.wait_for(
+            "training with all workers",
+            lambda lines: sum(line["workers"] == options.workers for line in commits(lines)) >= full,
+        )
+        start_s, nobody = time.monotonic(), 0
+        for at_s, number in kills:
+            tend_until(job, start_s + at_s)
+            nobody += job.strike(number) is None
+        tend_until(job, start_s + wall_s)
+        lines = [line for line in job.diaries.refresh() if line["t_s"] <= start_s + wall_s]
+        time.sleep(0.5)  # the last victim is to be seen gone
+        job.diaries.refresh()
+        return count(lines, job.struck, start_s, wall_s) | {
+            "kills": len(job.struck),
+            "landed": job.killed(),
+            "nobody_to_kill": nobody,
+            "workers_at_end": next(line["workers"] for line in reversed(list(commits(lines)))),
+        }
+
+
+def make_job(system: str, options: argparse.Namespace) -> Job:
+    """Return the system's job, to be started."""
+    if system == "holdfast":
+        return Holdfast(options.workers)
+    if system == "torchrun":
+        return Torchrun(options.workers, orders=False)
+    tuned = {"heartbeat_timeout_ms": HEARTBEAT_TIMEOUT_MS, "join_timeout_ms": options.join_timeout_ms}
+    chosen = tuned if system == "torchft-tuned" else {}
+    return Torchft(options.workers, chosen, gloo_timeout_s=GLOO_TIMEOUT_S, orders=False, replace=True)
+
+
+def tend_until(job: Job, end_s: float) -> None:
+    """Let the job train until then."""
+    while time.monotonic() < end_s:
+        job.tend()
+        time.sleep(POLL_S)
+
+
+def count(lines: list[Line], struck: set[int], start_s: float, wall_s: float) -> Result:
+    """Return samples that were useful, lost and computed again from ``start_s`` on."""
+    done: dict[int, Line] = {}
+    seen: set[tuple[int, int]] = set()
+    again = 0
+    for line in commits(lines):
+        done.setdefault(line["step"], line)
+        mine = (line["rank"], line["step"])
+        again += line["own"] if mine in seen and line["t_s"] >= start_s else 0
+        seen.add(mine)
+    useful = sum(line["samples"] for line in done.values() if line["t_s"] >= start_s)
+    later = [line for line in lines if line["t_s"] >= start_s]
+    again += sum(line["own"] for line in later if line["event"] == "redone")
+    steps = [line for line in later if line["event"] == "step"]
+    wasted = [line for line in steps if not (line["committed"] and line.get("took_part", True))]
+    return {
+        "useful": useful,
+        "useful_per_s": useful / wall_s,
+        "lost": sum(line["own"] for line in wasted) + in_flight(steps, struck),
+        "again": again,
+    }
+
+
+def in_flight(steps: list[Line], struck: set[int]) -> int:
+    """Return the samples of mini-batches that died with their workers and that nobody takes over: torchft's."""
+    last = {line["pid"]: line["own"] for line in steps if "took_part" in line}
+    return sum(own for pid, own in last.items() if pid in struck)
+
+
+class Records(Diaries):
+    """The records of Holdfast's workers, as lines of a diary."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.origin_s = 0.0
+        self._commits: set[tuple[float, ...]] = set()
+        self._recoveries: set[tuple[float, ...]] = set()
+
+    def paths(self) -> Iterable[Path]:
+        """Return the files to read."""
+        return self._folder.glob("holdfast-*/records-*.jsonl") if self.origin_s else ()
+
+    def parse(self, text: bytes) -> Line | None:
+        """Return what the record says, None if it says nothing new."""
+        record = json.loads(text)
+        t_s, step = record["t_s"] + self.origin_s, record["step"]
+        match record["event"]:
+            case "StepCommitted" if (step, t_s) not in self._commits:
+                self._commits.add((step, t_s))  # a new lowest worker says the last one again
+                samples, workers = record["samples"], record["workers"]
+                line = {"event": "step", "t_s": t_s, "step": step, "committed": True, "rank": 0, "pid": 0}
+                return line | {"workers": workers, "samples": samples, "own": samples}
+            case "Recovered" if (record["generation"], *record["lost"]) not in self._recoveries:
+                self._recoveries.add((record["generation"], *record["lost"]))
+                return {"event": "redone", "t_s": t_s, "own": BATCH * record["redone_steps"]}
+            case "WorkerEnded":
+                return {"event": "ended", "t_s": t_s, "pid": record["pid"], "exit_code": record["exit_code"]}
+        return None
+
+
+class Holdfast(Job):
+    """``holdfast run``, as a user would start it."""
+
+    name = "holdfast"
+
+    def __init__(self, workers: int) -> None:
+        super().__init__(workers, orders=False)
+        self.diaries: Records = Records(self.folder)
+        self._launcher: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Start the launcher; its folder for the run is made in ours."""
+        command = [
+            sys.executable, "-m", "holdfast", "run", "-n", str(self.workers), "--max-restarts", "1000",
+            "--checkpoint-dir", str(self.folder / "checkpoints"), "--checkpoint-every", str(CHECKPOINT_EVERY),
+            str(SCRIPT), "--dataset", "digits", "--model", "cnn", "--optimizer", "sgd", "--epochs", "100000",
+        ]  # fmt: skip
+        with self.open_log("holdfast") as log:
+            env = self.env | {"TMPDIR": str(self.folder)}
+            self._launcher = subprocess.Popen(command, env=env, stdout=log, stderr=log)
+
+    def tend(self) -> None:
+        """Find out what the zero of the records' clock is."""
+        if not self.diaries.origin_s and (living := self.alive()):
+            words = Path(f"/proc/{next(iter(living.values()))}/environ").read_bytes().split(b"\0")
+            origins = [float(word.partition(b"=")[2]) for word in words if word.startswith(b"HOLDFAST_ORIGIN_S=")]
+            self.diaries.origin_s = origins[0] if origins else 0.0
+
+    def is_over(self) -> bool:
+        """Return whether the launcher has ended."""
+        return self._launcher is not None and self._launcher.poll() is not None
+
+    def alive(self) -> dict[int, int]:
+        """Return process numbers of living workers by rank, as their watchers noted them."""
+        from holdfast.launch.processes import Pair
+
+        paths = [path for path in self.folder.glob("holdfast-*/process-*") if not path.suffix]  # drafts have one
+        noted = {int(path.name.rpartition("-")[2]): Pair.read(path) for path in paths}
+        return {rank: pair.worker.pid for rank, pair in noted.items() if pair is not None and pair.worker.is_alive()}
+
+    def killed(self) -> int:
+        """Return how many of our victims ended by SIGKILL, as the watcher beside each saw it."""
+        ended = {line["pid"] for line in self.diaries.lines if line["event"] == "ended" and line["exit_code"] == -9}
+        return len(ended & self.struck)
+
+    def stop(self) -> None:
+        """End the launcher, which ends its workers."""
+        if self._launcher is None:
+            return
+        for _ in range(2):  # the second says: at once
+            if self._launcher.poll() is None:
+                self._launcher.send_signal(signal.SIGTERM)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self._launcher.wait(5)
+        self._launcher.kill()
+        self._launcher.wait()
+
+
+def show(options: argparse.Namespace, results: list[Result]) -> None:
+    """Print the table."""
+    lines = []
+    for result in results:
+        calm = result["mtbf_s"] is None
+        lines.append(
+            [
+                result["system"],
+                "none" if calm else f"{result['mtbf_s']:g}",
+                f"{result['landed']} of {result['kills']}",
+                f"{result['useful_per_s']:.0f}",
+                "" if calm else f"{100 * result['goodput']:.0f} %",
+                str(result["lost"]),
+                str(result["again"]),
+                str(result["workers_at_end"]),
+            ]
+        )
+    head = ["", "MTBF s", "kills landed", "useful / s", "of calm", "lost", "again", "workers at end"]
+    what = f"{options.workers} workers on {os.cpu_count()} cores, digits CNN, {options.wall:g} s each; samples"
+    print(table(f"Goodput under kills: {what}", head, lines))
+    print("\nholdfast does not replace dead workers yet; torchft's are started again here, torchrun starts all again.")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,53 @@
+"""A plain DistributedDataParallel script. One word of it speaks of Holdfast: the name of the backend.
+
+    holdfast run -n 4 examples/06_unmodified_ddp.py
+    holdfast run -n 4 --inject kill:rank=0,step=40,phase=allreduce --inject kill:rank=2,step=90,phase=backward examples/06_unmodified_ddp.py
+
+With another word, "gloo", `torchrun --nproc-per-node 4` runs the same script, until a worker dies.
+"""
+
+import hashlib
+import sys
+
+import torch
+import torch.distributed as dist
+from sklearn.datasets import load_digits
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+dist.init_process_group(sys.argv[1] if len(sys.argv) > 1 else "holdfast")
+torch.manual_seed(0)
+
+digits = load_digits()
+images = torch.tensor(digits.images, dtype=torch.float32)[:, None] / 16
+dataset = TensorDataset(images[:1500], torch.tensor(digits.target[:1500]))
+sampler = DistributedSampler(dataset, seed=0)
+loader = DataLoader(dataset, batch_size=32, sampler=sampler)
+
+model = DistributedDataParallel(
+    nn.Sequential(
+        nn.Conv2d(1, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(),
+        nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(512, 10),
+    )
+)  # fmt: skip
+optimizer = torch.optim.Adam(model.parameters(), lr=2e-3)
+
+for epoch in range(12):
+    sampler.set_epoch(epoch)
+    for x, y in loader:
+        optimizer.zero_grad()
+        loss = cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+
+model.eval()
+with torch.no_grad():
+    correct = model.module(images[1500:]).argmax(1) == torch.tensor(digits.target[1500:])
+weights = b"".join(p.detach().numpy().tobytes() for p in model.parameters())
+print(
+    f"rank {dist.get_rank()}: loss {loss.item():.4f}, accuracy {correct.float().mean():.4f} on images that it never saw,"
+    f" weights {hashlib.sha256(weights).hexdigest()[:12]}"
+)
+dist.destroy_process_group()
