@@ -58,13 +58,15 @@ def check(function):
 class Job:
     """This worker, and what a check found in it."""
 
-    def __init__(self, backend):
+    def __init__(self, backend, folder):
         self.backend = backend
         self.rank = dist.get_rank()
         self.size = dist.get_world_size()
         self.ranks = range(self.size)
         self.right = (self.rank + 1) % self.size
         self.left = (self.rank - 1) % self.size
+        files = Path(folder, "store") if folder else None
+        self.store = dist.FileStore(str(files), self.size) if files else dist.distributed_c10d._get_default_store()
         self.start()
 
     def start(self):
@@ -1319,15 +1321,15 @@ def every_collective_is_asynchronous(job):
         lambda: dist.all_to_all_single(torch.empty(4 * job.size), mine.repeat(job.size), async_op=True),
         lambda: dist.barrier(async_op=True),
     ]
-    side = dist.new_group()
+    keys = [f"returned {rank}" for rank in job.ranks if rank != root]
     if job.rank == root:
-        returned = eventually(dist.barrier(side, async_op=True).is_completed)
+        returned = eventually(lambda: job.store.check(keys))
         works = [call() for call in calls]
         assert returned, "a call waited for the last rank"
     else:
         works = [call() for call in calls]
         assert not works[0].is_completed()
-        dist.barrier(side)
+        job.store.set(f"returned {job.rank}", "yes")
     wait(works)
     assert other.tolist() == [float(root)] * 4
 
@@ -1842,13 +1844,13 @@ def run(job, name):
     return line | job.results() | {"seconds": round(time.monotonic() - begun, 3)}
 
 
-def failed_somewhere(job, store, line):
+def failed_somewhere(job, line):
     """Meet the others, so that what goes wrong in one check does not spill into the next."""
     name = line["check"]
-    store.set(f"{name} {job.rank}", "failed" if "error" in line else "passed")
+    job.store.set(f"{name} {job.rank}", "failed" if "error" in line else "passed")
     keys = [f"{name} {rank}" for rank in job.ranks]
-    store.wait(keys, datetime.timedelta(seconds=DEADLINE_S))
-    return any(store.get(key) == b"failed" for key in keys)
+    job.store.wait(keys, datetime.timedelta(seconds=DEADLINE_S))
+    return any(job.store.get(key) == b"failed" for key in keys)
 
 
 def main(argv):
@@ -1860,9 +1862,8 @@ def main(argv):
     torch.set_num_threads(1)
     faulthandler.dump_traceback_later(DEADLINE_S, exit=True)
     initialise(args.backend)
-    job = Job(args.backend)
     folder = os.environ.get(FOLDER)
-    store = dist.FileStore(str(Path(folder, "store")), job.size) if folder else None
+    job = Job(args.backend, folder)
     failed = False
     with contextlib.ExitStack() as stack:
         output = stack.enter_context(Path(folder, f"rank-{job.rank}.jsonl").open("w")) if folder else sys.stdout
@@ -1870,7 +1871,7 @@ def main(argv):
             line = run(job, name)
             failed |= "error" in line
             print(json.dumps(line), file=output, flush=True)
-            if store is not None and failed_somewhere(job, store, line):
+            if failed_somewhere(job, line):
                 still_works(job)
     faulthandler.dump_traceback_later(DEADLINE_S, exit=True)
     dist.destroy_process_group()

@@ -40,6 +40,7 @@ MAY_IMPORT = {
         "checkpoint",
         "faults",
     },
+    "dist": {"errors", "events", "clock", "points", "settings", "records", "comm", "faults", "train"},
     "workloads": {"", "errors"},  # the public names of the package, and what it raises
     "report": {"errors", "events"},
     "launch": {"errors", "events", "clock", "settings", "records", "faults.plan", "report"},

@@ -6,7 +6,7 @@ added in the order of the slices, never in the order of ranks or of arrival.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -100,6 +100,39 @@ def tree(terms: Sequence[tuple[int, torch.Tensor]], out: torch.Tensor) -> None:
                 paired.append((number // 2, term))
         level = paired
     fold(level, out)
+
+
+def groups(holders: Mapping[int, int]) -> list[tuple[int, ...]]:
+    """Return which slices a holder of several may add before anybody else's, by :func:`tree`, without changing a bit.
+
+    They are the largest subtrees whose slices are all in one hand. In the tree over everything, the sum of such a group
+    takes the place of any one of its slices, because all of them meet before any other joins them.
+
+    Args:
+        holders: Who holds each slice that takes part. Those that do not leave no gap: what is beside them moves up.
+
+    Returns:
+        Each group's slices, ascending; the groups in the order of their slices.
+    """
+    level = [(number, [(number,)]) for number in sorted(holders)]
+    while len(level) > 1:
+        paired: list[tuple[int, list[tuple[int, ...]]]] = []
+        for number, found in level:
+            if paired and paired[-1][0] == number // 2:
+                paired[-1] = (number // 2, _join(paired[-1][1], found, holders))
+            else:
+                paired.append((number // 2, found))
+        level = paired
+    return level[0][1] if level else []
+
+
+def _join(
+    left: list[tuple[int, ...]], right: list[tuple[int, ...]], holders: Mapping[int, int]
+) -> list[tuple[int, ...]]:
+    """Return the groups below a node; a side that is a single group is whole."""
+    if len(left) == len(right) == 1 and holders[left[0][0]] == holders[right[0][0]]:
+        return [left[0] + right[0]]
+    return left + right
 
 
 def wide(terms: Sequence[tuple[int, torch.Tensor]], out: torch.Tensor) -> None:

@@ -57,6 +57,19 @@ class Exchange(Protocol):
         """
         ...
 
+    def swap(self, send: Sequence[tuple[int, torch.Tensor]], receive: Sequence[tuple[int, torch.Tensor]]) -> None:
+        """Give tensors to some processes and take tensors from some; that it completed says nothing of the others.
+
+        Args:
+            send: What to give to which place in :attr:`processes`; contiguous, any shape and dtype.
+            receive: What to overwrite by what comes from which place; contiguous. The n-th that is taken from a process
+                is the n-th that it gives, and has its size.
+
+        Raises:
+            PeerFailed: if it did not complete here; what was to be received is undefined then, and may still change.
+        """
+        ...
+
     def maximum(self, values: Sequence[int]) -> list[int]:
         """Return the maximum of each of a few 64-bit integers over all members.
 

@@ -63,6 +63,13 @@ class Subgroup:
         out[places.pop(self.here[0])].copy_(part)
         self._world.exchange(dict.fromkeys(places, part), {rank: out[i] for rank, i in places.items()}, self._tag)
 
+    def swap(self, send: Sequence[tuple[int, torch.Tensor]], receive: Sequence[tuple[int, torch.Tensor]]) -> None:
+        """Exchange tensors with some; see :meth:`Exchange.swap`."""
+        members = self.members
+        self._world.transfer(
+            [(members[i], data) for i, data in send], [(members[i], data) for i, data in receive], self._tag
+        )
+
     def maximum(self, values: Sequence[int]) -> list[int]:
         """Return the maximum of each integer; see :meth:`Exchange.maximum`."""
         everybodys = torch.empty(len(self.members), len(values), dtype=torch.int64)

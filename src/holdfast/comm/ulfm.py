@@ -34,6 +34,9 @@ _QUIET_S = 0.03
 _NOBODYS_TAG = (1 << 30) + 1
 """A tag that no message has."""
 
+_SWAP_TAG = 1
+"""The tag of swaps among all; a group's is its own."""
+
 
 class Message:
     """A message between two workers that is on its way; it keeps the memory of its data."""
@@ -93,7 +96,7 @@ class UlfmCommunicator:
         self._generation = 0
         self._shrunk_s = -_SECOND_DEATH_WITHIN_S
         self._owner = threading.get_ident()
-        self._abandoned: list[object] = []
+        self._abandoned: list[Message] = []  # memory that MPI may still use
 
     @property
     def members(self) -> tuple[int, ...]:
@@ -133,6 +136,11 @@ class UlfmCommunicator:
             out[0].copy_(part)
             return
         self._collective(self._comm.Allgather, _bytes(part), _bytes(out))
+
+    def swap(self, send: Sequence[tuple[int, torch.Tensor]], receive: Sequence[tuple[int, torch.Tensor]]) -> None:
+        """Exchange tensors with some; see :meth:`Communicator.swap`."""
+        members = self._members
+        self.transfer([(members[i], data) for i, data in send], [(members[i], data) for i, data in receive], _SWAP_TAG)
 
     def maximum(self, values: Sequence[int]) -> list[int]:
         """Return the maximum of each integer; see :meth:`Communicator.maximum`."""
@@ -220,16 +228,33 @@ class UlfmCommunicator:
         Raises:
             PeerFailed: if one of them did not arrive.
         """
+        self.transfer(tuple(send.items()), tuple(receive.items()), tag)
+
+    def transfer(
+        self, send: Sequence[tuple[int, torch.Tensor]], receive: Sequence[tuple[int, torch.Tensor]], tag: int
+    ) -> None:
+        """Give tensors to some workers, and take tensors from some; between the same two they keep their order.
+
+        Args:
+            send: Rank and tensor, contiguous.
+            receive: Rank and tensor, contiguous, overwritten.
+            tag: Told apart from other messages between the same two.
+
+        Raises:
+            PeerFailed: if one of them did not arrive.
+        """
         self._check_thread()
+        self._abandoned = [message for message in self._abandoned if not _is_over(message)]
+        calls = [(self._comm.Irecv, *item) for item in receive] + [(self._comm.Isend, *item) for item in send]
+        begun: list[Message] = []
         try:
-            requests = [self._comm.Irecv(_bytes(t), self._place(rank), tag) for rank, t in receive.items()]
-            requests += [self._comm.Isend(_bytes(t), self._place(rank), tag) for rank, t in send.items()]
-            self._abandoned.extend((*requests, *send.values(), *receive.values()))  # memory that MPI may still use
-            for request in requests:  # one by one: Waitall was seen to hang after a death
-                request.Wait()
+            for call, rank, data in calls:
+                begun.append(Message(self, call(_bytes(data), self._place(rank), tag), data))
+            for message in begun:  # one by one: Waitall was seen to hang after a death
+                message.request.Wait()
         except self._mpi.Exception as error:
+            self._abandoned.extend(begun)
             raise PeerFailed(str(error)) from error
-        del self._abandoned[-len(requests) - len(send) - len(receive) :]
 
     def start_send(self, data: torch.Tensor, rank: int, tag: int) -> Message:
         """Begin to give ``data`` (contiguous, not written until it is done) to ``rank``.
@@ -293,6 +318,16 @@ class UlfmCommunicator:
         if threading.get_ident() != self._owner:
             msg = "MPI was called from another thread than the one that owns it"
             raise InternalError(msg)
+
+
+def _is_over(message: Message) -> bool:
+    """Return whether MPI has done with a message that was given up: a revoked one ends with an error."""
+    from mpi4py import MPI
+
+    try:
+        return bool(message.request.Test())
+    except MPI.Exception:
+        return True
 
 
 def _bytes(tensor: torch.Tensor) -> np.ndarray[Any, np.dtype[np.uint8]]:

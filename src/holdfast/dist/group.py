@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -623,7 +624,25 @@ def _kind_of(op: Any, tensor: torch.Tensor) -> Any:
     if kind in (ReduceOp.AVG, ReduceOp.PREMUL_SUM) and not is_inexact:
         msg = f"reduction {_NAMES[kind]} needs floating-point numbers, got {dtype}"
         raise ValueError(msg)
+    _try_out(name, dtype, divides=kind is ReduceOp.AVG)
     return kind
+
+
+@functools.cache
+def _try_out(order: str, dtype: torch.dtype, *, divides: bool) -> None:
+    """Make sure that torch can do this: found out later, by some ranks only, it would leave the others waiting.
+
+    Raises:
+        ValueError: if it cannot.
+    """
+    out = torch.ones(1, dtype=dtype)
+    try:
+        ORDERS[order]([(n, torch.ones(1, dtype=dtype)) for n in range(3)], out)
+        if divides:
+            out.div_(3)
+    except RuntimeError as error:
+        msg = f"this reduction is not supported for {dtype}: {error}"
+        raise ValueError(msg) from error
 
 
 def _plain(tensor: torch.Tensor, _: Any = None) -> torch.Tensor:

@@ -53,6 +53,11 @@ class CountingCommunicator:
         self._count("allgather", part.numel() * part.element_size())
         self._comm.allgather(part, out)
 
+    def swap(self, send: Sequence[tuple[int, torch.Tensor]], receive: Sequence[tuple[int, torch.Tensor]]) -> None:
+        """Count and hand on."""
+        self._count("swap", sum(data.numel() * data.element_size() for _, data in send))
+        self._comm.swap(send, receive)
+
     def maximum(self, values: Sequence[int]) -> list[int]:
         """Count and hand on."""
         self._count("maximum", 8 * len(values))
