@@ -267,7 +267,11 @@ class Record:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunStarted(Record):
-    """Training starts, or goes on at ``step`` after a restart. Written by every worker, also on each restart."""
+    """Training starts, or goes on at ``step`` after a restart. Written by every worker, also on each restart.
+
+    The ``torch.distributed`` backend writes it too, at the first step of ``DistributedDataParallel`` or at the end of a
+    script that has none. It knows neither the model nor a plan: what is planned, the buckets and the parameters are 0.
+    """
 
     fabric: str
     strategy: str
@@ -289,7 +293,7 @@ class StepCommitted(Record):
     """The optimizer ran for ``step``. Written by the lowest worker alive; a new lowest one writes its last again.
 
     Args:
-        samples: Samples whose gradients are in the step.
+        samples: Samples whose gradients are in the step; 0 under ``torch.distributed``, where nobody knows.
         workers: Workers that took part.
         metrics: What the script logged, mean over the samples of the step, ``loss`` among it.
     """
@@ -371,7 +375,8 @@ class Finished(Record):
 
     Args:
         outcome: ``"done"``; ``"stopped"`` on request (SIGTERM) with its state saved; ``"gave-up"`` for too few workers.
-        sha256: Over all parameters and buffers, in path order, little-endian bytes.
+        sha256: Over all parameters and buffers, in path order, little-endian bytes; "" under ``torch.distributed``, where
+            nobody knows, and all that follows is 0 or empty.
         state_sha256: Over these and the optimizer's state.
         planned: Samples of the plan up to the last step.
         committed: Samples of the plan that are in the weights once.

@@ -171,10 +171,14 @@ def _plan(specs: list[str], settings: Settings) -> str:
 def _show(outcome: Outcome, report_dir: Path | None, *, as_json: bool) -> None:
     """Print the summary, then why it failed: a traceback comes last, where it is seen."""
     from holdfast.report import summary_lines
+    from holdfast.report.words import is_distributed
 
     if as_json:
         print(json.dumps(outcome.report, indent=1))
-    lines = summary_lines(outcome.report, report_dir) if outcome.report["steps"] else []
+    report = outcome.report
+    # A script may use torch.distributed without DistributedDataParallel: it has no steps, and is done all the same.
+    worth_it = report["steps"] or (is_distributed(report) and report["outcome"] == "done")
+    lines = summary_lines(report, report_dir) if worth_it else []
     print(*lines, sep="\n", end="\n" if lines else "", file=sys.stderr if as_json else sys.stdout)
     if outcome.mpirun_says:
         print(outcome.mpirun_says, file=sys.stderr)

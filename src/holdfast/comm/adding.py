@@ -114,7 +114,7 @@ def groups(holders: Mapping[int, int]) -> list[tuple[int, ...]]:
     Returns:
         Each group's slices, ascending; the groups in the order of their slices.
     """
-    level = [(number, [(number,)]) for number in sorted(holders)]
+    level: list[tuple[int, list[tuple[int, ...]]]] = [(number, [(number,)]) for number in sorted(holders)]
     while len(level) > 1:
         paired: list[tuple[int, list[tuple[int, ...]]]] = []
         for number, found in level:

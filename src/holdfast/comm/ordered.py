@@ -1,7 +1,8 @@
 """The sum whose order belongs to the job: the same bits whoever holds which slice, however many are alive.
 
 How the terms meet depends on who is there, and changes no bit: through shared memory among the workers of one host
-(:mod:`~holdfast.comm.shared`), by messages otherwise (:mod:`~holdfast.comm.exchanged`).
+(:mod:`~holdfast.comm.shared`); in the order ``tree`` through the memory of each host and then between hosts
+(:mod:`~holdfast.comm.hosts`); by messages otherwise (:mod:`~holdfast.comm.exchanged`).
 """
 
 from __future__ import annotations
@@ -15,10 +16,14 @@ import torch
 from holdfast.comm.adding import Mean
 from holdfast.comm.base import Exchange
 from holdfast.comm.exchanged import ExchangedSum
+from holdfast.comm.hosts import ORDER_BETWEEN_HOSTS, HostsSum, sum_hosts
 from holdfast.comm.memory import Segment, free_bytes
-from holdfast.comm.shared import ALIGN, SharedSum, Slots, Span, sum_alone, sum_shared
+from holdfast.comm.shared import ALIGN, Introduction, SharedSum, Slots, Span, sum_alone, sum_shared
 
 __all__ = ["Mean", "OrderedSum", "Span"]
+
+Path = SharedSum | HostsSum | ExchangedSum
+"""How the terms meet."""
 
 
 def _nothing() -> None:
@@ -56,7 +61,8 @@ class OrderedSum:
         shares = self._device.type == "cpu" and shared_bytes and len(comm.processes) > 1
         self._segments: list[Segment] | None = [] if shares else None
         self._room: list[torch.Tensor] = []
-        self._path: SharedSum | ExchangedSum | None = None
+        self._path: Path | None = None
+        self._taken: Path | None = None
         self._made_for: tuple[int, tuple[int, ...]] = (-1, ())
         self._warned = shared_bytes == 0
 
@@ -91,37 +97,44 @@ class OrderedSum:
             PeerFailed: if it did not complete here.
         """
         slots = tuple(tuple(sorted(n for n, rank in owners.items() if rank in ranks)) for ranks in self._comm.processes)
-        return self._choose_path(slots)(span, slots, order or self._order, mean, midway)
+        self._taken = self._choose_path(slots, order or self._order)
+        return self._taken(span, slots, order or self._order, mean, midway)
 
     def result(self, span: Span) -> torch.Tensor:
         """Return the sum that was made last, for one that failed here and is known to have completed elsewhere.
 
         It is whole if :attr:`in_place`; otherwise only if the sum completed here.
         """
-        assert self._path is not None, "no sum was made yet"
-        return self._path.result(span)
+        assert self._taken is not None, "no sum was made yet"
+        return self._taken.result(span)
 
     @property
     def in_place(self) -> bool:
         """Whether the last sum went through memory: then it is whole at all once one has completed it."""
-        return isinstance(self._path, SharedSum)
+        return isinstance(self._taken, SharedSum | HostsSum)
 
     # -- setting up
 
-    def _choose_path(self, slots: Slots) -> SharedSum | ExchangedSum:
-        """Return how the terms meet, newly chosen in every generation: the memory of an older one is not used again."""
+    def _choose_path(self, slots: Slots, order: str) -> Path:
+        path = self._path_of_generation(slots)
+        if isinstance(path, HostsSum) and order != ORDER_BETWEEN_HOSTS:
+            return ExchangedSum(self._comm, self._room)  # for this once
+        return path
+
+    def _path_of_generation(self, slots: Slots) -> Path:
+        """Return the path, newly chosen in every generation: the memory of an older one is not used again."""
         rows = tuple(map(len, slots))
         generation, known = self._made_for
         is_old = generation != self._comm.generation
         if is_old or any(need > have for need, have in zip(rows, known, strict=True)):
             rows = rows if is_old else tuple(map(max, rows, known))
-            self._path, self._made_for = None, (-1, ())
+            self._path, self._taken, self._made_for = None, None, (-1, ())
             self._path = self._make_path(rows[self._comm.processes.index(self._comm.here)])
             self._made_for = (self._comm.generation, rows)
         assert self._path is not None
         return self._path
 
-    def _make_path(self, rows: int) -> SharedSum | ExchangedSum:
+    def _make_path(self, rows: int) -> Path:
         for row in range(rows):
             self.room(row)
         if len(self._comm.processes) == 1:
@@ -129,8 +142,11 @@ class OrderedSum:
         why = f"tensors are on {self._device}"
         if self._device.type == "cpu" and self._shared_bytes:  # the same everywhere
             mine = None if self._segments is None else self._segments[:rows]
-            made = sum_shared(self._comm, mine, self._size_bytes)
-            if isinstance(made, SharedSum):
+            known = Introduction(self._comm, mine, self._size_bytes)
+            if not known.is_one_host and self._order != ORDER_BETWEEN_HOSTS:
+                return ExchangedSum(self._comm, self._room)  # nothing is amiss
+            made = sum_shared(known) if known.is_one_host else sum_hosts(known)
+            if not isinstance(made, str):
                 return made
             why = made
         self._warn(why)

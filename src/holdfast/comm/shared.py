@@ -39,7 +39,7 @@ _WORDS = 8
 """64-bit words in a worker's line of the head: incarnation, generation, how far, length of the vector."""
 
 _MAGIC = 0x5355_4D4D_4148_4F4C
-"""Says that a segment is the result of a sum."""
+"""Says, in the last word of the first line, that a segment is the result of a sum."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,8 +160,29 @@ def sum_alone(comm: Exchange, slots: Sequence[torch.Tensor], size_bytes: int, de
     return SharedSum(comm, [slots], result, result)
 
 
-def sum_shared(comm: Exchange, mine: Sequence[Segment] | None, size_bytes: int) -> SharedSum | str:
-    """Return the sum through shared memory among all members, or in words why there can be none.
+@dataclass(frozen=True, slots=True)
+class Told:
+    """What a process says of itself before memory is shared.
+
+    Args:
+        ready: Whether it has the memory that it needs.
+        host: Who shares memory with it; see :func:`~holdfast.comm.memory.host_id`.
+        pid: Its process.
+        incarnation: A number that no other process has.
+        result: File descriptor of the result that it made, or -1.
+        slots: File descriptors of its slots.
+    """
+
+    ready: bool
+    host: int
+    pid: int
+    incarnation: int
+    result: int
+    slots: tuple[int, ...]
+
+
+class Introduction:
+    """All members say where their memory is; then they know who shares a host, and the same things.
 
     Args:
         comm: Whose members take part, all at the same time.
@@ -171,53 +192,113 @@ def sum_shared(comm: Exchange, mine: Sequence[Segment] | None, size_bytes: int) 
     Raises:
         PeerFailed: if somebody died meanwhile.
     """
-    count, me = len(comm.processes), comm.processes.index(comm.here)
-    head_bytes = count * _WORDS * 8
-    made = None if me or mine is None else _make_result(head_bytes + size_bytes)
-    mine = None if me == 0 and made is None else mine
-    told = _tell(comm, mine, made)
-    if len({row[1] for row in told}) > 1:
-        return "the workers are not on one host"
-    opened = None
-    if all(row[0] for row in told):
-        opened = _open(comm, told, head_bytes, size_bytes)
-    if comm.maximum([int(opened is None)])[0] or opened is None:
-        return "not every worker has the memory"
-    return opened
+
+    def __init__(self, comm: Exchange, mine: Sequence[Segment] | None, size_bytes: int) -> None:
+        self.comm = comm
+        self.size_bytes = size_bytes
+        self.me = comm.processes.index(comm.here)
+        self._mine = mine
+        self._head_bytes = len(comm.processes) * _WORDS * 8
+        self._incarnation = int.from_bytes(os.urandom(7), "little")
+        self._made = self._make_result() if self.me == 0 else None
+        self.told = self._tell(is_maker=self.me == 0)
+
+    @property
+    def hosts(self) -> tuple[int, ...]:
+        """The host of each process, numbered as they are met."""
+        numbers = {host: i for i, host in enumerate(dict.fromkeys(row.host for row in self.told))}
+        return tuple(numbers[row.host] for row in self.told)
+
+    @property
+    def is_one_host(self) -> bool:
+        """Whether all members share memory."""
+        return not any(self.hosts)
+
+    def tell_results(self) -> None:
+        """Let the first process of each host make a result, and say so."""
+        is_maker = self.me == self.hosts.index(self.hosts[self.me])
+        if is_maker and self._made is None:
+            self._made = self._make_result()
+        self.told = self._tell(is_maker=is_maker)
+
+    def open(self) -> Opened | str:
+        """Return the memory of this worker's host, or in words why not everybody has all of it."""
+        opened = self._open() if all(row.ready for row in self.told) else None
+        if self.comm.maximum([int(opened is None)])[0] or opened is None:
+            return "not every worker has the memory"
+        return opened
+
+    def _make_result(self) -> Segment | None:
+        if self._mine is None:
+            return None
+        try:
+            made = Segment(self._head_bytes + self.size_bytes)
+        except OSError:
+            return None
+        made.bytes[: _WORDS * 8].view(torch.int64)[-1] = _MAGIC
+        return made
+
+    def _tell(self, *, is_maker: bool) -> list[Told]:
+        ready = self._mine is not None and (self._made is not None or not is_maker)
+        fds = [segment.fd for segment in self._mine or ()]
+        result = -1 if self._made is None else self._made.fd
+        said = [int(ready), host_id(), os.getpid(), self._incarnation, result, *fds]
+        width = self.comm.maximum([len(said)])[0]
+        row = torch.tensor(said + [-1] * (width - len(said)), dtype=torch.int64)
+        rows = torch.empty(len(self.comm.processes), width, dtype=torch.int64)
+        self.comm.allgather(row, rows)
+        return [
+            Told(bool(ready), host, pid, incarnation, result, tuple(fd for fd in slots if fd >= 0))
+            for ready, host, pid, incarnation, result, *slots in rows.tolist()
+        ]
+
+    def _open(self) -> Opened | None:
+        host, size_bytes = self.told[self.me].host, self._head_bytes + self.size_bytes
+        maker = next(row for row in self.told if row.host == host)
+        try:
+            terms = [
+                [open_segment(row.pid, fd, self.size_bytes) for fd in row.slots] if row.host == host else []
+                for row in self.told
+            ]
+            whole = open_segment(maker.pid, maker.result, size_bytes, writable=True)
+            given = open_segment(maker.pid, maker.result, size_bytes)
+        except OSError:
+            return None
+        head = whole[: self._head_bytes].view(torch.int64).numpy().reshape(len(self.told), _WORDS)
+        if head[0, -1] != _MAGIC:
+            return None
+        head[self.me, :2] = (self._incarnation, self.comm.generation)
+        return Opened(terms, whole[self._head_bytes :], given[self._head_bytes :], head)
 
 
-def _make_result(size_bytes: int) -> Segment | None:
-    try:
-        made = Segment(size_bytes)
-    except OSError:
-        return None
-    made.bytes[:8].view(torch.int64)[0] = _MAGIC
-    return made
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """The memory of one host, as one of its processes sees it.
+
+    Args:
+        terms: Of each process, the memory of each slot, bytes; nothing of those on other hosts.
+        result: Where the sum goes, bytes, for writing.
+        given: The same memory, for reading.
+        words: The head of the result, 64-bit, a line a process.
+    """
+
+    terms: list[list[torch.Tensor]]
+    result: torch.Tensor
+    given: torch.Tensor
+    words: np.ndarray[tuple[int, int], np.dtype[np.int64]]
 
 
-def _tell(comm: Exchange, mine: Sequence[Segment] | None, made: Segment | None) -> list[list[int]]:
-    """Return what everybody says: whether it is ready, host, process, incarnation, the result, its slots."""
-    incarnation = int.from_bytes(os.urandom(7), "little")
-    fds = [] if mine is None else [segment.fd for segment in mine]
-    said = [int(mine is not None), host_id(), os.getpid(), incarnation, -1 if made is None else made.fd, *fds]
-    width = comm.maximum([len(said)])[0]
-    row = torch.tensor(said + [-1] * (width - len(said)), dtype=torch.int64)
-    rows = torch.empty(len(comm.processes), width, dtype=torch.int64)
-    comm.allgather(row, rows)
-    told: list[list[int]] = rows.tolist()
-    return told
+def sum_shared(known: Introduction) -> SharedSum | str:
+    """Return the sum through memory that all members share, or in words why there can be none.
 
+    Args:
+        known: Of members on one host.
 
-def _open(comm: Exchange, told: Sequence[Sequence[int]], head_bytes: int, size_bytes: int) -> SharedSum | None:
-    me = comm.processes.index(comm.here)
-    try:
-        terms = [[open_segment(row[2], fd, size_bytes) for fd in row[5:] if fd >= 0] for row in told]
-        whole = open_segment(told[0][2], told[0][4], head_bytes + size_bytes, writable=True)
-        given = open_segment(told[0][2], told[0][4], head_bytes + size_bytes)
-    except OSError:
-        return None
-    head = whole[:head_bytes].view(torch.int64).numpy().reshape(len(told), _WORDS)
-    if me == 0 and head[0, 0] != _MAGIC:
-        return None
-    head[me, :2] = (told[me][3], comm.generation)
-    return SharedSum(comm, terms, whole[head_bytes:], given[head_bytes:], head, [row[3] for row in told])
+    Raises:
+        PeerFailed: if somebody died meanwhile.
+    """
+    opened = known.open()
+    if isinstance(opened, str):
+        return opened
+    incarnations = [row.incarnation for row in known.told]
+    return SharedSum(known.comm, opened.terms, opened.result, opened.given, opened.words, incarnations)

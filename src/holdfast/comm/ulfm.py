@@ -34,7 +34,7 @@ _QUIET_S = 0.03
 _NOBODYS_TAG = (1 << 30) + 1
 """A tag that no message has."""
 
-_SWAP_TAG = 1
+_SWAP_TAG = 0
 """The tag of swaps among all; a group's is its own."""
 
 
@@ -189,6 +189,10 @@ class UlfmCommunicator:
         self._check_thread()
         self._comm.Revoke()
 
+    def revoke_from_outside(self) -> None:
+        """Revoke, from another thread than the owner, which waits in a collective that nobody will complete."""
+        self._comm.Revoke()
+
     def shrink(self) -> None:
         """Go on with the living. If MPI fails at it, this process ends: the launcher starts the job again."""
         self._check_thread()
@@ -244,7 +248,7 @@ class UlfmCommunicator:
             PeerFailed: if one of them did not arrive.
         """
         self._check_thread()
-        self._abandoned = [message for message in self._abandoned if not _is_over(message)]
+        self._abandoned = [message for message in self._abandoned if not self._is_over(message)]
         calls = [(self._comm.Irecv, *item) for item in receive] + [(self._comm.Isend, *item) for item in send]
         begun: list[Message] = []
         try:
@@ -255,6 +259,13 @@ class UlfmCommunicator:
         except self._mpi.Exception as error:
             self._abandoned.extend(begun)
             raise PeerFailed(str(error)) from error
+
+    def _is_over(self, message: Message) -> bool:
+        """Return whether MPI has done with a message that was given up; one that was revoked ends with an error."""
+        try:
+            return bool(message.request.Test())
+        except self._mpi.Exception:
+            return True
 
     def start_send(self, data: torch.Tensor, rank: int, tag: int) -> Message:
         """Begin to give ``data`` (contiguous, not written until it is done) to ``rank``.
@@ -318,16 +329,6 @@ class UlfmCommunicator:
         if threading.get_ident() != self._owner:
             msg = "MPI was called from another thread than the one that owns it"
             raise InternalError(msg)
-
-
-def _is_over(message: Message) -> bool:
-    """Return whether MPI has done with a message that was given up: a revoked one ends with an error."""
-    from mpi4py import MPI
-
-    try:
-        return bool(message.request.Test())
-    except MPI.Exception:
-        return True
 
 
 def _bytes(tensor: torch.Tensor) -> np.ndarray[Any, np.dtype[np.uint8]]:

@@ -37,6 +37,10 @@ _ATTEMPTS = 4
 """A collective that fails so often although nobody dies has another reason."""
 _START_WITHIN_S = 120.0
 _LEAST_BYTES = 1 << 16
+_SIGNATURE_BYTES = 256
+
+WORLD = 1
+"""The key of the group of all ranks."""
 
 
 @dataclass(slots=True)
@@ -52,6 +56,7 @@ class Members:
         completed: Collectives that are over at this rank, failed ones too.
         entered: The next one is in progress here.
         shared_bytes: Most memory to share with others of the host; see :class:`~holdfast.comm.OrderedSum`.
+        broken: A collective of it took too long; nobody knows any more who is where.
         failed: The number of a collective that failed at all ranks, those included that have not called it yet.
     """
 
@@ -64,6 +69,7 @@ class Members:
     entered: bool = False
     failed: int = -1
     shared_bytes: int = -1
+    broken: bool = False
 
     @property
     def alive(self) -> tuple[int, ...]:
@@ -145,6 +151,7 @@ class Engine:
         self._transfers: list[Transfer] = []
         self._groups: dict[int, Members] = {}
         self._left = False
+        self._current: Collective | None = None
         self.witness: Witness
         self.world: UlfmCommunicator
         thread = threading.Thread(target=self._run, name="holdfast-dist", daemon=True)
@@ -159,8 +166,8 @@ class Engine:
 
     def add_group(self, key: int, ranks: tuple[int, ...]) -> Members:
         """Return a new group, which is known to recoveries from now on."""
-        whole = ranks == self.world.members or len(ranks) == self.world.first_size
-        comm = self.world if whole else Subgroup(self.world, ranks, key)
+        # Messages of another group of all ranks must not be taken for those of the world.
+        comm = self.world if key == WORLD else Subgroup(self.world, ranks, key)
         group = Members(key, ranks, comm, shared_bytes=self.witness.settings.shared_bytes)
         self._call(lambda: self._groups.__setitem__(key, group))
         return group
@@ -173,6 +180,13 @@ class Engine:
         """Carry out ``job`` after all that was submitted before."""
         self._inbox.put(job)
         return job.work
+
+    def give_up(self, work: Pending) -> None:
+        """End a collective that takes too long; its group cannot be used any more, all others can."""
+        current = self._current
+        if current is not None and current.work is work:
+            current.group.broken = True
+            self.world.revoke_from_outside()
 
     def leave(self) -> None:
         """Return once all survivors call this: nobody may go while others may need it to recover."""
@@ -231,7 +245,10 @@ class Engine:
     # -- collectives
 
     def _carry_out(self, job: Collective) -> None:
-        group = job.group
+        group, self._current = job.group, job
+        if group.broken:
+            self._end(job, HoldfastError(f"{job.what}: a collective of this group took too long, so it cannot be used"))
+            return
         if group.failed == group.completed and not job.recovers:
             self._end(job, self._lost(job))
             return
@@ -245,7 +262,11 @@ class Engine:
             except PeerFailed as error:
                 failures += 1
                 before = self.world.members
-                if self._recover().get(group.key, -1) > group.completed:
+                completed = self._recover()
+                if group.broken:
+                    self._end(job, HoldfastError(f"{job.what} took too long"))
+                    return
+                if completed.get(group.key, -1) > group.completed:
                     break  # somebody has completed it, so everybody has entered its last barrier, this rank too
                 if self.world.members == before and failures >= _ATTEMPTS:
                     self._end(job, HoldfastError(f"{job.what} failed {failures} times though nobody died: {error}"))
@@ -266,6 +287,7 @@ class Engine:
             self._end(job, None)
 
     def _end(self, job: Collective, error: Exception | None) -> None:
+        self._current = None
         job.group.completed += 1
         job.group.entered = False
         if error is None:
@@ -354,7 +376,7 @@ class Engine:
 
     def _share_progress(self) -> list[tuple[int, int, int]]:
         """Return (group, completed, entered) of every group of every survivor."""
-        mine = [(g.key, g.completed, int(g.entered)) for g in self._groups.values()]
+        mine = [(g.key, g.completed, int(g.entered)) for g in self._groups.values() if not g.broken]
         rows = self.world.maximum([len(mine)])[0]
         part = torch.tensor(mine + [(-1, 0, 0)] * (rows - len(mine)), dtype=torch.int64).view(rows, 3)
         whole = torch.empty(len(self.world.processes), rows, 3, dtype=torch.int64)
@@ -368,6 +390,8 @@ class Engine:
             top[key] = max(top.get(key, 0), completed)
             begun[key] = max(begun.get(key, 0), completed + entered)
         for key, group in self._groups.items():
+            if group.broken:
+                continue
             # Somebody is in a collective that nobody has completed. One whose group lost nobody is simply made again.
             if begun[key] > top[key] and not set(lost).isdisjoint(group.ranks):
                 group.failed = top[key]
@@ -378,8 +402,6 @@ class Engine:
             self._recover(told=True)
         self.witness.finished()
 
-
-_SIGNATURE_BYTES = 256
 
 _engine: Engine | None = None
 

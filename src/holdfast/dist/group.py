@@ -16,12 +16,12 @@ from torch.distributed import ProcessGroup, ReduceOp, Work
 
 from holdfast.comm.adding import ORDERS, Mean
 from holdfast.comm.ordered import Span
-from holdfast.dist.engine import Collective, Engine, Members, Transfer, get_engine
+from holdfast.comm.shared import ALIGN
+from holdfast.dist.engine import WORLD, Collective, Engine, Members, Transfer, get_engine
 from holdfast.dist.work import Pending
 from holdfast.errors import ConfigError, RanksLost
 from holdfast.settings import debug_wanted
 
-_WORLD_KEY = 1
 _TAGS = 1 << 29
 """Groups have tags below it, messages between two ranks those above."""
 
@@ -59,7 +59,7 @@ def create(options: Any) -> HoldfastGroup:
         msg = f"RANK and WORLD_SIZE say rank {me} of {options.group_size}, mpirun says rank {engine.world.here[0]} of {engine.world.first_size}"
         raise ConfigError(msg)
     name = str(options.group_id)
-    key = _WORLD_KEY
+    key = WORLD
     if options.global_ranks_in_group:
         key = 2 + xxhash.xxh3_64_intdigest(f"{name} {ranks}".encode()) % (_TAGS - 2)
     return HoldfastGroup(engine, engine.add_group(key, ranks), options.group_rank, options.timeout.total_seconds())
@@ -128,6 +128,10 @@ class HoldfastGroup(ProcessGroup):
     def _set_group_desc(self, description: str) -> None:
         self._description = description
 
+    @property
+    def _global_rank(self) -> int:
+        return self._members.ranks[self._place]
+
     def set_timeout(self, timeout: Any) -> None:
         """Set how long a wait lasts at most."""
         self._timeout_s = timeout.total_seconds()
@@ -160,7 +164,7 @@ class HoldfastGroup(ProcessGroup):
     def _reduce(self, tensor: torch.Tensor, op: Any, what: str, root: int | None = None) -> Work:
         kind = _kind_of(op, tensor)
         what = f"{what}({_NAMES[_type_of(op)]})"
-        members, flat = self._members, _plain(tensor, op)
+        members, flat = self._members, _plain(tensor)
         span = Span(0, flat.numel(), flat.dtype)
         in_ddp = self._asked_by_ddp()
         step = self._engine.witness.begin_sum(torch._C._current_graph_task_id()) if in_ddp == _BACKWARD_MODULE else None
@@ -215,19 +219,25 @@ class HoldfastGroup(ProcessGroup):
         return self._reduce_scatter(out, self._parts(whole, out, "reduce_scatter_tensor"), op, "reduce_scatter_tensor")
 
     def _reduce_scatter(self, out: torch.Tensor, parts: Sequence[torch.Tensor], op: Any, what: str) -> Work:
+        members = self._members
         kind = _kind_of(op, out)
-        self._check_list(parts, out, what)
+        self._check_count(parts, what)
+        mine = parts[self._place] if len(parts) == self.size() else parts[self.alive.index(self._global_rank)]
+        self._check_like(mine, out, what)
+        length = max(part.numel() for part in parts)
         rows: list[torch.Tensor] = []
 
         def exchange() -> None:
-            send = torch.stack([_plain(part, op) for part in self._for_living(parts, what)])
+            send = torch.zeros(len(members.alive), length, dtype=out.dtype)
+            for row, part in zip(send, self._for_living(parts, what), strict=True):
+                row[: part.numel()] = _plain(part)
             if kind is ReduceOp.PREMUL_SUM:
                 send = send * _factor_of(op)
             rows[:] = self._exchange_rows(send)
 
         def finish() -> None:
-            result = torch.empty_like(rows[0])
-            ORDERS[_ORDER_OF[kind]](list(enumerate(rows)), result)
+            result = torch.empty(out.numel(), dtype=out.dtype)
+            ORDERS[_ORDER_OF[kind]]([(n, row[: out.numel()]) for n, row in enumerate(rows)], result)
             _give(out, result.div_(len(rows)) if kind is ReduceOp.AVG else result)
 
         return self._submit(what, [out], exchange, finish, like=out)
@@ -375,6 +385,7 @@ class HoldfastGroup(ProcessGroup):
         def exchange() -> None:
             mine = [_bytes_of(part) for part in self._for_living(parts, what)]
             size = members.comm.maximum([max(t.numel() for t in mine)])[0]
+            size = -(-size // ALIGN) * ALIGN  # so that numbers of any type begin where they may
             send = torch.zeros(len(mine), size, dtype=torch.uint8)
             for row, data in zip(send, mine, strict=True):
                 row[: data.numel()] = data
@@ -466,6 +477,9 @@ class HoldfastGroup(ProcessGroup):
         data: torch.Tensor,
         finish: Callable[[], None],
     ) -> Work:
+        if rank is not None and not 0 <= rank < self.size():
+            msg = f"{what}: there are ranks 0 to {self.size() - 1} in the group"
+            raise ValueError(msg)
         members, world = self._members, self._engine.world
         sends = what.startswith("send")
         number = _TAGS + xxhash.xxh3_64_intdigest(f"{members.key} {tag}".encode()) % _TAGS
@@ -479,7 +493,7 @@ class HoldfastGroup(ProcessGroup):
                 return world.start_send(data, peer, number)
             return world.start_receive(data, peer, number)
 
-        work = Pending(list(tensors), what, self._timeout_s)
+        work = Pending(list(tensors), what, self._timeout_s, _nothing_to_give_up)
         return self._engine.submit(Transfer(members, what, begin, finish, work))
 
     # -- common parts
@@ -498,7 +512,10 @@ class HoldfastGroup(ProcessGroup):
     ) -> Work:
         for tensor in result:
             _check_device(tensor, what)
-        work = Pending(result, what, self._timeout_s)
+        if root is not None and not 0 <= root < self.size():
+            msg = f"{what}: the root must be a rank of the group, 0 to {self.size() - 1}, got {root}"
+            raise ValueError(msg)
+        work = Pending(result, what, self._timeout_s, self._engine.give_up)
         signature = what
         if like is not None:
             signature += f" {like.dtype} {tuple(like.shape)}" + ("" if root is None else f" root {root}")
@@ -541,9 +558,13 @@ class HoldfastGroup(ProcessGroup):
     def _check_list(self, parts: Sequence[torch.Tensor], like: torch.Tensor, what: str) -> None:
         self._check_count(parts, what)
         for part in parts:
-            if part.dtype != like.dtype or part.numel() != like.numel():
-                msg = f"{what} needs tensors of one kind, got {part.dtype} {tuple(part.shape)} and {like.dtype} {tuple(like.shape)}"
-                raise ValueError(msg)
+            self._check_like(part, like, what)
+
+    @staticmethod
+    def _check_like(part: torch.Tensor, like: torch.Tensor, what: str) -> None:
+        if part.dtype != like.dtype or part.numel() != like.numel():
+            msg = f"{what} needs tensors of one kind, got {part.dtype} {tuple(part.shape)} and {like.dtype} {tuple(like.shape)}"
+            raise ValueError(msg)
 
     def _parts(self, whole: torch.Tensor, part: torch.Tensor, what: str) -> list[torch.Tensor]:
         """Return ``whole`` cut into pieces of the size of ``part``, one a rank."""
@@ -551,10 +572,12 @@ class HoldfastGroup(ProcessGroup):
         if whole.dtype != part.dtype or whole.numel() != count * part.numel():
             msg = f"{what} of {count} ranks needs {count} x {part.numel()} numbers of {part.dtype}, got {whole.numel()} of {whole.dtype}"
             raise ValueError(msg)
-        if not whole.is_contiguous():
-            msg = f"{what} needs a contiguous tensor"
+        if whole.is_contiguous():
+            return list(whole.view(count, part.numel()))
+        if not whole.dim() or whole.shape[0] % count:
+            msg = f"{what} needs a contiguous tensor, or one whose first dimension {count} ranks divide"
             raise ValueError(msg)
-        return list(whole.view(count, part.numel()))
+        return list(whole.split(whole.shape[0] // count))
 
     def _for_living(self, parts: Sequence[torch.Tensor], what: str) -> Sequence[torch.Tensor]:
         """Return ``parts`` if there is one for each rank alive."""
@@ -571,6 +594,10 @@ class HoldfastGroup(ProcessGroup):
 
 def _nothing() -> None:
     pass
+
+
+def _nothing_to_give_up(_: Pending) -> None:
+    """A message that does not come holds nobody up."""
 
 
 def _wait_for(works: Sequence[Work]) -> Callable[[], None]:
@@ -645,9 +672,9 @@ def _try_out(order: str, dtype: torch.dtype, *, divides: bool) -> None:
         raise ValueError(msg) from error
 
 
-def _plain(tensor: torch.Tensor, _: Any = None) -> torch.Tensor:
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
     """Return the numbers in one row; a copy only where they do not lie so."""
-    return tensor.detach().reshape(-1)
+    return tensor.detach().reshape(-1).contiguous()
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -658,6 +685,8 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 
 def _give(tensor: torch.Tensor, flat: torch.Tensor) -> None:
     """Overwrite ``tensor`` by the numbers, or bytes, of ``flat``."""
+    if not flat.numel():
+        return
     data = flat if flat.dtype == tensor.dtype else flat.view(tensor.dtype)
     tensor.detach().copy_(data.view(tensor.shape))
 

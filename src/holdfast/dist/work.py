@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,10 +18,12 @@ class Pending(Work):
         result: What the future of the work gives: the tensors that the collective writes.
         what: For messages.
         timeout_s: How long :meth:`wait` waits at most.
+        give_up: Told when that was too long.
     """
 
-    def __init__(self, result: Any, what: str, timeout_s: float) -> None:
+    def __init__(self, result: Any, what: str, timeout_s: float, give_up: Callable[[Pending], None]) -> None:
         super().__init__()
+        self._give_up = give_up
         self._result = result
         self._what = what
         self._timeout_s = timeout_s
@@ -66,7 +69,11 @@ class Pending(Work):
         """
         limit_s = timeout.total_seconds() if timeout else self._timeout_s
         if not self._done.wait(limit_s):
-            msg = f"{self._what} did not complete within {limit_s:g} s: not every rank has called it"
+            self._give_up(self)
+            msg = (
+                f"{self._what} did not complete within {limit_s:g} s: not every rank of its group has called it, or not"
+                " in the same order as the collectives of other groups; the group cannot be used any more"
+            )
             raise RuntimeError(msg)
         if self._error is not None:
             raise self._error

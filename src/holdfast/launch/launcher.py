@@ -27,6 +27,7 @@ from holdfast.launch.job import Job, Outcome, check, resume_command
 from holdfast.launch.judge import Broken, Completed, Judge, Lost, Verdict
 from holdfast.launch.live import NoView, Status, Story, View
 from holdfast.records import FileRecorder, read_run, records_path
+from holdfast.report.history import is_distributed
 from holdfast.settings import Settings
 
 POLL_S = 0.02
@@ -73,6 +74,7 @@ class Launcher:
         self._restarts = 0
         self._signals = 0
         self._stop_by_s: float | None = None
+        self._distributed = False
         self._tracebacks: dict[int, str] = {}
         self._kills: Kills | None = None
         self._status = Status(alive={}, metrics={})
@@ -157,6 +159,8 @@ class Launcher:
 
     def _restart(self, lost: Lost, ranks: tuple[int, ...]) -> Verdict | None:
         """Get ready to start again on ``ranks``; the verdict if that is not allowed."""
+        if self._signals and self._distributed:
+            return Broken(f"stopped on request: {lost.reason}")
         if self._signals:
             return Broken(f"stopped on request, but the workers were gone before they could save: {lost.reason}")
         if self._restarts >= self._job.max_restarts:
@@ -202,6 +206,7 @@ class Launcher:
         match record:
             case RunStarted():
                 self._status = dataclasses.replace(self._status, planned=record.steps_planned)
+                self._distributed = is_distributed(record)
             case StepCommitted():
                 self._status = dataclasses.replace(self._status, step=record.step + 1, metrics=record.metrics)
                 self._start_kills()
@@ -248,7 +253,8 @@ class Launcher:
         if not self._signals or self._stop_by_s is not None:
             return
         self._stop_by_s = self._clock.now_s() + self._stop_s
-        self._view.say("stopping: the workers finish their step and save (again to stop at once)")
+        what = "the ranks are sent a SIGTERM" if self._distributed else "the workers finish their step and save"
+        self._view.say(f"stopping: {what} (again to stop at once)")
         for rank in self._judge.living():
             attempt.send(rank, signal.SIGTERM)
 
@@ -256,7 +262,8 @@ class Launcher:
         if self._signals > 1:
             return Broken("stopped at once on a second request; nothing was saved for it")
         if self._stop_by_s is not None and self._clock.now_s() > self._stop_by_s:
-            return Broken(f"stopped on request, but the workers did not save within {self._stop_s:g} s")
+            what = "ranks did not end" if self._distributed else "workers did not save"
+            return Broken(f"stopped on request, but the {what} within {self._stop_s:g} s")
         return None
 
     # --- random kills

@@ -17,9 +17,12 @@ from holdfast.events import (
     Recovered,
     RunStarted,
     SamplesLost,
+    StepCommitted,
     WorkerEnded,
 )
 from holdfast.launch.judge import cause_of_death
+from holdfast.report.history import is_distributed
+from holdfast.report.words import count
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -39,7 +42,7 @@ class Status:
 
     Args:
         step: Steps committed.
-        planned: Steps of the run, 0 if that is not known yet.
+        planned: Steps of the run, 0 if that is not known.
         alive: Process number by worker, of those alive.
         metrics: What the script logged last.
     """
@@ -168,7 +171,8 @@ def _panel(status: Status, last: str) -> Group:
     metrics = "  ".join(f"{name} {value:.4g}" for name, value in status.metrics.items())
     progress = Table.grid(padding=(0, 1))
     bar = ProgressBar(total=status.planned or None, completed=status.step, width=40, pulse=not status.planned)
-    progress.add_row(Text("step "), bar, Text(f"{status.step}/{status.planned or '?'}  {metrics}"))
+    of = f"/{status.planned}" if status.planned else ""
+    progress.add_row(Text("step "), bar, Text(f"{status.step}{of}  {metrics}"))
     pids = "  ".join(f"{rank} (pid {pid})" for rank, pid in sorted(status.alive.items()))
     lines = (Text(f"alive  {pids}", style="green"), Text(f"last   {last}", style="yellow"))
     for line in lines:
@@ -182,12 +186,15 @@ class Story:
     def __init__(self) -> None:
         self._told: set[tuple[object, ...]] = set()
         self._restarts = 0
+        self._started: RunStarted | None = None
         self._injected: set[int] = set()
 
     def tell(self, record: Record) -> str | None:
         """Return the line for ``record``, None if there is nothing to say, or if it was said."""
         if isinstance(record, JobRestarted):
-            self._restarts = record.restart
+            self._restarts, self._started = record.restart, None
+        if isinstance(record, RunStarted):
+            self._started = record
         if isinstance(record, FaultFired):
             self._injected.add(record.rank)
         key, line = self._line(record)
@@ -199,7 +206,11 @@ class Story:
     def _line(self, record: Record) -> tuple[tuple[object, ...], str | None]:
         match record:
             case RunStarted():
-                return ("start",), _begin(record)
+                return ("start",), None if is_distributed(record) else _begin(record)
+            case StepCommitted() if self._started is not None and is_distributed(self._started):
+                # Not before: a script that has no DistributedDataParallel "starts" when it ends.
+                who = count(record.workers, "rank")
+                return ("start",), f"{who}: torch.distributed, sums inside DDP go on over the survivors"
             case FaultFired():
                 return (
                     "fault",
@@ -209,7 +220,7 @@ class Story:
                 where = f" at step {record.step}" if record.step >= 0 else ""
                 return ("end", record.rank), f"rank {record.rank} died{where}: {cause_of_death(record.exit_code)}"
             case Recovered():
-                return ("recovered", record.generation), _recovery(record)
+                return ("recovered", record.generation), _recovery(record, has_begun=self._started is not None)
             case SamplesLost():
                 return (
                     "lost",
@@ -234,7 +245,9 @@ def _begin(record: RunStarted) -> str:
     return f"{record.workers} {'worker' if record.workers == 1 else 'workers'}, {record.steps_planned} steps{at}: {record.fabric}, {record.strategy}"
 
 
-def _recovery(record: Recovered) -> str:
+def _recovery(record: Recovered, *, has_begun: bool) -> str:
+    if record.decision == "continue" and not has_begun:  # torch.distributed before the first step, or without any
+        return f"lost {_ranks(record.lost)}; {_ranks(record.survivors)} {'goes' if len(record.survivors) == 1 else 'go'} on"
     what = _DECISIONS.get(record.decision, record.decision).format(step=record.step)
     return f"lost {_ranks(record.lost)}; {what} with {_ranks(record.survivors)}"
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from holdfast.events import CheckpointSaved, Finished, Record, RunStarted, SamplesLost, ScriptFailed
 from holdfast.report.history import Failure, History, Life
+from holdfast.report.words import DISTRIBUTED
 
 SCHEMA = 1
 """Version of ``report.json``: what stands in it keeps its name and meaning, more may be added."""
@@ -30,6 +31,10 @@ def build_report(
     pace of undisturbed work. ``train_s`` runs from the first committed step to the last, failures
     included. A step that was committed again counts once, with its last metrics.
 
+    ``api`` is ``"session"`` or ``"torch.distributed"``, null if training never began. The backend of the latter knows
+    neither the samples, the model nor a plan: what it does not know is null. A step is then one backward pass of
+    ``DistributedDataParallel``, over when the next one begins; nothing times the last.
+
     Args:
         records: Of all workers and of the launcher, in any order.
         started: Ranks of the first world.
@@ -43,6 +48,7 @@ def build_report(
     return {
         "schema": SCHEMA,
         "outcome": _outcome(history, finished),
+        "api": _api(history),
         **_configuration(history, seed),
         "workers": {
             "started": len(history.started),
@@ -55,21 +61,15 @@ def build_report(
         "train_s": _train_s(history),
         "step_s": _step_s(history),
         "restarts": len(history.lives) - 1,
-        "failures": [_failure(failure) for failure in history.failures],
+        "failures": [_failure(failure, history) for failure in history.failures],
         "steps_redone": history.redone_steps,
         "faults_not_fired": list(faults_not_fired),
         "samples": _samples(history, finished),
-        "lost": [
-            {"step": step, "epoch": epoch, "ids": list(ids), "buckets": list(buckets)}
-            for step, epoch, ids, buckets in dict.fromkeys(
-                (r.step, r.epoch, r.ids, r.buckets)
-                for r in history.of(SamplesLost)  # a new lowest worker says it again
-            )
-        ],
-        "replicas": _replicas(finished),
+        "lost": None if history.is_distributed else _lost(history),
+        "replicas": _replicas(history, finished),
         "metrics": _metrics(history, finished),
-        "checkpoints": len(history.of(CheckpointSaved)),
-        "checkpoint": next((r.checkpoint for r in finished.values() if r.checkpoint), ""),
+        "checkpoints": None if history.is_distributed else len(history.of(CheckpointSaved)),
+        "checkpoint": None if history.is_distributed else _checkpoint(finished),
         "error": _error(history.lives[-1]),
         "command": command,
     }
@@ -127,23 +127,31 @@ def _outcome(history: History, finished: Mapping[int, Finished]) -> str:
     return next((o for o in ("gave-up", "stopped") if o in outcomes), "done")
 
 
+def _api(history: History) -> str | None:
+    if not history.of(RunStarted):
+        return None
+    return DISTRIBUTED if history.is_distributed else "session"
+
+
 def _configuration(history: History, seed: int) -> dict[str, Any]:
     starts = history.of(RunStarted)
     names = ("fabric", "strategy", "slices", "split", "order", "batch", "rescale")
     more = ("steps_planned", "num_buckets", "parameters")
     first = starts[0] if starts else None
-    return {
+    known = {
         **{name: getattr(first, name, None) for name in names},
         "seed": seed,
         **{name: getattr(first, name, None) for name in more},
     }
+    unknown = ("slices", "split", "seed", *more) if history.is_distributed else ()
+    return known | dict.fromkeys(unknown)
 
 
-def _failure(failure: Failure) -> dict[str, Any]:
+def _failure(failure: Failure, history: History) -> dict[str, Any]:
     return {
         "rank": failure.rank,
         "kind": failure.kind,
-        "step": failure.step,
+        "step": failure.step if failure.step >= 0 else None,
         "phase": failure.phase,
         "injected": failure.injected,
         "t_s": _seconds(failure.t_s),
@@ -151,12 +159,14 @@ def _failure(failure: Failure) -> dict[str, Any]:
         "recover_s": _seconds(failure.recover_s),
         "decision": failure.decision,
         "redone_steps": failure.redone_steps,
-        "lost_samples": failure.lost_samples,
+        "lost_samples": None if history.is_distributed else failure.lost_samples,
         "recovery": failure.recovery,
     }
 
 
 def _samples(history: History, finished: Mapping[int, Finished]) -> dict[str, int | None]:
+    if history.is_distributed:
+        return dict.fromkeys(("planned", "committed", "lost", "repeated"))
     for record in finished.values():
         return {
             "planned": record.planned,
@@ -166,16 +176,28 @@ def _samples(history: History, finished: Mapping[int, Finished]) -> dict[str, in
         }
     starts = history.of(RunStarted)
     return {
-        "planned": starts[0].samples_planned if starts else 0,
+        "planned": starts[0].samples_planned if starts else None,
         "committed": sum(record.samples for record in history.steps.values()),
         "lost": len({(r.epoch, i) for r in history.of(SamplesLost) for i in r.ids}),
         "repeated": None,  # only the ledger knows, and it speaks at the end
     }
 
 
-def _replicas(finished: Mapping[int, Finished]) -> dict[str, Any]:
+def _lost(history: History) -> list[dict[str, Any]]:
+    said = ((r.step, r.epoch, r.ids, r.buckets) for r in history.of(SamplesLost))
+    return [
+        {"step": step, "epoch": epoch, "ids": list(ids), "buckets": list(buckets)}
+        for step, epoch, ids, buckets in dict.fromkeys(said)  # a new lowest worker says it again
+    ]
+
+
+def _checkpoint(finished: Mapping[int, Finished]) -> str:
+    return next((r.checkpoint for r in finished.values() if r.checkpoint), "")
+
+
+def _replicas(history: History, finished: Mapping[int, Finished]) -> dict[str, Any]:
     records = list(finished.values())
-    if not records:
+    if not records or history.is_distributed:
         return {"identical": None, "sha256": None, "state_sha256": None}
     return {
         "identical": len({record.state_sha256 for record in records}) == 1,
@@ -200,7 +222,7 @@ def _error(life: Life) -> dict[str, Any] | None:
 
 
 def _train_s(history: History) -> float | None:
-    return _seconds(history.commits[-1].t_s - history.commits[0].t_s) if history.commits else None
+    return _seconds(history.timed[-1].t_s - history.timed[0].t_s) if history.timed else None
 
 
 def _step_s(history: History) -> dict[str, float | None]:

@@ -36,7 +36,8 @@ class Failure:
         rank: Who was lost.
         kind: The kind of the injected fault; ``"kill"`` where nobody injected it, ``"exception"`` where the script
             raised.
-        step: Step in progress: of the worker where the fault was injected, otherwise of the first survivor that knew.
+        step: Step in progress: of the worker where the fault was injected, otherwise of the first survivor that knew;
+            -1 where there is none.
         phase: Where in that step, "" if nobody knows.
         t_s: When the fault struck; where nobody injected it, when the first survivor knew.
         known_s: When the first survivor knew, None if none ever did.
@@ -154,6 +155,11 @@ class Life:
             yield deaths[0]
 
 
+def is_distributed(start: RunStarted) -> bool:
+    """Return whether the ``torch.distributed`` backend wrote ``start``; it knows neither the model nor a plan."""
+    return start.parameters == 0 and start.steps_planned == 0
+
+
 class History:
     """The records of a run in the order of time, and what they say together.
 
@@ -167,11 +173,18 @@ class History:
         self.started = tuple(started) or tuple(sorted({r.rank for r in records if isinstance(r, RunStarted)}))
         self.lives = list(self._cut())
         self.commits = self.of(StepCommitted)
-        self.failures = sorted(self._failures(), key=lambda f: (f.t_s, f.rank))
+        self.is_distributed = any(is_distributed(start) for start in self.of(RunStarted))
+        self.timed = list(self._timed())
+        self.failures = sorted(map(self._without_guesses, self._failures()), key=lambda f: (f.t_s, f.rank))
 
     def of(self, kind: type[R]) -> list[R]:
         """Return the records of one kind, in the order of time."""
         return [record for record in self.records if isinstance(record, kind)]
+
+    @property
+    def worker(self) -> str:
+        """What the users of the run's interface call a worker."""
+        return "rank" if self.is_distributed else "worker"
 
     @property
     def steps(self) -> dict[int, StepCommitted]:
@@ -188,12 +201,30 @@ class History:
         """Return the seconds between commits of consecutive steps, without those that hold a failure."""
         noise = [r.t_s for r in self.records if isinstance(r, (FaultFired, FailureSeen, Recovered, JobRestarted))]
         noise += [f.t_s for f in self.failures]
-        pairs = zip(self.commits, self.commits[1:], strict=False)
+        pairs = zip(self.timed, self.timed[1:], strict=False)
         return [
             after.t_s - before.t_s
             for before, after in pairs
             if after.step == before.step + 1 and not any(before.t_s < t <= after.t_s for t in noise)
         ]
+
+    def _timed(self) -> Iterator[StepCommitted]:
+        """Yield the commits whose time tells when the step was over.
+
+        Under ``torch.distributed`` a step is over when the next one begins, and the last one when the script ends, whatever
+        that does after training.
+        """
+        last = {record.step - 1 for record in self.of(Finished)} if self.is_distributed else set()
+        yield from (commit for commit in self.commits if commit.step not in last)
+
+    def _without_guesses(self, failure: Failure) -> Failure:
+        """Return ``failure`` without what survivors under ``torch.distributed`` write down and do not know.
+
+        They name the last step and the sum, also where they were in a barrier, or in no collective at all.
+        """
+        if failure.injected or not self.is_distributed:
+            return failure
+        return dataclasses.replace(failure, phase="", step=failure.step if self.commits else -1)
 
     def _cut(self) -> Iterator[Life]:
         workers, part = self.started, list[Record]()
@@ -276,7 +307,7 @@ class History:
         )
 
     def _next_commit_s(self, after_s: float, step: int) -> float | None:
-        return next((c.t_s for c in self.commits if c.t_s > after_s and c.step >= step), None)
+        return next((c.t_s for c in self.timed if c.t_s > after_s and c.step >= step), None)
 
     def _resumed_at(self, life: Life) -> int:
         following = self.lives[life.number + 1]

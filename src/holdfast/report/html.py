@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from jinja2 import Environment
 
 
+_FEW = 6
+"""So many workers are named one by one under a number."""
+
+
 def render_run(report: Mapping[str, Any], records: Sequence[Record] = (), title: str = "") -> str:
     """Return the page of one run.
 
@@ -36,6 +40,8 @@ def render_run(report: Mapping[str, Any], records: Sequence[Record] = (), title:
             timeline=timeline(report, records),
             curves=curves(report, records),
             lost_ids=_lost_ids(report),
+            distributed=words.is_distributed(report),
+            worker=words.worker(report),
         )
     )
 
@@ -118,23 +124,28 @@ def _environment() -> Environment:
 
 
 def _title(report: Mapping[str, Any]) -> str:
-    parts = [report.get("strategy"), report.get("fabric")]
+    what = words.DISTRIBUTED if words.is_distributed(report) else report.get("strategy")
+    parts = [what, report.get("fabric")]
     return " on ".join(part for part in parts if part) or "A run"
 
 
 def _tiles(report: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     """Return the key numbers: value, what it is, what to know about it."""
     failures, samples, metrics = report["failures"], report["samples"], report["metrics"]
-    tiles = [
-        (words.number(report["steps"]), "steps committed", f"in {words.seconds(report['wall_s'])}"),
-        (words.seconds(report["step_s"]["p50"]), "a step", f"99 % within {words.seconds(report['step_s']['p99'])}"),
-    ]
-    if failures:
+    tiles = [(words.number(report["steps"]), "steps committed", f"in {words.seconds(report['wall_s'])}")]
+    steps_matter = report["steps"] > 0 or not words.is_distributed(report)
+    if steps_matter:
+        pace = report["step_s"]
+        tiles.append((words.seconds(pace["p50"]), "a step", f"99 % within {words.seconds(pace['p99'])}"))
+    if failures and steps_matter:
         tiles += [
             _slowest(failures, "detect_s", "until a survivor knew"),
             _slowest(failures, "recover_s", "until the next step"),
         ]
-    tiles.append((words.number(samples["committed"]), "samples in the weights", _sample_note(samples)))
+    if words.is_distributed(report):
+        tiles.append(_who_finished(report))
+    else:
+        tiles.append((words.number(samples["committed"]), "samples in the weights", _sample_note(samples)))
     if "accuracy" in metrics:
         tiles.append((words.percent(metrics["accuracy"], digits=2), "accuracy", "last logged"))
     elif "loss" in metrics:
@@ -148,12 +159,19 @@ def _slowest(failures: Sequence[Mapping[str, Any]], key: str, what: str) -> tupl
     return words.seconds(max(known, default=None)), what, note
 
 
+def _who_finished(report: Mapping[str, Any]) -> tuple[str, str, str]:
+    workers, one = report["workers"], words.worker(report)
+    ranks = workers["ranks_finished"]
+    note = f"{one if len(ranks) == 1 else f'{one}s'} {words.listing(ranks)}" if 0 < len(ranks) <= _FEW else ""
+    return f"{workers['finished']} of {workers['started']}", f"{one}s finished", note
+
+
 def _sample_note(samples: Mapping[str, Any]) -> str:
     return f"{words.number(samples['lost'])} lost, {words.number(samples['repeated'])} repeated"
 
 
 def _lost_ids(report: Mapping[str, Any]) -> list[dict[str, Any]]:
-    return [dict(entry) for entry in report.get("lost", ())]
+    return [dict(entry) for entry in report.get("lost") or ()]
 
 
 def _demo_headline(results: Mapping[str, Any]) -> str:

@@ -111,7 +111,7 @@ def _prepare(axes: Axes, history: History) -> dict[int, int]:
     ranks = sorted({*history.started, *(f.rank for f in history.failures)})
     lanes = {rank: len(ranks) - 1 - place for place, rank in enumerate(ranks)}
     every = math.ceil(len(ranks) / 32)
-    axes.set_yticks([lanes[r] for r in ranks[::every]], [f"worker {r}" for r in ranks[::every]])
+    axes.set_yticks([lanes[r] for r in ranks[::every]], [f"{history.worker} {r}" for r in ranks[::every]])
     for name in axes.get_yticklabels():
         name.set_horizontalalignment("left")
     axes.set_ylim(-0.6, len(ranks) - 0.4)

@@ -6,7 +6,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from holdfast.report.words import DASH, count, headline, listing, number, percent, points, seconds
+from holdfast.report.words import (
+    DASH,
+    count,
+    headline,
+    is_distributed,
+    listing,
+    number,
+    percent,
+    points,
+    seconds,
+    worker,
+)
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -20,7 +31,7 @@ def summary_lines(report: Mapping[str, Any], directory: Path | None = None) -> l
         directory: Where its files are, if they were written.
     """
     lines = [headline(report), _pace(report)]
-    lines += [_failure(failure) for failure in report["failures"]]
+    lines += [_failure(failure, report) for failure in report["failures"]]
     lines += [f"did not strike: {spec}" for spec in report.get("faults_not_fired", ())]
     lines += [_samples(report), _replicas(report)]
     if directory is not None:
@@ -83,25 +94,27 @@ def _worst(report: Mapping[str, Any], key: str) -> str:
 
 def _pace(report: Mapping[str, Any]) -> str:
     workers = report["workers"]
-    text = (
-        f"{count(report['steps'], 'step')} in {seconds(report['wall_s'])}"
-        f" ({seconds(report['step_s']['p50'])} a step), {workers['finished']} of {count(workers['started'], 'worker')} finished"
+    pace = (
+        f"{count(report['steps'], 'step')} in {seconds(report['wall_s'])} ({seconds(report['step_s']['p50'])} a step)"
     )
+    if is_distributed(report) and not report["steps"]:
+        pace = f"over after {seconds(report['wall_s'])}"
+    text = f"{pace}, {workers['finished']} of {count(workers['started'], worker(report))} finished"
     metrics = ", ".join(f"{name} {number(value)}" for name, value in report["metrics"].items())
     return f"{text}; {metrics}" if metrics else text
 
 
-def _failure(failure: Mapping[str, Any]) -> str:
-    parts = [
-        f"worker {failure['rank']} lost at step {failure['step']}"
-        + (f", {failure['phase']}" if failure["phase"] else "")
-    ]
+def _failure(failure: Mapping[str, Any], report: Mapping[str, Any]) -> str:
+    when = f"at step {failure['step']}" if failure["step"] is not None else f"{seconds(failure['t_s'])} after the start"
+    parts = [f"{worker(report)} {failure['rank']} lost {when}" + (f", {failure['phase']}" if failure["phase"] else "")]
     if failure["detect_s"] is not None:
         parts.append(f"known after {seconds(failure['detect_s'])}")
-    went_on = failure["recover_s"] is not None
-    parts.append(
-        f"next step committed after {seconds(failure['recover_s'])}" if went_on else "no step was committed after it"
-    )
+    if failure["recover_s"] is not None:
+        parts.append(f"next step committed after {seconds(failure['recover_s'])}")
+    elif not is_distributed(report):
+        parts.append("no step was committed after it")
+    elif failure["step"] is not None:
+        parts.append("no later step began")
     if failure["redone_steps"]:
         parts.append(f"{count(failure['redone_steps'], 'step')} done again")
     if failure["lost_samples"]:
@@ -111,6 +124,8 @@ def _failure(failure: Mapping[str, Any]) -> str:
 
 def _samples(report: Mapping[str, Any]) -> str:
     samples = report["samples"]
+    if samples["committed"] is None:
+        return ""
     rest = [f"{number(samples[key])} {key}" for key in ("lost", "repeated") if samples[key] is not None]
     return f"samples  {number(samples['committed'])} of {number(samples['planned'])} committed, {listing(rest)}"
 

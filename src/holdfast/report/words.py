@@ -9,6 +9,9 @@ DASH = "\u2013"
 """Stands where there is no number."""
 MINUS = "\u2212"
 
+DISTRIBUTED = "torch.distributed"
+"""``api`` of a run whose script speaks to ``torch.distributed``, and not to a session."""
+
 _SMALL = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 
 
@@ -68,6 +71,16 @@ def listing(items: Sequence[object]) -> str:
     return " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
 
 
+def is_distributed(report: Mapping[str, Any]) -> bool:
+    """Return whether the script speaks to ``torch.distributed``: samples, model and plan are not known."""
+    return report.get("api") == DISTRIBUTED
+
+
+def worker(report: Mapping[str, Any]) -> str:
+    """Return what the users of the run's interface call a worker."""
+    return "rank" if is_distributed(report) else "worker"
+
+
 def headline(report: Mapping[str, Any]) -> str:
     """Return one or two sentences that say what happened to the run, and how it ended."""
     return " ".join(part for part in (_what_happened(report), _how_it_ended(report), _samples(report)) if part)
@@ -83,17 +96,21 @@ def recoveries(report: Mapping[str, Any]) -> list[list[Mapping[str, Any]]]:
 
 
 def _what_happened(report: Mapping[str, Any]) -> str:
-    failures, started = report["failures"], report["workers"]["started"]
+    failures, started, one = report["failures"], report["workers"]["started"], worker(report)
     if not failures:
-        return f"{count(started, 'worker')} trained for {count(report['steps'], 'step')} and none was lost."
+        did = f"trained for {count(report['steps'], 'step')}"
+        if is_distributed(report) and not report["steps"]:
+            did = "ran, without a step of DistributedDataParallel,"
+        return f"{count(started, one)} {did} and none was lost."
     ranks = sorted({f["rank"] for f in failures})
     verb = "killed" if all(f["injected"] for f in failures) else "lost"
     if len(failures) == 1:
-        who = f"Worker {ranks[0]} of {started} was {verb} at step {failures[0]['step']}"
+        step = failures[0]["step"]
+        who = f"{one.capitalize()} {ranks[0]} of {started} was {verb}{'' if step is None else f' at step {step}'}"
     elif len(ranks) == len(failures):
-        who = f"{len(ranks)} of {count(started, 'worker')} were {verb}"
+        who = f"{len(ranks)} of {count(started, one)} were {verb}"
     else:
-        who = f"Workers were {verb} {len(failures)} times"
+        who = f"{one.capitalize()}s were {verb} {len(failures)} times"
     return f"{who}{_went_on(report)}."
 
 
@@ -128,18 +145,20 @@ def _how_it_ended(report: Mapping[str, Any]) -> str:
         case "failed":
             error = report.get("error")
             return f"The run failed after {steps}{': ' + error['message'] if error else ''}."
-    return _bits(report)
+    return _who_finished(report)
 
 
-def _bits(report: Mapping[str, Any]) -> str:
-    finished, same = report["workers"]["finished"], report["replicas"]["identical"]
+def _who_finished(report: Mapping[str, Any]) -> str:
+    """Say who finished, and whether with the same bits, if that is known."""
+    finished, started = report["workers"]["finished"], report["workers"]["started"]
     few = _SMALL[finished] if finished < len(_SMALL) else str(finished)
-    if not same:
+    if not is_distributed(report) and not report["replicas"]["identical"]:
         return "The replicas that finished do not hold the same bits."
     if finished == 1:
-        return "One worker was left and finished." if report["workers"]["started"] > 1 else ""
-    who = f"All {few}" if finished == report["workers"]["started"] else f"The {few} that were left"
-    return f"{who} ended with the same bits."
+        return f"One {worker(report)} was left and finished." if started > 1 else ""
+    everybody = "Both" if finished == 2 else f"All {few}"
+    who = everybody if finished == started else f"The {few} that were left"
+    return f"{who} {'finished' if is_distributed(report) else 'ended with the same bits'}."
 
 
 def _samples(report: Mapping[str, Any]) -> str:

@@ -1,0 +1,609 @@
+"""Plays with deaths for torch.distributed over Holdfast: ``dist_plays.py PLAY [ARGS]...``, started by ``holdfast run``.
+
+Each rank writes what it saw, one JSON line a thing, for the tests to compare. A thing that fails is written down with
+its error, and the rank goes on with the next one as well as it can.
+"""
+
+import copy
+import hashlib
+import json
+import os
+import random
+import signal
+import sys
+import threading
+import time
+import traceback
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel
+
+import holdfast.dist
+import holdfast.dist.group
+
+FOLDER = "DIST_PLAYS_FOLDER"
+"""Names the folder for what the ranks saw."""
+
+PATIENCE = timedelta(seconds=40)
+"""Of every wait."""
+
+PLAYS = {}
+
+
+def play(function):
+    """Add ``function(*args)`` to the plays."""
+    PLAYS[function.__name__] = function
+    return function
+
+
+def note(thing, **fields):
+    """Write down what this rank saw."""
+    path = Path(os.environ[FOLDER], f"rank-{dist.get_rank()}.jsonl")
+    with path.open("a") as out:
+        out.write(json.dumps({"thing": thing, "rank": dist.get_rank()} | fields) + "\n")
+
+
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(60)
+
+
+def sha256(tensors):
+    digest = hashlib.sha256()
+    for tensor in tensors:
+        digest.update(tensor.detach().contiguous().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def alive():
+    return list(holdfast.dist.alive())
+
+
+def me():
+    return dist.get_rank()
+
+
+def told(error):
+    """What a script can learn from an error."""
+    ranks, survivors = getattr(error, "ranks", ()), getattr(error, "survivors", ())
+    return {"kind": type(error).__name__, "says": str(error), "dead": list(ranks), "survivors": list(survivors)}
+
+
+def tried(call):
+    """What ``call()`` returns, or what it raised."""
+    try:
+        return {"result": call()}
+    except Exception as error:
+        return told(error)
+
+
+# ---------------------------------------------------------------------------------------------
+# DDP
+
+SMALL_BUCKETS = 1e-4
+"""So small that every parameter is a bucket."""
+
+
+def batch(rank, step, features=12):
+    source = torch.Generator().manual_seed(1000 * step + rank)
+    return torch.randn(6, features, generator=source), torch.randn(6, 4, generator=source)
+
+
+def layers(seed=3):
+    torch.manual_seed(seed)
+    return nn.Sequential(
+        nn.Linear(12, 10, bias=False), nn.Tanh(), nn.Linear(10, 8, bias=False), nn.Tanh(), nn.Linear(8, 4, bias=False)
+    )
+
+
+def loss_of(model, rank, step):
+    x, y = batch(rank, step)
+    return (model(x) - y).square().mean()
+
+
+def gradients_of(model, rank, step, loss=loss_of):
+    """The gradients of one rank, computed here in plain torch."""
+    own = copy.deepcopy(model)
+    for parameter in own.parameters():
+        parameter.grad = None
+    loss(own, rank, step).backward()
+    return [p.grad for p in own.parameters()]
+
+
+def whose_mean(given, candidates, tolerance=1e-5):
+    """Whose gradients ``given`` is the mean of: the keys of the ``candidates`` that fit."""
+    return [key for key, value in candidates.items() if torch.allclose(given, value, rtol=tolerance, atol=1e-6)]
+
+
+def means(per_rank, groups):
+    """The mean gradient of each group, by name."""
+    return {
+        "".join(map(str, group)): [
+            torch.stack(parts).mean(0) for parts in zip(*(per_rank[r] for r in group), strict=True)
+        ]
+        for group in groups
+    }
+
+
+@play
+def gradients(steps):
+    """Whose mean each parameter's gradient is, in every step; the kills come from the fault plan."""
+    model = DistributedDataParallel(layers(), bucket_cap_mb=SMALL_BUCKETS)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for step in range(int(steps)):
+        before = alive()
+        local = {rank: gradients_of(model.module, rank, step) for rank in before}
+        optimizer.zero_grad()
+        loss_of(model, me(), step).backward()
+        expected = means(local, {tuple(before), tuple(alive())})
+        given = [p.grad for p in model.parameters()]
+        fits = [whose_mean(grad, {who: grads[i] for who, grads in expected.items()}) for i, grad in enumerate(given)]
+        optimizer.step()
+        note("gradients", step=step, before=before, after=alive(), fits=fits, weights=sha256(model.parameters()))
+
+
+class Branches(nn.Module):
+    """A model of which a rank uses one branch or the other."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(4)
+        self.common, self.left, self.right = nn.Linear(12, 8), nn.Linear(8, 4), nn.Linear(8, 4)
+
+    def forward(self, x, use_left):
+        return (self.left if use_left else self.right)(torch.tanh(self.common(x)))
+
+
+def branch_loss(model, rank, step):
+    x, y = batch(rank, step)
+    return (model(x, (rank + step) % 2 == 0) - y).square().mean()
+
+
+def normed():
+    torch.manual_seed(6)
+    return nn.Sequential(nn.Linear(12, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 4))
+
+
+def kill_in_sum(victim, after=0):
+    """Let ``victim`` die in the middle of the sum that follows ``after`` others."""
+    if me() != victim:
+        return
+    witness = dist.group.WORLD._engine.witness
+    left = iter(range(after + 1))
+
+    def reach(step, bucket):
+        if next(left, None) == after:
+            die()
+
+    witness.reach_in_sum = reach
+
+
+def train(name, victim, make, loss, *, hook=None, micro=1, tolerance=1e-5, **options):
+    """Three steps, a death in the middle of the second; gradients compared with those computed by hand."""
+    plain = make()
+    model = DistributedDataParallel(plain, bucket_cap_mb=SMALL_BUCKETS, **options)
+    if hook is not None:
+        model.register_comm_hook(None, hook)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    fits, buffers = [], []
+    for step in range(3):
+        before = alive()
+        # Micro-batches of a step are numbered 10 * step, 10 * step + 1, ...
+        local = {}
+        for rank in before:
+            parts = [gradients_of(plain, rank, 10 * step + i, loss) for i in range(micro)]
+            kinds = [[g for g in grads if g is not None] for grads in zip(*parts, strict=True)]
+            local[rank] = [sum(g) if g else torch.zeros_like(p) for g, p in zip(kinds, plain.parameters(), strict=True)]
+        optimizer.zero_grad()
+        if step == 1:
+            kill_in_sum(victim)
+        for i in range(micro - 1):
+            with model.no_sync():
+                loss(model, me(), 10 * step + i).backward()
+        loss(model, me(), 10 * step + micro - 1).backward()
+        expected = means(local, {tuple(alive())})
+        given = [torch.zeros_like(p) if p.grad is None else p.grad for p in plain.parameters()]
+        fits += [
+            (step, i, bool(whose_mean(grad, {who: grads[i] for who, grads in expected.items()}, tolerance)))
+            for i, grad in enumerate(given)
+        ]
+        optimizer.step()
+        buffers.append(sha256(plain.buffers()))
+    weights = sha256(plain.parameters())
+    with torch.no_grad():
+        torch.manual_seed(me())
+        model(*((torch.randn(6, 12), True) if make is Branches else (torch.randn(6, 12),)))
+    note(name, wrong=[list(f) for f in fits if not f[2]], compared=len(fits), weights=weights, alive=alive())
+    return model, buffers
+
+
+def buffers_follow(victim):
+    """Before every forward pass the buffers are those of the lowest rank alive, rank 0 being dead."""
+    plain = normed()
+    model = DistributedDataParallel(plain, bucket_cap_mb=SMALL_BUCKETS)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    norm = plain[1]
+    seen = []
+    for step in range(4):
+        if step == 1:
+            kill_in_sum(victim)
+        sums = {}
+        norm.running_mean.add_(100 * me() + step)  # every rank's is another one
+        norm.register_forward_pre_hook(lambda m, _, sums=sums: sums.setdefault("mean", m.running_mean.clone()))
+        optimizer.zero_grad()
+        loss_of(model, me(), step).backward()
+        optimizer.step()
+        seen.append([round(v, 3) for v in sums["mean"].tolist()])
+    note("buffers", seen=seen, alive=alive(), weights=sha256(plain.parameters()))
+
+
+@play
+def reducers():
+    """DDP in all its ways, one death in each; eight ranks."""
+    dist.barrier()
+    things = {
+        "buffers": lambda: buffers_follow(0),
+        "unused": lambda: train("unused", 1, Branches, branch_loss, find_unused_parameters=True),
+        "no_sync": lambda: train("no_sync", 2, layers, loss_of, micro=3),
+        "static_graph": lambda: train("static_graph", 3, layers, loss_of, static_graph=True),
+        "bucket_view": lambda: train("bucket_view", 4, layers, loss_of, gradient_as_bucket_view=True),
+        "bf16": lambda: train("bf16", 5, layers, loss_of, hook=default_hooks.bf16_compress_hook, tolerance=3e-2),
+    }
+    for name, thing in things.items():
+        try:
+            thing()
+        except Exception as error:
+            note(name, error=traceback.format_exc(), **told(error))
+
+
+@play
+def without_recovery(script, *args):
+    """The negative control: DDP's sums are treated as the script's own."""
+    import runpy
+
+    holdfast.dist.group.HoldfastGroup._asked_by_ddp = lambda self: ""
+    sys.argv = [script, *args]
+    dist.destroy_process_group()
+    runpy.run_path(script, run_name="__main__")
+
+
+# ---------------------------------------------------------------------------------------------
+# The script's own collectives
+
+
+def die_at_barrier(number):
+    """Let this rank die when it enters its ``number``-th barrier from now on, which ends or halves a collective."""
+    comm = dist.group.WORLD._members.comm
+    left = iter(range(number))
+
+    def barrier():
+        if next(left, None) == number - 1:
+            die()
+        type(comm).barrier(comm)
+
+    comm.barrier = barrier
+
+
+def all_reduce():
+    given = torch.full((5,), float(me() + 1))
+    dist.all_reduce(given)
+    return given.tolist()
+
+
+def all_gather():
+    given = [torch.zeros(2) for _ in alive()]
+    dist.all_gather(given, torch.full((2,), float(me())))
+    return [t.tolist() for t in given]
+
+
+def broadcast(root):
+    given = torch.full((3,), float(me()))
+    dist.broadcast(given, src=root)
+    return given.tolist()
+
+
+def reduce_scatter():
+    given = torch.zeros(2)
+    dist.reduce_scatter(given, [torch.full((2,), float(10 * me() + to)) for to in alive()])
+    return given.tolist()
+
+
+def gather(root):
+    given = [torch.zeros(2) for _ in alive()] if me() == root else None
+    dist.gather(torch.full((2,), float(me())), given, dst=root)
+    return [t.tolist() for t in given or ()]
+
+
+def scatter(root):
+    given = torch.zeros(2)
+    dist.scatter(given, [torch.full((2,), float(to)) for to in alive()] if me() == root else None, src=root)
+    return given.tolist()
+
+
+def all_to_all():
+    given = [torch.zeros(1) for _ in alive()]
+    dist.all_to_all(given, [torch.full((1,), float(10 * me() + to)) for to in alive()])
+    return [t.item() for t in given]
+
+
+def barrier():
+    dist.barrier()
+
+
+def works():
+    """What collectives over those alive give."""
+    given = torch.tensor([float(me())])
+    dist.all_reduce(given, dist.ReduceOp.MAX)
+    dist.barrier()
+    return {
+        "sum": all_reduce(),
+        "max": given.item(),
+        "gathered": all_gather(),
+        "broadcast": broadcast(alive()[0]),
+        "size": dist.get_world_size(),
+        "rank": dist.get_rank(),
+        "alive": alive(),
+    }
+
+
+def lose(name, call, victim, *, at_barrier=1, late=None):
+    """A rank dies within ``call``, at its ``at_barrier``-th barrier; rank ``late`` comes late, and after the death."""
+    dist.barrier()
+    if me() == victim:
+        die_at_barrier(at_barrier)
+    if me() == late:
+        time.sleep(0.6)
+    first = tried(call)
+    note(name, first=first, again=tried(call), works=tried(works), alive=alive())
+
+
+@play
+def collectives_one():
+    """A death in the middle of each, at ever other places; seven ranks."""
+    lose("all_reduce", all_reduce, 6, at_barrier=2, late=3)  # after its own addition
+    lose("all_gather", all_gather, 5)
+    lose("broadcast", lambda: broadcast(1), 4, at_barrier=1, late=2)
+    lose("broadcast from the dead", lambda: broadcast(0), 0, at_barrier=2)
+    lose("barrier", barrier, 3)
+
+
+@play
+def collectives_two():
+    """The others; seven ranks."""
+    lose("reduce_scatter", reduce_scatter, 0, late=4)
+    lose("gather", lambda: gather(1), 6)
+    lose("scatter", lambda: scatter(1), 2)
+    lose("all_to_all", all_to_all, 3)
+    lose("gather at the dead", lambda: gather(5), 5)
+
+
+def send(to, value):
+    return lambda: dist.send(torch.full((70_000,), float(value)), dst=to)
+
+
+def receive(source):
+    def call():
+        given = torch.zeros(70_000)
+        dist.recv(given, src=source)
+        return sorted(set(given.tolist()))
+
+    return call
+
+
+@play
+def messages():
+    """Ranks 4 and 5 die; others send to the dead, wait for them, or wait for each other. Seven ranks."""
+    dist.barrier()
+    calls = {0: receive(5), 1: send(5, 1), 2: receive(3)}
+    if me() == 5:
+        time.sleep(0.4)
+        die()
+    if me() == 3:
+        time.sleep(1.2)  # sees the death while idle, and only then sends
+    if me() in calls:
+        note("in flight", **tried(calls[me()]))
+    dist.barrier()
+    if me() in (2, 3):  # the message between the living is repeated
+        note("repeated", **tried(receive(3) if me() == 2 else send(2, 7)))
+    note("to the dead", send=tried(send(5, 1)), receive=tried(receive(5)))
+    note("works", works=tried(works))
+
+
+@play
+def groups():
+    """Ranks 0, 1, 2 and 3, 4, 5 and 0, 3 are groups; rank 4 dies, then rank 2, then 1 and 0 at once. Six ranks."""
+    low, high, pair = dist.new_group([0, 1, 2]), dist.new_group([3, 4, 5]), dist.new_group([0, 3])
+
+    def over(group):
+        given = torch.tensor([float(me() + 1)])
+        dist.all_reduce(given, group=group)
+        return given.item()
+
+    mine = low if me() < 3 else high
+    dist.barrier()
+    if me() == 4:
+        time.sleep(0.3)
+        die()
+    # The group of the dead waits for it; the other one is in the middle of a long row of sums meanwhile.
+    end = time.monotonic() + 1.0
+    rounds = [tried(lambda: over(mine))]
+    while me() < 3:
+        rounds.append(tried(lambda: over(mine)))
+        stop = torch.tensor([float(time.monotonic() > end)])
+        dist.all_reduce(stop, dist.ReduceOp.MAX, group=low)
+        if stop.item():
+            break
+    again = tried(lambda: over(mine))
+    between = tried(lambda: over(pair)) if me() in (0, 3) else None
+    note(
+        "one group",
+        failed=[r for r in rounds if "result" not in r],
+        results=sorted({r["result"] for r in rounds if "result" in r}),
+        again=again,
+        between=between,
+        alive=[alive(), list(holdfast.dist.alive(mine))],
+    )
+
+
+@play
+def later_world():
+    """A death that a smaller group finds: the whole world hears of it at its next collective. Four ranks."""
+    pair = dist.new_group([0, 1])
+    dist.barrier()
+    if me() == 1:
+        die()
+    seen = tried(lambda: dist.barrier(group=pair)) if me() == 0 else None
+    time.sleep(1.0)
+    note("world", pair=seen, first=tried(all_reduce), again=tried(all_reduce))
+
+
+@play
+def two_deaths_while_one_is_late():
+    """Rank 1 comes to its next collective after two deaths, which the others saw one by one. Four ranks."""
+    dist.barrier()
+    if me() == 3:
+        die()
+    if me() == 1:
+        time.sleep(2.0)
+    seen = [tried(all_reduce)]
+    if me() == 2:
+        time.sleep(0.5)  # rank 0 waits in the next one by now
+        die()
+    seen += [tried(all_reduce) for _ in range(3)]
+    note("late", seen=seen)
+
+
+@play
+def a_list_from_before():
+    """Rank 1 made its list before the others saw the second death, and calls with it after that. Four ranks."""
+    dist.barrier()
+    if me() == 3:
+        die()
+    tried(all_reduce)
+    given = [torch.zeros(2) for _ in alive()]
+    if me() == 2:
+        die()
+    if me() == 1:
+        time.sleep(1.0)
+    note("list", size=len(given), first=tried(lambda: dist.all_gather(given, torch.ones(2))), again=tried(all_gather))
+
+
+@play
+def at_random(seed, deaths):
+    """A long row of collectives in which ranks die at random times, also two at once; every rank rests at times."""
+    dist.barrier()
+    plan = random.Random(int(seed))
+    victims = plan.sample(range(dist.get_world_size()), int(deaths))
+    at, due = 0.0, {}
+    for number, victim in enumerate(victims):
+        at += 0.0 if number == 1 else plan.uniform(0.15, 0.5)  # the first two die at once
+        due[victim] = at
+    if me() in due:
+        timer = threading.Timer(due[me()], die)
+        timer.daemon = True
+        timer.start()
+    rest = random.Random(int(seed) + 1000 * me())
+    calls = [all_reduce, all_gather, barrier, reduce_scatter, all_to_all, lambda: broadcast(alive()[0])]
+    seen, number, end = [], 0, time.monotonic() + at + 0.7
+    while True:
+        if rest.random() < 0.02:
+            time.sleep(rest.uniform(0, 0.08))
+        answer = tried(calls[number % len(calls)])
+        number += 1
+        if "result" not in answer:
+            seen.append([number, answer])
+        if number % 12 == 0:  # all stop at the same one
+            stop = torch.tensor([float(time.monotonic() > end)])
+            answer = tried(lambda: dist.all_reduce(stop, dist.ReduceOp.MAX))
+            if "result" not in answer:
+                seen.append([number + 0.5, answer])
+            elif stop.item():
+                break
+    note("row", seen=seen, calls=number, victims=sorted(victims), works=tried(works))
+
+
+# ---------------------------------------------------------------------------------------------
+# Other things
+
+
+@play
+def sharded():
+    """FSDP2: what the dead rank held is gone, and the error says so. Three ranks."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    torch.manual_seed(3)
+    model = nn.Linear(12, 4)
+    fully_shard(model, mesh=mesh)
+    loss_of(model, me(), 0).backward()
+    dist.barrier()
+    if me() == 1:
+        die()
+    other = nn.Linear(12, 4)
+    note("first", **tried(lambda: loss_of(model, me(), 1).item()))
+    note("again", **tried(lambda: loss_of(model, me(), 1).item()))
+    whole, part = torch.zeros(3, 4), torch.ones(4)
+    note("gathered", **tried(lambda: dist.all_gather_into_tensor(whole, part)))
+    note("works", works=tried(works), loss=loss_of(other, me(), 1).item())
+
+
+@play
+def mixed(*kills):
+    """A session trains and the script has collectives of its own; ``kills`` are given to ``holdfast run``."""
+    import reference
+    from train_reference import train as train_session
+
+    dist.barrier()
+    before = tried(all_reduce)
+    session, state = train_session("cnn", "sgd")
+    note("mixed", state=state, before=before, first=tried(all_reduce), again=tried(all_reduce), works=tried(works))
+    assert session._world.step == reference.STEPS
+
+
+@play
+def misuse():
+    """Different calls at different ranks; with HOLDFAST_DEBUG=1. Three ranks."""
+    first = me() == 0
+
+    def dtypes():
+        dist.all_reduce(torch.ones(3, dtype=torch.float64 if first else torch.float32))
+
+    things = {
+        "calls": lambda: dist.barrier() if first else dist.all_reduce(torch.ones(3)),
+        "shapes": lambda: dist.all_reduce(torch.ones(3 if first else 4)),
+        "dtypes": dtypes,
+        "roots": lambda: dist.broadcast(torch.ones(3), src=me()),
+        "operations": lambda: dist.all_reduce(torch.ones(3), dist.ReduceOp.MAX if first else dist.ReduceOp.SUM),
+        "meta": lambda: dist.all_reduce(torch.ones(3, device="meta")),
+        "average of integers": lambda: dist.all_reduce(torch.ones(3, dtype=torch.int64), dist.ReduceOp.AVG),
+        "bits of floats": lambda: dist.all_reduce(torch.ones(3), dist.ReduceOp.BAND),
+        "sparse": lambda: dist.all_gather([torch.ones(3).to_sparse()] * 3, torch.ones(3).to_sparse()),
+    }
+    for name, thing in things.items():
+        note(name, **tried(thing), works=tried(works))
+
+
+@play
+def lengths():
+    """Sums of different lengths, without HOLDFAST_DEBUG. Two ranks."""
+    note("lengths", **tried(lambda: dist.all_reduce(torch.ones(3 + me()))), works=tried(works))
+
+
+@play
+def very_different_lengths():
+    """The same, but one needs more memory than there is, and sets it up."""
+    note("lengths", **tried(lambda: dist.all_reduce(torch.ones(3 + 100_000 * me()))))
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    dist.init_process_group("holdfast", timeout=PATIENCE)
+    PLAYS[sys.argv[1]](*sys.argv[2:])
+    if dist.is_initialized():
+        dist.destroy_process_group()
