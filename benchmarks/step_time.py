@@ -18,8 +18,8 @@ Workers time their own steps, from the start of one to the start of the next; th
 everybody, is left out. Before the first round there are a few steps to get warm; after them the weights of all systems
 that exchange gradients are compared, and one that sums something else has failed.
 
-The defaults take about ten minutes on two cores. ``--rounds 30`` gives narrower intervals; ``--steps`` sets the length
-of a block. The peers' environment comes from ``make bench-peers``.
+The defaults take about ten minutes on two cores that do nothing else. ``--rounds 30`` gives narrower intervals;
+``--steps`` sets the length of a block. The peers' environment comes from ``make bench-peers``.
 """
 
 from __future__ import annotations
@@ -269,8 +269,9 @@ class Contender:
 
     def _run(self, command: list[str], **env: str) -> None:
         try:
+            # No sessions of their own: Linux divides a busy machine among sessions first, then among their processes.
             process = subprocess.Popen(
-                command, env=self._env | env, stdout=self.log, stderr=self.log, text=True, start_new_session=True
+                command, env=self._env | env, stdout=self.log, stderr=self.log, text=True, process_group=0
             )
         except FileNotFoundError as error:
             msg = f"{error.filename} is missing: run make bench-peers"
@@ -486,7 +487,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--models", nargs="+", choices=[*JOBS], default=[*JOBS])
     parser.add_argument("--workers", nargs="+", type=int, default=[2, 4])
     parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=[*SYSTEMS])
-    parser.add_argument("--rounds", type=int, default=6, help="blocks of each system")
+    parser.add_argument("--rounds", type=int, default=5, help="blocks of each system")
     parser.add_argument("--steps", type=int, help="that are measured in a block; default: by model")
     parser.add_argument("--data", type=Path, metavar="FILE", help="a text for the transformer; default: made-up words")
     parser.add_argument("--json", metavar="FILE")
@@ -496,6 +497,7 @@ def parse() -> argparse.Namespace:
 def main() -> int:
     """Measure everything and print a table for each model and number of workers."""
     options = parse()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the jobs are ended too
     results, failed = [], False
     for workers in options.workers:
         for name in options.models:

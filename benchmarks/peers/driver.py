@@ -278,8 +278,8 @@ class Torchrun(Job):
 
     def alive(self) -> dict[int, int]:
         """Return process numbers of living workers by rank."""
-        started = {line["rank"]: line["pid"] for line in self.diaries.lines if line["event"] == "start"}
-        return {rank: pid for rank, pid in started.items() if is_running(pid, "torchrun_worker.py")}
+        agent = -1 if self._agent is None else self._agent.pid
+        return {int(rank): pid for pid in children(agent) if (rank := variable(pid, "RANK"))}
 
     def killed(self) -> int:
         """Return how many were sent a SIGKILL and are gone.
@@ -293,14 +293,16 @@ class Torchrun(Job):
         """End the agent; its workers go with it."""
         if self._agent is None:
             return
+        workers = self.alive().values()
         if self._agent.poll() is None:
             self._agent.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._agent.wait(5)
             self._agent.kill()
         self._agent.wait()
-        for pid in self.alive().values():
-            os.kill(pid, signal.SIGKILL)
+        for pid in workers:  # they go with the agent; this is for one that has not asked for that yet
+            if is_running(pid, "torchrun_worker.py"):
+                os.kill(pid, signal.SIGKILL)
 
 
 def clean_env() -> dict[str, str]:
@@ -315,6 +317,25 @@ def is_running(pid: int, script: str) -> bool:
         return script in Path(f"/proc/{pid}/cmdline").read_text()
     except OSError:
         return False
+
+
+def children(parent: int) -> list[int]:
+    """Return the numbers of the processes that ``parent`` started."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            state, ppid = path.read_text().rpartition(")")[2].split()[:2]
+            found += [int(path.parent.name)] if int(ppid) == parent and state != "Z" else []
+    return found
+
+
+def variable(pid: int, name: str) -> str:
+    """Return what the process was given as the environment variable, "" if nothing."""
+    with contextlib.suppress(OSError):
+        for word in Path(f"/proc/{pid}/environ").read_text(errors="replace").split("\0"):
+            if word.startswith(f"{name}="):
+                return word.partition("=")[2]
+    return ""
 
 
 def free_port() -> int:

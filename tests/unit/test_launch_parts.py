@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import os
+import re
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -12,13 +15,25 @@ from pathlib import Path
 import pytest
 
 from holdfast.errors import ConfigError, InternalError, TooFewWorkers
-from holdfast.events import FailureSeen, FaultFired, JobRestarted, Recovered, WorkerEnded
-from holdfast.launch.launcher import Kills
-from holdfast.launch.live import Status, Story, make_view
+from holdfast.events import (
+    FailureSeen,
+    FaultFired,
+    JobRestarted,
+    Recovered,
+    RunStarted,
+    StepCommitted,
+    WorkerEnded,
+)
+from holdfast.launch.attempt import Places, _environment
+from holdfast.launch.job import Job
+from holdfast.launch.judge import Broken, Lost
+from holdfast.launch.launcher import Kills, Launcher
+from holdfast.launch.live import NoView, Status, Story, make_view
 from holdfast.launch.processes import Pair, Process
 from holdfast.launch.tail import LineTail, RecordTail
 from holdfast.launch.worker import describe
 from holdfast.records import FileRecorder
+from holdfast.settings import Settings
 
 SEEN = FailureSeen(t_s=1.0, rank=0, step=3, phase="allreduce")
 
@@ -152,6 +167,19 @@ def test_a_terminal_shows_how_far_the_run_is(monkeypatch):
         assert text in screen.getvalue()
 
 
+def test_without_a_plan_the_terminal_shows_no_total(monkeypatch):
+    screen = Terminal()
+    monkeypatch.setattr(sys, "stderr", screen)
+    monkeypatch.setenv("TERM", "xterm")
+    view = make_view(screen)
+
+    view.show(Status(step=30, alive={0: 11}, metrics={}))
+    view.close()
+
+    assert re.search(r"\b30\b", screen.getvalue())
+    assert "30/" not in screen.getvalue()
+
+
 def recovered(rank):
     return Recovered(
         t_s=1.0, rank=rank, step=3, lost=(1,), survivors=(0, 2), decision="redo", redone_steps=1, generation=1
@@ -165,6 +193,87 @@ def test_what_every_survivor_writes_is_told_once_a_start():
     assert story.tell(recovered(2)) is None
     story.tell(JobRestarted(t_s=2.0, rank=-1, step=3, restart=1, workers=(0, 2), reason="why"))
     assert story.tell(recovered(2)) is not None
+
+
+def ddp_started(rank):
+    return RunStarted(
+        t_s=0.5, rank=rank, step=0, fabric="ulfm", strategy="forward", seed=0, workers=3, slices=3, order="fold",
+        split="slices", batch="local", rescale="survivors", steps_planned=0, samples_planned=0, num_buckets=0,
+        parameters=0,
+    )  # fmt: skip
+
+
+def committed(step):
+    return StepCommitted(t_s=0.6, rank=0, step=step, epoch=0, samples=0, workers=3, metrics={})
+
+
+def goes_on(step):
+    return dataclasses.replace(recovered(0), step=step, decision="continue", redone_steps=0)
+
+
+def test_torch_distributed_is_told_with_its_first_step_and_without_a_plan():
+    story = Story()
+
+    assert [story.tell(ddp_started(rank)) for rank in range(3)] == [None] * 3
+    assert story.tell(committed(0)) == "3 ranks: torch.distributed, sums inside DDP go on over the survivors"
+    assert story.tell(committed(1)) is None
+    assert story.tell(goes_on(2)) == "lost rank 1; step 2 goes on with ranks 0, 2"
+
+
+def test_no_step_goes_on_where_there_is_none():
+    story = Story()
+
+    assert story.tell(goes_on(0)) == "lost rank 1; ranks 0, 2 go on"
+    assert [story.tell(record) for record in (ddp_started(0), ddp_started(2))] == [None, None]
+
+
+@pytest.fixture
+def ddp_launcher():
+    """A launcher that has heard that the script speaks to torch.distributed, and was asked to stop."""
+    job = Job(script=Path("train.py"), settings=Settings(fabric="ulfm", workers=3))
+    with Launcher(job, Said(), stop_s=0.0) as launcher:
+        launcher._judge.begin((0, 1, 2))
+        launcher._hear(ddp_started(0))
+        launcher._signals = 1
+        yield launcher
+
+
+class Said(NoView):
+    def __init__(self):
+        self.lines = []
+
+    def say(self, line):
+        self.lines.append(line)
+
+
+class Deaf:
+    """A start of the job whose ranks do not answer a signal."""
+
+    def send(self, rank, number):
+        return True
+
+
+def test_torch_distributed_is_not_said_to_save_when_it_is_stopped(ddp_launcher):
+    ddp_launcher._answer_signals(Deaf())
+
+    assert ddp_launcher._view.lines == ["stopping: the ranks are sent a SIGTERM (again to stop at once)"]
+    assert ddp_launcher._timed_out() == Broken("stopped on request, but the ranks did not end within 0 s")
+    assert ddp_launcher._restart(Lost("rank 0 killed by SIGTERM"), (1,)) == Broken(
+        "stopped on request: rank 0 killed by SIGTERM"
+    )
+
+
+def test_each_start_of_a_job_has_a_port_of_its_own_unless_one_is_set(monkeypatch, tmp_path):
+    places = Places(run_dir=tmp_path, log_dir=tmp_path, memory_dir=None)
+    monkeypatch.delenv("MASTER_PORT", raising=False)
+
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", int(_environment(Settings(), places)["MASTER_PORT"])))
+        taken.listen()
+        other = _environment(Settings(), places)["MASTER_PORT"]
+        assert other != str(taken.getsockname()[1])
+    monkeypatch.setenv("MASTER_PORT", "12345")
+    assert _environment(Settings(), places)["MASTER_PORT"] == "12345"
 
 
 def test_an_injected_death_is_told_as_the_fault_only():

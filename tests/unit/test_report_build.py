@@ -468,3 +468,148 @@ def test_the_summary_is_a_few_lines():
         "samples  400 of 400 committed, 0 lost and 0 repeated",
         "sha256   ab",
     ]
+
+
+# ---------------------------------------------------------------------------------------------
+# A script that speaks to torch.distributed: the backend knows neither samples, model nor plan
+
+NOTHING = {"steps_planned": 0, "samples_planned": 0, "num_buckets": 0, "parameters": 0}
+
+
+def ddp_started(t_s, ranks):
+    return started(t_s, ranks, fabric="ulfm", strategy="forward", batch="local", **NOTHING)
+
+
+def ddp_committed(t_s, step, rank=0):
+    return StepCommitted(t_s=t_s, rank=rank, step=step, epoch=0, samples=0, workers=4, metrics={})
+
+
+def ddp_finished(t_s, ranks, steps):
+    return [
+        Finished(
+            t_s=t_s, rank=rank, step=steps, outcome="done", sha256="", state_sha256="", planned=0, committed=0, lost=0,
+            repeated=0, metrics={}, checkpoint="",
+        )
+        for rank in ranks
+    ]  # fmt: skip
+
+
+def ddp_kill(step=5):
+    """Ten steps, the last of which is written down when the script ends, a second later."""
+    killed_s = 1.15 + 0.1 * step
+    return [
+        *ddp_started(1.0, range(4)),
+        *(ddp_committed(1.2 + 0.1 * k, k) for k in range(step)),
+        fired(killed_s, 1, step),
+        *(seen(killed_s + 0.02, rank, step) for rank in (0, 2, 3)),
+        *(recovered(killed_s + 0.03, rank, step, (1,), (0, 2, 3), "continue", 0) for rank in (0, 2, 3)),
+        *(ddp_committed(1.25 + 0.1 * k, k) for k in range(step, 9)),
+        ended(killed_s + 0.09, 1),
+        ddp_committed(3.1, 9),
+        *ddp_finished(3.1, (0, 2, 3), 10),
+    ]
+
+
+def ddp_without_steps(*deaths):
+    """Collectives, but no DistributedDataParallel: the backend says at the end that it was there."""
+    left = [rank for rank in range(3) if rank not in deaths]
+    return [
+        *(seen(1.02, rank, 0) for rank in left if deaths),
+        *(recovered(1.03, rank, 0, deaths, tuple(left), "continue", 0) for rank in left if deaths),
+        *(ended(1.1, rank) for rank in deaths),
+        *ddp_started(2.0, left),
+        *ddp_finished(2.0, left, 0),
+    ]
+
+
+def test_what_torch_distributed_does_not_know_is_null():
+    report = report_of(ddp_kill())
+
+    assert report["api"] == "torch.distributed"
+    unknown = (
+        "slices", "split", "seed", "steps_planned", "num_buckets", "parameters", "lost", "checkpoints", "checkpoint",
+    )  # fmt: skip
+    assert {name: report[name] for name in unknown} == dict.fromkeys(unknown)
+    assert set(report["samples"].values()) == set(report["replicas"].values()) == {None}
+    assert report["failures"][0]["lost_samples"] is None
+    assert (report["strategy"], report["batch"], report["rescale"]) == ("forward", "local", "survivors")
+    assert (report["outcome"], report["steps"], report["steps_redone"]) == ("done", 10, 0)
+    assert json.loads(json.dumps(report)) == report
+
+
+def test_a_session_says_that_it_is_one_and_what_it_knows():
+    report = report_of(undisturbed())
+
+    assert report["api"] == "session"
+    assert None not in (*report["samples"].values(), *report["replicas"].values(), report["checkpoints"])
+
+
+def test_of_a_run_that_never_began_nothing_is_known():
+    report = report_of([ended(1.0, 0, exit_code=1)])
+
+    assert (report["api"], report["samples"]["planned"]) == (None, None)
+
+
+def test_the_summary_of_torch_distributed_says_nothing_of_bits_and_samples():
+    assert summary_lines(report_of(ddp_kill())) == [
+        "Rank 1 of 4 was killed at step 5; training went on after 100 ms. The three that were left finished.",
+        "10 steps in 3.00 s (100 ms a step), 3 of 4 ranks finished",
+        "rank 1 lost at step 5, allreduce; known after 20 ms; next step committed after 100 ms",
+    ]
+
+
+@pytest.mark.parametrize(("ranks", "who"), [(4, "All four"), (2, "Both")])
+def test_an_undisturbed_torch_distributed_run_is_two_short_sentences(ranks, who):
+    records = [*ddp_started(1.0, range(ranks)), ddp_committed(1.1, 0), *ddp_finished(2.0, range(ranks), 1)]
+
+    said = headline(report_of(records, workers=ranks))
+
+    assert said == f"{ranks} ranks trained for 1 step and none was lost. {who} finished."
+
+
+def test_the_only_rank_that_is_left_finished():
+    records = [*ddp_started(1.0, range(2)), fired(1.1, 1, 0), *ddp_finished(2.0, (0,), 1)]
+
+    assert headline(report_of(records, workers=2)).endswith(" One rank was left and finished.")
+
+
+def test_the_last_step_of_torch_distributed_has_no_time():
+    """It is written down when the script ends, whatever that did after training."""
+    report = report_of(ddp_kill())
+    at_last = report_of(ddp_kill(step=9))
+
+    assert report["step_s"]["p99"] == pytest.approx(0.1)
+    assert report["train_s"] == pytest.approx(0.85)
+    assert at_last["failures"][0]["recover_s"] is None
+    assert headline(at_last) == "Rank 1 of 4 was killed at step 9. The three that were left finished."
+    assert summary_lines(at_last)[-1] == "rank 1 lost at step 9, allreduce; known after 20 ms; no later step began"
+
+
+def test_a_torch_distributed_script_without_ddp_has_no_steps():
+    report = report_of(ddp_without_steps(), workers=3)
+
+    assert (report["outcome"], report["api"], report["steps"]) == ("done", "torch.distributed", 0)
+    assert summary_lines(report) == [
+        "3 ranks ran, without a step of DistributedDataParallel, and none was lost. All three finished.",
+        "over after 3.00 s, 3 of 3 ranks finished",
+    ]
+
+
+def test_a_rank_that_died_where_there_are_no_steps_died_at_none():
+    report = report_of(ddp_without_steps(1), workers=3)
+
+    (failure,) = report["failures"]
+    assert (failure["step"], failure["phase"], failure["recover_s"]) == (None, "", None)
+    assert summary_lines(report) == [
+        "Rank 1 of 3 was lost. The two that were left finished.",
+        "over after 3.00 s, 2 of 3 ranks finished",
+        "rank 1 lost 1.02 s after the start",
+    ]
+
+
+def test_where_an_uninjected_death_struck_torch_distributed_does_not_know():
+    records = [r for r in ddp_kill() if not isinstance(r, FaultFired)]
+
+    (failure,) = report_of(records)["failures"]
+
+    assert (failure["step"], failure["phase"]) == (5, "")

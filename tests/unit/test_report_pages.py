@@ -1,5 +1,6 @@
 """The pages: self-contained, deterministic, and telling everything that the report says."""
 
+import dataclasses
 import hashlib
 import math
 import random
@@ -162,11 +163,67 @@ def test_the_first_recovery_is_enlarged():
     assert any(text.startswith("milliseconds since the fault") for text in texts(page))
 
 
+def made_up_ddp_run(kills=KILLS, steps=STEPS):
+    """The same run by a script that speaks to torch.distributed, which knows less."""
+    nothing = {
+        RunStarted: {"steps_planned": 0, "samples_planned": 0, "num_buckets": 0, "parameters": 0},
+        StepCommitted: {"samples": 0, "metrics": {}},
+        Finished: {
+            "step": steps, "sha256": "", "state_sha256": "", "planned": 0, "committed": 0, "lost": 0, "metrics": {},
+        },
+    }  # fmt: skip
+    left_out = (SamplesLost,) if steps else (SamplesLost, StepCommitted)
+    records, wall_s = made_up_run(strategy="forward", kills=kills)
+    records = [dataclasses.replace(r, **nothing.get(type(r), {})) for r in records if not isinstance(r, left_out)]
+    return build_report(records, started=range(4), wall_s=wall_s, seed=0), records
+
+
 def test_an_undisturbed_run_enlarges_nothing():
     page = render_run(*made_up_report(kills=()))
 
     assert not any("known after" in text for text in texts(page))
     assert "until a survivor knew" not in page
+
+
+def words_of(page):
+    """What a reader sees outside of the pictures, in one line."""
+    page = re.sub(r"<svg.*?</svg>|<style>.*?</style>", " ", page, flags=re.DOTALL)
+    return " ".join(re.sub(r"<[^>]+>", " ", page).split())
+
+
+def test_a_page_of_a_torch_distributed_run_claims_nothing_that_is_not_known():
+    page = render_run(*made_up_ddp_run())
+    said = words_of(page)
+
+    assert "<h1>torch.distributed on ulfm</h1>" in page
+    assert "2 of 4 ranks were killed; training went on after" in said
+    assert "The two that were left finished." in said
+    assert "2 of 4 ranks finished ranks 0 and 2" in said
+    assert "whether the replicas ended with the same bits, only the script can tell" in said
+    for claim in ("in the weights", "sha256", "hold the same bits", "Seed", "Parameters", "Slices", "Samples lost"):
+        assert claim not in said
+    assert {f"rank {rank}" for rank in range(4)} <= set(texts(page))
+    assert not any(text.startswith("worker") for text in texts(page))
+    assert page.count("<svg") == 1
+
+
+def test_a_death_in_the_last_step_of_torch_distributed_is_not_held_against_it():
+    report, records = made_up_ddp_run(kills=((1, STEPS - 1, "allreduce"),))
+
+    said = words_of(render_run(report, records))
+
+    assert "no later step continue" in said
+    assert "no step followed" not in said
+
+
+def test_a_torch_distributed_run_without_steps_has_a_page_without_a_picture():
+    report, records = made_up_ddp_run(kills=(), steps=0)
+
+    page = render_run(report, records)
+
+    assert "4 ranks ran, without a step of DistributedDataParallel, and none was lost. All four finished." in page
+    assert "<svg" not in page
+    assert "a step" not in words_of(page).replace("a step of", "")
 
 
 def test_the_same_records_make_the_same_page():

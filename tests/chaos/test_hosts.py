@@ -1,0 +1,203 @@
+"""Workers on several hosts, made of namespaces: each has a network, an address and a host name of its own.
+
+They need root and iproute2, and are left out elsewhere. The clock, the disk and /proc are shared, so these are not
+machines that fail alone; what they show is that memory is shared inside a host only, and what goes over the wire.
+"""
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import reference
+from jobs import MPIRUN, ROOT, clean_env
+from train_reference import train
+
+from holdfast.events import Finished, WorkerEnded
+from holdfast.faults.plan import FaultPlan, parse
+from holdfast.records import read_run
+
+pytestmark = pytest.mark.chaos
+
+WORKER = Path(__file__).with_name("hosts_worker.py")
+NET = "10.201.0"
+AGENT = """#!/bin/sh
+# What Open MPI starts instead of ssh: HOST COMMAND...
+name={prefix}${{1##*.}}
+shift
+exec ip netns exec "$name" unshare --uts sh -c 'hostname "$0" && exec sh -c "$1"' "$name" "$*"
+"""
+
+
+def ip(*words):
+    subprocess.run(["ip", *words], capture_output=True, text=True, timeout=20, check=True)
+
+
+class Hosts:
+    """Hosts on one switch, numbered from 1; each is a network namespace."""
+
+    def __init__(self, count, folder):
+        self.prefix = f"holdfast{os.getpid()}-"
+        self._switch = f"{self.prefix}0"
+        self._numbers = range(1, count + 1)
+        self._agent = Path(folder, "agent.sh")
+
+    def __enter__(self):
+        try:
+            ip("netns", "add", self._switch)
+            ip("-n", self._switch, "link", "add", "name", "bridge0", "type", "bridge")
+            ip("-n", self._switch, "link", "set", "bridge0", "up")
+            for number in self._numbers:
+                self._plug_in(number)
+        except BaseException:
+            self.__exit__()
+            raise
+        self._agent.write_text(AGENT.format(prefix=self.prefix))
+        self._agent.chmod(0o755)
+        return self
+
+    def _plug_in(self, number):
+        name, port = f"{self.prefix}{number}", f"port{number}"
+        ip("netns", "add", name)
+        ip("-n", name, "link", "set", "lo", "up")
+        ip("-n", name, "link", "add", "eth0", "type", "veth", "peer", "name", port, "netns", self._switch)
+        ip("-n", self._switch, "link", "set", port, "master", "bridge0", "up")
+        ip("-n", name, "addr", "add", f"{NET}.{number}/24", "dev", "eth0")
+        ip("-n", name, "link", "set", "eth0", "up")
+
+    def __exit__(self, *_):
+        """Take away the namespaces, and with them everything that is in them, processes too."""
+        for number in (*self._numbers, 0):
+            name = f"{self.prefix}{number}"
+            listed = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True, check=False)
+            for pid in listed.stdout.split():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(int(pid), signal.SIGKILL)
+            subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
+
+    def run(self, workers, *command, timeout=100, **env):
+        """Start ``holdfast.launch.worker COMMAND`` on so many workers a host; mpirun runs on the first one."""
+        first, net = f"{self.prefix}1", f"{NET}.0/24"
+        inside = ["ip", "netns", "exec", first, "unshare", "--uts", "sh", "-c", 'hostname "$0" && exec "$@"', first]
+        # With --oversubscribe Open MPI would put all workers on the first host.
+        where = ["--map-by", "slot:OVERSUBSCRIBE", "--bind-to", "none", "-n", str(sum(workers))]
+        where += ["--host", ",".join(f"{NET}.{i}:{n}" for i, n in enumerate(workers, 1))]
+        nets = ["--prtemca", "prte_if_include", net, "--mca", "btl_tcp_if_include", net]
+        agent = ["--prtemca", "plm_ssh_agent", str(self._agent)]
+        mpirun = [word for word in MPIRUN if word != "--oversubscribe"]
+        return subprocess.run(
+            [*inside, *mpirun, *agent, *nets, *where, sys.executable, "-m", "holdfast.launch.worker", *map(str, command)],
+            env=clean_env(**env),
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            check=False,
+        )
+
+
+@pytest.fixture(scope="module")
+def hosts(tmp_path_factory):
+    if os.getuid() != 0 or not all(map(shutil.which, ("ip", "unshare", "hostname"))):
+        pytest.skip("hosts are made of namespaces, which needs root, ip, unshare and hostname")
+    try:
+        made = Hosts(3, tmp_path_factory.mktemp("hosts")).__enter__()
+    except subprocess.CalledProcessError as error:
+        pytest.skip(f"this machine lets nobody make network namespaces: {error.stderr.strip()}")
+    with contextlib.closing(contextlib.ExitStack()) as stack:
+        stack.push(made)
+        yield made
+
+
+def said(done):
+    """What each worker reported, by rank, a list of lines."""
+    found = {}
+    for line in done.stdout.splitlines():
+        if line.startswith("says "):
+            _, rank, *words = line.split()
+            found.setdefault(int(rank), []).append(words)
+    assert found, done.stdout + done.stderr
+    return found
+
+
+def one_host(workers, *command):
+    return subprocess.run(
+        [*MPIRUN, "-n", str(workers), sys.executable, "-m", "holdfast.launch.worker", *map(str, command)],
+        env=clean_env(),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize(
+    ("workers", "victims", "left"),
+    [((2, 2), (3, 1), (0, 2)), ((3, 1, 2), (4, 0), (1, 2, 3, 5)), ((2, 2), (0, 1), (2, 3))],
+    ids=["a-worker-of-each", "unequal-hosts", "a-whole-host"],
+)
+def test_the_contract_holds_between_hosts_and_every_bit_is_that_of_one_host(hosts, tmp_path, workers, victims, left):
+    done = hosts.run(workers, WORKER, "contract", *victims, HOLDFAST_RUN_DIR=str(tmp_path))
+
+    found = said(done)
+    assert tuple(sorted(found)) == left, done.stdout + done.stderr
+    together = said(one_host(4, WORKER, "contract"))[0]
+    of_one_host = {order: (path, state) for order, path, state, _ in together}
+    assert {path for path, _ in of_one_host.values()} == {"SharedSum"}
+    still = left == (2, 3)  # both on the second host: there they share memory
+    ways = {"fold": "SharedSum" if still else "ExchangedSum", "tree": "SharedSum" if still else "HostsSum"}
+    for lines in found.values():
+        assert [line[:3] for line in lines] == [[order, ways[order], of_one_host[order][1]] for order in ways]
+        assert [line[3] for line in lines] == ["in-place" if way != "ExchangedSum" else "copied" for way in ways.values()]
+    assert of_one_host["fold"] != of_one_host["tree"]
+    assert "slower" not in done.stderr, "to be on several hosts is nothing to warn of"
+    ended = {record.rank: record.exit_code for record in read_run(tmp_path) if isinstance(record, WorkerEnded)}
+    assert ended == {rank: -9 if rank in victims else 0 for rank in range(sum(workers))}
+
+
+@pytest.mark.parametrize(
+    "plan", [("5:0", "2:1", "0:2"), ("1:3", "3:2", "4:1"), ("0:1", "1:2", "2:3")], ids=["back", "mixed", "front"]
+)
+def test_a_worker_that_dies_anywhere_in_a_sum_leaves_the_others_going_on_with_right_sums(hosts, plan):
+    victims = [int(entry.split(":")[0]) for entry in plan]
+
+    done = hosts.run((2, 2, 2), WORKER, "deaths", *plan)
+
+    found = said(done)
+    assert sorted(found) == sorted(set(range(6)) - set(victims)), done.stdout + done.stderr
+    for lines in found.values():
+        assert [line[:4] for line in lines] == [["without", str(victim), "HostsSum", "True"] for victim in victims]
+    for i in range(len(plan)):
+        assert {lines[i][4] for lines in found.values()} == {"failed"}, "nobody's sum is whole without everybody's share"
+
+
+def test_each_chunk_crosses_once_from_host_to_host(hosts):
+    """7 slices on 4 workers: the first host holds 0 to 3, a group, the second 4, 5 and 6, which are two."""
+    tree, fold = (said(hosts.run((2, 2), WORKER, "traffic", order, 20)) for order in ("tree", "fold"))
+
+    assert {lines[0][0] for lines in tree.values()} == {"HostsSum"}
+    assert {lines[0][0] for lines in fold.values()} == {"ExchangedSum"}
+    assert set(tree[0][0][2:]) == {"allgather=40", "swap=40"}
+    # In vectors a sum: half of a group, half of the result; the second host has two groups.
+    assert 1.0 < float(tree[0][0][1]) < 1.15
+    assert 1.5 < float(tree[2][0][1]) < 1.65
+    assert float(fold[0][0][1]) > 1.6 * float(tree[0][0][1])
+
+
+def test_training_between_hosts_ends_with_the_bits_of_virtual_workers_though_a_worker_dies(hosts, tmp_path):
+    faults = FaultPlan((parse("kill:rank=2,step=4,phase=allreduce,bucket=0"),)).to_json()
+    script = ROOT / "tests" / "support" / "train_reference.py"
+
+    done = hosts.run(
+        (2, 2), script, "mlp", "adam", HOLDFAST_ORDER="tree", HOLDFAST_FAULTS=faults, HOLDFAST_RUN_DIR=str(tmp_path)
+    )
+
+    _, expected = train("mlp", "adam", workers=4, order="tree")
+    assert f"state {expected}" in done.stdout, done.stdout + done.stderr
+    assert expected != reference.train("mlp", "adam"), "the order shows"
+    records = list(read_run(tmp_path))
+    assert sorted(record.rank for record in records if isinstance(record, Finished)) == [0, 1, 3]
+    assert {r.rank: r.exit_code for r in records if isinstance(r, WorkerEnded)} == {0: 0, 1: 0, 2: -9, 3: 0}

@@ -1,0 +1,569 @@
+"""The rules of the sum through shared memory: each holds, and without it there is the accident that it prevents."""
+
+import faulthandler
+import gc
+import os
+import signal
+import threading
+import traceback
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+import reference
+import torch
+from torch import nn
+from train_reference import train
+
+from holdfast.comm import Mean, OrderedSum, Span, adding, ordered
+from holdfast.comm.memory import Segment, open_segment
+from holdfast.comm.shared import SharedSum
+from holdfast.errors import PeerFailed
+from holdfast.train import replica as replicas
+from holdfast.train.batches import MiniBatch
+from holdfast.train.gradients import Buckets
+from holdfast.train.replica import Replica
+
+SPAN = Span(0, 1000, torch.float32)
+PATIENCE_S = 30
+
+
+class Threads:
+    """Threads of this process as workers of a communicator: they share memory as processes of one host do."""
+
+    def __init__(self, meeting, rank, ranks, generation=0):
+        self.meeting, self.members, self.here, self.generation = meeting, ranks, (rank,), generation
+        self.processes = tuple((member,) for member in ranks)
+        self.barriers = 0
+
+    def barrier(self):
+        self.barriers += 1
+        self.meeting.wall.wait(PATIENCE_S)
+
+    def allgather(self, part, out):
+        self.meeting.desk[self.here[0]] = part.clone()
+        self.meeting.wall.wait(PATIENCE_S)
+        for row, rank in zip(out, self.members, strict=True):
+            row.copy_(self.meeting.desk[rank])
+        self.meeting.wall.wait(PATIENCE_S)
+
+    def maximum(self, values):
+        everybodys = torch.empty(len(self.members), len(values), dtype=torch.int64)
+        self.allgather(torch.tensor(values, dtype=torch.int64), everybodys)
+        return everybodys.amax(0).tolist()
+
+
+class Meeting:
+    def __init__(self, count):
+        self.wall, self.desk = threading.Barrier(count), {}
+
+
+def side_by_side(ranks, work, generation=0):
+    """``work(comm)`` in one thread a rank; what each returned, or raised."""
+    meeting, results = Meeting(len(ranks)), {}
+
+    def run(rank):
+        try:
+            results[rank] = work(Threads(meeting, rank, ranks, generation))
+        except Exception as error:
+            results[rank] = error
+            meeting.wall.abort()
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in ranks]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE_S)
+        assert not thread.is_alive()
+    return results
+
+
+def term(number, length=SPAN.length):
+    return torch.randn(length, generator=torch.Generator().manual_seed(number)) * 10.0**number
+
+
+def summed(numbers, length=SPAN.length):
+    total = term(numbers[0], length)
+    for number in numbers[1:]:
+        total += term(number, length)
+    return total
+
+
+def in_child(work):
+    """How a forked child ended that did ``work``, as a shell says it: 0, or minus the number of a signal."""
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            faulthandler.disable()
+            signal.alarm(PATIENCE_S)
+            work()
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+# -- 1: one writer
+
+
+def shared_pair(data):
+    """Memory that holds ``data``: to be written by its owner, and as others see it."""
+    segment = Segment(data.numel() * data.element_size())
+    segment.bytes.view(data.dtype).copy_(data)
+    return segment, open_segment(os.getpid(), segment.fd, segment.bytes.numel()).view(data.dtype)
+
+
+def test_who_writes_what_others_read_dies_alone():
+    owner, seen = shared_pair(term(0))
+
+    def write():
+        seen[7] = 1.0
+
+    assert in_child(write) == -signal.SIGSEGV
+    assert torch.equal(owner.bytes.view(torch.float32), term(0))
+    assert torch.equal(seen, term(0))
+
+
+def test_memory_that_anybody_may_write_is_changed_under_everybody():
+    owner, _ = shared_pair(term(0))
+    writable = open_segment(os.getpid(), owner.fd, owner.bytes.numel(), writable=True).view(torch.float32)
+
+    def write():
+        writable[7] = 1.0
+
+    assert in_child(write) == 0
+    assert owner.bytes.view(torch.float32)[7] == 1.0
+
+
+class Halving(torch.optim.SGD):
+    """An optimizer that nobody knows: it writes the gradients."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.grad.mul_(0.5)
+        return super().step(closure)
+
+
+def with_hook(parameters):
+    optimizer = torch.optim.SGD(parameters, lr=0.1)
+    optimizer.register_step_pre_hook(lambda opt, *_: [p.grad.neg_() for p in opt.param_groups[0]["params"]])
+    return optimizer
+
+
+WRITERS = {
+    "nesterov": (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, foreach=True), {}),
+    "unknown": (lambda p: Halving(p, lr=0.1), {}),
+    "hook": (with_hook, {}),
+    "clipping": (lambda p: torch.optim.SGD(p, lr=0.1), {"clip_grad_norm": 0.01}),
+    "scaler": (
+        lambda p: torch.optim.Adam(p, lr=0.1),
+        {"scaler": lambda: torch.amp.GradScaler("cpu", init_scale=8.0)},
+    ),
+}
+READERS = {
+    "sgd": (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, foreach=True), {}),
+    "adam": (lambda p: torch.optim.Adam(p, lr=0.1, weight_decay=0.1), {}),
+    "adamw": (lambda p: torch.optim.AdamW(p, lr=0.1, amsgrad=True, foreach=True), {}),
+}
+
+
+def make_replica(make_optimizer, options):
+    torch.manual_seed(0)
+    model = nn.Linear(6, 5)
+    scaler = options.get("scaler")
+    return Replica(
+        model,
+        make_optimizer(model.parameters()),
+        scheduler=None,
+        schedule="step",
+        scaler=scaler() if scaler else None,
+        clip_grad_norm=options.get("clip_grad_norm"),
+        bucket_bytes=1 << 20,
+    )
+
+
+BATCH = MiniBatch(step=0, epoch=0, slices=((0, 1),), owners={0: 0}, full_size=2, after=None)
+
+
+def compute(replica, memory):
+    """Fill ``memory`` with the term of the only slice, which is its own sum."""
+    source = torch.Generator().manual_seed(1)
+    replica.begin_step()
+    replica.begin_slice()
+    loss = replica.model(torch.randn(2, 6, generator=source)).square().mean()
+    replica.backward(loss, 2, None)
+    replica.end_slice(0, lambda _: memory, {"loss": loss.detach()}, 2)
+
+
+def apply(replica, result):
+    replica.add_sum(replica.buckets.layouts[0].span.of(result), [0])
+    replica.apply(BATCH, ["loss"])
+
+
+def weights(replica):
+    return torch.cat([p.detach().flatten() for p in replica.model.parameters()])
+
+
+def applied_alone(make_optimizer, options):
+    """The weights after a step whose sum lies in private memory."""
+    replica = make_replica(make_optimizer, options)
+    memory = torch.zeros(replica.buckets.size_bytes, dtype=torch.uint8)
+    compute(replica, memory)
+    apply(replica, memory.clone())
+    return weights(replica)
+
+
+def applied_to_shared_memory(make_optimizer, options):
+    """How a step ends whose sum lies where others read it, with the weights, and whether the sum is unchanged."""
+    replica = make_replica(make_optimizer, options)
+    memory = torch.zeros(replica.buckets.size_bytes, dtype=torch.uint8)
+    compute(replica, memory)
+    _, seen = shared_pair(memory)
+    told, _ = Segment(4096), None
+
+    def step():
+        apply(replica, seen)
+        data = weights(replica)
+        told.bytes[: data.numel() * 4].view(torch.float32).copy_(data)
+
+    ended = in_child(step)
+    data = told.bytes[: weights(replica).numel() * 4].view(torch.float32)
+    return ended, data.clone(), torch.equal(seen, memory)
+
+
+@pytest.mark.parametrize("name", [*WRITERS, *READERS])
+def test_optimizers_leave_the_sum_alone_and_get_the_same_bits(name):
+    make_optimizer, options = (WRITERS | READERS)[name]
+
+    ended, given, is_unchanged = applied_to_shared_memory(make_optimizer, options)
+
+    assert ended == 0
+    assert torch.equal(given, applied_alone(make_optimizer, options))
+    assert is_unchanged
+
+
+@pytest.mark.parametrize("name", ["nesterov", "unknown", "hook"])
+def test_an_optimizer_that_writes_needs_a_copy_of_its_own(name, monkeypatch):
+    monkeypatch.setattr(replicas, "may_write_gradients", lambda optimizer: False)
+
+    ended, _, is_unchanged = applied_to_shared_memory(*WRITERS[name])
+
+    assert ended == -signal.SIGSEGV
+    assert is_unchanged
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_an_optimizer_that_only_reads_gets_no_copy(name):
+    replica = make_replica(*READERS[name])
+    memory = torch.zeros(replica.buckets.size_bytes, dtype=torch.uint8)
+    compute(replica, memory)
+
+    apply(replica, memory)
+
+    assert replica.buckets._private == []
+
+
+# -- 2: frozen input
+
+
+def test_who_writes_its_term_during_the_sum_spoils_it():
+    def work(comm, disturb):
+        add = OrderedSum(comm, "fold", SPAN.end)
+        mine = SPAN.of(add.room(0))
+        mine.copy_(term(comm.here[0]))
+
+        def midway():
+            if disturb and comm.here == (1,):
+                mine.zero_()
+            comm.barrier()
+
+        return add(SPAN, {0: 0, 1: 1}, midway=midway).clone()
+
+    for disturb in (False, True):
+        results = side_by_side((0, 1), lambda comm, disturb=disturb: work(comm, disturb))
+        assert torch.equal(results[0], results[1])
+        assert torch.equal(results[0], summed([0, 1])) is not disturb
+
+
+# -- 3 and 4: a gradient is detached from the result
+
+
+def test_after_a_step_no_parameter_keeps_a_gradient():
+    replica = make_replica(*READERS["sgd"])
+    memory = torch.zeros(replica.buckets.size_bytes, dtype=torch.uint8)
+    compute(replica, memory)
+    apply(replica, memory)
+
+    assert all(p.grad is None for p in replica.model.parameters())
+
+
+def test_a_gradient_from_elsewhere_is_not_added_to(monkeypatch):
+    begin_slice = Replica.begin_slice
+
+    def leave_one(self):
+        for parameter in self.model.parameters():
+            parameter.grad = torch.full_like(parameter, 1e3)
+        begin_slice(self)
+
+    monkeypatch.setattr(Replica, "begin_slice", leave_one)
+
+    assert train("mlp", "sgd", workers=4)[1] == reference.train("mlp", "sgd")
+
+
+def test_a_stale_gradient_would_be_added_to(monkeypatch):
+    monkeypatch.setattr(Buckets, "clear", lambda self: None)
+
+    assert train("mlp", "sgd", workers=4)[1] != reference.train("mlp", "sgd")
+
+
+def test_a_backward_pass_into_a_view_of_the_result_would_end_the_worker():
+    model = nn.Linear(6, 5, bias=False)
+    _, seen = shared_pair(torch.zeros(30))
+
+    def accumulate():
+        model.weight.grad = seen.view(5, 6)
+        model(torch.ones(2, 6)).sum().backward()
+
+    assert in_child(accumulate) == -signal.SIGSEGV
+
+
+# -- 5: no zeros as terms
+
+
+def sum_of_negative_zeros():
+    def work(comm):
+        add = OrderedSum(comm, "fold", SPAN.end)
+        SPAN.of(add.room(0)).fill_(-0.0)
+        return add(SPAN, {0: 0, 1: 1}).clone()
+
+    return side_by_side((0, 1), work)
+
+
+def test_negative_zeros_stay_negative():
+    for result in sum_of_negative_zeros().values():
+        assert torch.signbit(result).all()
+
+
+def test_added_to_zeros_they_would_lose_their_sign(monkeypatch):
+    def from_zero(terms, out):
+        out.zero_()
+        for _, one in terms:
+            out.add_(one)
+
+    monkeypatch.setitem(adding.ORDERS, "fold", from_zero)
+
+    for result in sum_of_negative_zeros().values():
+        assert not torch.signbit(result).any()
+
+
+def test_who_has_no_slice_gives_no_term():
+    def work(comm):
+        add = OrderedSum(comm, "fold", SPAN.end)
+        if comm.here != (1,):
+            SPAN.of(add.room(0)).fill_(-0.0)
+        return add(SPAN, {0: 0, 1: 2}).clone()
+
+    for result in side_by_side((0, 1, 2), work).values():
+        assert torch.signbit(result).all()
+
+
+# -- 6: the barrier is not trusted
+
+
+class Liar:
+    """The communicator of one of two processes; its barriers return at once."""
+
+    members, here, processes, generation = (0, 1), (0,), ((0,), (1,)), 3
+
+    def barrier(self):
+        pass
+
+
+def sum_with_a_liar(other_is_at):
+    """The sum of process 0, while the line of process 1 says how far it is."""
+    words = np.zeros((2, 8), dtype=np.int64)
+    words[:, :2] = [[11, 3], [22, 3]]
+    words[1, 2:4] = (other_is_at, SPAN.length)
+    memory = torch.zeros(SPAN.end, dtype=torch.uint8)
+    terms = [[term(0).view(torch.uint8)], [torch.zeros(4 * SPAN.length, dtype=torch.uint8)]]
+    return SharedSum(Liar(), terms, memory, memory, words, (11, 22)), words
+
+
+@pytest.mark.parametrize("other_is_at", [0, 1])
+def test_a_barrier_that_lies_is_found_out(other_is_at):
+    add, _ = sum_with_a_liar(other_is_at)
+
+    with pytest.raises(PeerFailed, match=f"not everybody was at phase {other_is_at + 1}"):
+        add(SPAN, ((0,), (1,)), "fold", None, lambda: None)
+
+
+@pytest.mark.parametrize(("column", "what"), [(0, "another process"), (1, "another generation")])
+def test_words_of_somebody_else_are_found_out(column, what):
+    add, words = sum_with_a_liar(other_is_at=2)
+    words[1, column] += 1
+
+    with pytest.raises(PeerFailed, match="not everybody was at phase 1"):
+        add(SPAN, ((0,), (1,)), "fold", None, lambda: None)
+
+
+def test_unchecked_the_liar_gives_a_wrong_sum(monkeypatch):
+    monkeypatch.setattr(SharedSum, "_meet", lambda self: self._comm.barrier())
+    add, _ = sum_with_a_liar(other_is_at=0)
+
+    result = add(SPAN, ((0,), (1,)), "fold", None, lambda: None)
+
+    assert not torch.equal(result, summed([0, 1]))
+
+
+# -- 7: new generation, fresh memory
+
+
+def test_a_generation_gets_memory_of_its_own():
+    """Whoever writes into the memory of the generation before harms nobody."""
+    adders = {}
+
+    def first(comm):
+        add = adders[comm.here[0]] = OrderedSum(comm, "fold", SPAN.end)
+        SPAN.of(add.room(0)).copy_(term(comm.here[0]))
+        add(SPAN, {0: 0, 1: 1, 2: 2})
+        return add._path._result
+
+    def second(comm):
+        add = adders[comm.here[0]]
+        add._comm = comm
+        result = add(SPAN, {0: 0, 1: 1})
+        comm.barrier()
+        if comm.here == (0,):
+            late.fill_(255)
+        comm.barrier()
+        return result.clone()
+
+    late = side_by_side((0, 1, 2), first)[2]
+    for result in side_by_side((0, 1), second, generation=1).values():
+        assert torch.equal(result, summed([0, 1]))
+    assert (late == 255).all()
+
+
+# -- 8: nothing left behind, too little memory is an error at the start
+
+
+def names_of_shared_memory():
+    return sorted(p.name for p in Path("/dev/shm").iterdir() if "holdfast" in p.name.lower())
+
+
+def test_a_worker_that_dies_leaves_no_memory_behind():
+    before = names_of_shared_memory()
+
+    def hold():
+        segment = Segment(1 << 16)
+        assert "memfd:holdfast" in Path("/proc/self/maps").read_text()
+        assert segment.bytes.numel() == 1 << 16
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    assert in_child(hold) == -signal.SIGKILL
+    assert names_of_shared_memory() == before == []
+
+
+def open_files():
+    return sum("memfd:holdfast" in os.readlink(f) for f in Path("/proc/self/fd").iterdir() if f.is_symlink())
+
+
+def test_segments_are_closed_when_nobody_needs_them():
+    gc.collect()
+    before = open_files()
+    segment = Segment(4096)
+    assert open_files() == before + 1
+
+    del segment
+
+    assert open_files() == before
+
+
+def add_where_one_has_too_little(monkeypatch, shared_bytes):
+    def work(comm):
+        add = OrderedSum(comm, "fold", SPAN.end, shared_bytes=shared_bytes if comm.here == (1,) else -1)
+        SPAN.of(add.room(0)).copy_(term(comm.here[0]))
+        return add, add(SPAN, {0: 0, 1: 1}).clone()
+
+    monkeypatch.setattr(Threads, "alltoall", alltoall, raising=False)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        results = side_by_side((0, 1), work)
+    return results, [str(w.message) for w in said]
+
+
+def alltoall(self, send, out):
+    self.meeting.desk[self.here[0], "rows"] = send.clone()
+    self.meeting.wall.wait(PATIENCE_S)
+    for row, rank in zip(out, self.members, strict=True):
+        row.copy_(self.meeting.desk[rank, "rows"][self.members.index(self.here[0])])
+    self.meeting.wall.wait(PATIENCE_S)
+
+
+def test_too_little_memory_is_an_error_when_it_is_reserved(monkeypatch):
+    def full(fd, start, size):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    before = open_files()
+
+    with pytest.raises(OSError, match="No space left"):
+        Segment(4096)
+
+    assert open_files() == before
+
+
+# -- 9: all take shared memory, or all take the other path
+
+
+def test_when_one_has_too_little_memory_all_send_messages_and_one_says_so(monkeypatch):
+    results, said = add_where_one_has_too_little(monkeypatch, shared_bytes=SPAN.end)
+
+    assert [add.in_place for add, _ in results.values()] == [False, False]
+    assert all(torch.equal(result, summed([0, 1])) for _, result in results.values())
+    assert len(said) == 1
+    assert "not every worker has the memory" in said[0]
+
+
+def test_when_all_have_enough_all_share_it(monkeypatch):
+    results, said = add_where_one_has_too_little(monkeypatch, shared_bytes=1 << 20)
+
+    assert [add.in_place for add, _ in results.values()] == [True, True]
+    assert all(torch.equal(result, summed([0, 1])) for _, result in results.values())
+    assert said == []
+
+
+def test_more_than_the_host_has_free_is_not_tried(monkeypatch):
+    monkeypatch.setattr(ordered, "free_bytes", lambda: 2 * SPAN.end)
+
+    results, said = add_where_one_has_too_little(monkeypatch, shared_bytes=-1)
+
+    assert [add.in_place for add, _ in results.values()] == [False, False]
+    assert len(said) == 1
+
+
+# -- 10: the last survivor holds all slices
+
+
+def test_slices_of_the_dead_fit_in_until_one_worker_holds_them_all():
+    adders, slices = {}, 6
+    expected = summed(range(slices))
+    for generation, ranks in enumerate([(0, 1, 2, 3), (0, 2, 3), (2, 3), (2,)]):
+        owners = {number: ranks[number * len(ranks) // slices] for number in range(slices)}
+
+        def work(comm, owners=owners):
+            add = adders.setdefault(comm.here[0], OrderedSum(comm, "fold", SPAN.end))
+            add._comm = comm
+            mine = sorted(number for number, rank in owners.items() if rank == comm.here[0])
+            for row, number in enumerate(mine):
+                SPAN.of(add.room(row)).copy_(term(number))
+            return add(SPAN, owners, mean=Mean(2.0, 10)).clone()
+
+        for result in side_by_side(ranks, work, generation).values():
+            assert torch.equal(result, torch.cat([expected[:10] / 2, expected[10:]]))
+    assert len(adders[2]._room) == slices
