@@ -58,7 +58,10 @@ def main() -> None:
     rows: dict[str, list[Row]] = {}
     sweep: dict[int, list[Row]] = {}
     for system in options.systems:
-        rows[system] = measure(system, options, sweep)
+        try:
+            rows[system] = measure(system, options, sweep)
+        except (RuntimeError, TimeoutError) as error:  # the others are worth measuring all the same
+            print(f"{system}: {error}", file=sys.stderr)
     show(options, rows, sweep)
     write_json(
         options.json,
@@ -67,6 +70,7 @@ def main() -> None:
         sweep=sweep,
         summary={system: summary(measured) for system, measured in rows.items()},
     )
+    sys.exit(len(rows) < len(options.systems))
 
 
 def parse() -> argparse.Namespace:

@@ -21,7 +21,7 @@ from holdfast.comm.memory import Segment, open_segment
 from holdfast.comm.shared import SharedSum
 from holdfast.errors import PeerFailed
 from holdfast.train import replica as replicas
-from holdfast.train.batches import MiniBatch
+from holdfast.train.batches import Cursor, MiniBatch
 from holdfast.train.gradients import Buckets
 from holdfast.train.replica import Replica
 
@@ -187,7 +187,7 @@ def make_replica(make_optimizer, options):
     )
 
 
-BATCH = MiniBatch(step=0, epoch=0, slices=((0, 1),), owners={0: 0}, full_size=2, after=None)
+BATCH = MiniBatch(step=0, epoch=0, slices=((0, 1),), owners={0: 0}, full_size=2, after=Cursor(epoch=0, offset=2))
 
 
 def compute(replica, memory):

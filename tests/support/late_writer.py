@@ -1,0 +1,129 @@
+"""A worker of a job in which one is stopped while it adds, taken for dead, and wakes up in the middle of a later step.
+
+``late_writer.py FOLDER [--reuse]``, started by mpirun. What mpirun starts is a wrapper, which forks the worker: once
+the wrapper is killed MPI reports a death, while the stopped worker lives on. With ``--reuse`` the survivors go on with
+the memory that the stopped worker knows, which is what the rule forbids.
+"""
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+FOLDER = Path(sys.argv[1])
+VICTIM, STOPPED_IN, WOKEN_IN = 2, 3, 6
+"""Who is stopped, in the first sum of which step; in which step, three later, it is woken."""
+
+PATIENCE_S = 90
+
+
+def main():
+    pid = os.fork()  # before MPI and torch are loaded: neither survives a fork
+    if pid == 0:
+        try:
+            work()
+        finally:
+            os.kill(os.getpid(), signal.SIGKILL)  # an end that everybody notices
+    _, status = os.waitpid(pid, 0)
+    os._exit(0) if status == 0 else os.kill(os.getpid(), signal.SIGKILL)
+
+
+def work():
+    rank = os.environ["OMPI_COMM_WORLD_RANK"]
+    log = os.open(FOLDER / f"rank-{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(log, 1)
+    os.dup2(log, 2)  # Open MPI waits for the end of what a dead worker wrote to its own pipes
+    signal.alarm(4 * PATIENCE_S)
+
+    from train_reference import train
+
+    if "--reuse" in sys.argv:
+        reuse_memory()
+    if int(rank) == VICTIM:
+        stop_while_adding()
+    else:
+        wait_before_reading()
+    session, state = train("cnn", "sgd")
+    write(f"state-{rank}", state)
+    write(f"members-{rank}", ",".join(map(str, session._world.comm.members)))
+    sys.stdout.flush()
+    os._exit(0)
+
+
+def write(name, text):
+    """Appear whole or not at all."""
+    part = FOLDER / f".{name}"
+    part.write_text(text)
+    part.rename(FOLDER / name)
+
+
+def wait_for(name):
+    end = time.monotonic() + PATIENCE_S
+    while not (FOLDER / name).exists():
+        if time.monotonic() > end:
+            sys.exit(f"{name} never came")
+        time.sleep(0.002)
+
+
+def stop_while_adding():
+    """Stop between barrier A and the worker's own addition; once woken, add, say so, and do nothing more."""
+    from holdfast.comm.shared import SharedSum
+    from holdfast.train.run import Run
+
+    meet, was_stopped = SharedSum._meet, []
+
+    def reach(run, step, position):
+        if (step, position) == (STOPPED_IN, 0):
+            write("stopped", f"{os.getpid()} {os.getppid()}")
+            was_stopped.append(step)
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+    def meet_no_more(add):
+        if was_stopped:
+            write("written", "")
+            time.sleep(PATIENCE_S)
+        meet(add)
+
+    Run._reach_in_sum = reach
+    SharedSum._meet = meet_no_more
+
+
+def wait_before_reading():
+    """When the sums of the step are done, and before anybody reads them, let the stopped worker write."""
+    from holdfast.train.run import Run
+
+    apply = Run._apply
+
+    def apply_late(run, step):
+        if step == WOKEN_IN:
+            assert VICTIM not in run._world.comm.members
+            pid = int((FOLDER / "stopped").read_text().split()[0])
+            if run._world.comm.here[0] == run._world.comm.members[0]:
+                write("woken", "")
+                os.kill(pid, signal.SIGCONT)
+            wait_for("written")
+        apply(run, step)
+
+    Run._apply = apply_late
+
+
+def reuse_memory():
+    """Let the first result serve all generations; it shrinks by the line of the dead."""
+    from holdfast.comm import shared
+
+    class Kept:
+        first = None
+
+        def __new__(cls, size_bytes):
+            if cls.first is None:
+                cls.first = make(size_bytes)
+            os.ftruncate(cls.first.fd, size_bytes)
+            return cls.first
+
+    make = shared.Segment
+    shared.Segment = Kept
+
+
+if __name__ == "__main__":
+    main()
