@@ -151,12 +151,19 @@ def reducers(tmp_path_factory):
     return run(tmp_path_factory.mktemp("reducers"), 8, "reducers")
 
 
-KINDS = ["unused", "no_sync", "static_graph", "bucket_view", "bf16"]
+KINDS = [
+    "unused",
+    "no_sync",
+    "static_graph",
+    "bucket_view",
+    pytest.param("bf16", marks=pytest.mark.xfail(reason="hooks are not known as a part of DDP", strict=True)),
+]
 
 
-@pytest.mark.parametrize(("victim", "kind"), enumerate(KINDS, start=1))
-def test_every_kind_of_reducer_goes_on(reducers, victim, kind):
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_reducer_goes_on(reducers, kind):
     """In the step of the death, and in the next one, gradients are those computed by hand over the survivors."""
+    victim = ["unused", "no_sync", "static_graph", "bucket_view", "bf16"].index(kind) + 1
     survivors = list(range(victim + 1, 8))
 
     lines = reducers.one(kind, survivors)
@@ -178,7 +185,8 @@ def test_buffers_are_those_of_the_lowest_survivor(reducers):
 
 
 def test_ranks_that_died_in_the_reducer_were_killed_and_the_others_end_well(reducers):
-    assert_ended(reducers, range(6), 8)
+    codes = exit_codes(reducers.report)
+    assert [codes[rank] for rank in (0, 1, 2, 3, 4, 6, 7)] == [-9] * 5 + [0] * 2
 
 
 # -- the script's own collectives
@@ -300,13 +308,13 @@ def test_all_survivors_raise_at_the_same_calls_whenever_ranks_die(tmp_path):
     (line,) = {json.dumps({k: v for k, v in lines[0].items() if k != "rank"}) for lines in _survivors(seen).values()}
     told = json.loads(line)
     assert_ended(seen, told["victims"], 5)
-    assert 1 <= len(told["seen"]) <= 3
+    assert 2 <= len(told["seen"]) <= 3
     assert [error["kind"] for _, error in told["seen"]] == ["RanksLost"] * len(told["seen"])
     heard = [error["dead"] for _, error in told["seen"]]
     assert heard == sorted(heard, key=len)
     assert all(set(one) < set(more) for one, more in itertools.pairwise(heard)), heard
     assert heard[-1] == told["victims"]
-    assert told["calls"] > 50
+    assert told["calls"] >= 300
 
 
 def _survivors(seen):
@@ -418,6 +426,24 @@ def test_sums_of_different_lengths_are_refused_with_the_lengths(tmp_path):
         assert line["kind"] == "ScriptError"
         assert "different lengths, in the order of ranks [3, 4]" in line["says"]
         assert line["works"]["result"]["sum"] == [3.0] * 5
+
+
+@pytest.mark.xfail(reason="only the lengths are compared", strict=True)
+def test_sums_of_different_types_are_refused(tmp_path):
+    seen = run(tmp_path, 2, "dtypes")
+
+    for line in seen.one("dtypes", [0, 1]):
+        assert line.get("kind") == "ScriptError", line["given"]
+        assert line["given"] == [1, 1, 1]
+
+
+@pytest.mark.xfail(reason="who needs more memory sets it up alone", strict=True)
+def test_sums_of_very_different_lengths_are_refused_too(tmp_path):
+    seen = run(tmp_path, 2, "very_different_lengths", env={"DIST_PLAYS_PATIENCE_S": "10"})
+
+    for line in seen.one("lengths", [0, 1]):
+        assert line["kind"] == "ScriptError"
+        assert "[3, 100003]" in line["says"]
 
 
 def test_under_torchrun_the_last_line_says_what_to_do(tmp_path):

@@ -91,7 +91,17 @@ class Hosts:
         agent = ["--prtemca", "plm_ssh_agent", str(self._agent)]
         mpirun = [word for word in MPIRUN if word != "--oversubscribe"]
         return subprocess.run(
-            [*inside, *mpirun, *agent, *nets, *where, sys.executable, "-m", "holdfast.launch.worker", *map(str, command)],
+            [
+                *inside,
+                *mpirun,
+                *agent,
+                *nets,
+                *where,
+                sys.executable,
+                "-m",
+                "holdfast.launch.worker",
+                *map(str, command),
+            ],
             env=clean_env(**env),
             capture_output=True,
             text=True,
@@ -152,7 +162,9 @@ def test_the_contract_holds_between_hosts_and_every_bit_is_that_of_one_host(host
     ways = {"fold": "SharedSum" if still else "ExchangedSum", "tree": "SharedSum" if still else "HostsSum"}
     for lines in found.values():
         assert [line[:3] for line in lines] == [[order, ways[order], of_one_host[order][1]] for order in ways]
-        assert [line[3] for line in lines] == ["in-place" if way != "ExchangedSum" else "copied" for way in ways.values()]
+        assert [line[3] for line in lines] == [
+            "in-place" if way != "ExchangedSum" else "copied" for way in ways.values()
+        ]
     assert of_one_host["fold"] != of_one_host["tree"]
     assert "slower" not in done.stderr, "to be on several hosts is nothing to warn of"
     ended = {record.rank: record.exit_code for record in read_run(tmp_path) if isinstance(record, WorkerEnded)}
@@ -172,20 +184,21 @@ def test_a_worker_that_dies_anywhere_in_a_sum_leaves_the_others_going_on_with_ri
     for lines in found.values():
         assert [line[:4] for line in lines] == [["without", str(victim), "HostsSum", "True"] for victim in victims]
     for i in range(len(plan)):
-        assert {lines[i][4] for lines in found.values()} == {"failed"}, "nobody's sum is whole without everybody's share"
+        assert {lines[i][4] for lines in found.values()} == {"failed"}, (
+            "nobody's sum is whole without everybody's share"
+        )
 
 
 def test_each_chunk_crosses_once_from_host_to_host(hosts):
-    """7 slices on 4 workers: the first host holds 0 to 3, a group, the second 4, 5 and 6, which are two."""
+    """Two hosts of two workers: each sends half of the sum of its slices, and half of the result."""
     tree, fold = (said(hosts.run((2, 2), WORKER, "traffic", order, 20)) for order in ("tree", "fold"))
 
     assert {lines[0][0] for lines in tree.values()} == {"HostsSum"}
     assert {lines[0][0] for lines in fold.values()} == {"ExchangedSum"}
     assert set(tree[0][0][2:]) == {"allgather=40", "swap=40"}
-    # In vectors a sum: half of a group, half of the result; the second host has two groups.
-    assert 1.0 < float(tree[0][0][1]) < 1.15
-    assert 1.5 < float(tree[2][0][1]) < 1.65
-    assert float(fold[0][0][1]) > 1.6 * float(tree[0][0][1])
+    sent = {name: [float(lines[0][1]) for lines in found.values()] for name, found in (("tree", tree), ("fold", fold))}
+    assert 1.0 < min(sent["tree"]) <= max(sent["tree"]) < 1.1, f"in vectors a sum and host: {sent}"
+    assert min(sent["fold"]) > 2 * max(sent["tree"]), f"raw slices, to every worker: {sent}"
 
 
 def test_training_between_hosts_ends_with_the_bits_of_virtual_workers_though_a_worker_dies(hosts, tmp_path):

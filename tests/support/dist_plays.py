@@ -5,6 +5,7 @@ its error, and the rank goes on with the next one as well as it can.
 """
 
 import copy
+import functools
 import hashlib
 import json
 import os
@@ -426,11 +427,11 @@ def messages():
     note("works", works=tried(works))
 
 
-def is_over(end, group=None):
-    """Whether it is ``end`` for anybody."""
-    late = torch.tensor([float(time.monotonic() > end)])
-    dist.all_reduce(late, dist.ReduceOp.MAX, group=group)
-    return bool(late.item())
+def anybody(says, group=None):
+    """Whether any rank says so."""
+    said = torch.tensor([float(says)])
+    dist.all_reduce(said, dist.ReduceOp.MAX, group=group)
+    return bool(said.item())
 
 
 @play
@@ -453,7 +454,7 @@ def groups():
     rounds = [tried(lambda: over(mine))]
     while me() < 3:
         rounds.append(tried(lambda: over(mine)))
-        if is_over(end, low):
+        if anybody(time.monotonic() > end, low):
             break
     again = tried(lambda: over(mine))
     between = tried(lambda: over(pair)) if me() in (0, 3) else None
@@ -512,30 +513,29 @@ def a_list_from_before():
 
 @play
 def at_random(seed, deaths):
-    """A long row of collectives in which ranks die at random times, also two at once; every rank rests at times."""
-    dist.barrier()
+    """A long row of collectives in which ranks die at random, the first two at once; every rank rests at times."""
     plan = random.Random(int(seed))
     victims = plan.sample(range(dist.get_world_size()), int(deaths))
-    at, due = 0.0, {}
-    for number, victim in enumerate(victims):
-        at += 0.0 if number == 1 else plan.uniform(0.15, 0.5)  # the first two die at once
-        due[victim] = at
-    if me() in due:
-        timer = threading.Timer(due[me()], die)
-        timer.daemon = True
-        timer.start()
+    due, at = {}, 0
+    for order, victim in enumerate(victims):
+        at += 0 if order == 1 else plan.randrange(50, 90)
+        due[victim] = (at, 0.0 if order < 2 else plan.uniform(0, 0.03))
     rest = random.Random(int(seed) + 1000 * me())
     calls = [all_reduce, all_gather, barrier, reduce_scatter, all_to_all, lambda: broadcast(alive()[0])]
-    seen, number, end = [], 0, time.monotonic() + at + 0.7
+    seen, number, last = [], 0, 300
     while True:
-        if rest.random() < 0.02:
-            time.sleep(rest.uniform(0, 0.08))
-        answer = tried(calls[number % len(calls)])
         number += 1
+        if rest.random() < 0.02:
+            time.sleep(rest.uniform(0, 0.03))
+        call, delay = due.get(me(), (0, 0.0))
+        if number == call:
+            threading.Timer(delay, die).start() if delay else die()
+        answer = tried(calls[number % len(calls)])
         if "result" not in answer:
             seen.append([number, answer])
-        if number % 12 == 0:  # all stop at the same one
-            answer = tried(lambda: is_over(end))
+        if number % 20 == 0:  # all stop at the same one
+            all_dead = len(alive()) == dist.get_world_size() - len(victims)
+            answer = tried(functools.partial(anybody, number >= last and all_dead))
             if "result" not in answer:
                 seen.append([number + 0.5, answer])
             elif answer["result"]:
@@ -609,6 +609,13 @@ def misuse():
 def lengths():
     """Sums of different lengths, without HOLDFAST_DEBUG. Two ranks."""
     note("lengths", **tried(lambda: dist.all_reduce(torch.ones(3 + me()))), works=tried(works))
+
+
+@play
+def dtypes():
+    """Sums of as many numbers of another type, without HOLDFAST_DEBUG. Two ranks."""
+    given = torch.full((3,), 1, dtype=torch.int32 if me() else torch.float32)
+    note("dtypes", **tried(lambda: dist.all_reduce(given)), given=given.tolist(), works=tried(works))
 
 
 @play

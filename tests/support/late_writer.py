@@ -13,7 +13,10 @@ from pathlib import Path
 
 FOLDER = Path(sys.argv[1])
 VICTIM, STOPPED_IN, WOKEN_IN = 2, 3, 6
-"""Who is stopped, in the first sum of which step; in which step, three later, it is woken."""
+"""Who is stopped, in which step; in which step, three later, it is woken."""
+
+BUCKET = 1
+"""In whose sum it is stopped: one that is large enough for everybody to have a share."""
 
 PATIENCE_S = 90
 
@@ -21,6 +24,7 @@ PATIENCE_S = 90
 def main():
     pid = os.fork()  # before MPI and torch are loaded: neither survives a fork
     if pid == 0:
+        os.setsid()  # else the system wakes who is stopped when the wrapper, the leader of its group, dies
         try:
             work()
         finally:
@@ -74,7 +78,7 @@ def stop_while_adding():
     meet, was_stopped = SharedSum._meet, []
 
     def reach(run, step, position):
-        if (step, position) == (STOPPED_IN, 0):
+        if (step, position) == (STOPPED_IN, BUCKET):
             write("stopped", f"{os.getpid()} {os.getppid()}")
             was_stopped.append(step)
             os.kill(os.getpid(), signal.SIGSTOP)
@@ -100,7 +104,8 @@ def wait_before_reading():
             assert VICTIM not in run._world.comm.members
             pid = int((FOLDER / "stopped").read_text().split()[0])
             if run._world.comm.here[0] == run._world.comm.members[0]:
-                write("woken", "")
+                assert not (FOLDER / "written").exists()
+                assert Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T", "it was stopped"
                 os.kill(pid, signal.SIGCONT)
             wait_for("written")
         apply(run, step)
@@ -109,7 +114,7 @@ def wait_before_reading():
 
 
 def reuse_memory():
-    """Let the first result serve all generations; it shrinks by the line of the dead."""
+    """Let the first result serve all generations; it shrinks by the line of the dead, and is as if it were new."""
     from holdfast.comm import shared
 
     class Kept:
@@ -119,6 +124,7 @@ def reuse_memory():
             if cls.first is None:
                 cls.first = make(size_bytes)
             os.ftruncate(cls.first.fd, size_bytes)
+            cls.first.bytes[:size_bytes].zero_()
             return cls.first
 
     make = shared.Segment

@@ -86,6 +86,14 @@ class Exchange(Protocol):
         """
         ...
 
+    def look(self) -> None:
+        """Return at once; for those who wait for their peers by other means than a collective.
+
+        Raises:
+            PeerFailed: if a member is known to have died, or a peer has revoked this generation.
+        """
+        ...
+
 
 class Communicator(Exchange, Protocol):
     """The living workers, and the collectives among them.

@@ -10,8 +10,8 @@
 
 Nothing is sent and no term is touched. What makes it safe when workers die, or were stopped and wake up late:
 
-- *Do not trust the barrier.* Everybody writes how far it is into the result's head; all words are checked after A and
-  after B, and only then has the sum completed.
+- *The barrier is what everybody has written.* Each worker writes how far it is into the result's head; A and B are over
+  when all words say so. MPI is asked meanwhile whether somebody has died, and is trusted for nothing else.
 - *New generation, fresh memory.* A worker that was stopped while adding may wake much later and write old values. It
   writes them into the memory of its own generation, which nobody uses any more: survivors make a new result.
 - *Read-only.* The terms of others, and the result as it is given out, are mapped for reading: nobody can change what
@@ -21,6 +21,8 @@ Nothing is sent and no term is touched. What makes it safe when workers die, or 
 from __future__ import annotations
 
 import os
+import platform
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -37,6 +39,14 @@ ALIGN = 64
 
 _WORDS = 8
 """64-bit words in a worker's line of the head: incarnation, generation, how far, length of the vector."""
+
+_NAP_S = 2e-5
+_LOOK_AFTER = 10
+"""Naps between two looks for deaths: about a millisecond."""
+_PATIENCE = 200
+"""How often a worker that has a core of its own looks at the words before it naps."""
+_ORDERED_STORES = platform.machine() in ("x86_64", "AMD64")
+"""Whether others see a worker's stores in their order, so that a word that is there says that the numbers are."""
 
 _MAGIC = 0x5355_4D4D_4148_4F4C
 """Says, in the last word of the first line, that a segment is the result of a sum."""
@@ -99,6 +109,9 @@ class SharedSum:
         self._me = comm.processes.index(comm.here)
         self._known = np.array([[who, comm.generation] for who in incarnations], dtype=np.int64)
         self._phase = 0
+        self._words_far = np.zeros(1, dtype=np.int64) if words is None else words[:, 2]
+        # With a core for everybody, waiting takes none from those who compute.
+        self._patience = _PATIENCE if len(comm.processes) <= len(os.sched_getaffinity(0)) else 1
         self._additions: dict[tuple[Span, str], tuple[Slots, Addition]] = {}
 
     def __call__(
@@ -144,10 +157,27 @@ class SharedSum:
             self._comm.barrier()
             return
         self._words[self._me, 2] = self._phase
-        self._comm.barrier()
+        self._wait()
+        if not _ORDERED_STORES:
+            self._comm.barrier()
         if (self._words[:, 2] < self._phase).any() or (self._words[:, :2] != self._known).any():
-            msg = f"a barrier returned although not everybody was at phase {self._phase}: {self._words[:, :3].tolist()}"
+            msg = f"not everybody is at phase {self._phase}: {self._words[:, :3].tolist()}"
             raise PeerFailed(msg)
+
+    def _wait(self) -> None:
+        """Return when all words say that their writers are as far as this worker.
+
+        MPI's own barrier would turn round and round meanwhile, and take the core from those who are still computing.
+        """
+        far, patience = self._words_far, self._patience
+        while far.min() < self._phase:
+            patience -= 1
+            if patience > 0:
+                time.sleep(0)
+            else:
+                time.sleep(_NAP_S)
+                if patience % _LOOK_AFTER == 0:
+                    self._comm.look()
 
 
 # ---------------------------------------------------------------------------------------------

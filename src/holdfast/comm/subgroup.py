@@ -76,6 +76,10 @@ class Subgroup:
         self.allgather(torch.from_numpy(np.array(values, dtype=np.int64)), everybodys)
         return [int(value) for value in everybodys.amax(0)]
 
+    def look(self) -> None:
+        """Look for deaths in the whole world: a revoke comes from anywhere."""
+        self._world.look()
+
     def barrier(self) -> None:
         """Return when every member has called it: after log2(n) rounds everybody has heard of everybody."""
         members = self.members

@@ -176,6 +176,11 @@ class UlfmCommunicator:
         """Return when every member has called it."""
         self._collective(self._comm.Barrier)
 
+    def look(self) -> None:
+        """Let MPI look at what has arrived; see :meth:`Exchange.look`."""
+        # Once a member has died, MPI refuses to look for a message from anybody.
+        self._collective(self._comm.Iprobe, self._mpi.ANY_SOURCE, _NOBODYS_TAG)
+
     def agree(self, flag: bool) -> bool:
         """Return the AND of all flags; an agreement that reports a death counts as False."""
         self._check_thread()

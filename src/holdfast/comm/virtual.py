@@ -108,6 +108,12 @@ class VirtualCommunicator:
         """Return at once, unless somebody is dead."""
         self._enter()
 
+    def look(self) -> None:
+        """Complain if somebody is dead."""
+        if self._dead:
+            msg = f"workers {sorted(self._dead)} are dead"
+            raise PeerFailed(msg)
+
     def agree(self, flag: bool) -> bool:
         """Return ``flag``, or False if somebody is dead."""
         agreed = flag and not self._dead

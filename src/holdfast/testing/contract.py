@@ -45,6 +45,7 @@ def check_collectives(comm: Communicator) -> None:
     assert comm.failed() == ()
     for dtype in DTYPES:
         _check_exchange(comm, dtype)
+    _check_swap(comm)
     lowest, highest = min(comm.here), max(comm.here)
     assert comm.maximum([lowest, -highest, 1 << 62, -(1 << 62)]) == [
         max(ranks[0] for ranks in comm.processes),
@@ -78,6 +79,20 @@ def _check_exchange(comm: Communicator, dtype: torch.dtype) -> None:
     gathered = torch.zeros(count, 3, dtype=dtype)
     comm.allgather(torch.full((3,), me + 1, dtype=dtype), gathered)
     assert torch.equal(gathered, torch.arange(1, count + 1, dtype=dtype)[:, None].expand(count, 3))
+
+
+def _check_swap(comm: Communicator) -> None:
+    """Give two tensors of different sizes to the next process, and one to the one after it: order is kept."""
+    count, me = len(comm.processes), comm.processes.index(comm.here)
+    steps = ((1, 3), (1, 2), (2, 1))
+    send = [((me + step) % count, torch.full((size,), 10 * me + i)) for i, (step, size) in enumerate(steps)]
+    receive = [((me - step) % count, torch.zeros(size, dtype=torch.int64)) for step, size in steps]
+    comm.swap(send, receive)
+    for i, (place, taken) in enumerate(receive):
+        assert torch.equal(taken, torch.full_like(taken, 10 * place + i)), (
+            "a swap gives what was meant for this process"
+        )
+    comm.swap([], [])
 
 
 def check_ordered_sum(comm: Communicator) -> None:

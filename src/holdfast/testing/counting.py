@@ -78,6 +78,10 @@ class CountingCommunicator:
         self._count("barrier", 0)
         self._comm.barrier()
 
+    def look(self) -> None:
+        """Hand on; nothing is sent."""
+        self._comm.look()
+
     def agree(self, flag: bool) -> bool:
         """Count and hand on."""
         self._count("agree", 0)
