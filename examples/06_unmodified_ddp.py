@@ -1,9 +1,15 @@
-"""A plain DistributedDataParallel script. One word of it speaks of Holdfast: the name of the backend.
+"""A plain DistributedDataParallel script goes on when ranks die. One word of it speaks of Holdfast: the backend's name.
 
-    holdfast run -n 4 examples/06_unmodified_ddp.py
-    holdfast run -n 4 --inject kill:rank=0,step=40,phase=allreduce --inject kill:rank=2,step=90,phase=backward examples/06_unmodified_ddp.py
+What you will see: two of four ranks die, rank 0 among them; the sums in the backward pass go on with the mean over
+the survivors, and the last lines show that these ended with the same weights.
 
-With another word, "gloo", `torchrun --nproc-per-node 4` runs the same script, until a worker dies.
+Run:
+    holdfast run -n 4 --inject kill:rank=0,step=40,phase=allreduce --inject kill:rank=2,step=90 examples/06_unmodified_ddp.py
+    holdfast run -n 4 examples/06_unmodified_ddp.py                   undisturbed
+    mpirun --with-ft ulfm --oversubscribe -n 4 python examples/06_unmodified_ddp.py    without the launcher
+    torchrun --nproc-per-node 4 examples/06_unmodified_ddp.py gloo    the same script without Holdfast
+
+*Covers:* init_process_group("holdfast").
 """
 
 import hashlib
@@ -34,6 +40,7 @@ model = DistributedDataParallel(
 )  # fmt: skip
 optimizer = torch.optim.Adam(model.parameters(), lr=2e-3)
 
+steps = 0
 for epoch in range(12):
     sampler.set_epoch(epoch)
     for x, y in loader:
@@ -41,13 +48,14 @@ for epoch in range(12):
         loss = cross_entropy(model(x), y)
         loss.backward()
         optimizer.step()
+        steps += 1
 
 model.eval()
 with torch.no_grad():
     correct = model.module(images[1500:]).argmax(1) == torch.tensor(digits.target[1500:])
 weights = b"".join(p.detach().numpy().tobytes() for p in model.parameters())
 print(
-    f"rank {dist.get_rank()}: loss {loss.item():.4f}, accuracy {correct.float().mean():.4f} on images that it never saw,"
+    f"rank {dist.get_rank()}: {steps} steps, loss {loss.item():.4f}, accuracy {correct.float().mean():.4f} on images that it never saw,"
     f" weights {hashlib.sha256(weights).hexdigest()[:12]}"
 )
 dist.destroy_process_group()

@@ -26,6 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import holdfast.dist
 import holdfast.dist.group
+from holdfast.comm.shared import SharedSum
 
 FOLDER = "DIST_PLAYS_FOLDER"
 """Names the folder for what the ranks saw."""
@@ -290,15 +291,23 @@ def without_recovery(script, *args):
 
 def die_at_barrier(number):
     """Let this rank die when it enters its ``number``-th barrier from now on, which ends or halves a collective."""
-    comm = dist.group.WORLD._members.comm
-    left = iter(range(number))
+    comm, left = dist.group.WORLD._members.comm, iter(range(number))
 
-    def barrier():
+    def reach():
         if next(left, None) == number - 1:
             die()
-        type(comm).barrier(comm)
 
-    comm.barrier = barrier
+    barrier, meet = comm.barrier, SharedSum._meet
+    comm.barrier = lambda: barrier() if meeting else (reach(), barrier())
+    meeting = []
+
+    def meet_or_die(add):
+        reach()
+        meeting.append(add)  # a barrier of MPI within is the same one
+        meet(add)
+        meeting.clear()
+
+    SharedSum._meet = meet_or_die
 
 
 def all_reduce():

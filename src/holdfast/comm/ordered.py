@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import errno
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -99,6 +99,19 @@ class OrderedSum:
         slots = tuple(tuple(sorted(n for n, rank in owners.items() if rank in ranks)) for ranks in self._comm.processes)
         self._taken = self._choose_path(slots, order or self._order)
         return self._taken(span, slots, order or self._order, mean, midway)
+
+    def maximum(self, values: Sequence[int]) -> list[int]:
+        """Return the maximum of each of a few 64-bit integers, the way that sums go; between two maxima is a sum.
+
+        Raises:
+            PeerFailed: if it did not complete here.
+        """
+        is_of_now = self._made_for[0] == self._comm.generation
+        if is_of_now and isinstance(self._path, SharedSum):
+            result = self._path.maximum(values)
+            if result is not None:
+                return result
+        return self._comm.maximum(values)
 
     def result(self, span: Span) -> torch.Tensor:
         """Return the sum that was made last, for one that failed here and is known to have completed elsewhere.

@@ -37,9 +37,13 @@ from holdfast.errors import PeerFailed, ScriptError
 ALIGN = 64
 """Vectors, and everybody's share of them, begin on cache lines, bytes."""
 
-_WORDS = 8
-"""64-bit words in a worker's line of the head: incarnation, generation, how far, length of the vector."""
+_WORDS = 16
+"""64-bit words in a worker's line of the head: incarnation, generation, how far, length of the vector, and its integers."""
 
+MAX_INTEGERS = 8
+"""Most integers of which a maximum is taken through the head."""
+
+_INTEGERS_AT = 8
 _NAP_S = 2e-5
 _LOOK_AFTER = 10
 """Naps between two looks for deaths: about a millisecond."""
@@ -88,7 +92,7 @@ class SharedSum:
         terms: Of each process, the memory of each slot, bytes.
         result: Where the sum goes, bytes, for writing.
         given: The same memory as it is given out.
-        words: How far each process is, 64-bit, shape ``(processes, 8)``; None where one process is all there is.
+        words: How far each process is, 64-bit, shape ``(processes, 16)``; None where one process is all there is.
         incarnations: What each process writes into its line first.
     """
 
@@ -129,6 +133,18 @@ class SharedSum:
         addition(mean)
         self._meet()  # B: all shares are there
         return self.result(span)
+
+    def maximum(self, values: Sequence[int]) -> list[int] | None:
+        """Return the maximum of each integer over all members, None if there are no words to carry it.
+
+        One meeting is enough: nobody writes the next integers before all have met again in a sum.
+        """
+        if self._words is None or len(values) > MAX_INTEGERS:
+            return None
+        places = slice(_INTEGERS_AT, _INTEGERS_AT + len(values))
+        self._words[self._me, places] = values
+        self._meet()
+        return [int(value) for value in self._words[:, places].max(0)]
 
     def result(self, span: Span) -> torch.Tensor:
         """Return the sum that was made last; it is whole once *anybody* has completed it."""

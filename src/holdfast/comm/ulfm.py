@@ -323,7 +323,7 @@ class UlfmCommunicator:
     def _place(self, rank: int) -> int:
         return self._members.index(rank)
 
-    def _collective(self, call: Callable[..., None], *args: Any) -> None:
+    def _collective(self, call: Callable[..., object], *args: Any) -> None:
         self._check_thread()
         try:
             call(*args)

@@ -17,7 +17,8 @@ from holdfast.records import Beacon, FileRecorder, NoBeacon, NoRecorder, beacon_
 from holdfast.settings import Settings
 from holdfast.train import exits
 
-_PHASES = ("backward", "allreduce")
+_PHASES = ("forward", "backward", "allreduce")
+"""Where faults can strike. The backend sees a step when DDP has its first bucket of gradients: both before it are there."""
 
 
 class Witness:
@@ -62,6 +63,7 @@ class Witness:
             self._announce()
             self._task, self._step, self._bucket = task, self._step + 1, 0
             self._beacon.mark("backward", self._step)
+            self.faults.reach("forward", self._step, self._rank)
             self.faults.reach("backward", self._step, self._rank)
         else:
             self._bucket += 1

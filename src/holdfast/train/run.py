@@ -275,7 +275,7 @@ class Run:
         self._reach_in_sum(step, len(self._replica.buckets))
         digest = self._digest.of_step(step)
         sent = (digest, ~digest, step, ~step, self._world.asked)
-        high, low, last, first, flags = self._world.comm.maximum(sent)
+        high, low, last, first, flags = self._sum.maximum(sent)
         if last != ~first:
             msg = f"workers closed different steps, {~first} and {last}"
             raise InternalError(msg)
