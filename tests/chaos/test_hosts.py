@@ -46,7 +46,8 @@ class Hosts:
         self._numbers = range(1, count + 1)
         self._agent = Path(folder, "agent.sh")
 
-    def __enter__(self):
+    def make(self):
+        """Make them, or nothing."""
         try:
             ip("netns", "add", self._switch)
             ip("-n", self._switch, "link", "add", "name", "bridge0", "type", "bridge")
@@ -54,11 +55,10 @@ class Hosts:
             for number in self._numbers:
                 self._plug_in(number)
         except BaseException:
-            self.__exit__()
+            self.remove()
             raise
         self._agent.write_text(AGENT.format(prefix=self.prefix))
         self._agent.chmod(0o755)
-        return self
 
     def _plug_in(self, number):
         name, port = f"{self.prefix}{number}", f"port{number}"
@@ -69,7 +69,7 @@ class Hosts:
         ip("-n", name, "addr", "add", f"{NET}.{number}/24", "dev", "eth0")
         ip("-n", name, "link", "set", "eth0", "up")
 
-    def __exit__(self, *_):
+    def remove(self):
         """Take away the namespaces, and with them everything that is in them, processes too."""
         for number in (*self._numbers, 0):
             name = f"{self.prefix}{number}"
@@ -85,7 +85,8 @@ class Hosts:
         inside = ["ip", "netns", "exec", first, "unshare", "--uts", "sh", "-c", 'hostname "$0" && exec "$@"', first]
         # With --oversubscribe Open MPI would put all workers on the first host. It takes the cores of these hosts for
         # different ones, and so does not see that there are too few: idle workers must be told to yield.
-        where = ["--map-by", "slot:OVERSUBSCRIBE", "--mca", "mpi_yield_when_idle", "1", "-n", str(sum(workers))]
+        where = ["--map-by", "slot:OVERSUBSCRIBE", "--bind-to", "none", "--mca", "mpi_yield_when_idle", "1"]
+        where += ["-n", str(sum(workers))]
         where += ["--host", ",".join(f"{NET}.{i}:{n}" for i, n in enumerate(workers, 1))]
         nets = ["--prtemca", "prte_if_include", net, "--mca", "btl_tcp_if_include", net]
         agent = ["--prtemca", "plm_ssh_agent", str(self._agent)]
@@ -114,13 +115,13 @@ class Hosts:
 def hosts(tmp_path_factory):
     if os.getuid() != 0 or not all(map(shutil.which, ("ip", "unshare", "hostname"))):
         pytest.skip("hosts are made of namespaces, which needs root, ip, unshare and hostname")
+    made = Hosts(3, tmp_path_factory.mktemp("hosts"))
     try:
-        made = Hosts(3, tmp_path_factory.mktemp("hosts")).__enter__()
+        made.make()
     except subprocess.CalledProcessError as error:
         pytest.skip(f"this machine lets nobody make network namespaces: {error.stderr.strip()}")
-    with contextlib.closing(contextlib.ExitStack()) as stack:
-        stack.push(made)
-        yield made
+    yield made
+    made.remove()
 
 
 def said(done):

@@ -68,7 +68,7 @@ def waits():
 def sum_all(arguments):
     members = comm.members
     owners = {n: members[n * len(members) // 5] for n in range(5)}
-    lines = []
+    lines, digests = [], {}
     for order in ("fold", "tree"):
         add = OrderedSum(comm, order, SPAN.end, **arguments)
         kept.append(add)
@@ -79,7 +79,10 @@ def sum_all(arguments):
             result = add(SPAN, owners)
         state = hashlib.sha256(result.numpy().tobytes()).hexdigest()
         said = [str(w.message).partition("slower: ")[2].replace(" ", "_") for w in warned] or ["silently"]
+        digests[order] = state
         lines.append(" ".join(["says", str(comm.here[0]), order, type(add._taken).__name__, state, *said]))
+    other = add(SPAN, owners, order="fold")  # another order than this sum was made for
+    assert hashlib.sha256(other.numpy().tobytes()).hexdigest() == digests["fold"]
     print("\n".join(lines), flush=True)
 
 

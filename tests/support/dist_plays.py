@@ -206,8 +206,10 @@ def train(name, victim, make, loss, *, hook=None, micro=1, tolerance=1e-5, **opt
             kinds = [[g for g in grads if g is not None] for grads in zip(*parts, strict=True)]
             local[rank] = [sum(g) if g else torch.zeros_like(p) for g, p in zip(kinds, plain.parameters(), strict=True)]
         optimizer.zero_grad()
-        if step == 1:
+        if step == 1 and hook is None:
             kill_in_sum(victim)
+        elif step == 1 and me() == victim:
+            die_at_barrier(1)
         for i in range(micro - 1):
             with model.no_sync():
                 loss(model, me(), 10 * step + i).backward()
@@ -257,7 +259,7 @@ def compress_to_bf16(state, bucket):
 
 @play
 def reducers():
-    """DDP in all its ways, one death in each; eight ranks."""
+    """DDP in all its ways, one death in each; seven ranks."""
     dist.barrier()
     things = {
         "buffers": lambda: buffers_follow(0),
@@ -265,7 +267,6 @@ def reducers():
         "no_sync": lambda: train("no_sync", 2, layers, loss_of, micro=3),
         "static_graph": lambda: train("static_graph", 3, layers, loss_of, static_graph=True),
         "bucket_view": lambda: train("bucket_view", 4, layers, loss_of, gradient_as_bucket_view=True),
-        "bf16": lambda: train("bf16", 5, layers, loss_of, hook=compress_to_bf16, tolerance=3e-2),
     }
     for name, thing in things.items():
         try:
@@ -275,13 +276,25 @@ def reducers():
 
 
 @play
-def without_recovery(script, *args):
-    """The negative control: DDP's sums are treated as the script's own."""
+def hooked():
+    """DDP with one of torch's communication hooks; rank 2 dies. Three ranks."""
+    dist.barrier()
+    train("bf16", 2, layers, loss_of, hook=compress_to_bf16, tolerance=3e-2)
+
+
+@play
+def without_recovery(script):
+    """The negative control: DDP's sums fail like any other collective."""
     import runpy
 
-    holdfast.dist.group.HoldfastGroup._asked_by_ddp = lambda self: ""
-    sys.argv = [script, *args]
+    submit = holdfast.dist.group.HoldfastGroup._submit
+
+    def submit_once(group, *args, **kwargs):
+        return submit(group, *args, **(kwargs | {"recovers": False}))
+
+    holdfast.dist.group.HoldfastGroup._submit = submit_once
     dist.destroy_process_group()
+    sys.argv = [script]
     runpy.run_path(script, run_name="__main__")
 
 
@@ -391,6 +404,10 @@ def collectives_one():
     lose("broadcast", lambda: broadcast(1), 4, at_barrier=1, late=2)
     lose("broadcast from the dead", lambda: broadcast(0), 0, at_barrier=2)
     lose("barrier", barrier, 3)
+    group = dist.new_group(alive())  # rank 0, which held torch's store, is dead
+    given = torch.tensor([float(me())])
+    dist.all_reduce(given, group=group)
+    note("new group", sum=given.item(), alive=list(holdfast.dist.alive(group)), size=dist.get_world_size(group))
 
 
 @play

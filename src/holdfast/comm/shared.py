@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import os
 import platform
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -114,8 +115,9 @@ class SharedSum:
         self._known = np.array([[who, comm.generation] for who in incarnations], dtype=np.int64)
         self._phase = 0
         self._words_far = np.zeros(1, dtype=np.int64) if words is None else words[:, 2]
-        # With a core for everybody, waiting takes none from those who compute.
-        self._patience = _PATIENCE if len(comm.processes) <= len(os.sched_getaffinity(0)) else 1
+        # With a core for everybody, waiting takes none from those who compute, unless this thread waits beside one.
+        alone = threading.current_thread() is threading.main_thread()
+        self._patience = _PATIENCE if alone and len(comm.processes) <= len(os.sched_getaffinity(0)) else 1
         self._additions: dict[tuple[Span, str], tuple[Slots, Addition]] = {}
 
     def __call__(
