@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import reference
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from jobs import MPIRUN, ROOT, clean_env
 
@@ -85,7 +85,9 @@ def test_slices_that_do_not_take_part_leave_no_gap(holders, groups):
 workers_of_hosts = st.lists(st.integers(1, 4), min_size=2, max_size=4)
 
 
-@given(workers_of_hosts, st.integers(0, 500), st.sampled_from([8, 16]))
+@settings(max_examples=500, deadline=None)
+@given(workers_of_hosts, st.integers(0, 200), st.sampled_from([8, 16]))
+@example([1, 2], 8, 8).via("the cut at the end is none")
 def test_pieces_cover_the_vector_once_and_each_is_in_one_share_of_every_host(sizes, length, line):
     of_process = [host for host, size in enumerate(sizes) for _ in range(size)]
 

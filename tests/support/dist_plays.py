@@ -27,6 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 import holdfast.dist
 import holdfast.dist.group
 from holdfast.comm.shared import SharedSum
+from holdfast.errors import PeerFailed
 
 FOLDER = "DIST_PLAYS_FOLDER"
 """Names the folder for what the ranks saw."""
@@ -302,25 +303,39 @@ def without_recovery(script):
 # The script's own collectives
 
 
-def die_at_barrier(number):
-    """Let this rank die when it enters its ``number``-th barrier from now on, which ends or halves a collective."""
-    comm, left = dist.group.WORLD._members.comm, iter(range(number))
+def at_barrier(number, before=None, after=None):
+    """Do something at this rank's ``number``-th barrier from now on: each ends or halves a collective."""
+    comm, meeting = dist.group.WORLD._members.comm, []
+    left = iter(range(number))
 
-    def reach():
-        if next(left, None) == number - 1:
-            die()
-
-    barrier, meet = comm.barrier, SharedSum._meet
-    comm.barrier = lambda: barrier() if meeting else (reach(), barrier())
-    meeting = []
-
-    def meet_or_die(add):
-        reach()
-        meeting.append(add)  # a barrier of MPI within is the same one
-        meet(add)
+    def pass_barrier(barrier):
+        if meeting:  # a barrier of MPI within that of a sum is the same one
+            barrier()
+            return
+        is_due = next(left, None) == number - 1
+        if is_due and before is not None:
+            before()
+        meeting.append(barrier)
+        barrier()
         meeting.clear()
+        if is_due and after is not None:
+            after()
 
-    SharedSum._meet = meet_or_die
+    plain = functools.partial(type(comm).barrier, comm)
+    comm.barrier = lambda: pass_barrier(plain)
+    SharedSum._meet = lambda add: pass_barrier(lambda: MEET(add))
+
+
+MEET = SharedSum._meet
+
+
+def die_at_barrier(number):
+    """Let this rank die when it enters that barrier."""
+    at_barrier(number, before=die)
+
+
+def fail_here():
+    raise PeerFailed("the barrier failed here, and has completed elsewhere")
 
 
 def all_reduce():
@@ -408,6 +423,35 @@ def collectives_one():
     given = torch.tensor([float(me())])
     dist.all_reduce(given, group=group)
     note("new group", sum=given.item(), alive=list(holdfast.dist.alive(group)), size=dist.get_world_size(group))
+
+
+@play
+def completed_elsewhere():
+    """The last barrier of each collective fails at rank 1 alone, when all have passed it. Four ranks."""
+    calls = {
+        "all_reduce": (all_reduce, 2),
+        "broadcast": (lambda: broadcast(0), 2),
+        "barrier": (barrier, 1),
+        "all_gather": (all_gather, 1),
+        "gather": (lambda: gather(1), 1),
+        "reduce_scatter": (reduce_scatter, 1),
+        "scatter": (lambda: scatter(0), 1),
+        "all_to_all": (all_to_all, 1),
+    }
+    dist.barrier()
+    for name, (call, last) in calls.items():
+        if me() == 1:
+            at_barrier(last, after=fail_here)
+        note(name, **tried(call))
+    dist.barrier()
+    if me() == 1:
+        at_barrier(1, after=fail_here)
+    if me() == 3:
+        at_barrier(1, after=die)
+    given = [torch.zeros(2) for _ in range(4)]
+    answer = tried(lambda: dist.all_gather(given, torch.full((2,), float(me()))))
+    tried(barrier)  # raises, if it was in progress when the death was found
+    note("with a death", answer=answer, given=[t.tolist() for t in given], works=tried(works))
 
 
 @play

@@ -209,9 +209,8 @@ def pieces(hosts: Sequence[int], length: int, line: int) -> Iterator[Piece]:
     count = max(hosts) + 1
     workers = [[process for process, host in enumerate(hosts) if host == mine] for mine in range(count)]
     chunks = [_even(length, len(here), line) for here in workers]
-    cuts = sorted(
-        {min(i * chunk, length) for here, chunk in zip(workers, chunks, strict=True) for i in range(len(here))}
-    )
+    places = (i * chunk for here, chunk in zip(workers, chunks, strict=True) for i in range(len(here)))
+    cuts = sorted({place for place in places if place < length})
     for start, stop in pairwise([*cuts, length]):
         who = tuple(here[start // chunk] for here, chunk in zip(workers, chunks, strict=True))
         size = _even(stop - start, count, line)
