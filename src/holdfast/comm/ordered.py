@@ -100,6 +100,16 @@ class OrderedSum:
         self._taken = self._choose_path(slots, order or self._order)
         return self._taken(span, slots, order or self._order, mean, midway)
 
+    def check_same(self, span: Span, order: str) -> None:
+        """Make sure that all are about to sum the same kind of vector, where it costs no message to know.
+
+        Raises:
+            PeerFailed: if it did not complete here.
+            ScriptError: if they are not.
+        """
+        if self._made_for[0] == self._comm.generation and isinstance(self._path, SharedSum):
+            self._path.check_same(span, order)
+
     def maximum(self, values: Sequence[int]) -> list[int]:
         """Return the maximum of each of a few 64-bit integers, the way that sums go; between two maxima is a sum.
 

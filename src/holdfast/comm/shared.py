@@ -20,6 +20,7 @@ Nothing is sent and no term is touched. What makes it safe when workers die, or 
 
 from __future__ import annotations
 
+import functools
 import os
 import platform
 import threading
@@ -30,7 +31,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from holdfast.comm.adding import Addition, Mean
+from holdfast.comm.adding import ORDERS, Addition, Mean
 from holdfast.comm.base import Exchange
 from holdfast.comm.memory import Segment, host_id, open_segment
 from holdfast.errors import PeerFailed, ScriptError
@@ -39,9 +40,9 @@ ALIGN = 64
 """Vectors, and everybody's share of them, begin on cache lines, bytes."""
 
 _WORDS = 16
-"""64-bit words in a worker's line of the head: incarnation, generation, how far, length of the vector, and its integers."""
+"""64-bit words in a worker's line of the head: incarnation, generation, how far, length of the vector and its kind; integers."""
 
-MAX_INTEGERS = 8
+MAX_INTEGERS = 7
 """Most integers of which a maximum is taken through the head."""
 
 _INTEGERS_AT = 8
@@ -79,6 +80,20 @@ class Span:
     def of(self, memory: torch.Tensor) -> torch.Tensor:
         """Return the vector in ``memory`` (bytes)."""
         return memory[self.start : self.start + self.length * self.dtype.itemsize].view(self.dtype)
+
+
+_DTYPES = sorted({t for t in vars(torch).values() if isinstance(t, torch.dtype)}, key=str)
+_ORDERS = list(ORDERS)
+
+
+@functools.cache
+def _kind(dtype: torch.dtype, order: str) -> int:
+    return _DTYPES.index(dtype) * len(_ORDERS) + _ORDERS.index(order)
+
+
+def _kind_name(kind: int) -> str:
+    dtype, order = divmod(kind, len(_ORDERS))
+    return f"{_DTYPES[dtype]} {_ORDERS[order]}" if 0 <= dtype < len(_DTYPES) else "nothing"
 
 
 Slots = Sequence[Sequence[int]]
@@ -125,16 +140,32 @@ class SharedSum:
     ) -> torch.Tensor:
         """Return the sum; see :class:`~holdfast.comm.ordered.OrderedSum`."""
         addition = self._addition(span, slots, order)
-        if self._words is not None:
-            self._words[self._me, 3] = span.length
-        self._meet()  # A: all terms are there
-        if self._words is not None and (self._words[:, 3] != span.length).any():
-            msg = f"the workers sum vectors of different lengths, in the order of ranks {self._words[:, 3].tolist()}"
-            raise ScriptError(msg)
+        self.check_same(span, order)  # A: all terms are there
         midway()
         addition(mean)
         self._meet()  # B: all shares are there
         return self.result(span)
+
+    def check_same(self, span: Span, order: str) -> None:
+        """Meet, and make sure that all sum vectors of one length, type and order.
+
+        Raises:
+            PeerFailed: if somebody died.
+            ScriptError: if they do not.
+        """
+        if self._words is None:
+            self._meet()
+            return
+        self._words[self._me, 3:5] = (span.length, _kind(span.dtype, order))
+        self._meet()
+        lengths, kinds = self._words[:, 3].tolist(), self._words[:, 4].tolist()
+        if len(set(lengths)) > 1:
+            msg = f"the workers sum vectors of different lengths, in the order of ranks {lengths}"
+            raise ScriptError(msg)
+        if len(set(kinds)) > 1:
+            names = ", ".join(_kind_name(kind) for kind in kinds)
+            msg = f"the workers sum vectors of different kinds, in the order of ranks {names}"
+            raise ScriptError(msg)
 
     def maximum(self, values: Sequence[int]) -> list[int] | None:
         """Return the maximum of each integer over all members, None if there are no words to carry it.
@@ -291,7 +322,10 @@ class Introduction:
         fds = [segment.fd for segment in self._mine or ()]
         result = -1 if self._made is None else self._made.fd
         said = [int(ready), host_id(), os.getpid(), self._incarnation, result, *fds]
-        width = self.comm.maximum([len(said)])[0]
+        width, largest, smallest = self.comm.maximum([len(said), self.size_bytes, -self.size_bytes])
+        if largest != -smallest:
+            msg = f"the workers want memory for vectors of different lengths, of {-smallest} to {largest} bytes"
+            raise ScriptError(msg)
         row = torch.tensor(said + [-1] * (width - len(said)), dtype=torch.int64)
         rows = torch.empty(len(self.comm.processes), width, dtype=torch.int64)
         self.comm.allgather(row, rows)

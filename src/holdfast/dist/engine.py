@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from holdfast.comm.base import Exchange
-from holdfast.comm.ordered import OrderedSum
+from holdfast.comm.ordered import OrderedSum, Span
 from holdfast.comm.subgroup import Subgroup
 from holdfast.comm.ulfm import Message, UlfmCommunicator
 from holdfast.dist.witness import Witness
@@ -54,10 +54,9 @@ class Members:
         size_bytes: Memory of :attr:`sums`.
         sums: Adds; made by the first sum.
         completed: Collectives that are over at this rank, failed ones too.
-        entered: The next one is in progress here.
         shared_bytes: Most memory to share with others of the host; see :class:`~holdfast.comm.OrderedSum`.
         broken: A collective of it took too long; nobody knows any more who is where.
-        failed: The number of a collective that failed at all ranks, those included that have not called it yet.
+        failed: Numbers of collectives that fail at all ranks, those included that have not called them yet.
     """
 
     key: int
@@ -66,8 +65,7 @@ class Members:
     size_bytes: int = 0
     sums: OrderedSum | None = None
     completed: int = 0
-    entered: bool = False
-    failed: int = -1
+    failed: set[int] = field(default_factory=set)
     shared_bytes: int = -1
     broken: bool = False
 
@@ -76,8 +74,16 @@ class Members:
         """Those who are left."""
         return self.comm.members
 
-    def adder(self, size_bytes: int) -> OrderedSum:
-        """Return what adds vectors of up to ``size_bytes`` bytes; the same sizes are asked for at all members."""
+    def adder(self, span: Span, order: str) -> OrderedSum:
+        """Return what adds vectors as long as ``span``; all members ask for the same.
+
+        Raises:
+            PeerFailed: if somebody died.
+            ScriptError: if they do not ask for the same.
+        """
+        size_bytes = span.end
+        if self.sums is not None and size_bytes > self.size_bytes:
+            self.sums.check_same(span, order)  # before somebody alone begins to set more memory up
         if self.sums is None or size_bytes > self.size_bytes:
             self.size_bytes = max(_LEAST_BYTES, 1 << (size_bytes - 1).bit_length())
             self.sums = OrderedSum(self.comm, "wide", self.size_bytes, shared_bytes=self.shared_bytes)
@@ -249,11 +255,10 @@ class Engine:
         if group.broken:
             self._end(job, HoldfastError(f"{job.what}: a collective of this group took too long, so it cannot be used"))
             return
-        if group.failed == group.completed and not job.recovers:
+        if group.completed in group.failed and not job.recovers:
             self._end(job, self._lost(job))
             return
         failures = 0
-        group.entered = True
         while True:
             try:
                 if self._debug and job.signature:
@@ -271,7 +276,7 @@ class Engine:
                 if self.world.members == before and failures >= _ATTEMPTS:
                     self._end(job, HoldfastError(f"{job.what} failed {failures} times though nobody died: {error}"))
                     return
-                if group.failed == group.completed and not job.recovers:
+                if group.completed in group.failed and not job.recovers:
                     self._end(job, self._lost(job))
                     return
             except Exception as error:  # noqa: BLE001 - belongs to who called the collective
@@ -288,8 +293,8 @@ class Engine:
 
     def _end(self, job: Collective, error: Exception | None) -> None:
         self._current = None
+        job.group.failed.discard(job.group.completed)
         job.group.completed += 1
-        job.group.entered = False
         if error is None:
             job.work.complete()
         else:
@@ -374,27 +379,24 @@ class Engine:
         self.witness.recovered(lost, self.world.members, self.world.generation)
         return completed
 
-    def _share_progress(self) -> list[tuple[int, int, int]]:
-        """Return (group, completed, entered) of every group of every survivor."""
-        mine = [(g.key, g.completed, int(g.entered)) for g in self._groups.values() if not g.broken]
+    def _share_progress(self) -> list[tuple[int, int]]:
+        """Return (group, completed) of every group of every survivor."""
+        mine = [(g.key, g.completed) for g in self._groups.values() if not g.broken]
         rows = self.world.maximum([len(mine)])[0]
-        part = torch.tensor(mine + [(-1, 0, 0)] * (rows - len(mine)), dtype=torch.int64).view(rows, 3)
-        whole = torch.empty(len(self.world.processes), rows, 3, dtype=torch.int64)
+        part = torch.tensor(mine + [(-1, 0)] * (rows - len(mine)), dtype=torch.int64).view(rows, 2)
+        whole = torch.empty(len(self.world.processes), rows, 2, dtype=torch.int64)
         self.world.allgather(part, whole)
-        return [(key, done, entered) for key, done, entered in whole.view(-1, 3).tolist() if key >= 0]
+        return [(key, completed) for key, completed in whole.view(-1, 2).tolist() if key >= 0]
 
-    def _settle(self, table: list[tuple[int, int, int]], lost: tuple[int, ...]) -> Mapping[int, int]:
+    def _settle(self, table: list[tuple[int, int]], lost: tuple[int, ...]) -> Mapping[int, int]:
         top: dict[int, int] = {}
-        begun: dict[int, int] = {}
-        for key, completed, entered in table:
+        for key, completed in table:
             top[key] = max(top.get(key, 0), completed)
-            begun[key] = max(begun.get(key, 0), completed + entered)
         for key, group in self._groups.items():
-            if group.broken:
-                continue
-            # Somebody is in a collective that nobody has completed. One whose group lost nobody is simply made again.
-            if begun[key] > top[key] and not set(lost).isdisjoint(group.ranks):
-                group.failed = top[key]
+            # The collective that nobody has completed, or the next one if nobody is in any: each group that lost a rank
+            # hears of it once. A collective of a group that lost nobody is simply made again.
+            if not group.broken and not set(lost).isdisjoint(group.ranks):
+                group.failed.add(top[key])
         return top
 
     def _pass_gate(self) -> None:

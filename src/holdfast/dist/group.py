@@ -27,6 +27,7 @@ _TAGS = 1 << 29
 
 _DDP_MODULES = ("torch.nn.parallel.distributed", "torch.distributed.algorithms.ddp_comm_hooks")
 _BACKWARD_MODULE = "torch.autograd.graph"
+_PYTHON_API = ("torch.distributed.distributed_c10d", "torch.distributed.c10d_logger")
 _DDP_START_MODULE = "torch.distributed.utils"
 
 _ORDER_OF = {
@@ -128,10 +129,6 @@ class HoldfastGroup(ProcessGroup):
     def _set_group_desc(self, description: str) -> None:
         self._description = description
 
-    @property
-    def _global_rank(self) -> int:
-        return self._members.ranks[self._place]
-
     def set_timeout(self, timeout: Any) -> None:
         """Set how long a wait lasts at most."""
         self._timeout_s = timeout.total_seconds()
@@ -177,7 +174,7 @@ class HoldfastGroup(ProcessGroup):
             if not span.length:
                 members.comm.barrier()
                 return
-            sums = members.adder(span.end)
+            sums = members.adder(span, _ORDER_OF[kind])
             term = span.of(sums.room(0))
             if kind is ReduceOp.PREMUL_SUM:
                 torch.mul(flat, _factor_of(op), out=term)
@@ -222,8 +219,8 @@ class HoldfastGroup(ProcessGroup):
         members = self._members
         kind = _kind_of(op, out)
         self._check_count(parts, what)
-        mine = parts[self._place] if len(parts) == self.size() else parts[self.alive.index(self._global_rank)]
-        self._check_like(mine, out, what)
+        if len(parts) == self.size():
+            self._check_like(parts[self._place], out, what)
         length = max(part.numel() for part in parts)
         rows: list[torch.Tensor] = []
 
@@ -233,7 +230,7 @@ class HoldfastGroup(ProcessGroup):
                 row[: part.numel()] = _plain(part)
             if kind is ReduceOp.PREMUL_SUM:
                 send = send * _factor_of(op)
-            rows[:] = self._exchange_rows(send)
+            self._exchange_rows(send, rows)
 
         def finish() -> None:
             result = torch.empty(out.numel(), dtype=out.dtype)
@@ -259,7 +256,7 @@ class HoldfastGroup(ProcessGroup):
             if not span.length:
                 members.comm.barrier()
                 return
-            sums = members.adder(span.end)
+            sums = members.adder(span, "fold")
             if members.ranks[self._place] == source:
                 span.of(sums.room(0)).copy_(_bytes_of(tensor))
             sums(span, {0: source}, order="fold")
@@ -306,7 +303,7 @@ class HoldfastGroup(ProcessGroup):
     ) -> Work:
         members = self._members
         by_ddp = bool(self._asked_by_ddp())
-        rows: list[torch.Tensor] = []
+        given: dict[int, torch.Tensor] = {}
 
         def exchange() -> None:
             if root is not None:
@@ -317,15 +314,16 @@ class HoldfastGroup(ProcessGroup):
             whole = torch.empty(len(members.alive), mine.numel(), dtype=mine.dtype)
             if mine.numel():
                 members.comm.allgather(mine, whole)
+            given.clear()
+            given.update(zip(members.alive, whole, strict=True))
             members.comm.barrier()
-            rows[:] = list(whole)
 
         def finish() -> None:
             if outs is None:
                 return
-            by_rank = dict(zip(members.alive, rows, strict=True))
+            rows = list(given.values())
             if by_ddp:  # it compares what the ranks say: the dead agree with this one
-                rows[:] = [by_rank.get(rank, _plain(part)) for rank in members.ranks]
+                rows = [given.get(rank, _plain(part)) for rank in members.ranks]
             for out, row in zip(outs, rows, strict=True):
                 _give(out, row)
 
@@ -340,7 +338,8 @@ class HoldfastGroup(ProcessGroup):
         if parts is not None:
             self._check_list(parts, out, "scatter")
         members = self._members
-        row: list[torch.Tensor] = []
+        rows: list[torch.Tensor] = []
+        source: list[int] = []
 
         def exchange() -> None:
             self._check_alive(root, "scatter")
@@ -348,9 +347,13 @@ class HoldfastGroup(ProcessGroup):
             send = torch.zeros(len(members.alive), mine.numel(), dtype=mine.dtype)
             if parts is not None:
                 send = torch.stack([_plain(part) for part in self._for_living(parts, "scatter")])
-            row[:] = [self._exchange_rows(send)[members.alive.index(members.ranks[root])]]
+            source[:] = [members.alive.index(members.ranks[root])]
+            self._exchange_rows(send, rows)
 
-        return self._submit("scatter", [out], exchange, lambda: _give(out, row[0]), like=out, root=root)
+        def finish() -> None:
+            _give(out, rows[source[0]])
+
+        return self._submit("scatter", [out], exchange, finish, like=out, root=root)
 
     def alltoall(
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], options: Any = None
@@ -371,8 +374,8 @@ class HoldfastGroup(ProcessGroup):
         options: Any = None,
     ) -> Work:
         """Give every rank a part of a tensor, and take a part from each."""
-        count = self.size()
         what = "all_to_all_single"
+        count = len(splits or out_splits or ()) or self.size()
         outs, parts = _split(out, out_splits, count, what), _split(whole, splits, count, what)
         return self._alltoall(outs, parts, what, [out])
 
@@ -389,7 +392,7 @@ class HoldfastGroup(ProcessGroup):
             send = torch.zeros(len(mine), size, dtype=torch.uint8)
             for row, data in zip(send, mine, strict=True):
                 row[: data.numel()] = data
-            received[:] = self._exchange_rows(send)
+            self._exchange_rows(send, received)
 
         def finish() -> None:
             for out, row in zip(outs, received, strict=True):
@@ -523,13 +526,16 @@ class HoldfastGroup(ProcessGroup):
         self._pending = work
         return self._engine.submit(job)
 
-    def _exchange_rows(self, send: torch.Tensor) -> list[torch.Tensor]:
-        """Give row ``i`` to the ``i``-th of those alive, and return what they gave."""
+    def _exchange_rows(self, send: torch.Tensor, rows: list[torch.Tensor]) -> None:
+        """Give row ``i`` to the ``i``-th of those alive, and put what they gave into ``rows``.
+
+        Before the last barrier: if that fails here and has returned elsewhere, the collective has its result.
+        """
         out = torch.empty_like(send)
         if send.numel():
             self._members.comm.alltoall(send, out)
+        rows[:] = list(out)
         self._members.comm.barrier()
-        return list(out)
 
     def _asked_by_ddp(self) -> str:
         """Return which part of DDP asks for this collective, "" if it is the script itself."""
@@ -537,11 +543,12 @@ class HoldfastGroup(ProcessGroup):
         while frame.f_globals.get("__name__") == __name__ and frame.f_back is not None:
             frame = frame.f_back
         name = frame.f_globals.get("__name__", "")
-        if name == _BACKWARD_MODULE and torch._C._current_graph_task_id() >= 0:
-            return _BACKWARD_MODULE
-        if name.startswith("torch.distributed.distributed_c10d") and torch._C._current_graph_task_id() >= 0:
-            caller = frame.f_back.f_globals.get("__name__", "") if frame.f_back is not None else ""
-            return _BACKWARD_MODULE if caller.startswith(_DDP_MODULES) else ""
+        if torch._C._current_graph_task_id() >= 0:
+            # torch's communication hooks call the same functions as a script does.
+            while name.startswith(_PYTHON_API) and frame.f_back is not None:
+                frame = frame.f_back
+                name = frame.f_globals.get("__name__", "")
+            return _BACKWARD_MODULE if name == _BACKWARD_MODULE or name.startswith(_DDP_MODULES) else ""
         return name if name.startswith(_DDP_MODULES) or name == _DDP_START_MODULE else ""
 
     def _check_alive(self, rank: int, what: str) -> None:
@@ -551,7 +558,8 @@ class HoldfastGroup(ProcessGroup):
             raise RanksLost(msg, members.dead, members.alive)
 
     def _check_count(self, parts: Sequence[torch.Tensor], what: str) -> None:
-        if len(parts) not in (self.size(), len(self.alive)):
+        # Who is alive changes under our hands: how many that makes is compared later, at all ranks alike.
+        if not 0 < len(parts) <= self.size() or (len(parts) < self.size() and not self._members.dead):
             msg = f"{what} needs one tensor for each of the {self.size()} ranks of the group, got {len(parts)}"
             raise ValueError(msg)
 
@@ -568,7 +576,7 @@ class HoldfastGroup(ProcessGroup):
 
     def _parts(self, whole: torch.Tensor, part: torch.Tensor, what: str) -> list[torch.Tensor]:
         """Return ``whole`` cut into pieces of the size of ``part``, one a rank."""
-        count = len(self.alive) if whole.numel() == len(self.alive) * part.numel() else self.size()
+        count = whole.numel() // part.numel() if part.numel() and self._members.dead else self.size()
         if whole.dtype != part.dtype or whole.numel() != count * part.numel():
             msg = f"{what} of {count} ranks needs {count} x {part.numel()} numbers of {part.dtype}, got {whole.numel()} of {whole.dtype}"
             raise ValueError(msg)

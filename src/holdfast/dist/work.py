@@ -29,6 +29,7 @@ class Pending(Work):
         self._timeout_s = timeout_s
         self._done = threading.Event()
         self._error: Exception | None = None
+        self._inner: torch.futures.Future[Any] | None = None
         self._future: torch.futures.Future[Any] | None = None
         self._lock = threading.Lock()
         self._source = -1
@@ -48,15 +49,9 @@ class Pending(Work):
     def _end(self) -> None:
         with self._lock:
             self._done.set()
-            future = self._future
-        if future is not None:
-            self._settle(future)
-
-    def _settle(self, future: torch.futures.Future[Any]) -> None:
-        if self._error is None:
-            future.set_result(self._result)
-        else:
-            future.set_exception(self._error)
+            inner = self._inner
+        if inner is not None:
+            inner.set_result(None)
 
     # -- for torch
 
@@ -109,9 +104,15 @@ class Pending(Work):
     def get_future(self) -> torch.futures.Future[Any]:
         """Return a future of the tensors."""
         with self._lock:
-            made, self._future = self._future, self._future or torch.futures.Future()
-            over = self._done.is_set()
-        assert self._future is not None
-        if made is None and over:
-            self._settle(self._future)
-        return self._future
+            if self._future is None:
+                self._inner = torch.futures.Future()
+                self._future = self._inner.then(self._answer)
+                if self._done.is_set():
+                    self._inner.set_result(None)
+            return self._future
+
+    def _answer(self, _: torch.futures.Future[Any]) -> Any:
+        # Raised here and not set: an exception that is set is taken for a value by C++, which would not survive it.
+        if self._error is not None:
+            raise self._error
+        return self._result

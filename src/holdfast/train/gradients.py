@@ -8,11 +8,13 @@ script logged, and the model's buffers, so that they cost no message of their ow
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from holdfast.checkpoint.format import tensor_bytes
 from holdfast.comm import Span
@@ -91,6 +93,8 @@ class Buckets:
         self.layouts: tuple[Bucket, ...] = _place(layouts)
         self.size_bytes = self.layouts[-1].span.end
         self.parameters: tuple[nn.Parameter, ...] = tuple(p for _, p in named)
+        self._hooks: list[RemovableHandle] = []
+        self._target: Terms | None = None
         self._private: list[torch.Tensor] = []
         self._given: list[tuple[int, list[torch.Tensor]]] = [(0, [])] * len(layouts)
 
@@ -103,25 +107,44 @@ class Buckets:
         flat = [b.span.of(memory) for b in self.layouts]
         return Terms(flat, [_views(b, term) for b, term in zip(self.layouts, flat, strict=True)])
 
+    def aim(self, terms: Terms) -> None:
+        """From now on, move each gradient into ``terms`` as soon as the backward pass has finished it.
+
+        The gradient then *is* a view of the term. Its first memory is free again at once, so the next one finds it in the
+        cache; kept until the pass is over, the gradients would cost a page fault for every page.
+        """
+        if not self._hooks:
+            for bucket, places in enumerate(layout.places for layout in self.layouts):
+                for i, place in enumerate(places):
+                    take = functools.partial(self._take, bucket, i)
+                    self._hooks.append(place.parameter.register_post_accumulate_grad_hook(take))
+        self._target = terms
+
+    @torch.no_grad()
+    def _take(self, bucket: int, i: int, parameter: torch.Tensor) -> None:
+        if self._target is None or parameter.grad is None or parameter.grad.is_sparse:
+            return
+        view = self._target.views[bucket][i]
+        if parameter.grad is not view:
+            parameter.grad = view.copy_(parameter.grad)
+
     def collect(self, terms: Terms) -> None:
-        """Copy the gradients of a slice into ``terms`` and drop them from the parameters.
+        """Make sure that all gradients of a slice are in ``terms``, and drop them from the parameters.
 
         Raises:
             ScriptError: if a gradient is sparse.
         """
+        self._target = None
         for bucket, term, views in zip(self.layouts, terms.flat, terms.views, strict=True):
-            grads = [place.parameter.grad for place in bucket.places]
-            if bucket.places and all(grad is not None for grad in grads):
-                term[bucket.places[0].presence : bucket.places[-1].presence + 1] = 1.0
-            else:
-                term[: bucket.figures_at].fill_(_NOTHING)
-                for place in bucket.places:
-                    if place.parameter.grad is not None:
-                        term[place.presence] = 1.0
-            _check_dense(bucket, grads)
-            given = [(view, grad) for view, grad in zip(views, grads, strict=True) if grad is not None]
-            if given:
-                torch._foreach_copy_([view for view, _ in given], [grad for _, grad in given])
+            term[bucket.gradients_end : bucket.figures_at] = 1.0  # the presences
+            for place, view in zip(bucket.places, views, strict=True):
+                gradient = place.parameter.grad
+                if gradient is None:
+                    view.fill_(_NOTHING)
+                    term[place.presence] = _NOTHING
+                elif gradient is not view:
+                    _check_dense(place, gradient)
+                    view.copy_(gradient)
         self.clear()
 
     def put_figures(self, term: torch.Tensor, metrics: Mapping[str, torch.Tensor | float], samples: int) -> None:
@@ -195,6 +218,7 @@ class Buckets:
 
     def clear(self) -> None:
         """Drop all gradients."""
+        self._target = None
         for parameter in self.parameters:
             parameter.grad = None
 
@@ -296,11 +320,10 @@ def _views(bucket: Bucket, flat: torch.Tensor) -> list[torch.Tensor]:
     return [flat[p.start : p.start + p.numel].view(p.parameter.shape) for p in bucket.places]
 
 
-def _check_dense(bucket: Bucket, grads: Sequence[torch.Tensor | None]) -> None:
-    for place, grad in zip(bucket.places, grads, strict=True):
-        if grad is not None and grad.is_sparse:
-            msg = f"the gradient of {place.name} is sparse; only dense gradients can be summed: use sparse=False"
-            raise ScriptError(msg)
+def _check_dense(place: _Place, gradient: torch.Tensor) -> None:
+    if gradient.is_sparse:
+        msg = f"the gradient of {place.name} is sparse; only dense gradients can be summed: use sparse=False"
+        raise ScriptError(msg)
 
 
 def _slots(names: Mapping[str, object]) -> list[str]:

@@ -93,10 +93,18 @@ class Replica:
         self.terms, self.sums, self.summed_slices = {}, [], []
         self.buckets.clear()
 
-    def begin_slice(self) -> None:
-        """Start from the step's beginning."""
+    def begin_slice(self, room: Callable[[int], torch.Tensor]) -> None:
+        """Start from the step's beginning.
+
+        Args:
+            room: Gives the memory of the first, second, ... slice of the step that is computed here.
+        """
         self.buckets.buffers.rewind()
         self.buckets.clear()
+        row = len(self.terms)
+        if row == len(self._rows):
+            self._rows.append(self.buckets.terms_in(room(row)))
+        self.buckets.aim(self._rows[row])
 
     def backward(self, loss: torch.Tensor, samples: int, midway: Callable[[], None] | None) -> None:
         """Add up gradients of the *sum* over the slice, because slices may differ in size.
@@ -117,21 +125,9 @@ class Replica:
         total.backward()
         hook.remove()
 
-    def end_slice(
-        self, number: int, room: Callable[[int], torch.Tensor], metrics: dict[str, torch.Tensor | float], samples: int
-    ) -> None:
-        """Take gradients, buffers and figures of the slice away, as its term of the sums.
-
-        Args:
-            number: Of the slice.
-            room: Gives the memory of the first, second, ... slice of the step that is computed here.
-            metrics: What was logged, means over the slice.
-            samples: Size of the slice.
-        """
-        row = len(self.terms)
-        if row == len(self._rows):
-            self._rows.append(self.buckets.terms_in(room(row)))
-        terms = self._rows[row]
+    def end_slice(self, number: int, metrics: dict[str, torch.Tensor | float], samples: int) -> None:
+        """Take gradients, buffers and figures of the slice away, as its term of the sums."""
+        terms = self._rows[len(self.terms)]
         self.buckets.collect(terms)
         self.buckets.put_figures(terms.flat[-1], metrics, samples)
         self.terms[number] = terms

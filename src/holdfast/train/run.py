@@ -222,7 +222,7 @@ class Run:
         """Make everything ready for the slice and return its inputs."""
         ids = batch.slices[number]
         self._world.beacon.mark("forward", batch.step, number, ids)
-        self._replica.begin_slice()
+        self._replica.begin_slice(self._sum.room)
         seed_slice(self._place.plan.seed, batch.step, number)
         return fetch(self._dataset, ids, self._collate)
 
@@ -241,7 +241,7 @@ class Run:
             msg = f"every slice must log the same figures; slice {number} of step {batch.step} logged {', '.join(metrics)}, the one before {', '.join(self._names)}"
             raise ScriptError(msg)
         self._names = dict.fromkeys(metrics)
-        self._replica.end_slice(number, self._sum.room, metrics, len(batch.slices[number]))
+        self._replica.end_slice(number, metrics, len(batch.slices[number]))
 
     def between_slices(self, batch: MiniBatch) -> None:
         """Make what the script draws outside the slices independent of the slices that were computed here."""
