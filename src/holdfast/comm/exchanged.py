@@ -11,6 +11,9 @@ from holdfast.comm.adding import Addition, Mean
 from holdfast.comm.base import Exchange
 from holdfast.comm.shared import ALIGN, Slots, Span
 
+_MOST_KEPT = 64
+"""Spans whose buffers are kept from one sum to the next."""
+
 
 @dataclass(slots=True)
 class _Buffers:
@@ -58,6 +61,8 @@ class ExchangedSum:
         return self._last.view(-1)[: span.length]
 
     def _get_buffers(self, span: Span, slots: Slots, order: str) -> _Buffers:
+        if len(self._buffers) > _MOST_KEPT:  # collectives may be of any length
+            self._buffers.clear()
         known = self._buffers.get((span, order))
         if known is None or known.slots != slots:
             known = self._buffers[span, order] = self._make_buffers(span, slots, order)

@@ -46,6 +46,8 @@ MAX_INTEGERS = 7
 """Most integers of which a maximum is taken through the head."""
 
 _INTEGERS_AT = 8
+_MOST_KEPT = 64
+"""Spans whose additions are kept from one sum to the next."""
 _NAP_S = 2e-5
 _LOOK_AFTER = 10
 """Naps between two looks for deaths: about a millisecond."""
@@ -159,6 +161,8 @@ class SharedSum:
         self._words[self._me, 3:5] = (span.length, _kind(span.dtype, order))
         self._meet()
         lengths, kinds = self._words[:, 3].tolist(), self._words[:, 4].tolist()
+        if len(set(lengths)) > 1 or len(set(kinds)) > 1:
+            self._meet()  # nobody may write its next words before all have seen these
         if len(set(lengths)) > 1:
             msg = f"the workers sum vectors of different lengths, in the order of ranks {lengths}"
             raise ScriptError(msg)
@@ -184,6 +188,8 @@ class SharedSum:
         return span.of(self._given)
 
     def _addition(self, span: Span, slots: Slots, order: str) -> Addition:
+        if len(self._additions) > _MOST_KEPT:  # collectives may be of any length
+            self._additions.clear()
         known = self._additions.get((span, order))
         if known is None or known[0] != slots:
             share = ALIGN // span.dtype.itemsize

@@ -273,12 +273,12 @@ class UlfmCommunicator:
             return True
 
     def start_send(self, data: torch.Tensor, rank: int, tag: int) -> Message:
-        """Begin to give ``data`` (contiguous, not written until it is done) to ``rank``.
+        """Begin to give ``data`` (contiguous, not written until it is done) to ``rank``; done when that has taken it.
 
         Raises:
             PeerFailed: if it cannot be begun.
         """
-        return self._start(self._comm.Isend, data, self._place(rank), tag)
+        return self._start(self._comm.Issend, data, self._place(rank), tag)
 
     def start_receive(self, data: torch.Tensor, rank: int | None, tag: int) -> Message:
         """Begin to overwrite ``data`` (contiguous) by what ``rank``, or whoever comes first, gives.
@@ -294,6 +294,10 @@ class UlfmCommunicator:
             return Message(self, call(_bytes(data), place, tag), data)
         except self._mpi.Exception as error:
             raise PeerFailed(str(error)) from error
+
+    def abandon(self, message: Message) -> None:
+        """Keep the memory of a message that nobody waits for any more, until MPI has done with it."""
+        self._abandoned.append(message)
 
     def test(self, message: Message) -> int | None:
         """Return the rank at the other end once ``message`` is through (-1 for one that was sent), None before.

@@ -14,6 +14,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
+import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -38,6 +39,7 @@ _ATTEMPTS = 4
 _START_WITHIN_S = 120.0
 _LEAST_BYTES = 1 << 16
 _SIGNATURE_BYTES = 256
+_WATCH_EVERY_S = 0.5
 
 WORLD = 1
 """The key of the group of all ranks."""
@@ -108,6 +110,7 @@ class Collective:
         recovers: It is made again over the survivors when somebody dies.
         work: Is told.
         signature: What must be the same at all ranks.
+        begun_s: When it was its turn.
     """
 
     group: Members
@@ -117,6 +120,7 @@ class Collective:
     recovers: bool
     work: Pending
     signature: str = ""
+    begun_s: float = 0.0
 
 
 @dataclass(slots=True)
@@ -158,10 +162,12 @@ class Engine:
         self._groups: dict[int, Members] = {}
         self._left = False
         self._current: Collective | None = None
+        self._history: list[tuple[frozenset[int], dict[int, int]]] = []
         self.witness: Witness
         self.world: UlfmCommunicator
-        thread = threading.Thread(target=self._run, name="holdfast-dist", daemon=True)
-        thread.start()
+        self._answers: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        threading.Thread(target=self._run, name="holdfast-dist", daemon=True).start()
+        threading.Thread(target=self._watch, name="holdfast-dist-watch", daemon=True).start()
         self._call(self._connect)
 
     def _connect(self) -> None:
@@ -175,22 +181,44 @@ class Engine:
         # Messages of another group of all ranks must not be taken for those of the world.
         comm = self.world if key == WORLD else Subgroup(self.world, ranks, key)
         group = Members(key, ranks, comm, shared_bytes=self.witness.settings.shared_bytes)
-        self._call(lambda: self._groups.__setitem__(key, group))
+
+        def add() -> None:
+            for lost, known in self._history:
+                if key in known and not lost.isdisjoint(ranks):
+                    group.failed.add(known[key])
+            self._groups[key] = group
+
+        self._call(add)
         return group
 
     def drop_group(self, group: Members) -> None:
-        """Forget a group."""
-        self._call(lambda: self._groups.pop(group.key, None))
+        """Free a group's memory. How far it came is remembered: others may still have to recover in it."""
+
+        def drop() -> None:
+            group.sums = None
+
+        self._call(drop)
 
     def submit(self, job: Collective | Transfer) -> Pending:
         """Carry out ``job`` after all that was submitted before."""
+        job.work.answer_in(self._answers)
         self._inbox.put(job)
         return job.work
+
+    def _watch(self) -> None:
+        """Answer futures, whose callbacks may wait for later collectives; give up what takes too long."""
+        while True:
+            try:
+                self._answers.get(timeout=_WATCH_EVERY_S)()
+            except queue.Empty:
+                current = self._current
+                if current is not None and time.monotonic() - current.begun_s > current.work.timeout_s:
+                    self.give_up(current.work)
 
     def give_up(self, work: Pending) -> None:
         """End a collective that takes too long; its group cannot be used any more, all others can."""
         current = self._current
-        if current is not None and current.work is work:
+        if current is not None and current.work is work and not current.group.broken:
             current.group.broken = True
             self.world.revoke_from_outside()
 
@@ -213,6 +241,13 @@ class Engine:
     # -- the thread
 
     def _run(self) -> None:
+        try:
+            self._serve()
+        except BaseException:
+            traceback.print_exc()
+            exits.kill_self()  # others wait for this rank; they must see that it is gone
+
+    def _serve(self) -> None:
         while True:
             match self._next():
                 case Collective() as collective:
@@ -251,9 +286,9 @@ class Engine:
     # -- collectives
 
     def _carry_out(self, job: Collective) -> None:
-        group, self._current = job.group, job
+        group, job.begun_s, self._current = job.group, time.monotonic(), job
         if group.broken:
-            self._end(job, HoldfastError(f"{job.what}: a collective of this group took too long, so it cannot be used"))
+            self._end(job, HoldfastError(f"{job.what}: a collective of this group was given up, so it cannot be used"))
             return
         if group.completed in group.failed and not job.recovers:
             self._end(job, self._lost(job))
@@ -269,7 +304,7 @@ class Engine:
                 before = self.world.members
                 completed = self._recover()
                 if group.broken:
-                    self._end(job, HoldfastError(f"{job.what} took too long"))
+                    self._end(job, HoldfastError(f"{job.what} took too long, or failed at another rank"))
                     return
                 if completed.get(group.key, -1) > group.completed:
                     break  # somebody has completed it, so everybody has entered its last barrier, this rank too
@@ -279,7 +314,12 @@ class Engine:
                 if group.completed in group.failed and not job.recovers:
                     self._end(job, self._lost(job))
                     return
+            except (RanksLost, ScriptError) as error:  # raised at all ranks alike
+                self._end(job, error)
+                return
             except Exception as error:  # noqa: BLE001 - belongs to who called the collective
+                group.broken = True  # the others cannot know: they are told by a recovery
+                self._recover()
                 self._end(job, error)
                 return
             else:
@@ -304,7 +344,7 @@ class Engine:
         dead, alive = job.group.dead, job.group.alive
         who = f"rank {dead[0]} has" if len(dead) == 1 else f"ranks {', '.join(map(str, dead))} have"
         if not dead:
-            who = "a rank outside the group has"
+            return RanksLost(f"{job.what} was interrupted by the recovery of another group", dead, alive)
         return RanksLost(f"{job.what} did not complete: {who} died; alive: {', '.join(map(str, alive))}", dead, alive)
 
     def _compare(self, job: Collective) -> None:
@@ -345,10 +385,16 @@ class Engine:
         except PeerFailed:
             self._recover()
             return
-        if source is not None:
-            self._transfers.remove(transfer)
+        if source is None:
+            return
+        self._transfers.remove(transfer)
+        try:
             transfer.finish()
-            transfer.work.complete(transfer.group.ranks.index(source) if source >= 0 else -1)
+        except Exception as error:  # noqa: BLE001 - belongs to who called it
+            transfer.work.fail(error)
+        else:
+            ranks = transfer.group.ranks
+            transfer.work.complete(ranks.index(source) if source in ranks else -1)
 
     # -- recovery
 
@@ -373,25 +419,30 @@ class Engine:
                 break
         transfers, self._transfers = self._transfers, []
         for transfer in transfers:
+            if transfer.message is not None:
+                self.world.abandon(transfer.message)
             transfer.work.fail(self._lost(transfer))
         lost = tuple(rank for rank in before if rank not in self.world.members)
         completed = self._settle(table, lost)
         self.witness.recovered(lost, self.world.members, self.world.generation)
         return completed
 
-    def _share_progress(self) -> list[tuple[int, int]]:
-        """Return (group, completed) of every group of every survivor."""
-        mine = [(g.key, g.completed) for g in self._groups.values() if not g.broken]
+    def _share_progress(self) -> list[tuple[int, int, int]]:
+        """Return (group, completed, broken) of every group of every survivor."""
+        mine = [(g.key, g.completed, int(g.broken)) for g in self._groups.values()]
         rows = self.world.maximum([len(mine)])[0]
-        part = torch.tensor(mine + [(-1, 0)] * (rows - len(mine)), dtype=torch.int64).view(rows, 2)
-        whole = torch.empty(len(self.world.processes), rows, 2, dtype=torch.int64)
+        part = torch.tensor(mine + [(-1, 0, 0)] * (rows - len(mine)), dtype=torch.int64).view(rows, 3)
+        whole = torch.empty(len(self.world.processes), rows, 3, dtype=torch.int64)
         self.world.allgather(part, whole)
-        return [(key, completed) for key, completed in whole.view(-1, 2).tolist() if key >= 0]
+        return [(key, completed, broken) for key, completed, broken in whole.view(-1, 3).tolist() if key >= 0]
 
-    def _settle(self, table: list[tuple[int, int]], lost: tuple[int, ...]) -> Mapping[int, int]:
+    def _settle(self, table: list[tuple[int, int, int]], lost: tuple[int, ...]) -> Mapping[int, int]:
         top: dict[int, int] = {}
-        for key, completed in table:
+        for key, completed, broken in table:
             top[key] = max(top.get(key, 0), completed)
+            if broken and key in self._groups:
+                self._groups[key].broken = True
+        self._history.append((frozenset(lost), dict(top)))  # for groups that this rank has yet to make
         for key, group in self._groups.items():
             # The collective that nobody has completed, or the next one if nobody is in any: each group that lost a rank
             # hears of it once. A collective of a group that lost nobody is simply made again.

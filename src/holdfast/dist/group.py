@@ -59,6 +59,9 @@ def create(options: Any) -> HoldfastGroup:
     if engine.world.here != (me,) or max(ranks) >= engine.world.first_size:
         msg = f"RANK and WORLD_SIZE say rank {me} of {options.group_size}, mpirun says rank {engine.world.here[0]} of {engine.world.first_size}"
         raise ConfigError(msg)
+    if ranks != tuple(sorted(ranks)):
+        msg = f"the ranks of a group must be ascending, got {', '.join(map(str, ranks))}"
+        raise ConfigError(msg)
     name = str(options.group_id)
     key = WORLD
     if options.global_ranks_in_group:
@@ -225,8 +228,9 @@ class HoldfastGroup(ProcessGroup):
         rows: list[torch.Tensor] = []
 
         def exchange() -> None:
+            self._check_fits(parts, what)
             send = torch.zeros(len(members.alive), length, dtype=out.dtype)
-            for row, part in zip(send, self._for_living(parts, what), strict=True):
+            for row, part in zip(send, parts, strict=True):
                 row[: part.numel()] = _plain(part)
             if kind is ReduceOp.PREMUL_SUM:
                 send = send * _factor_of(op)
@@ -244,7 +248,7 @@ class HoldfastGroup(ProcessGroup):
     def broadcast(self, tensors: Sequence[torch.Tensor], options: Any) -> Work:
         """Give every rank the root's tensor."""
         tensor, members, root = _one(tensors, "broadcast"), self._members, options.rootRank
-        by_ddp = bool(self._asked_by_ddp())
+        by_ddp = self._asked_by_ddp() not in ("", _BACKWARD_MODULE)
         span = Span(0, tensor.numel() * tensor.element_size(), torch.uint8)
 
         def exchange() -> None:
@@ -302,14 +306,14 @@ class HoldfastGroup(ProcessGroup):
         root: int | None = None,
     ) -> Work:
         members = self._members
-        by_ddp = bool(self._asked_by_ddp())
+        by_ddp = self._asked_by_ddp() not in ("", _BACKWARD_MODULE)
         given: dict[int, torch.Tensor] = {}
 
         def exchange() -> None:
             if root is not None:
                 self._check_alive(root, what)
-            if outs is not None and not by_ddp:
-                self._for_living(outs, what)
+            if not by_ddp:
+                self._check_fits(outs, what)
             mine = _plain(part)
             whole = torch.empty(len(members.alive), mine.numel(), dtype=mine.dtype)
             if mine.numel():
@@ -343,10 +347,11 @@ class HoldfastGroup(ProcessGroup):
 
         def exchange() -> None:
             self._check_alive(root, "scatter")
+            self._check_fits(parts, "scatter")
             mine = _plain(out)
             send = torch.zeros(len(members.alive), mine.numel(), dtype=mine.dtype)
             if parts is not None:
-                send = torch.stack([_plain(part) for part in self._for_living(parts, "scatter")])
+                send = torch.stack([_plain(part) for part in parts])
             source[:] = [members.alive.index(members.ranks[root])]
             self._exchange_rows(send, rows)
 
@@ -386,7 +391,8 @@ class HoldfastGroup(ProcessGroup):
         received: list[torch.Tensor] = []
 
         def exchange() -> None:
-            mine = [_bytes_of(part) for part in self._for_living(parts, what)]
+            self._check_fits(parts, what)
+            mine = [_bytes_of(part) for part in parts]
             size = members.comm.maximum([max(t.numel() for t in mine)])[0]
             size = -(-size // ALIGN) * ALIGN  # so that numbers of any type begin where they may
             send = torch.zeros(len(mine), size, dtype=torch.uint8)
@@ -587,17 +593,24 @@ class HoldfastGroup(ProcessGroup):
             raise ValueError(msg)
         return list(whole.split(whole.shape[0] // count))
 
-    def _for_living(self, parts: Sequence[torch.Tensor], what: str) -> Sequence[torch.Tensor]:
-        """Return ``parts`` if there is one for each rank alive."""
+    def _check_fits(self, parts: Sequence[torch.Tensor] | None, what: str) -> None:
+        """Make sure that everybody who gives or takes a tensor a rank has one for each rank alive.
+
+        Some have no list, such as all but the root of a gather. So the ranks tell each other, once somebody has died: who
+        raised alone would leave the others waiting.
+
+        Raises:
+            RanksLost: at all ranks, if one has another number.
+        """
         members = self._members
-        if len(parts) != len(members.alive):
+        fits = parts is None or len(parts) == len(members.alive)
+        if self._engine.world.generation and members.comm.maximum([int(not fits)])[0]:
             msg = (
-                f"{what} was given {len(parts)} tensors, one a rank, and {len(members.alive)} ranks are alive "
+                f"{what} was given another number of tensors than the {len(members.alive)} ranks that are alive "
                 f"({', '.join(map(str, members.alive))}): what the dead ranks {', '.join(map(str, members.dead))} "
                 "held, such as shards of parameters, is lost; give one tensor for each rank alive, or load a checkpoint"
             )
             raise RanksLost(msg, members.dead, members.alive)
-        return parts
 
 
 def _nothing() -> None:

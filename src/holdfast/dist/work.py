@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import queue
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -26,15 +27,20 @@ class Pending(Work):
         self._give_up = give_up
         self._result = result
         self._what = what
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
         self._done = threading.Event()
         self._error: Exception | None = None
         self._inner: torch.futures.Future[Any] | None = None
         self._future: torch.futures.Future[Any] | None = None
         self._lock = threading.Lock()
         self._source = -1
+        self._answers: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
 
     # -- for the engine
+
+    def answer_in(self, answers: queue.SimpleQueue[Callable[[], None]]) -> None:
+        """Let the future be answered by the thread that serves ``answers``, not by the one that completes the work."""
+        self._answers = answers
 
     def complete(self, source: int = -1) -> None:
         """Say that the result is there; ``source`` is the rank that a message came from."""
@@ -51,7 +57,7 @@ class Pending(Work):
             self._done.set()
             inner = self._inner
         if inner is not None:
-            inner.set_result(None)
+            self._answers.put(lambda: inner.set_result(None))
 
     # -- for torch
 
@@ -62,7 +68,7 @@ class Pending(Work):
             RanksLost: if ranks that it needs have died.
             RuntimeError: if it takes longer than ``timeout`` (default: that of the group).
         """
-        limit_s = timeout.total_seconds() if timeout else self._timeout_s
+        limit_s = timeout.total_seconds() if timeout else self.timeout_s
         if not self._done.wait(limit_s):
             self._give_up(self)
             msg = (
@@ -108,7 +114,7 @@ class Pending(Work):
                 self._inner = torch.futures.Future()
                 self._future = self._inner.then(self._answer)
                 if self._done.is_set():
-                    self._inner.set_result(None)
+                    self._inner.set_result(None)  # nothing hangs on it yet but this
             return self._future
 
     def _answer(self, _: torch.futures.Future[Any]) -> Any:

@@ -12,14 +12,25 @@ def may_write_gradients(optimizer: optim.Optimizer) -> bool:
     Summed gradients lie in memory that other workers still read. SGD, Adam and AdamW are known to leave them alone,
     but for some of their options; of everything else it is assumed that it writes, which costs one copy and no bit.
     """
-    hooks = optimizer._optimizer_step_pre_hooks or base._global_optimizer_pre_hooks
-    if type(optimizer) not in (optim.SGD, optim.Adam, optim.AdamW) or hooks:
+    hooks = (
+        optimizer._optimizer_step_pre_hooks
+        or optimizer._optimizer_step_post_hooks
+        or base._global_optimizer_pre_hooks
+        or base._global_optimizer_post_hooks
+    )
+    if type(optimizer) not in (optim.SGD, optim.Adam, optim.AdamW) or hooks or _has_a_step_of_its_own(optimizer):
         return True
     return any(
         group.get("nesterov")
         or group.get("maximize")
         or group.get("differentiable")
-        # An instance that was given its own step, and a decay that is a tensor, go ways that are not known.
+        # A decay that is a tensor goes a way of its own.
         or not isinstance(group["weight_decay"], int | float)
         for group in optimizer.param_groups
     )
+
+
+def _has_a_step_of_its_own(optimizer: optim.Optimizer) -> bool:
+    """Return whether this instance was given another ``step`` than its class has; schedulers wrap it, which is fine."""
+    step = vars(optimizer).get("step")
+    return step is not None and getattr(step, "__wrapped__", None) is not type(optimizer).step
