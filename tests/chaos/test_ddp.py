@@ -119,13 +119,13 @@ def test_without_recovery_the_same_kill_ends_the_job(unrecovered):
     codes = exit_codes(unrecovered)
 
     assert codes.pop(0) == -9
-    assert len(codes) == 4 - 1
     assert 0 not in codes.values()
     assert printed(unrecovered) == {}
 
 
 def test_a_sum_of_ddp_that_fails_raises_in_the_script(unrecovered):
-    assert set(exit_codes(unrecovered).values()) == {-9, 1}
+    assert -11 not in exit_codes(unrecovered).values(), "the reducer took the error for tensors"
+    assert "RuntimeError: Got the following error" in unrecovered["_stderr"]
     assert "rank 0 has died; alive: 1, 2, 3" in unrecovered["_stderr"]
 
 
@@ -486,7 +486,7 @@ def test_sums_of_very_different_lengths_are_refused_too(tmp_path):
 
     for line in seen.one("lengths", [0, 1]):
         assert line["kind"] == "ScriptError"
-        assert "[3, 100003]" in line["says"]
+        assert "different lengths" in line["says"]
 
 
 def test_under_torchrun_the_last_line_says_what_to_do(tmp_path):

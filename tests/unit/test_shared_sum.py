@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from train_reference import train
 
-from holdfast.comm import Mean, OrderedSum, Span, adding, ordered
+from holdfast.comm import Mean, OrderedSum, Span, adding, ordered, shared
 from holdfast.comm.memory import Segment, open_segment
 from holdfast.comm.shared import SharedSum
 from holdfast.errors import PeerFailed
@@ -312,10 +312,10 @@ def test_after_a_step_no_parameter_keeps_a_gradient():
 def test_a_gradient_from_elsewhere_is_not_added_to(monkeypatch):
     begin_slice = Replica.begin_slice
 
-    def leave_one(self):
+    def leave_one(self, room):
         for parameter in self.model.parameters():
             parameter.grad = torch.full_like(parameter, 1e3)
-        begin_slice(self)
+        begin_slice(self, room)
 
     monkeypatch.setattr(Replica, "begin_slice", leave_one)
 
@@ -398,7 +398,7 @@ def sum_with_a_liar(other_is_at):
     """The sum of process 0, while the line of process 1 says how far it is."""
     words = np.zeros((2, 8), dtype=np.int64)
     words[:, :2] = [[11, 3], [22, 3]]
-    words[1, 2:4] = (other_is_at, SPAN.length)
+    words[1, 2:5] = (other_is_at, SPAN.length, shared._kind(SPAN.dtype, "fold"))
     memory = torch.zeros(SPAN.end, dtype=torch.uint8)
     terms = [[term(0).view(torch.uint8)], [torch.zeros(4 * SPAN.length, dtype=torch.uint8)]]
     return SharedSum(Liar(), terms, memory, memory, words, (11, 22)), words

@@ -235,7 +235,7 @@ def describe(error: BaseException, script: Path) -> ScriptFailed:
         message, text = f"{error}{where}", ""
     else:
         text = "".join(traceback.format_exception(type(error), error, frames))
-        message = "".join(traceback.format_exception_only(error)).strip().splitlines()[-1]
+        message = traceback.format_exception_only(error)[-1].strip().splitlines()[0]
     exit_code = 2 if isinstance(error, ConfigError) else 1
     return ScriptFailed(t_s=0.0, rank=-1, step=-1, exit_code=exit_code, message=message, traceback=text)
 
