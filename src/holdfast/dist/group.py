@@ -382,6 +382,7 @@ class HoldfastGroup(ProcessGroup):
         what = "all_to_all_single"
         count = len(splits or out_splits or ()) or self.size()
         outs, parts = _split(out, out_splits, count, what), _split(whole, splits, count, what)
+        self._check_count(parts, what)
         return self._alltoall(outs, parts, what, [out])
 
     def _alltoall(
