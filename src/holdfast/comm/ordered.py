@@ -18,7 +18,7 @@ from holdfast.comm.base import Exchange
 from holdfast.comm.exchanged import ExchangedSum
 from holdfast.comm.hosts import ORDER_BETWEEN_HOSTS, HostsSum, sum_hosts
 from holdfast.comm.memory import Segment, free_bytes
-from holdfast.comm.shared import ALIGN, Introduction, SharedSum, Slots, Span, sum_alone, sum_shared
+from holdfast.comm.shared import ALIGN, LEFT_OUT, Introduction, SharedSum, Slots, Span, sum_alone, sum_shared
 
 __all__ = ["Mean", "OrderedSum", "Span"]
 
@@ -77,6 +77,7 @@ class OrderedSum:
         span: Span,
         owners: Mapping[int, int],
         *,
+        rows: Sequence[int] = (),
         order: str = "",
         mean: Mean | None = None,
         midway: Callable[[], None] = _nothing,
@@ -89,6 +90,8 @@ class OrderedSum:
             span: Where the terms lie in :meth:`room`; the term of the ``i``-th of this process's slices lies in row ``i``.
             owners: The rank that holds each slice that takes part, the same everywhere; ranks that are not members
                 are left out.
+            rows: Slices in the order of the rows of this process; needed where some of them are left out, because their
+                worker died whose terms lie here too. Default: ascending, without those that are left out.
             order: Another than this object's, for this once.
             mean: What to divide, before anybody reads the result.
             midway: Called when the terms of this process are known to all and its share of the result is not.
@@ -97,6 +100,10 @@ class OrderedSum:
             PeerFailed: if it did not complete here.
         """
         slots = tuple(tuple(sorted(n for n, rank in owners.items() if rank in ranks)) for ranks in self._comm.processes)
+        if rows:
+            me = self._comm.processes.index(self._comm.here)
+            mine = tuple(n if n in slots[me] else LEFT_OUT for n in rows)
+            slots = (*slots[:me], mine, *slots[me + 1 :])
         self._taken = self._choose_path(slots, order or self._order)
         return self._taken(span, slots, order or self._order, mean, midway)
 

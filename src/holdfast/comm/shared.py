@@ -98,6 +98,9 @@ def _kind_name(kind: int) -> str:
     return f"{_DTYPES[dtype]} {_ORDERS[order]}" if 0 <= dtype < len(_DTYPES) else "nothing"
 
 
+LEFT_OUT = -1
+"""Stands for a slice whose term does not take part."""
+
 Slots = Sequence[Sequence[int]]
 """The slices that each process holds, ascending; the place of a slice in its list says where its term lies."""
 
@@ -195,7 +198,9 @@ class SharedSum:
             share = ALIGN // span.dtype.itemsize
             chunk = -(-span.length // (len(slots) * share)) * share
             mine = slice(min(self._me * chunk, span.length), min((self._me + 1) * chunk, span.length))
-            terms = sorted((n, (process, row)) for process, held in enumerate(slots) for row, n in enumerate(held))
+            terms = sorted(
+                (n, (process, row)) for process, held in enumerate(slots) for row, n in enumerate(held) if n != LEFT_OUT
+            )
             addition = Addition(
                 [(n, span.of(self._terms[process][row])[mine]) for n, (process, row) in terms],
                 span.of(self._result)[mine],

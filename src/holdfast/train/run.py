@@ -260,6 +260,7 @@ class Run:
         result = self._sum(
             replica.buckets.layouts[bucket].span,
             owners,
+            rows=list(replica.terms),
             mean=replica.mean(bucket, batch, slices, self._world.settings.rescale),
             midway=lambda: self._reach_in_sum(step, bucket),
         )
