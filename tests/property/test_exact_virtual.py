@@ -50,7 +50,7 @@ def test_any_deaths_give_the_bits_of_the_undisturbed_run(seed, case, strategy):
 
 
 def test_the_only_one_whom_a_sum_reached_may_die_too():
-    faults = plan("kill:rank=2,step=3,phase=allreduce", "kill:rank=3,step=3,phase=allreduce")
+    faults = plan(*(f"kill:rank={rank},step=3,phase=allreduce,bucket=2" for rank in (2, 3)))  # in the closing sum
     comm = VirtualCommunicator([1, 2, 3], reached=lambda _: [3])
 
     _, state = train("cnn", "sgd", comm=comm, faults=faults, slices=4)

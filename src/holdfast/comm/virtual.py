@@ -133,9 +133,7 @@ class VirtualCommunicator:
         """
         self._members = tuple(rank for rank in self._members if rank not in self._dead)
         self._late -= self._dead
-        if self._late.issuperset(
-            self._members
-        ):  # those whom the last sum reached are dead, and this process did reach it
+        if self._late >= set(self._members):  # it did reach this process, though all whom it reached are dead
             self._late.clear()
         self._dead.clear()
         self._shared = False

@@ -166,10 +166,8 @@ class HoldfastGroup(ProcessGroup):
         what = f"{what}({_NAMES[_type_of(op)]})"
         members, flat = self._members, _plain(tensor)
         span = Span(0, flat.numel(), flat.dtype)
-        in_ddp = self._asked_by_ddp()
-        step = self._engine.witness.begin_sum(torch._C._current_graph_task_id()) if in_ddp == _BACKWARD_MODULE else None
-        if in_ddp and in_ddp != _BACKWARD_MODULE:
-            in_ddp = ""
+        in_ddp = self._asked_by_ddp() == _BACKWARD_MODULE
+        step = self._engine.witness.begin_sum(torch._C._current_graph_task_id()) if in_ddp else None
 
         def exchange() -> None:
             if root is not None:
@@ -185,7 +183,7 @@ class HoldfastGroup(ProcessGroup):
                 term.copy_(flat)
             owners = {rank: rank for rank in members.alive}
             midway = _nothing if step is None else lambda: self._engine.witness.reach_in_sum(*step)
-            sums(span, owners, order=_ORDER_OF[kind], mean=self._mean(kind, span, in_ddp=bool(in_ddp)), midway=midway)
+            sums(span, owners, order=_ORDER_OF[kind], mean=self._mean(kind, span, in_ddp=in_ddp), midway=midway)
             if not sums.in_place:
                 members.comm.barrier()
 
@@ -194,7 +192,7 @@ class HoldfastGroup(ProcessGroup):
                 assert members.sums is not None
                 _give(tensor, members.sums.result(span))
 
-        return self._submit(what, [tensor], exchange, finish, like=tensor, root=root, recovers=bool(in_ddp))
+        return self._submit(what, [tensor], exchange, finish, like=tensor, root=root, recovers=in_ddp)
 
     def _mean(self, kind: Any, span: Span, *, in_ddp: bool) -> Mean | None:
         """Return what to divide by: DDP has divided by all ranks, and the mean is to be that over the survivors."""
@@ -253,10 +251,10 @@ class HoldfastGroup(ProcessGroup):
 
         def exchange() -> None:
             source = members.ranks[root]
-            if source not in members.alive and by_ddp:
-                source = members.alive[0]  # replicas are equal, or are being made so: any survivor's will do
-            elif source not in members.alive:
+            if not by_ddp:
                 self._check_alive(root, "broadcast")
+            elif source not in members.alive:
+                source = members.alive[0]  # replicas are equal, or are being made so: any survivor's will do
             if not span.length:
                 members.comm.barrier()
                 return
