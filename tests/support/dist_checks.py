@@ -1428,6 +1428,27 @@ def ddp_averages_gradients(job):
 
 
 @check
+def ddp_and_the_script_add_in_one_backward_pass(job):
+    model = DistributedDataParallel(small_model(), bucket_cap_mb=0.0005)
+    expected = expected_gradients(job, small_model())
+    other = []
+
+    def add(_gradient):
+        numbers = torch.full((100_000,), float(job.rank + 1))
+        dist.all_reduce(numbers)
+        other.append(numbers)
+
+    for layer in model.module.children():
+        layer.register_forward_hook(lambda _module, _inputs, out: out.register_hook(add) and None)
+    for _ in range(3):
+        model.zero_grad()
+        loss_of(model, 0, job.rank).backward()
+        assert_gradients(job, model.module, expected)
+    assert len(other) >= 6
+    assert all((numbers == sum(rank + 1 for rank in job.ranks)).all() for numbers in other)
+
+
+@check
 def ddp_trains_as_one_process_does(job):
     model, alone = DistributedDataParallel(small_model()), small_model()
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (model, alone)]

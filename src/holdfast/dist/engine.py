@@ -46,38 +46,23 @@ WORLD = 1
 
 
 @dataclass(slots=True)
-class Members:
-    """A group of ranks, as the engine sees it.
+class Adder:
+    """Sums of vectors of any length, in memory that grows with them.
 
     Args:
-        key: The same number at all members, and another one for any other group.
-        ranks: Global ranks, ascending, as the group was made.
-        comm: Collectives among those alive.
+        comm: Who takes part.
+        shared_bytes: Most memory to share with others of the host; see :class:`~holdfast.comm.OrderedSum`.
         size_bytes: Memory of :attr:`sums`.
         sums: Adds; made by the first sum.
-        completed: Collectives that are over at this rank, failed ones too.
-        shared_bytes: Most memory to share with others of the host; see :class:`~holdfast.comm.OrderedSum`.
-        broken: A collective of it took too long; nobody knows any more who is where.
-        failed: Numbers of collectives that fail at all ranks, those included that have not called them yet.
     """
 
-    key: int
-    ranks: tuple[int, ...]
     comm: Exchange
+    shared_bytes: int = -1
     size_bytes: int = 0
     sums: OrderedSum | None = None
-    completed: int = 0
-    failed: set[int] = field(default_factory=set)
-    shared_bytes: int = -1
-    broken: bool = False
 
-    @property
-    def alive(self) -> tuple[int, ...]:
-        """Those who are left."""
-        return self.comm.members
-
-    def adder(self, span: Span, order: str) -> OrderedSum:
-        """Return what adds vectors as long as ``span``; all members ask for the same.
+    def up_to(self, span: Span, order: str) -> OrderedSum:
+        """Return what adds vectors that end where ``span`` does; all members ask for the same.
 
         Raises:
             PeerFailed: if somebody died.
@@ -90,6 +75,42 @@ class Members:
             self.size_bytes = max(_LEAST_BYTES, 1 << (size_bytes - 1).bit_length())
             self.sums = OrderedSum(self.comm, "wide", self.size_bytes, shared_bytes=self.shared_bytes)
         return self.sums
+
+    def result(self, span: Span) -> torch.Tensor:
+        """Return the sum that was made last; it may be read until the next one over the same bytes."""
+        assert self.sums is not None, "no sum was made yet"
+        return self.sums.result(span)
+
+
+@dataclass(slots=True)
+class Members:
+    """A group of ranks, as the engine sees it.
+
+    Args:
+        key: The same number at all members, and another one for any other group.
+        ranks: Global ranks, ascending, as the group was made.
+        comm: Collectives among those alive.
+        adder: Of collectives whose result is moved to where it belongs before the next.
+        lender: Of DDP's buckets, which lie behind one another: DDP reads the results where they were added, at the end
+            of its backward pass.
+        completed: Collectives that are over at this rank, failed ones too.
+        broken: A collective of it took too long; nobody knows any more who is where.
+        failed: Numbers of collectives that fail at all ranks, those included that have not called them yet.
+    """
+
+    key: int
+    ranks: tuple[int, ...]
+    comm: Exchange
+    adder: Adder
+    lender: Adder
+    completed: int = 0
+    failed: set[int] = field(default_factory=set)
+    broken: bool = False
+
+    @property
+    def alive(self) -> tuple[int, ...]:
+        """Those who are left."""
+        return self.comm.members
 
     @property
     def dead(self) -> tuple[int, ...]:
@@ -180,7 +201,8 @@ class Engine:
         """Return a new group, which is known to recoveries from now on."""
         # Messages of another group of all ranks must not be taken for those of the world.
         comm = self.world if key == WORLD else Subgroup(self.world, ranks, key)
-        group = Members(key, ranks, comm, shared_bytes=self.witness.settings.shared_bytes)
+        shared_bytes = self.witness.settings.shared_bytes
+        group = Members(key, ranks, comm, Adder(comm, shared_bytes), Adder(comm, shared_bytes))
 
         def add() -> None:
             for lost, known in self._history:
@@ -195,7 +217,7 @@ class Engine:
         """Free a group's memory. How far it came is remembered: others may still have to recover in it."""
 
         def drop() -> None:
-            group.sums = None
+            group.adder.sums = group.lender.sums = None
 
         self._call(drop)
 

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import functools
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,31 +16,27 @@ from torch.distributed import ProcessGroup, ReduceOp, Work
 from holdfast.comm.adding import ORDERS, Mean
 from holdfast.comm.ordered import Span
 from holdfast.comm.shared import ALIGN
+from holdfast.dist.asker import Asker
 from holdfast.dist.engine import WORLD, Collective, Engine, Members, Transfer, get_engine
+from holdfast.dist.tensors import (
+    ORDER_OF,
+    bytes_of,
+    check_device,
+    factor_of,
+    give,
+    kind_of,
+    name_of,
+    of_its_own,
+    one,
+    plain,
+    split,
+)
 from holdfast.dist.work import Pending
 from holdfast.errors import ConfigError, RanksLost
 from holdfast.settings import debug_wanted
 
 _TAGS = 1 << 29
 """Groups have tags below it, messages between two ranks those above."""
-
-_DDP_MODULES = ("torch.nn.parallel.distributed", "torch.distributed.algorithms.ddp_comm_hooks")
-_BACKWARD_MODULE = "torch.autograd.graph"
-_PYTHON_API = ("torch.distributed.distributed_c10d", "torch.distributed.c10d_logger")
-_DDP_START_MODULE = "torch.distributed.utils"
-
-_ORDER_OF = {
-    ReduceOp.SUM: "wide",
-    ReduceOp.AVG: "wide",
-    ReduceOp.PREMUL_SUM: "wide",
-    ReduceOp.PRODUCT: "product",
-    ReduceOp.MIN: "min",
-    ReduceOp.MAX: "max",
-    ReduceOp.BAND: "and",
-    ReduceOp.BOR: "or",
-    ReduceOp.BXOR: "xor",
-}
-_NAMES = {member: name for name, member in ReduceOp.RedOpType.__members__.items()}
 
 
 def create(options: Any) -> HoldfastGroup:
@@ -88,6 +83,8 @@ class HoldfastGroup(ProcessGroup):
         self._name = ""
         self._description = ""
         self._pending: Pending | None = None
+        self._lent_in: object = None
+        self._lent_bytes = 0
 
     # -- what it is
 
@@ -149,7 +146,7 @@ class HoldfastGroup(ProcessGroup):
     def allreduce(self, tensors: Sequence[torch.Tensor], options: Any = None) -> Work:
         """Reduce a tensor over all ranks, in place."""
         op = ReduceOp.SUM if options is None else options.reduceOp
-        return self._reduce(_one(tensors, "all_reduce"), op, "all_reduce")
+        return self._reduce(one(tensors, "all_reduce"), op, "all_reduce")
 
     def allreduce_coalesced(self, tensors: Sequence[torch.Tensor], options: Any = None) -> Work:
         """Reduce several tensors over all ranks, in place."""
@@ -159,15 +156,20 @@ class HoldfastGroup(ProcessGroup):
 
     def reduce(self, tensors: Sequence[torch.Tensor], options: Any) -> Work:
         """Reduce a tensor over all ranks; the root has the result."""
-        return self._reduce(_one(tensors, "reduce"), options.reduceOp, "reduce", root=options.rootRank)
+        return self._reduce(one(tensors, "reduce"), options.reduceOp, "reduce", root=options.rootRank)
 
     def _reduce(self, tensor: torch.Tensor, op: Any, what: str, root: int | None = None) -> Work:
-        kind = _kind_of(op, tensor)
-        what = f"{what}({_NAMES[_type_of(op)]})"
-        members, flat = self._members, _plain(tensor)
-        span = Span(0, flat.numel(), flat.dtype)
-        in_ddp = self._asked_by_ddp() == _BACKWARD_MODULE
-        step = self._engine.witness.begin_sum(torch._C._current_graph_task_id()) if in_ddp else None
+        kind = kind_of(op, tensor)
+        what = f"{what}({name_of(op)})"
+        members, flat = self._members, plain(tensor)
+        span, adder = Span(0, flat.numel(), flat.dtype), members.adder
+        asker = self._asker()
+        in_ddp = asker.is_backward
+        step = self._engine.witness.begin_sum(asker.task) if in_ddp and asker.task >= 0 else None
+        lends = asker.is_reducer and root is None and kind is ReduceOp.SUM and flat.dtype.is_floating_point
+        if lends:
+            span, adder = self._behind_the_last(span, asker), members.lender
+        result = [tensor]
 
         def exchange() -> None:
             if root is not None:
@@ -175,24 +177,39 @@ class HoldfastGroup(ProcessGroup):
             if not span.length:
                 members.comm.barrier()
                 return
-            sums = members.adder(span, _ORDER_OF[kind])
+            sums = adder.up_to(span, ORDER_OF[kind])
             term = span.of(sums.room(0))
             if kind is ReduceOp.PREMUL_SUM:
-                torch.mul(flat, _factor_of(op), out=term)
+                torch.mul(flat, factor_of(op), out=term)
             else:
                 term.copy_(flat)
             owners = {rank: rank for rank in members.alive}
             midway = _nothing if step is None else lambda: self._engine.witness.reach_in_sum(*step)
-            sums(span, owners, order=_ORDER_OF[kind], mean=self._mean(kind, span, in_ddp=in_ddp), midway=midway)
+            sums(span, owners, order=ORDER_OF[kind], mean=self._mean(kind, span, in_ddp=in_ddp), midway=midway)
             if not sums.in_place:
                 members.comm.barrier()
 
         def finish() -> None:
-            if span.length and (root is None or root == self._place):
-                assert members.sums is not None
-                _give(tensor, members.sums.result(span))
+            if lends and span.length:
+                result[0] = of_its_own(adder.result(span)).view(tensor.shape)
+            elif span.length and (root is None or root == self._place):
+                give(tensor, adder.result(span))
 
-        return self._submit(what, [tensor], exchange, finish, like=tensor, root=root, recovers=in_ddp)
+        def deliver() -> None:
+            if result[0] is not tensor:
+                give(tensor, result[0])
+
+        return self._submit(
+            what, result, exchange, finish, deliver=deliver, like=tensor, root=root, recovers=in_ddp
+        )
+
+    def _behind_the_last(self, span: Span, asker: Asker) -> Span:
+        """Return where a bucket goes of which DDP reads the sum when all buckets of the backward pass are summed."""
+        if self._lent_in != asker.backward:
+            self._lent_in, self._lent_bytes = asker.backward, 0
+        placed = Span(self._lent_bytes, span.length, span.dtype)
+        self._lent_bytes = placed.end
+        return placed
 
     def _mean(self, kind: Any, span: Span, *, in_ddp: bool) -> Mean | None:
         """Return what to divide by: DDP has divided by all ranks, and the mean is to be that over the survivors."""
@@ -207,7 +224,7 @@ class HoldfastGroup(ProcessGroup):
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[Sequence[torch.Tensor]], options: Any = None
     ) -> Work:
         """Reduce a list of tensors over all ranks, and give each rank one of them."""
-        out, parts = _one(outputs, "reduce_scatter"), list(_one(inputs, "reduce_scatter"))
+        out, parts = one(outputs, "reduce_scatter"), list(one(inputs, "reduce_scatter"))
         op = ReduceOp.SUM if options is None else options.reduceOp
         return self._reduce_scatter(out, parts, op, "reduce_scatter")
 
@@ -218,7 +235,7 @@ class HoldfastGroup(ProcessGroup):
 
     def _reduce_scatter(self, out: torch.Tensor, parts: Sequence[torch.Tensor], op: Any, what: str) -> Work:
         members = self._members
-        kind = _kind_of(op, out)
+        kind = kind_of(op, out)
         self._check_count(parts, what)
         if len(parts) == self.size():
             self._check_like(parts[self._place], out, what)
@@ -229,15 +246,15 @@ class HoldfastGroup(ProcessGroup):
             self._check_fits(parts, what)
             send = torch.zeros(len(members.alive), length, dtype=out.dtype)
             for row, part in zip(send, parts, strict=True):
-                row[: part.numel()] = _plain(part)
+                row[: part.numel()] = plain(part)
             if kind is ReduceOp.PREMUL_SUM:
-                send = send * _factor_of(op)
+                send = send * factor_of(op)
             self._exchange_rows(send, rows)
 
         def finish() -> None:
             result = torch.empty(out.numel(), dtype=out.dtype)
-            ORDERS[_ORDER_OF[kind]]([(n, row[: out.numel()]) for n, row in enumerate(rows)], result)
-            _give(out, result.div_(len(rows)) if kind is ReduceOp.AVG else result)
+            ORDERS[ORDER_OF[kind]]([(n, row[: out.numel()]) for n, row in enumerate(rows)], result)
+            give(out, result.div_(len(rows)) if kind is ReduceOp.AVG else result)
 
         return self._submit(what, [out], exchange, finish, like=out)
 
@@ -245,8 +262,8 @@ class HoldfastGroup(ProcessGroup):
 
     def broadcast(self, tensors: Sequence[torch.Tensor], options: Any) -> Work:
         """Give every rank the root's tensor."""
-        tensor, members, root = _one(tensors, "broadcast"), self._members, options.rootRank
-        by_ddp = self._asked_by_ddp() not in ("", _BACKWARD_MODULE)
+        tensor, members, root = one(tensors, "broadcast"), self._members, options.rootRank
+        by_ddp = self._asker().is_ddp_outside
         span = Span(0, tensor.numel() * tensor.element_size(), torch.uint8)
 
         def exchange() -> None:
@@ -258,17 +275,16 @@ class HoldfastGroup(ProcessGroup):
             if not span.length:
                 members.comm.barrier()
                 return
-            sums = members.adder(span, "fold")
+            sums = members.adder.up_to(span, "fold")
             if members.ranks[self._place] == source:
-                span.of(sums.room(0)).copy_(_bytes_of(tensor))
+                span.of(sums.room(0)).copy_(bytes_of(tensor))
             sums(span, {0: source}, order="fold")
             if not sums.in_place:
                 members.comm.barrier()
 
         def finish() -> None:
             if span.length:
-                assert members.sums is not None
-                _give(tensor, members.sums.result(span))
+                give(tensor, members.adder.result(span))
 
         return self._submit("broadcast", [tensor], exchange, finish, like=tensor, root=root, recovers=by_ddp)
 
@@ -276,7 +292,7 @@ class HoldfastGroup(ProcessGroup):
         self, outputs: Sequence[Sequence[torch.Tensor]], inputs: Sequence[torch.Tensor], options: Any = None
     ) -> Work:
         """Give every rank the tensors of all."""
-        outs, part = list(_one(outputs, "all_gather")), _one(inputs, "all_gather")
+        outs, part = list(one(outputs, "all_gather")), one(inputs, "all_gather")
         self._check_list(outs, part, "all_gather")
         return self._gather(outs, part, "all_gather", outs)
 
@@ -289,8 +305,8 @@ class HoldfastGroup(ProcessGroup):
         self, outputs: Sequence[Sequence[torch.Tensor]], inputs: Sequence[torch.Tensor], options: Any
     ) -> Work:
         """Give the root the tensors of all."""
-        part, root = _one(inputs, "gather"), options.rootRank
-        outs = list(_one(outputs, "gather")) if self._place == root else None
+        part, root = one(inputs, "gather"), options.rootRank
+        outs = list(one(outputs, "gather")) if self._place == root else None
         if outs is not None:
             self._check_list(outs, part, "gather")
         return self._gather(outs, part, "gather", outs or [], root)
@@ -304,7 +320,7 @@ class HoldfastGroup(ProcessGroup):
         root: int | None = None,
     ) -> Work:
         members = self._members
-        by_ddp = self._asked_by_ddp() not in ("", _BACKWARD_MODULE)
+        by_ddp = self._asker().is_ddp_outside
         given: dict[int, torch.Tensor] = {}
 
         def exchange() -> None:
@@ -312,7 +328,7 @@ class HoldfastGroup(ProcessGroup):
                 self._check_alive(root, what)
             if not by_ddp:
                 self._check_fits(outs, what)
-            mine = _plain(part)
+            mine = plain(part)
             whole = torch.empty(len(members.alive), mine.numel(), dtype=mine.dtype)
             if mine.numel():
                 members.comm.allgather(mine, whole)
@@ -325,9 +341,9 @@ class HoldfastGroup(ProcessGroup):
                 return
             rows = list(given.values())
             if by_ddp:  # it compares what the ranks say: the dead agree with this one
-                rows = [given.get(rank, _plain(part)) for rank in members.ranks]
+                rows = [given.get(rank, plain(part)) for rank in members.ranks]
             for out, row in zip(outs, rows, strict=True):
-                _give(out, row)
+                give(out, row)
 
         return self._submit(what, result, exchange, finish, like=part, root=root, recovers=by_ddp)
 
@@ -335,8 +351,8 @@ class HoldfastGroup(ProcessGroup):
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[Sequence[torch.Tensor]], options: Any
     ) -> Work:
         """Give every rank one of the root's tensors."""
-        out, root = _one(outputs, "scatter"), options.rootRank
-        parts = list(_one(inputs, "scatter")) if self._place == root else None
+        out, root = one(outputs, "scatter"), options.rootRank
+        parts = list(one(inputs, "scatter")) if self._place == root else None
         if parts is not None:
             self._check_list(parts, out, "scatter")
         members = self._members
@@ -346,15 +362,15 @@ class HoldfastGroup(ProcessGroup):
         def exchange() -> None:
             self._check_alive(root, "scatter")
             self._check_fits(parts, "scatter")
-            mine = _plain(out)
+            mine = plain(out)
             send = torch.zeros(len(members.alive), mine.numel(), dtype=mine.dtype)
             if parts is not None:
-                send = torch.stack([_plain(part) for part in parts])
+                send = torch.stack([plain(part) for part in parts])
             source[:] = [members.alive.index(members.ranks[root])]
             self._exchange_rows(send, rows)
 
         def finish() -> None:
-            _give(out, rows[source[0]])
+            give(out, rows[source[0]])
 
         return self._submit("scatter", [out], exchange, finish, like=out, root=root)
 
@@ -379,7 +395,7 @@ class HoldfastGroup(ProcessGroup):
         """Give every rank a part of a tensor, and take a part from each."""
         what = "all_to_all_single"
         count = len(splits or out_splits or ()) or self.size()
-        outs, parts = _split(out, out_splits, count, what), _split(whole, splits, count, what)
+        outs, parts = split(out, out_splits, count, what), split(whole, splits, count, what)
         self._check_count(parts, what)
         return self._alltoall(outs, parts, what, [out])
 
@@ -391,7 +407,7 @@ class HoldfastGroup(ProcessGroup):
 
         def exchange() -> None:
             self._check_fits(parts, what)
-            mine = [_bytes_of(part) for part in parts]
+            mine = [bytes_of(part) for part in parts]
             size = members.comm.maximum([max(t.numel() for t in mine)])[0]
             size = -(-size // ALIGN) * ALIGN  # so that numbers of any type begin where they may
             send = torch.zeros(len(mine), size, dtype=torch.uint8)
@@ -401,7 +417,7 @@ class HoldfastGroup(ProcessGroup):
 
         def finish() -> None:
             for out, row in zip(outs, received, strict=True):
-                _give(out, row[: out.numel() * out.element_size()])
+                give(out, row[: out.numel() * out.element_size()])
 
         return self._submit(what, result, exchange, finish)
 
@@ -461,20 +477,20 @@ class HoldfastGroup(ProcessGroup):
 
     def send(self, tensors: Sequence[torch.Tensor], rank: int, tag: int) -> Work:
         """Give a tensor to one rank."""
-        data = _bytes_of(_one(tensors, "send")).clone()
+        data = bytes_of(one(tensors, "send")).clone()
         return self._transfer(tensors, f"send to rank {rank}", rank, tag, data, _nothing)
 
     def recv(self, tensors: Sequence[torch.Tensor], rank: int, tag: int) -> Work:
         """Take a tensor from one rank."""
-        tensor = _one(tensors, "recv")
+        tensor = one(tensors, "recv")
         data = torch.empty(tensor.numel() * tensor.element_size(), dtype=torch.uint8)
-        return self._transfer(tensors, f"recv from rank {rank}", rank, tag, data, lambda: _give(tensor, data))
+        return self._transfer(tensors, f"recv from rank {rank}", rank, tag, data, lambda: give(tensor, data))
 
     def recv_anysource(self, tensors: Sequence[torch.Tensor], tag: int) -> Work:
         """Take a tensor from whoever sends first."""
-        tensor = _one(tensors, "recv")
+        tensor = one(tensors, "recv")
         data = torch.empty(tensor.numel() * tensor.element_size(), dtype=torch.uint8)
-        return self._transfer(tensors, "recv from any rank", None, tag, data, lambda: _give(tensor, data))
+        return self._transfer(tensors, "recv from any rank", None, tag, data, lambda: give(tensor, data))
 
     def _transfer(
         self,
@@ -513,17 +529,18 @@ class HoldfastGroup(ProcessGroup):
         exchange: Callable[[], None],
         finish: Callable[[], None],
         *,
+        deliver: Callable[[], None] | None = None,
         like: torch.Tensor | None = None,
         root: int | None = None,
         recovers: bool = False,
         counts: bool = True,
     ) -> Work:
         for tensor in result:
-            _check_device(tensor, what)
+            check_device(tensor, what)
         if root is not None and not 0 <= root < self.size():
             msg = f"{what}: the root must be a rank of the group, 0 to {self.size() - 1}, got {root}"
             raise ValueError(msg)
-        work = Pending(result, what, self._timeout_s, self._engine.give_up)
+        work = Pending(result, what, self._timeout_s, self._engine.give_up, deliver)
         signature = what
         if like is not None:
             signature += f" {like.dtype} {tuple(like.shape)}" + ("" if root is None else f" root {root}")
@@ -542,19 +559,12 @@ class HoldfastGroup(ProcessGroup):
         rows[:] = list(out)
         self._members.comm.barrier()
 
-    def _asked_by_ddp(self) -> str:
-        """Return which part of DDP asks for this collective, "" if it is the script itself."""
+    def _asker(self) -> Asker:
+        """Return which part of torch or of the script asks for this collective."""
         frame = sys._getframe(1)
         while frame.f_globals.get("__name__") == __name__ and frame.f_back is not None:
             frame = frame.f_back
-        name = frame.f_globals.get("__name__", "")
-        if torch._C._current_graph_task_id() >= 0:
-            # torch's communication hooks call the same functions as a script does.
-            while name.startswith(_PYTHON_API) and frame.f_back is not None:
-                frame = frame.f_back
-                name = frame.f_globals.get("__name__", "")
-            return _BACKWARD_MODULE if name == _BACKWARD_MODULE or name.startswith(_DDP_MODULES) else ""
-        return name if name.startswith(_DDP_MODULES) or name == _DDP_START_MODULE else ""
+        return Asker(frame, torch._C._current_graph_task_id())
 
     def _check_alive(self, rank: int, what: str) -> None:
         members = self._members
@@ -626,100 +636,3 @@ def _wait_for(works: Sequence[Work]) -> Callable[[], None]:
             work.wait()  # over already: they were submitted before
 
     return check
-
-
-def _one(tensors: Sequence[Any], what: str) -> Any:
-    if len(tensors) != 1:
-        msg = f"{what} takes one tensor a rank, got {len(tensors)}"
-        raise ValueError(msg)
-    return tensors[0]
-
-
-def _check_device(tensor: torch.Tensor, what: str) -> None:
-    if tensor.device.type != "cpu":
-        msg = f"{what}: the holdfast backend moves tensors in the memory of the CPU, got one on {tensor.device}"
-        raise ConfigError(msg)
-    if tensor.layout != torch.strided:
-        msg = f"{what} needs a dense tensor, got one of layout {tensor.layout}"
-        raise ValueError(msg)
-
-
-def _type_of(op: Any) -> Any:
-    return getattr(op, "op", op)
-
-
-def _factor_of(op: Any) -> Any:
-    return op.__getstate__()[1]
-
-
-def _kind_of(op: Any, tensor: torch.Tensor) -> Any:
-    """Return the reduction, if it can be done with numbers of this type.
-
-    Raises:
-        ValueError: if it cannot.
-    """
-    _check_device(tensor, "a reduction")
-    kind = next((known for known in _ORDER_OF if _type_of(op) == known), None)
-    if kind is None:
-        msg = f"reduction {op} is not supported; there are {', '.join(_NAMES[k] for k in _ORDER_OF)}"
-        raise ValueError(msg)
-    name, dtype = _ORDER_OF[kind], tensor.dtype
-    is_inexact = dtype.is_floating_point or dtype.is_complex
-    if (name in ("and", "or", "xor") and is_inexact) or (name in ("min", "max") and dtype.is_complex):
-        msg = f"reduction {_NAMES[kind]} is not defined for {dtype}"
-        raise ValueError(msg)
-    if kind in (ReduceOp.AVG, ReduceOp.PREMUL_SUM) and not is_inexact:
-        msg = f"reduction {_NAMES[kind]} needs floating-point numbers, got {dtype}"
-        raise ValueError(msg)
-    _try_out(name, dtype, divides=kind is ReduceOp.AVG)
-    return kind
-
-
-@functools.cache
-def _try_out(order: str, dtype: torch.dtype, *, divides: bool) -> None:
-    """Make sure that torch can do this: found out later, by some ranks only, it would leave the others waiting.
-
-    Raises:
-        ValueError: if it cannot.
-    """
-    out = torch.ones(1, dtype=dtype)
-    try:
-        ORDERS[order]([(n, torch.ones(1, dtype=dtype)) for n in range(3)], out)
-        if divides:
-            out.div_(3)
-    except RuntimeError as error:
-        msg = f"this reduction is not supported for {dtype}: {error}"
-        raise ValueError(msg) from error
-
-
-def _plain(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the numbers in one row; a copy only where they do not lie so."""
-    return tensor.detach().reshape(-1).contiguous()
-
-
-def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    # A tensor of one element counts as contiguous whatever its stride is, and could then not be seen as bytes.
-    flat = tensor.detach().reshape(-1)
-    return flat.as_strided((flat.numel(),), (1,), flat.storage_offset()).contiguous().view(torch.uint8)
-
-
-def _give(tensor: torch.Tensor, flat: torch.Tensor) -> None:
-    """Overwrite ``tensor`` by the numbers, or bytes, of ``flat``."""
-    if not flat.numel():
-        return
-    data = flat if flat.dtype == tensor.dtype else flat.view(tensor.dtype)
-    tensor.detach().copy_(data.view(tensor.shape))
-
-
-def _split(whole: torch.Tensor, sizes: Sequence[int] | None, count: int, what: str) -> list[torch.Tensor]:
-    rows = whole.shape[0] if whole.dim() else 0
-    if not sizes:
-        if rows % count:
-            msg = f"{what} without sizes needs a first dimension that {count} ranks divide, got {rows}"
-            raise ValueError(msg)
-        sizes = [rows // count] * count
-    if len(sizes) != count or sum(sizes) != rows:
-        msg = f"{what} needs {count} sizes that add up to the first dimension, {rows}; got {list(sizes)}"
-        raise ValueError(msg)
-    return list(whole.split(list(sizes)))
-

@@ -20,10 +20,19 @@ class Pending(Work):
         what: For messages.
         timeout_s: How long :meth:`wait` waits at most.
         give_up: Told when that was too long.
+        deliver: Moves the result into the tensors of who waits; who reads the future takes it where it is.
     """
 
-    def __init__(self, result: Any, what: str, timeout_s: float, give_up: Callable[[Pending], None]) -> None:
+    def __init__(
+        self,
+        result: Any,
+        what: str,
+        timeout_s: float,
+        give_up: Callable[[Pending], None],
+        deliver: Callable[[], None] | None = None,
+    ) -> None:
         super().__init__()
+        self._deliver = deliver
         self._give_up = give_up
         self._result = result
         self._what = what
@@ -78,6 +87,8 @@ class Pending(Work):
             raise RuntimeError(msg)
         if self._error is not None:
             raise self._error
+        if self._deliver is not None:
+            self._deliver()
         return True
 
     def synchronize(self) -> None:
