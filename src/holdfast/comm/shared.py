@@ -46,7 +46,7 @@ MAX_INTEGERS = 7
 """Most integers of which a maximum is taken through the head."""
 
 _INTEGERS_AT = 8
-_MOST_KEPT = 64
+_MOST_KEPT = 512
 """Spans whose additions are kept from one sum to the next."""
 _NAP_S = 2e-5
 _LOOK_AFTER = 10
@@ -192,7 +192,7 @@ class SharedSum:
 
     def _addition(self, span: Span, slots: Slots, order: str) -> Addition:
         if len(self._additions) > _MOST_KEPT:  # collectives may be of any length
-            self._additions.clear()
+            del self._additions[next(iter(self._additions))]
         known = self._additions.get((span, order))
         if known is None or known[0] != slots:
             share = ALIGN // span.dtype.itemsize
