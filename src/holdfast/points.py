@@ -14,6 +14,7 @@ POINTS = (
     "checkpoint.begin",
     "checkpoint.tensors",
     "checkpoint.manifest",
+    "checkpoint.rename",
     "checkpoint.committed",
 )
 """Every point, in the order in which a run passes them; a test walks this tuple."""

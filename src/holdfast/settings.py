@@ -15,6 +15,7 @@ from typing import Any, Self
 from holdfast.errors import ConfigError
 
 FABRICS = ("ulfm", "virtual")
+CHECKPOINT_FORMATS = ("safetensors", "hdf5", "npz", "dcp")
 STRATEGIES = ("rollback", "forward", "restart")
 ORDERS = ("fold", "tree")
 SPLITS = ("slices", "even")
@@ -28,6 +29,7 @@ _CHOICES = {
     "split": SPLITS,
     "batch": BATCHES,
     "rescale": RESCALES,
+    "checkpoint_format": CHECKPOINT_FORMATS,
 }
 
 
@@ -62,9 +64,19 @@ class Settings:
     shared_bytes: int = -1
     """Most memory that a worker may share with the others of its host, for sums; 0: none, -1: what is free."""
     checkpoint_dir: str = ""
-    """Where checkpoints are; "" saves none."""
+    """Where checkpoints are, a directory or an URL such as ``s3://bucket/run``; "" saves none."""
     checkpoint_every: int = 0
     """Steps between checkpoints; 0 saves none but those that are asked for."""
+    checkpoint_auto: bool = False
+    """Take checkpoints as often as pays, from what they are found to cost and how often failures come (Daly 2006)."""
+    checkpoint_format: str = "safetensors"
+    """Of the files: safetensors, hdf5, npz or dcp."""
+    keep_last: int = 0
+    """How many of the newest checkpoints are kept, at least 2; 0 keeps all."""
+    keep_every: int = 0
+    """Checkpoints of steps that it divides are kept, too."""
+    mtbf_s: float = 86400.0
+    """Mean time between failures of the whole job that is believed in until failures are seen; for ``checkpoint_auto``."""
     resume: bool = False
     """Go on from the newest intact checkpoint in ``checkpoint_dir``, if there is one."""
     faults: str = ""
@@ -87,11 +99,21 @@ class Settings:
             ("seed", 0),
             ("bucket_bytes", 1),
             ("checkpoint_every", 0),
+            ("keep_every", 0),
             ("shared_bytes", -1),
         ):
             if getattr(self, name) < least:
                 msg = f"{name} must be at least {least}, got {getattr(self, name)}"
                 raise ConfigError(msg)
+        if self.keep_last < 0 or self.keep_last == 1:
+            msg = f"keep_last must be at least 2, or 0 to keep all, got {self.keep_last}: the newest may be damaged"
+            raise ConfigError(msg)
+        if not self.mtbf_s > 0:
+            msg = f"mtbf_s must be positive, got {self.mtbf_s}"
+            raise ConfigError(msg)
+        if self.checkpoint_every and self.checkpoint_auto:
+            msg = "checkpoints are taken every so many steps (checkpoint_every) or as often as pays (checkpoint_auto), not both"
+            raise ConfigError(msg)
 
     @classmethod
     def from_env(cls, env: Mapping[str, str] | None = None, **overrides: Any) -> Self:

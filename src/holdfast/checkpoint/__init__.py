@@ -1,44 +1,69 @@
-"""Checkpoints: a directory a step, with the tensors in one file and a manifest that is written last.
+"""Checkpoints: a directory a step, with the tensors in files and a manifest that is written last.
 
 ::
 
-    pending = write_tensors(root, step=20, state={"model": model.state_dict()}, info={})
-    pending.commit(generation=0)            # now it counts
+    checkpoints = Checkpoints("runs/a")                                   # or s3://bucket/runs/a
+    pending = checkpoints.write_tensors(20, {"model": model.state_dict()}, info={})
+    pending.commit(generation=0)                                          # now it counts
 
-    step = newest_intact(root)              # every byte was read and checked
-    model.load_state_dict(load(root, step).state["model"])
+    loaded = checkpoints.load_newest()                                    # every byte was read and checked
+    model.load_state_dict(loaded.state["model"])
 
 A process may be killed at any moment: what was complete stays complete, what was not is never loaded.
 Nothing is ever unpickled. The bytes are specified in ``docs/checkpoint-format.md``.
 
-Read ``save.py`` for what happens in which order, ``load.py`` for what is checked, ``format.py`` for what
-may be saved, ``manifest.py`` for what is written down, ``tensors.py`` for the file of the tensors and
-``storage.py`` for names and fsync. ``engine.py`` is the seam that a session talks to.
+Read ``save.py`` for what happens in which order, ``load.py`` for what is checked, ``format.py`` for what may be saved,
+``manifest.py`` for what is written down, ``formats/`` for the files of the tensors, ``storage.py`` for where they are,
+``writer.py`` for writing beside the training loop, ``retain.py`` and ``interval.py`` for which are kept and how often
+one is taken. ``engine.py`` is the seam that a session talks to.
 """
 
 from __future__ import annotations
 
-from holdfast.checkpoint.engine import Checkpoints, LocalCheckpoints, Pending
-from holdfast.checkpoint.format import flatten, unflatten
-from holdfast.checkpoint.load import Loaded, load, newest_intact, read_manifest, steps, verify
-from holdfast.checkpoint.manifest import Manifest, TensorEntry
-from holdfast.checkpoint.save import PendingCheckpoint, SavedCheckpoint, write_tensors
+from holdfast.checkpoint.engine import Checkpoints
+from holdfast.checkpoint.format import Shard, flatten, unflatten
+from holdfast.checkpoint.formats import FORMATS
+from holdfast.checkpoint.load import (
+    Damage,
+    Loaded,
+    find_damage,
+    load,
+    load_box,
+    load_newest,
+    newest_intact,
+    read_manifest,
+    steps,
+    verify,
+)
+from holdfast.checkpoint.manifest import Manifest, Piece, TensorEntry
+from holdfast.checkpoint.save import Content, PendingCheckpoint, SavedCheckpoint, take, write, write_tensors
+from holdfast.checkpoint.storage import Storage, open_storage
 
 __all__ = [
+    "FORMATS",
     "Checkpoints",
+    "Content",
+    "Damage",
     "Loaded",
-    "LocalCheckpoints",
     "Manifest",
-    "Pending",
     "PendingCheckpoint",
+    "Piece",
     "SavedCheckpoint",
+    "Shard",
+    "Storage",
     "TensorEntry",
+    "find_damage",
     "flatten",
     "load",
+    "load_box",
+    "load_newest",
     "newest_intact",
+    "open_storage",
     "read_manifest",
     "steps",
+    "take",
     "unflatten",
     "verify",
+    "write",
     "write_tensors",
 ]

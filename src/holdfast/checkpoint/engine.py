@@ -1,80 +1,72 @@
-"""What a training session needs from whatever keeps its checkpoints, and the one that keeps them in a local directory."""
+"""Checkpoints in one place: what a session, a command or a script talks to."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from holdfast.checkpoint.load import Loaded, load, newest_intact, steps
-from holdfast.checkpoint.save import SavedCheckpoint, write_tensors
+from holdfast.checkpoint import load, save
+from holdfast.checkpoint.load import Loaded
+from holdfast.checkpoint.save import Content, PendingCheckpoint
+from holdfast.checkpoint.storage import Storage, open_storage
 from holdfast.errors import CheckpointCorrupt
 
 
-class Pending(Protocol):
-    """Tensors that are safely stored and do not count yet."""
+class Checkpoints:
+    """All checkpoints of a run. The writers of one step at a time write; anybody may read at any moment.
 
-    @property
-    def step(self) -> int:
-        """Steps that the state has behind it."""
-        ...
-
-    def commit(self, generation: int) -> SavedCheckpoint:
-        """Make the checkpoint complete; call it when the step is stable, once."""
-        ...
-
-    def abandon(self) -> None:
-        """Remove what was stored; does nothing after :meth:`commit`."""
-        ...
-
-
-class Checkpoints(Protocol):
-    """Keeps checkpoints. One process at a time writes; anybody may read at any moment.
-
-    A checkpoint is complete when ``commit`` has begun to return, and at no moment is a step that was
-    complete incomplete. Nothing that is read is ever executed.
-    """
-
-    def write_tensors(self, step: int, state: Any, info: dict[str, Any]) -> Pending:
-        """Store a copy of ``state``; it may change as soon as this returns."""
-        ...
-
-    def newest_intact(self, on_damaged: Callable[[int, CheckpointCorrupt], None] | None = None) -> int | None:
-        """Return the newest step that is complete and undamaged."""
-        ...
-
-    def load(self, step: int) -> Loaded:
-        """Read a checkpoint and check every byte of it."""
-        ...
-
-    def steps(self) -> list[int]:
-        """Return the complete steps, in order."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class LocalCheckpoints:
-    """Checkpoints in a local directory; see :class:`Checkpoints` for what each method promises.
+    A checkpoint is complete when ``commit`` has begun to return, and at no moment is a step that was complete
+    incomplete. Nothing that is read is ever executed.
 
     Args:
-        root: The directory; made by the first save.
+        url: A directory, or an URL that fsspec understands.
+        format: Of what is written; what is read may have any.
+
+    Raises:
+        ConfigError: if the URL cannot be used.
     """
 
-    root: Path
+    def __init__(self, url: str | Path, format: str = "safetensors") -> None:
+        self._storage = open_storage(url)
+        self._format = format
 
-    def write_tensors(self, step: int, state: Any, info: dict[str, Any]) -> Pending:
+    @property
+    def storage(self) -> Storage:
+        """Where they are."""
+        return self._storage
+
+    @property
+    def url(self) -> str:
+        """Where they are, for messages."""
+        return self._storage.url
+
+    def write(self, step: int, content: Content, info: dict[str, Any], token: str = "") -> PendingCheckpoint:
+        """See :func:`holdfast.checkpoint.save.write`."""
+        return save.write(self._storage, step, content, info, format=self._format, token=token)
+
+    def write_tensors(self, step: int, state: Any, info: dict[str, Any]) -> PendingCheckpoint:
         """See :func:`holdfast.checkpoint.save.write_tensors`."""
-        return write_tensors(self.root, step, state, info)
+        return self.write(step, save.take(state), info)
 
     def newest_intact(self, on_damaged: Callable[[int, CheckpointCorrupt], None] | None = None) -> int | None:
         """See :func:`holdfast.checkpoint.load.newest_intact`."""
-        return newest_intact(self.root, on_damaged)
+        return load.newest_intact(self._storage, on_damaged)
 
-    def load(self, step: int) -> Loaded:
+    def load_newest(
+        self, on_damaged: Callable[[int, CheckpointCorrupt], None] | None = None, into: Any = None
+    ) -> Loaded | None:
+        """See :func:`holdfast.checkpoint.load.load_newest`."""
+        return load.load_newest(self._storage, on_damaged, into)
+
+    def load(self, step: int, into: Any = None) -> Loaded:
         """See :func:`holdfast.checkpoint.load.load`."""
-        return load(self.root, step)
+        return load.load(self._storage, step, into)
 
     def steps(self) -> list[int]:
         """See :func:`holdfast.checkpoint.load.steps`."""
-        return steps(self.root)
+        return load.steps(self._storage)
+
+    def remove(self, step: int) -> None:
+        """Remove a step: its manifest first, so that nobody ever finds half of it."""
+        save.remove(self._storage, step)

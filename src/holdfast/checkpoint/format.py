@@ -4,8 +4,8 @@ Only data goes in: dicts, lists, tuples, tensors, numbers, strings, None. So not
 unpickled, and every tensor has a path that a person can read: ``model/conv1.weight``,
 ``optimizer/state/0/exp_avg``. The skeleton says how the tensors hang together. Its grammar stands in
 ``docs/checkpoint-format.md``; in one line: scalars and lists are themselves, and everything else is an
-object with one key, ``{"tensor": path}``, ``{"tuple": [...]}``, ``{"dict": [[key, value], ...]}``,
-``{"float": bits}``.
+object with one key, ``{"tensor": path}``, ``{"tied": path}``, ``{"tuple": [...]}``,
+``{"dict": [[key, value], ...]}``, ``{"float": bits}``.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import math
 import struct
 from collections import Counter, OrderedDict
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
@@ -37,6 +38,7 @@ DTYPES: dict[str, torch.dtype] = {
         torch.float8_e4m3fnuz,
         torch.float8_e5m2,
         torch.float8_e5m2fnuz,
+        torch.complex128,
         torch.complex64,
         torch.int64,
         torch.int32,
@@ -58,13 +60,40 @@ _SCALARS = (str, int, float, bool, type(None))
 _RESERVED_PATHS = ("", "__metadata__")
 
 
-def flatten(state: Any) -> tuple[dict[str, torch.Tensor], Any]:
-    """Take a state apart.
-
-    Tensors are passed on as they are, not copied; a tensor that stands in two places has two paths.
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """The part of a tensor that one worker holds; it stands in the state where the whole tensor would.
 
     Args:
-        state: Nested dicts, lists, tuples, tensors, ints, floats, bools, strings and None.
+        tensor: The part.
+        start: Its first index in each dimension of the whole.
+        shape: Of the whole.
+    """
+
+    tensor: torch.Tensor
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
+
+
+Leaf = torch.Tensor | Shard
+"""What stands at the end of a path."""
+
+
+class _Taken:
+    """The tensors that were met so far, and where each piece of memory was met first."""
+
+    def __init__(self) -> None:
+        self.leaves: dict[str, Leaf] = {}
+        self.paths: dict[tuple[object, ...], str] = {}
+
+
+def flatten(state: Any) -> tuple[dict[str, Leaf], Any]:
+    """Take a state apart.
+
+    Tensors are passed on as they are, not copied; one that stands in several places (tied weights) has one path.
+
+    Args:
+        state: Nested dicts, lists, tuples, tensors, shards, ints, floats, bools, strings and None.
 
     Returns:
         The tensors by path, in the order in which they were met, and the skeleton: plain JSON.
@@ -72,9 +101,9 @@ def flatten(state: Any) -> tuple[dict[str, torch.Tensor], Any]:
     Raises:
         CheckpointError: if something else is in it; the message names the path.
     """
-    tensors: dict[str, torch.Tensor] = {}
-    skeleton = _encode(state, (), tensors)
-    return tensors, skeleton
+    taken = _Taken()
+    skeleton = _encode(state, (), taken)
+    return taken.leaves, skeleton
 
 
 def unflatten(tensors: Mapping[str, torch.Tensor], skeleton: Any) -> Any:
@@ -102,9 +131,9 @@ def tensor_bytes(tensor: torch.Tensor) -> memoryview:
 # State to skeleton
 
 
-def _encode(value: Any, where: tuple[Any, ...], tensors: dict[str, torch.Tensor]) -> Any:
-    if isinstance(value, torch.Tensor):
-        return {"tensor": _take_tensor(value, where, tensors)}
+def _encode(value: Any, where: tuple[Any, ...], tensors: _Taken) -> Any:
+    if isinstance(value, torch.Tensor | Shard):
+        return _take_leaf(value, where, tensors)
     if type(value) in _SCALARS:
         return _encode_scalar(value, where)
     if len(where) >= MAX_DEPTH:
@@ -134,18 +163,52 @@ def _check_key(key: Any, where: tuple[Any, ...]) -> Any:
     return _encode_scalar(key, where)
 
 
-def _take_tensor(tensor: torch.Tensor, where: tuple[Any, ...], tensors: dict[str, torch.Tensor]) -> str:
+def _take_leaf(leaf: Leaf, where: tuple[Any, ...], taken: _Taken) -> dict[str, str]:
+    tensor = leaf.tensor if isinstance(leaf, Shard) else leaf
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
-        _refuse(where, f"has type {_type_name(tensor)}", "save its plain local tensor")
+        _refuse(where, f"has type {_type_name(tensor)}", "save its plain local tensor, or a Shard")
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
         _refuse(where, f"is a tensor of layout {tensor.layout} on {tensor.device}", "only dense tensors have bytes")
     if _dtype_name(tensor) not in DTYPES:
         _refuse(where, f"is a tensor of {tensor.dtype}", f"tensors may be {', '.join(DTYPES)}")
+    if isinstance(leaf, Shard):
+        _check_shard(leaf, where)
+    memory = _memory(tensor)
+    if memory in taken.paths and not isinstance(leaf, Shard):
+        return {"tied": taken.paths[memory]}
     path = tensor_path(where)
-    if path in tensors or path in _RESERVED_PATHS:
-        path = next(p for n in range(2, len(tensors) + 3) if (p := f"{path}~{n}") not in tensors)
-    tensors[path] = tensor
-    return path
+    if path in taken.leaves or path in _RESERVED_PATHS:
+        path = next(p for n in range(2, len(taken.leaves) + 3) if (p := f"{path}~{n}") not in taken.leaves)
+    taken.leaves[path] = leaf
+    if tensor.numel() and not isinstance(leaf, Shard):
+        taken.paths[memory] = path
+    return {"tensor": path}
+
+
+def _memory(tensor: torch.Tensor) -> tuple[object, ...]:
+    """Return what two tensors have in common only if each is all of the other."""
+    return (
+        tensor.device,
+        tensor.data_ptr(),
+        tensor.dtype,
+        tuple(tensor.shape),
+        tensor.stride(),
+        tensor.is_conj(),
+        tensor.is_neg(),
+    )
+
+
+def _check_shard(shard: Shard, where: tuple[Any, ...]) -> None:
+    sizes = tuple(shard.tensor.shape)
+    fits = len(sizes) == len(shard.start) == len(shard.shape) and all(
+        first >= 0 and first + size <= whole for first, size, whole in zip(shard.start, sizes, shard.shape, strict=True)
+    )
+    if not fits:
+        _refuse(
+            where,
+            f"is a shard of shape {list(sizes)} at {list(shard.start)} of {list(shard.shape)}",
+            "it must lie inside the whole",
+        )
 
 
 def tensor_path(where: tuple[Any, ...]) -> str:
@@ -197,6 +260,8 @@ def _decode(node: Any, where: tuple[Any, ...], tensors: Mapping[str, torch.Tenso
     ((kind, body),) = node.items()
     if kind == "tensor":
         return _use_tensor(body, where, tensors, used)
+    if kind == "tied":
+        return _use_again(body, where, tensors, used)
     if kind == "float":
         return _decode_float(body, where)
     if type(body) is list and kind == "tuple":
@@ -226,6 +291,12 @@ def _use_tensor(path: Any, where: tuple[Any, ...], tensors: Mapping[str, torch.T
     if type(path) is not str or path not in tensors or path in used:
         _damaged(where, f"names the tensor {path!r}, which the manifest does not list or uses twice")
     used.add(path)
+    return tensors[path]
+
+
+def _use_again(path: Any, where: tuple[Any, ...], tensors: Mapping[str, torch.Tensor], used: set[str]) -> torch.Tensor:
+    if type(path) is not str or path not in used:
+        _damaged(where, f"is tied to the tensor {path!r}, which does not stand before it")
     return tensors[path]
 
 

@@ -1,22 +1,29 @@
-"""Reading checkpoints: every byte is checked, and what is damaged is named."""
+"""Reading checkpoints: every byte is checked, and what is damaged is named.
+
+Values are read where the manifest says they are, several blocks at a time, straight into the tensors they belong to, and
+the digest is taken of that memory: nothing that happens to a file later can change a tensor.
+"""
 
 from __future__ import annotations
 
-import os
-from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from holdfast.checkpoint import storage
-from holdfast.checkpoint.format import unflatten
-from holdfast.checkpoint.manifest import MANIFEST_NAME, Manifest, parse
-from holdfast.checkpoint.tensors import FORMATS
+from holdfast.checkpoint.blocks import BLOCK_BYTES, block_ranges, digest, run
+from holdfast.checkpoint.format import DTYPES, flatten, tensor_bytes, unflatten
+from holdfast.checkpoint.formats import FORMATS
+from holdfast.checkpoint.manifest import MANIFEST_NAME, Manifest, Piece, TensorEntry, parse
+from holdfast.checkpoint.save import gaps
+from holdfast.checkpoint.storage import Reader, Storage, Where, as_storage, step_folder, step_of
 from holdfast.errors import CheckpointCorrupt, CheckpointError, CheckpointMissing
+
+_scratch = threading.local()
+"""Memory of each thread for blocks that are only checked."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,27 +43,53 @@ class Loaded:
     generation: int
 
 
-def steps(root: Path) -> list[int]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Damage:
+    """Bytes that are not what was saved.
+
+    Args:
+        tensor: Whose values they are, "" if they are none.
+        file: In which file.
+        start: First of them.
+        end: First one behind them.
+        what: In words.
+    """
+
+    tensor: str
+    file: str
+    start: int
+    end: int
+    what: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """A block of values, and where it goes."""
+
+    path: str
+    piece: Piece
+    start: int
+    end: int
+    into: memoryview | None
+    wanted: str
+
+
+def steps(storage: Where) -> list[int]:
     """Return the steps that have a complete checkpoint, in order. Whether they are intact, it does not look.
 
     Raises:
-        CheckpointError: if ``root`` is there and cannot be listed.
+        CheckpointError: if the storage is there and cannot be listed.
     """
-    try:
-        named = (step for entry in root.iterdir() if (step := storage.step_of(entry.name)) is not None)
-        return sorted(step for step in named if (storage.step_dir(root, step) / MANIFEST_NAME).exists())
-    except FileNotFoundError:
-        return []
-    except OSError as error:
-        msg = f"cannot list the checkpoints in {root}: {error.strerror}; give a directory that this user may read"
-        raise CheckpointError(msg) from error
+    storage = as_storage(storage)
+    found = (step for name in storage.names("") if (step := step_of(name)) is not None)
+    return sorted(step for step in found if MANIFEST_NAME in storage.names(step_folder(step)))
 
 
-def newest_intact(root: Path, on_damaged: Callable[[int, CheckpointCorrupt], None] | None = None) -> int | None:
+def newest_intact(storage: Where, on_damaged: Callable[[int, CheckpointCorrupt], None] | None = None) -> int | None:
     """Return the newest step whose checkpoint is complete and undamaged; reads every byte of it.
 
     Args:
-        root: The directory of all checkpoints.
+        storage: Where checkpoints are.
         on_damaged: Is told of each damaged checkpoint that is passed over, newest first.
 
     Returns:
@@ -65,79 +98,162 @@ def newest_intact(root: Path, on_damaged: Callable[[int, CheckpointCorrupt], Non
     Raises:
         CheckpointError: if a checkpoint may not be read by this user: that is no damage.
     """
-    for step in reversed(steps(root)):
+    step: int | None = _newest(storage, on_damaged, lambda step: verify(storage, step).step)
+    return step
+
+
+def load_newest(
+    storage: Where,
+    on_damaged: Callable[[int, CheckpointCorrupt], None] | None = None,
+    into: Any = None,
+) -> Loaded | None:
+    """Load the newest checkpoint that is complete and undamaged, reading each byte once; see :func:`load`."""
+    loaded: Loaded | None = _newest(storage, on_damaged, lambda step: load(storage, step, into))
+    return loaded
+
+
+def _newest(
+    storage: Where, on_damaged: Callable[[int, CheckpointCorrupt], None] | None, read: Callable[[int], Any]
+) -> Any:
+    storage = as_storage(storage)
+    for step in reversed(steps(storage)):
         try:
-            verify(root, step)
+            return read(step)
         except CheckpointCorrupt as error:
             if on_damaged is not None:
                 on_damaged(step, error)
         except CheckpointMissing:
             continue  # somebody removed it since it was listed
-        else:
-            return step
     return None
 
 
-def verify(root: Path, step: int) -> Manifest:
-    """Read every byte of a checkpoint, holding one tensor at a time; return its manifest.
+def verify(storage: Where, step: int) -> Manifest:
+    """Read every byte of a checkpoint, holding a few blocks at a time; return its manifest.
 
     Raises:
         CheckpointCorrupt: if it is not what was saved; the message names the tensor and its byte range.
         CheckpointMissing: if there is no complete checkpoint of this step.
     """
-    manifest, _ = _read(root, step, keep=False)
-    return manifest
+    storage = as_storage(storage)
+    return _read(storage, step, lambda _: {})[0]
 
 
-def load(root: Path, step: int) -> Loaded:
+def find_damage(storage: Where, step: int) -> tuple[Manifest, list[Damage]]:
+    """Read every byte of a checkpoint; return its manifest, and everything in its files that is not as it was saved.
+
+    Raises:
+        CheckpointCorrupt: if its manifest is damaged, or a file is gone.
+        CheckpointMissing: if there is no complete checkpoint of this step.
+    """
+    storage = as_storage(storage)
+    manifest = read_manifest(storage, step)
+    return manifest, _read_files(storage, manifest, lambda _: {})[1]
+
+
+def load(storage: Where, step: int, into: Any = None) -> Loaded:
     """Read a checkpoint.
 
+    Args:
+        storage: Where checkpoints are.
+        step: Which one.
+        into: A state whose tensors are overwritten where they have the path, dtype and shape of a saved one, which saves
+            memory and a copy. If loading fails they hold anything: load another checkpoint before they are used.
+
     Raises:
         CheckpointCorrupt: if it is not what was saved; the message names the tensor and its byte range.
         CheckpointMissing: if there is no complete checkpoint of this step.
     """
-    manifest, tensors = _read(root, step, keep=True)
+    storage = as_storage(storage)
+    given = {} if into is None else flatten(into)[0]
+
+    def place(manifest: Manifest) -> dict[str, torch.Tensor]:
+        return {path: _room(path, entry, given.get(path)) for path, entry in manifest.tensors.items()}
+
+    manifest, tensors = _read(storage, step, place)
     state = unflatten(tensors, manifest.skeleton)
     return Loaded(step=step, state=state, info=manifest.info, generation=manifest.generation)
 
 
-def read_manifest(root: Path, step: int) -> Manifest:
+def load_box(storage: Where, step: int, path: str, start: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
+    """Read a part of one tensor, from whichever pieces it was saved in; checks the blocks that it reads.
+
+    Args:
+        storage: Where checkpoints are.
+        step: Which one.
+        path: Of the tensor.
+        start: First index in each dimension.
+        shape: Of the part.
+
+    Raises:
+        CheckpointCorrupt: if the part is damaged.
+        CheckpointError: if there is no such tensor, or the part lies outside it.
+        CheckpointMissing: if there is no complete checkpoint of this step.
+    """
+    storage = as_storage(storage)
+    manifest = read_manifest(storage, step)
+    entry = manifest.tensors.get(path)
+    if entry is None:
+        msg = f"there is no tensor {path!r} in the checkpoint of step {step}; there are {', '.join(manifest.tensors):.500}"
+        raise CheckpointError(msg)
+    if len(start) != len(entry.shape) or any(
+        a < 0 or a + n > size for a, n, size in zip(start, shape, entry.shape, strict=True)
+    ):
+        msg = f"the part of shape {list(shape)} from {list(start)} lies outside {path!r}, which has shape {list(entry.shape)}"
+        raise CheckpointError(msg)
+    result = torch.empty(shape, dtype=DTYPES[entry.dtype])
+    needed = [piece for piece in entry.pieces if _common(piece, start, shape) is not None]
+    parts = {piece: torch.empty(piece.shape, dtype=result.dtype) for piece in needed}
+    with ExitStack() as stack:
+        files = {name: stack.enter_context(_open(storage, manifest, name)) for name in {p.file for p in needed}}
+        blocks = [block for piece, part in parts.items() for block in _blocks_of(path, piece, tensor_bytes(part))]
+        damage = [d for d in run(lambda block: _check_block(files, manifest, block), blocks, result.nbytes) if d]
+    if damage:
+        raise CheckpointCorrupt(_damaged(storage, step, damage[0].what))
+    for piece, part in parts.items():
+        common = _common(piece, start, shape)
+        assert common is not None
+        source = tuple(slice(a - p, b - p) for (a, b), p in zip(common, piece.start, strict=True))
+        target = tuple(slice(a - s, b - s) for (a, b), s in zip(common, start, strict=True))
+        result[target] = part[source]
+    return result
+
+
+def read_manifest(storage: Where, step: int) -> Manifest:
     """Return what a checkpoint holds, without looking at its tensors.
 
     Raises:
         CheckpointCorrupt: if the manifest is not what was written.
         CheckpointMissing: if there is none.
     """
-    with _placed(root, step):
-        return _parse(step, _manifest_bytes(root, step))
+    storage = as_storage(storage)
+    try:
+        return _parse(step, _manifest_bytes(storage, step))
+    except CheckpointCorrupt as error:
+        raise CheckpointCorrupt(_damaged(storage, step, str(error))) from error
 
 
-def _read(root: Path, step: int, *, keep: bool) -> tuple[Manifest, dict[str, torch.Tensor]]:
-    with _placed(root, step):
-        data = _manifest_bytes(root, step)
-        while True:
-            try:
-                return _read_all(root, step, data, keep=keep)
-            except CheckpointCorrupt:
-                again = _manifest_bytes(root, step)
-                if again == data:
-                    raise
-                # Saved anew while we read: the old tensors are gone, and nothing is damaged.
-                data = again
+# ---------------------------------------------------------------------------------------------
+# Manifests
 
 
-def _read_all(root: Path, step: int, data: bytes, *, keep: bool) -> tuple[Manifest, dict[str, torch.Tensor]]:
-    manifest = _parse(step, data)
-    with storage.opened(storage.step_dir(root, step) / manifest.file) as file:
-        size = os.fstat(file.fileno()).st_size
-        if size != manifest.file_bytes:
-            msg = f"{manifest.file} has {size} bytes, the manifest says {manifest.file_bytes}"
-            raise CheckpointCorrupt(msg)
-        read = FORMATS[manifest.format].read(file, manifest)
-        if keep:
-            return manifest, dict(read)
-        deque(read, maxlen=0)
-    return manifest, {}
+def _read(
+    storage: Storage, step: int, place: Callable[[Manifest], dict[str, torch.Tensor]]
+) -> tuple[Manifest, dict[str, torch.Tensor]]:
+    data = _manifest_bytes(storage, step)
+    while True:
+        try:
+            manifest = _parse(step, data)
+            tensors, damage = _read_files(storage, manifest, place)
+            if not damage:
+                return manifest, tensors
+            why = damage[0].what + (f"; {len(damage)} places are damaged in all" if len(damage) > 1 else "")
+        except CheckpointCorrupt as error:
+            why = str(error)
+        again = _manifest_bytes(storage, step)
+        if again == data:
+            raise CheckpointCorrupt(_damaged(storage, step, why))
+        # Saved anew while we read: the old tensors are gone, and nothing is damaged.
+        data = again
 
 
 def _parse(step: int, data: bytes) -> Manifest:
@@ -146,32 +262,134 @@ def _parse(step: int, data: bytes) -> Manifest:
         msg = f"manifest, step: says {manifest.step}, but its directory is that of step {step}"
         raise CheckpointCorrupt(msg)
     if manifest.format not in FORMATS:
-        msg = f"manifest, format: must be one of {', '.join(FORMATS)}, is {manifest.format!r}"
+        msg = f"manifest, format: must be one of {', '.join(FORMATS)}, is {manifest.format!r:.80}"
         raise CheckpointCorrupt(msg)
     # Tried with one stand-in for all tensors, so that what verifies can also be put together.
     unflatten(dict.fromkeys(manifest.tensors, torch.empty(0)), manifest.skeleton)
     return manifest
 
 
-def _manifest_bytes(root: Path, step: int) -> bytes:
-    path = storage.step_dir(root, step) / MANIFEST_NAME
-    if not os.path.lexists(path):
+def _manifest_bytes(storage: Storage, step: int) -> bytes:
+    data = storage.read(f"{step_folder(step)}/{MANIFEST_NAME}")
+    if data is None:
         msg = (
-            f"there is no complete checkpoint of step {step} in {root}, there are {steps(root) or 'none'}; "
+            f"there is no complete checkpoint of step {step} in {storage.url}, there are {steps(storage) or 'none'}; "
             "ask for one of these"
         )
         raise CheckpointMissing(msg)
-    with storage.opened(path) as file:
-        return file.read()
+    return data
 
 
-@contextmanager
-def _placed(root: Path, step: int) -> Iterator[None]:
+def _damaged(storage: Storage, step: int, why: str) -> str:
+    return (
+        f"the checkpoint of step {step} in {storage.url} is damaged: {why}. "
+        "Load an older step, and remove this one when you have looked at it"
+    )
+
+
+# ---------------------------------------------------------------------------------------------
+# Values
+
+
+def _room(path: str, entry: TensorEntry, given: Any) -> torch.Tensor:
+    """Return the memory that a tensor is read into."""
+    dtype = DTYPES[entry.dtype]
+    if isinstance(given, torch.Tensor) and given.dtype == dtype and tuple(given.shape) == entry.shape:
+        plain = given.detach()
+        if plain.device.type == "cpu" and plain.is_contiguous() and not plain.is_conj() and not plain.is_neg():
+            return plain
     try:
-        yield
-    except CheckpointCorrupt as error:
-        msg = (
-            f"the checkpoint of step {step} in {root} is damaged: {error}. "
-            "Load an older step, and remove this one when you have looked at it"
-        )
-        raise CheckpointCorrupt(msg) from error
+        return torch.empty(entry.shape, dtype=dtype)
+    except RuntimeError as error:
+        msg = f"tensor {path!r} of shape {list(entry.shape)} does not fit into memory: {error}"
+        raise CheckpointError(msg) from error
+
+
+def _read_files(
+    storage: Storage, manifest: Manifest, place: Callable[[Manifest], dict[str, torch.Tensor]]
+) -> tuple[dict[str, torch.Tensor], list[Damage]]:
+    """Read all files, values into the memory that ``place`` gives; return it, and what is damaged."""
+    with ExitStack() as stack:
+        files = {name: stack.enter_context(_open(storage, manifest, name)) for name in manifest.files}
+        # Sizes first: nobody sets memory aside for values that are not there.
+        damage = [d for name in manifest.files if (d := _check_size(files[name], manifest, name)) is not None]
+        tensors = {} if damage else place(manifest)
+        blocks: list[_Block] = []
+        moves: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for path, entry in manifest.tensors.items():
+            for piece in entry.pieces:
+                target = _part_of(tensors[path], piece) if path in tensors else None
+                into = target
+                if target is not None and not target.is_contiguous():
+                    into = torch.empty(piece.shape, dtype=target.dtype)
+                    moves.append((target, into))
+                blocks += _blocks_of(path, piece, None if into is None else tensor_bytes(into))
+        found = run(lambda block: _check_block(files, manifest, block), blocks, manifest.size_bytes)
+        damage += [d for d in found if d is not None]
+        damage += [d for name in manifest.files if (d := _check_rest(files[name], manifest, name)) is not None]
+        for target, source in moves:
+            target.copy_(source)
+        return tensors, damage
+
+
+def _part_of(tensor: torch.Tensor, piece: Piece) -> torch.Tensor:
+    return tensor[tuple(slice(a, a + n) for a, n in zip(piece.start, piece.shape, strict=True))]
+
+
+def _open(storage: Storage, manifest: Manifest, name: str) -> Any:
+    return storage.reader(f"{step_folder(manifest.step)}/{manifest.folder}/{name}")
+
+
+def _blocks_of(path: str, piece: Piece, into: memoryview | None) -> list[_Block]:
+    return [
+        _Block(path, piece, start, end, None if into is None else into[start:end], wanted)
+        for (start, end), wanted in zip(block_ranges(piece.size_bytes), piece.blocks, strict=True)
+    ]
+
+
+def _check_block(files: Mapping[str, Reader], manifest: Manifest, block: _Block) -> Damage | None:
+    into = _scratch_memory()[: block.end - block.start] if block.into is None else block.into
+    first, last = block.piece.offset + block.start, block.piece.offset + block.end
+    got = files[block.piece.file].read_into(first, into) if last > first else 0
+    if got == last - first and digest(into) == block.wanted:
+        return None
+    entry = manifest.tensors[block.path]
+    why = "they are not what was saved" if got == last - first else f"the file ends after {got} of them"
+    what = f"tensor {block.path!r} ({entry.dtype}, shape {list(entry.shape)}), bytes {first} to {last} of {block.piece.file}: {why}"
+    return Damage(tensor=block.path, file=block.piece.file, start=first, end=last, what=what)
+
+
+def _scratch_memory() -> memoryview:
+    if not hasattr(_scratch, "memory"):
+        _scratch.memory = memoryview(bytearray(BLOCK_BYTES))
+    memory: memoryview = _scratch.memory
+    return memory
+
+
+def _check_size(file: Reader, manifest: Manifest, name: str) -> Damage | None:
+    wanted = manifest.files[name].size_bytes
+    if file.size_bytes == wanted:
+        return None
+    what = f"{name} has {file.size_bytes} bytes, the manifest says {wanted}"
+    return Damage(tensor="", file=name, start=0, end=wanted, what=what)
+
+
+def _check_rest(file: Reader, manifest: Manifest, name: str) -> Damage | None:
+    entry = manifest.files[name]
+    pieces = [piece for tensor in manifest.tensors.values() for piece in tensor.pieces if piece.file == name]
+    rest = gaps(entry.size_bytes, pieces)
+    data = bytearray(sum(end - start for start, end in rest))
+    done = 0
+    for start, end in rest:
+        done += file.read_into(start, memoryview(data)[done : done + end - start])
+    if digest(data) == entry.rest_xxh3:
+        return None
+    start, end = (rest[0][0], rest[-1][1]) if rest else (0, 0)
+    what = f"the bytes of {name} that hold no values (headers, tables of contents), between {start} and {end}, are not what was saved"
+    return Damage(tensor="", file=name, start=start, end=end, what=what)
+
+
+def _common(piece: Piece, start: tuple[int, ...], shape: tuple[int, ...]) -> list[tuple[int, int]] | None:
+    """Return, for each dimension, the indices that a piece and a box have in common; None if there are none."""
+    both = [(max(a, b), min(a + n, b + m)) for a, n, b, m in zip(piece.start, piece.shape, start, shape, strict=True)]
+    return both if all(low < high for low, high in both) else None

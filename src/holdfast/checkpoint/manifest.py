@@ -10,6 +10,7 @@ import json
 import math
 import platform
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from typing import Any, NoReturn
@@ -17,16 +18,39 @@ from typing import Any, NoReturn
 import torch
 import xxhash
 
+from holdfast.checkpoint.blocks import num_blocks
 from holdfast.checkpoint.format import DTYPES
 from holdfast.errors import CheckpointCorrupt, CheckpointError
 
 MANIFEST_NAME = "manifest.json"
-SCHEMA = 1
+SCHEMA = 2
 
 _SEAL = re.compile(rb'"xxh3": "([0-9a-f]{16})"\n}\n\Z')
 _DIGEST = re.compile(r"[0-9a-f]{16}")
-_FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+_FOLDER = re.compile(r"data-[0-9a-z][0-9a-z-]{0,63}")
+_FILE_NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
 _MAX_ELEMENTS = 2**62
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """A box of a tensor, and where its values are: row-major, without padding.
+
+    Args:
+        file: In which file.
+        offset: Its first byte there.
+        start: First index in each dimension of the tensor.
+        shape: Sizes of the box.
+        size_bytes: Of its values; ``bytes`` in the file.
+        blocks: XXH3-64 of every :data:`~holdfast.checkpoint.blocks.BLOCK_BYTES` of its values, 16 hexadecimal digits each.
+    """
+
+    file: str
+    offset: int
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
+    size_bytes: int
+    blocks: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,14 +60,36 @@ class TensorEntry:
     Args:
         dtype: One of :data:`~holdfast.checkpoint.format.DTYPES`.
         shape: Sizes; empty for a scalar.
-        size_bytes: Of its values; ``bytes`` in the file.
-        xxh3: XXH3-64 of its values, little-endian, 16 hexadecimal digits.
+        pieces: Boxes that fill it, each index in one of them.
     """
 
     dtype: str
     shape: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        """Of all its values."""
+        return sum(piece.size_bytes for piece in self.pieces)
+
+    @property
+    def xxh3(self) -> str:
+        """A digest of the whole: that of its block if there is one, else that of their digits behind one another."""
+        blocks = [block for piece in self.pieces for block in piece.blocks]
+        return blocks[0] if len(blocks) == 1 else xxhash.xxh3_64_hexdigest("".join(blocks).encode())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileEntry:
+    """What the manifest says of one file.
+
+    Args:
+        size_bytes: Its size; ``bytes`` in the file.
+        rest_xxh3: XXH3-64 of all its bytes that are no values, in their order: headers, padding, tables of contents.
+    """
+
     size_bytes: int
-    xxh3: str
+    rest_xxh3: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,11 +99,9 @@ class Manifest:
     Args:
         step: Steps that the state has behind it.
         generation: How many communicators there had been when the step was known to be stable.
-        format: Of the tensor file: ``"safetensors"``.
-        file: Name of the tensor file, beside the manifest.
-        file_bytes: Its size.
-        header_bytes: Bytes of it that come before the tensors.
-        header_xxh3: XXH3-64 of these.
+        format: Of the files, one of :data:`~holdfast.checkpoint.formats.FORMATS`.
+        folder: Where the files are, beside the manifest.
+        files: By name.
         tensors: By path.
         skeleton: How they hang together, see :func:`~holdfast.checkpoint.format.unflatten`.
         info: What the caller wrote down; plain JSON.
@@ -67,14 +111,17 @@ class Manifest:
     step: int
     generation: int
     format: str
-    file: str
-    file_bytes: int
-    header_bytes: int
-    header_xxh3: str
+    folder: str
+    files: dict[str, FileEntry]
     tensors: dict[str, TensorEntry]
     skeleton: Any
     info: dict[str, Any]
     versions: dict[str, str]
+
+    @property
+    def size_bytes(self) -> int:
+        """Of all files."""
+        return sum(file.size_bytes for file in self.files.values())
 
 
 def dump(manifest: Manifest) -> bytes:
@@ -84,14 +131,18 @@ def dump(manifest: Manifest) -> bytes:
         "step": manifest.step,
         "generation": manifest.generation,
         "format": manifest.format,
-        "file": manifest.file,
-        "file_bytes": manifest.file_bytes,
-        "header_bytes": manifest.header_bytes,
-        "header_xxh3": manifest.header_xxh3,
+        "folder": manifest.folder,
+        "files": {
+            name: {"bytes": file.size_bytes, "rest_xxh3": file.rest_xxh3} for name, file in manifest.files.items()
+        },
         "versions": manifest.versions,
         "info": manifest.info,
         "tensors": {
-            path: {"dtype": entry.dtype, "shape": list(entry.shape), "bytes": entry.size_bytes, "xxh3": entry.xxh3}
+            path: {
+                "dtype": entry.dtype,
+                "shape": list(entry.shape),
+                "pieces": [_plain(piece) for piece in entry.pieces],
+            }
             for path, entry in manifest.tensors.items()
         },
         "skeleton": manifest.skeleton,
@@ -101,8 +152,23 @@ def dump(manifest: Manifest) -> bytes:
     return body + f'"xxh3": "{xxhash.xxh3_64_hexdigest(body)}"\n}}\n'.encode()
 
 
-def parse(data: bytes) -> Manifest:
+def _plain(piece: Piece) -> dict[str, Any]:
+    return {
+        "file": piece.file,
+        "offset": piece.offset,
+        "start": list(piece.start),
+        "shape": list(piece.shape),
+        "bytes": piece.size_bytes,
+        "blocks": list(piece.blocks),
+    }
+
+
+def parse(data: bytes, *, is_part: bool = False) -> Manifest:
     """Read the bytes of ``manifest.json``.
+
+    Args:
+        data: The bytes.
+        is_part: It describes what one of several writers wrote: tensors may be incomplete.
 
     Raises:
         CheckpointCorrupt: if anything in it is not as :func:`dump` writes it.
@@ -115,8 +181,8 @@ def parse(data: bytes) -> Manifest:
         _damaged("xxh3", f"its bytes have the digest {found}, it says {seal[1].decode()}")
     fields = _read_json(data)
     if type(fields.get("schema")) is not int or fields["schema"] != SCHEMA:
-        _damaged("schema", f"must be {SCHEMA}, is {fields.get('schema')!r}; a newer version of holdfast may read it")
-    return _check(fields)
+        _damaged("schema", f"must be {SCHEMA}, is {fields.get('schema')!r}; another version of holdfast may read it")
+    return _check(fields, is_part=is_part)
 
 
 def check_info(info: Any) -> None:
@@ -204,50 +270,117 @@ _KINDS: dict[str, type] = {
     "step": int,
     "generation": int,
     "format": str,
-    "file": str,
-    "file_bytes": int,
-    "header_bytes": int,
-    "header_xxh3": str,
+    "folder": str,
+    "files": dict,
     "versions": dict,
     "info": dict,
     "tensors": dict,
     "xxh3": str,
 }
+_FILE_KINDS: dict[str, type] = {"bytes": int, "rest_xxh3": str}
+_TENSOR_KINDS: dict[str, type] = {"dtype": str, "shape": list, "pieces": list}
+_PIECE_KINDS: dict[str, type] = {"file": str, "offset": int, "start": list, "shape": list, "bytes": int, "blocks": list}
 
 
-def _check(fields: dict[str, Any]) -> Manifest:
-    if fields.keys() != _KINDS.keys() | {"skeleton"}:
-        odd = fields.keys() ^ (_KINDS.keys() | {"skeleton"})
-        _damaged("keys", f"{', '.join(sorted(odd))} must not be there, or is missing")
-    _check_kinds("", fields, _KINDS)
-    if not _FILE_NAME.fullmatch(fields["file"]) or fields["file"] == MANIFEST_NAME:
-        _damaged("file", f"must be the plain name of a file beside the manifest, is {fields['file']!r}")
-    if not _DIGEST.fullmatch(fields["header_xxh3"]):
-        _damaged("header_xxh3", f"must be 16 hexadecimal digits, is {fields['header_xxh3']!r}")
+def _check(fields: dict[str, Any], *, is_part: bool) -> Manifest:
+    _check_members("", fields, _KINDS | {"skeleton": object})
+    if not _FOLDER.fullmatch(fields["folder"]):
+        _damaged("folder", f"must be the plain name of a folder beside the manifest, is {fields['folder']!r:.80}")
     if not all(type(version) is str for version in fields["versions"].values()):
         _damaged("versions", "must be strings")
-    tensors = {path: _check_entry(path, entry) for path, entry in fields["tensors"].items()}
-    total = fields["header_bytes"] + sum(entry.size_bytes for entry in tensors.values())
-    if total != fields["file_bytes"]:
-        _damaged("file_bytes", f"is {fields['file_bytes']}, but header and tensors are {total} bytes together")
-    rest = {name: value for name, value in fields.items() if name not in ("schema", "xxh3", "tensors")}
-    return Manifest(**rest, tensors=tensors)
+    files = {name: _check_file(name, file) for name, file in fields["files"].items()}
+    tensors = {path: _check_entry(path, entry, files, is_part=is_part) for path, entry in fields["tensors"].items()}
+    _check_places(files, tensors)
+    rest = {name: value for name, value in fields.items() if name not in ("schema", "xxh3", "files", "tensors")}
+    return Manifest(**rest, files=files, tensors=tensors)
 
 
-def _check_entry(path: str, entry: Any) -> TensorEntry:
-    where = f"tensors/{path}"
-    kinds = {"dtype": str, "shape": list, "bytes": int, "xxh3": str}
-    if type(entry) is not dict or entry.keys() != kinds.keys():
-        _damaged(where, f"must have dtype, shape, bytes and xxh3, is {entry!r:.80}")
-    _check_kinds(f"{where}/", entry, kinds)
+def _check_file(name: str, fields: Any) -> FileEntry:
+    where = f"files/{name:.80}"
+    if not _FILE_NAME.fullmatch(name) or name in (".", ".."):
+        _damaged(where, "must be the plain name of a file")
+    _check_members(f"{where}/", fields, _FILE_KINDS)
+    _check_digest(f"{where}/rest_xxh3", fields["rest_xxh3"])
+    return FileEntry(size_bytes=fields["bytes"], rest_xxh3=fields["rest_xxh3"])
+
+
+def _check_entry(path: str, entry: Any, files: dict[str, FileEntry], *, is_part: bool) -> TensorEntry:
+    where = f"tensors/{path:.200}"
+    _check_members(f"{where}/", entry, _TENSOR_KINDS)
     if entry["dtype"] not in DTYPES:
-        _damaged(f"{where}/dtype", f"must be one of {', '.join(DTYPES)}, is {entry['dtype']!r}")
-    if not _DIGEST.fullmatch(entry["xxh3"]):
-        _damaged(f"{where}/xxh3", f"must be 16 hexadecimal digits, is {entry['xxh3']!r}")
-    wanted = _num_elements(f"{where}/shape", entry["shape"]) * DTYPES[entry["dtype"]].itemsize
-    if entry["bytes"] != wanted:
-        _damaged(f"{where}/bytes", f"is {entry['bytes']}, but its shape and dtype need {wanted}")
-    return TensorEntry(dtype=entry["dtype"], shape=tuple(entry["shape"]), size_bytes=entry["bytes"], xxh3=entry["xxh3"])
+        _damaged(f"{where}/dtype", f"must be one of {', '.join(DTYPES)}, is {entry['dtype']!r:.80}")
+    elements = _num_elements(f"{where}/shape", entry["shape"])
+    itemsize = DTYPES[entry["dtype"]].itemsize
+    pieces = [_check_piece(f"{where}/pieces/{i}", p, entry["shape"], itemsize) for i, p in enumerate(entry["pieces"])]
+    for piece in pieces:
+        if piece.file not in files:
+            _damaged(f"{where}/pieces", f"name the file {piece.file!r:.80}, which is not in the list of files")
+    if not is_part:
+        check_filled(where, elements, pieces)
+    return TensorEntry(dtype=entry["dtype"], shape=tuple(entry["shape"]), pieces=tuple(pieces))
+
+
+def _check_piece(where: str, fields: Any, whole: list[int], itemsize: int) -> Piece:
+    _check_members(f"{where}/", fields, _PIECE_KINDS)
+    elements = _num_elements(f"{where}/shape", fields["shape"])
+    start, shape = fields["start"], fields["shape"]
+    if len(start) != len(whole) or not all(type(first) is int and first >= 0 for first in start):
+        _damaged(f"{where}/start", f"must be {len(whole)} whole numbers of at least 0, is {start!r:.80}")
+    if len(shape) != len(whole) or any(a + n > size for a, n, size in zip(start, shape, whole, strict=True)):
+        _damaged(f"{where}/shape", f"must lie inside {whole!r:.80}, is {shape!r:.80} from {start!r:.80}")
+    if fields["bytes"] != elements * itemsize:
+        _damaged(f"{where}/bytes", f"is {fields['bytes']}, but its shape and dtype need {elements * itemsize}")
+    if len(fields["blocks"]) != num_blocks(fields["bytes"]):
+        _damaged(f"{where}/blocks", f"must be {num_blocks(fields['bytes'])} digests, are {len(fields['blocks'])}")
+    for digest in fields["blocks"]:
+        _check_digest(f"{where}/blocks", digest)
+    return Piece(
+        file=fields["file"],
+        offset=fields["offset"],
+        start=tuple(start),
+        shape=tuple(shape),
+        size_bytes=fields["bytes"],
+        blocks=tuple(fields["blocks"]),
+    )
+
+
+def check_filled(where: str, elements: int, pieces: Sequence[Piece]) -> None:
+    """Make sure that boxes of a tensor fill it, each index in one of them.
+
+    Raises:
+        CheckpointCorrupt: if they do not.
+    """
+    total = sum(math.prod(piece.shape) for piece in pieces)
+    if total != elements or not pieces:
+        _damaged(where, f"has {elements} values, its {len(pieces)} pieces hold {total}")
+    filled = [piece for piece in pieces if piece.size_bytes]
+    for i, piece in enumerate(filled):
+        if any(_overlap(piece, other) for other in filled[:i]):
+            _damaged(where, "has pieces that overlap")
+
+
+def _overlap(one: Piece, other: Piece) -> bool:
+    return all(
+        a < b + size_b and b < a + size_a
+        for a, size_a, b, size_b in zip(one.start, one.shape, other.start, other.shape, strict=True)
+    )
+
+
+def _check_places(files: dict[str, FileEntry], tensors: dict[str, TensorEntry]) -> None:
+    """Make sure that values lie inside their files, and no two at the same place."""
+    ends = dict.fromkeys(files, 0)
+    pieces = [(p.file, p.offset, p.size_bytes, path) for path, entry in tensors.items() for p in entry.pieces]
+    for file, offset, size, path in sorted(pieces):
+        if size and offset < ends[file]:
+            _damaged(f"tensors/{path:.200}", f"overlaps another tensor at byte {offset} of {file}")
+        if offset + size > files[file].size_bytes:
+            _damaged(f"tensors/{path:.200}", f"ends behind the end of {file}, at byte {offset + size}")
+        ends[file] = max(ends[file], offset + size)
+
+
+def _check_digest(where: str, digest: Any) -> None:
+    if type(digest) is not str or not _DIGEST.fullmatch(digest):
+        _damaged(where, f"must be 16 hexadecimal digits, is {digest!r:.80}")
 
 
 def _num_elements(where: str, shape: list[Any]) -> int:
@@ -259,12 +392,18 @@ def _num_elements(where: str, shape: list[Any]) -> int:
     return math.prod(shape)
 
 
-def _check_kinds(where: str, fields: dict[str, Any], kinds: dict[str, type]) -> None:
+def _check_members(where: str, fields: Any, kinds: dict[str, type]) -> None:
+    """Make sure that an object has these members and no others, each of its type; integers at least 0."""
+    if type(fields) is not dict:
+        _damaged(where or "JSON", f"must be an object, is {fields!r:.80}")
+    if fields.keys() != kinds.keys():
+        odd = fields.keys() ^ kinds.keys()
+        _damaged(where + "keys", f"{', '.join(sorted(odd)):.200} must not be there, or is missing")
     for name, kind in kinds.items():
         value = fields[name]
-        if type(value) is not kind:
+        if kind is not object and type(value) is not kind:
             _damaged(where + name, f"must be of type {kind.__name__}, is {value!r:.80}")
-        if isinstance(value, int) and value < 0:
+        if isinstance(value, int) and kind is int and value < 0:
             _damaged(where + name, f"must be at least 0, is {value}")
 
 

@@ -1,8 +1,11 @@
 """Writing a checkpoint in two acts: tensors first, the manifest when the step is known to be stable.
 
-Between the acts, and after a death at any moment, a reader sees what it saw before. The same is true
-when a step that is complete already is saved again: its new tensors come to lie beside the old ones, and
-one rename of the manifest turns the old checkpoint into the new one.
+Between the acts, and after a death at any moment, a reader sees what it saw before. The same is true when a step that
+is complete already is saved again: its new files come to lie beside the old ones, and one change of the manifest turns
+the old checkpoint into the new one.
+
+Several workers may share the work. Each writes a part of the tensors and describes it; who commits puts the
+descriptions together.
 """
 
 from __future__ import annotations
@@ -10,19 +13,37 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import secrets
+import time
 import warnings
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import xxhash
+import torch
 
 from holdfast import points
-from holdfast.checkpoint import storage
-from holdfast.checkpoint.format import flatten
-from holdfast.checkpoint.manifest import MANIFEST_NAME, Manifest, check_info, dump, versions
-from holdfast.checkpoint.tensors import FORMATS, TensorFile
+from holdfast.checkpoint.blocks import block_ranges, digest, run
+from holdfast.checkpoint.format import Leaf, Shard, flatten, tensor_bytes
+from holdfast.checkpoint.formats import FORMATS, Layout
+from holdfast.checkpoint.local import explained
+from holdfast.checkpoint.manifest import (
+    MANIFEST_NAME,
+    FileEntry,
+    Manifest,
+    Piece,
+    TensorEntry,
+    check_filled,
+    check_info,
+    dump,
+    parse,
+    versions,
+)
+from holdfast.checkpoint.storage import Storage, Where, as_storage, step_folder, step_of
 from holdfast.errors import CheckpointError, ConfigError
+
+_POLL_S = 0.01
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,178 +51,425 @@ class SavedCheckpoint:
     """A complete checkpoint.
 
     Args:
-        path: Its directory.
+        url: Where all checkpoints are.
         step: Steps that the state has behind it.
         size_bytes: Of its files together.
     """
 
-    path: Path
+    url: str
     step: int
     size_bytes: int
+
+    @property
+    def path(self) -> str:
+        """Where it is."""
+        return f"{self.url}/{step_folder(self.step)}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Box:
+    """A part of a tensor that this worker writes.
+
+    Args:
+        path: Of the tensor.
+        key: Its name in the file.
+        tensor: The values, contiguous, on the CPU.
+        start: First index in each dimension of the whole.
+        whole: Shape of the whole.
+    """
+
+    path: str
+    key: str
+    tensor: torch.Tensor
+    start: tuple[int, ...]
+    whole: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Content:
+    """What one writer writes of a state.
+
+    Args:
+        boxes: The tensors, or parts of them.
+        skeleton: How all tensors hang together; None at all writers but the first.
+        part: Which part of the whole this is.
+        parts: How many there are.
+    """
+
+    boxes: tuple[Box, ...]
+    skeleton: Any
+    part: int = 0
+    parts: int = 1
+
+    @property
+    def size_bytes(self) -> int:
+        """Of the values."""
+        return sum(box.tensor.nbytes for box in self.boxes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PendingCheckpoint:
-    """Tensors that are safely on disk and do not count yet: nobody loads them.
+    """Tensors that are safely stored and do not count yet: nobody loads them.
 
     Args:
-        root: The directory of all checkpoints.
-        attempt: Where the tensors are until then.
-        manifest: What the manifest will say; its generation is not known yet.
+        storage: Where.
+        manifest: What the manifest will say of this worker's part; its generation is not known yet.
+        part: Which part.
+        parts: How many there are.
     """
 
-    root: Path
-    attempt: Path
+    storage: Storage
     manifest: Manifest
+    part: int = 0
+    parts: int = 1
 
     @property
     def step(self) -> int:
         """Steps that the state has behind it."""
         return self.manifest.step
 
-    def commit(self, generation: int) -> SavedCheckpoint:
-        """Make the checkpoint complete. Call it when the step is stable, once.
+    @property
+    def _folder(self) -> str:
+        return f"{step_folder(self.step)}/{self.manifest.folder}"
+
+    def commit(self, generation: int, wait_s: float = 60.0) -> SavedCheckpoint:
+        """Make the checkpoint complete. Call it when the step is stable, once, at one of the writers.
 
         Args:
             generation: How many communicators there have been; it is written into the manifest.
+            wait_s: How long to wait for the parts of others.
 
         Raises:
-            CheckpointError: if it cannot be written, or its files are gone because it was abandoned,
-                committed before, or overtaken by another worker.
+            CheckpointError: if it cannot be written, a part is missing, or its files are gone because it was abandoned.
         """
         if generation < 0:
             msg = f"generation must be at least 0, got {generation}"
             raise ConfigError(msg)
-        final = storage.step_dir(self.root, self.step)
-        data = dump(dataclasses.replace(self.manifest, generation=generation))
-        with storage.explained(f"complete the checkpoint of step {self.step} in", final):
-            self._move_tensors(final)
-            _replace_manifest(final, data)
+        there = self.storage.names(self._folder)
+        if missing := sorted(self.manifest.files.keys() - set(there)):
+            msg = (
+                f"cannot complete the checkpoint of step {self.step}: {missing[0]} is not in {self._folder} any more. A "
+                "pending checkpoint cannot be committed after abandon(); write the tensors again"
+            )
+            raise CheckpointError(msg)
+        whole = dataclasses.replace(self._with_other_parts(wait_s), generation=generation)
+        data = dump(whole)
+        points.reach("checkpoint.manifest")
+        self.storage.put(f"{step_folder(self.step)}/{MANIFEST_NAME}", data)
         points.reach("checkpoint.committed")
-        self._tidy(final)
-        return SavedCheckpoint(path=final, step=self.step, size_bytes=self.manifest.file_bytes + len(data))
+        self._tidy()
+        return SavedCheckpoint(url=self.storage.url, step=self.step, size_bytes=whole.size_bytes + len(data))
 
     def abandon(self) -> None:
-        """Remove what was written. Does nothing after :meth:`commit`, or the second time.
+        """Remove what this worker wrote, or all of it at the first part; does nothing the second time.
 
         Raises:
             CheckpointError: if it cannot be removed.
         """
-        with storage.explained("remove", self.attempt):
-            (self.attempt / self.manifest.file).unlink(missing_ok=True)
-            # A later attempt at the same step may have taken the directory over.
-            if self.attempt.is_dir() and not any(self.attempt.iterdir()):
-                self.attempt.rmdir()
+        folder = step_folder(self.step)
+        if self.part == 0:
+            self.storage.remove(self._folder)
+        else:
+            for name in (*self.manifest.files, _description(self.part)):
+                self.storage.remove(f"{self._folder}/{name}")
+        if not self.storage.names(folder):
+            self.storage.remove(folder)
 
-    def _move_tensors(self, final: Path) -> None:
-        source = self.attempt / self.manifest.file
-        if not source.is_file():
-            msg = (
-                f"cannot complete the checkpoint of step {self.step}: its tensors are not in {source.parent} any more. "
-                "A pending checkpoint can be committed once, and not after abandon() or after another worker "
-                "completed the step; write the tensors again"
-            )
-            raise CheckpointError(msg)
-        storage.make_dir(final)
-        source.replace(final / self.manifest.file)
-        storage.sync_dir(final)
+    def _with_other_parts(self, wait_s: float) -> Manifest:
+        end_s = time.monotonic() + wait_s
+        others = [self._read_description(part, end_s) for part in range(self.parts) if part != self.part]
+        return _merge(self.manifest, others) if others else self.manifest
 
-    def _tidy(self, final: Path) -> None:
+    def _read_description(self, part: int, end_s: float) -> Manifest:
+        while True:
+            data = self.storage.read(f"{self._folder}/{_description(part)}")
+            if data is not None:
+                return parse(data, is_part=True)
+            if time.monotonic() > end_s:
+                msg = f"cannot complete the checkpoint of step {self.step}: part {part} of {self.parts} was not written in time"
+                raise CheckpointError(msg)
+            time.sleep(_POLL_S)
+
+    def _tidy(self) -> None:
         # The checkpoint is complete: rubbish that stays is worth a warning, not a failed run.
+        folder = step_folder(self.step)
+        rubbish = [
+            f"{folder}/{name}"
+            for name in self.storage.names(folder)
+            if name not in (MANIFEST_NAME, self.manifest.folder)
+        ]
+        rubbish += [f"{self._folder}/{_description(part)}" for part in range(self.parts) if self.parts > 1]
         try:
-            storage.remove_tree(self.attempt)
-            for entry in final.iterdir():
-                if storage.is_ours(entry.name) and entry.name not in (MANIFEST_NAME, self.manifest.file):
-                    entry.unlink(missing_ok=True)
-            for attempt in storage.others_attempts(self.root, self.step):
-                storage.remove_tree(attempt)
-        except OSError as error:
+            for name in self.storage.names(""):
+                older = step_of(name)
+                if older is not None and older < self.step and MANIFEST_NAME not in self.storage.names(name):
+                    rubbish.append(name)
+            for path in rubbish:
+                self.storage.remove(path)
+        except CheckpointError as error:
             text = (
                 f"the checkpoint of step {self.step} is complete, but leftovers beside it could not be removed: {error}"
             )
             warnings.warn(text, RuntimeWarning, stacklevel=3)
 
 
-def write_tensors(root: Path, step: int, state: Any, info: dict[str, Any]) -> PendingCheckpoint:
-    """Write the tensors of a checkpoint and wait until they are on the disk.
-
-    Everything is taken from ``state`` and ``info`` before the call returns; they may change afterwards.
+def take(state: Any, part: int = 0, parts: int = 1) -> Content:
+    """Return what one of ``parts`` writers writes of a state; the tensors in it are not copied.
 
     Args:
-        root: The directory of all checkpoints; made if it is not there. One process at a time writes to it.
+        state: See :func:`~holdfast.checkpoint.format.flatten`. At all writers alike, but for the shards in it.
+        part: Which part: about as many bytes as any other, and all shards that this worker holds.
+        parts: How many writers there are.
+
+    Raises:
+        CheckpointError: if the state holds something that is not data.
+        ConfigError: if there is no such part.
+    """
+    if not 0 <= part < parts:
+        msg = f"part must be at least 0 and below parts, got part {part} of {parts}"
+        raise ConfigError(msg)
+    leaves, skeleton = flatten(state)
+    boxes = tuple(_share_out(leaves, part, parts))
+    return Content(boxes=boxes, skeleton=skeleton if part == 0 else None, part=part, parts=parts)
+
+
+def write(
+    storage: Where,
+    step: int,
+    content: Content,
+    info: dict[str, Any],
+    *,
+    format: str = "safetensors",
+    token: str = "",
+) -> PendingCheckpoint:
+    """Write the tensors of a checkpoint, or a part of them, and wait until they are safely stored.
+
+    Args:
+        storage: Where. The writers of one step at a time write to it.
         step: Steps that the state has behind it, at least 0.
-        state: See :func:`~holdfast.checkpoint.format.flatten`.
+        content: From :func:`take`; its values must not change before this returns.
         info: Anything else worth knowing, plain JSON.
+        format: One of :data:`~holdfast.checkpoint.formats.FORMATS`.
+        token: Tells this attempt at the step from others, the same at all writers: lower-case letters, digits, ``-``.
 
     Returns:
         The checkpoint, still to be completed.
 
     Raises:
-        CheckpointError: if the state holds something that is not data, or the disk does not take it. What
-            was complete before still is.
+        CheckpointError: if the storage does not take it, or the format cannot hold it. What was complete before still is.
+        ConfigError: if an argument is not allowed.
     """
+    storage = as_storage(storage)
     if step < 0:
         msg = f"step must be at least 0, got {step}"
         raise ConfigError(msg)
+    if format not in FORMATS:
+        msg = f"the format of checkpoints must be one of {', '.join(FORMATS)}, got {format!r}"
+        raise ConfigError(msg)
     points.reach("checkpoint.begin")
     check_info(info)
-    tensors, skeleton = flatten(state)
-    attempt = storage.attempt_dir(root, step)
+    name = f"data-{token or secrets.token_hex(4)}"
+    folder = f"{step_folder(step)}/{name}"
+    part, is_first = content.part, content.part == 0
+    path = storage.prepare(folder)
     try:
-        with storage.explained(f"write the checkpoint of step {step} to", attempt):
-            name, written = _write_attempt(root, attempt, tensors)
+        with explained(f"write the checkpoint of step {step} to", path):
+            stem, boxes = f"part-{part:05d}", content.boxes
+            layout = FORMATS[format].lay_out(path, stem, {box.key: box.tensor for box in boxes})
+            files, tensors = _pour(path, layout, boxes)
+        described = Manifest(
+            step=step,
+            generation=0,
+            format=format,
+            folder=name,
+            files=files,
+            tensors=tensors,
+            skeleton=content.skeleton,
+            info=json.loads(json.dumps(info)) if is_first else {},
+            versions=versions(),
+        )
+        storage.store(folder, layout.files)
+        if content.parts > 1:
+            storage.put(f"{folder}/{_description(part)}", dump(described))
     except BaseException:
-        _discard(attempt)
+        _discard(storage, folder if content.parts == 1 else "")
         raise
     points.reach("checkpoint.tensors")
-    manifest = Manifest(
-        step=step,
-        generation=0,
-        format="safetensors",
-        file=name,
-        file_bytes=written.file_bytes,
-        header_bytes=written.header_bytes,
-        header_xxh3=written.header_xxh3,
-        tensors=written.tensors,
-        skeleton=skeleton,
-        info=json.loads(json.dumps(info)),
-        versions=versions(),
-    )
-    return PendingCheckpoint(root=root, attempt=attempt, manifest=manifest)
+    return PendingCheckpoint(storage=storage, manifest=described, part=part, parts=content.parts)
 
 
-def _write_attempt(root: Path, attempt: Path, tensors: dict[str, Any]) -> tuple[str, TensorFile]:
-    engine = FORMATS["safetensors"]
-    storage.make_dir(root)
-    storage.make_fresh_dir(attempt)
-    part = attempt / "part"
-    written = engine.write(part, tensors)
-    storage.sync_file(part)
-    name = f"tensors-{_content_digest(written)}{engine.suffix}"
-    part.replace(attempt / name)
-    storage.sync_dir(attempt)
-    return name, written
+def write_tensors(storage: Where, step: int, state: Any, info: dict[str, Any], **options: str) -> PendingCheckpoint:
+    """Write all tensors of a state: :func:`take` and :func:`write`, by one writer.
+
+    Everything is taken from ``state`` and ``info`` before the call returns; they may change afterwards.
+    """
+    return write(storage, step, take(state), info, **options)
 
 
-def _content_digest(written: TensorFile) -> str:
-    # The file is named after what is in it, so that two attempts at one step never share a name unless
-    # they share all bytes.
-    digests = [written.header_xxh3, *(entry.xxh3 for entry in written.tensors.values())]
-    return xxhash.xxh3_64_hexdigest("".join(digests).encode())
+def remove(storage: Where, step: int) -> None:
+    """Remove the checkpoint of a step: its manifest first, so that nobody ever finds half of it.
+
+    Raises:
+        CheckpointError: if it cannot be removed.
+    """
+    storage = as_storage(storage)
+    storage.remove(f"{step_folder(step)}/{MANIFEST_NAME}")
+    storage.remove(step_folder(step))
 
 
-def _replace_manifest(final: Path, data: bytes) -> None:
-    temporary = final / f"{MANIFEST_NAME}.tmp"
-    storage.write_file(temporary, data)
-    points.reach("checkpoint.manifest")
-    os.replace(temporary, final / MANIFEST_NAME)
-    storage.sync_dir(final)
+def _description(part: int) -> str:
+    return f"part-{part:05d}.json"
 
 
-def _discard(attempt: Path) -> None:
-    if not attempt.is_dir():
+def _discard(storage: Storage, folder: str) -> None:
+    if not folder:
         return
     try:
-        storage.remove_tree(attempt)
-    except OSError as error:
-        warnings.warn(f"the failed attempt {attempt} could not be removed: {error}", RuntimeWarning, stacklevel=3)
+        storage.remove(folder)
+        if not storage.names(folder.split("/")[0]):
+            storage.remove(folder.split("/")[0])
+    except CheckpointError as error:
+        warnings.warn(f"the failed attempt {folder} could not be removed: {error}", RuntimeWarning, stacklevel=3)
+
+
+# ---------------------------------------------------------------------------------------------
+# Who writes what
+
+
+def _share_out(leaves: Mapping[str, Leaf], part: int, parts: int) -> list[Box]:
+    """Return what one of ``parts`` writers writes: every writer computes the same cuts.
+
+    The tensors that all hold are thought of as one long row of bytes, and cut at the rows of tensors. Shards are written
+    by who holds them.
+    """
+    total = sum(leaf.nbytes for leaf in leaves.values() if isinstance(leaf, torch.Tensor))
+    first, end = total * part // parts, total * (part + 1) // parts
+    boxes: list[Box] = []
+    position = 0
+    for path, leaf in leaves.items():
+        if isinstance(leaf, Shard):
+            boxes.append(_make_box(path, _plain(leaf.tensor), leaf.start, leaf.shape))
+            continue
+        rows = leaf.shape[0] if leaf.dim() and leaf.numel() else 1
+        row_bytes = leaf.nbytes / rows
+        if row_bytes:
+            low, high = (min(max(-(-(cut - position) // row_bytes), 0), rows) for cut in (first, end))
+        else:
+            low, high = 0, int(first <= position < end or (part == parts - 1 and position >= end))
+        position += leaf.nbytes
+        if low < high:
+            whole = tuple(leaf.shape)
+            cut = leaf[int(low) : int(high)] if high - low < rows else leaf
+            boxes.append(_make_box(path, _plain(cut), (int(low), *[0] * (len(whole) - 1)) if whole else (), whole))
+    return boxes
+
+
+def _make_box(path: str, tensor: torch.Tensor, start: tuple[int, ...], whole: tuple[int, ...]) -> Box:
+    is_whole = tuple(tensor.shape) == whole
+    key = path if is_whole else f"{path}@{','.join(map(str, start))}"
+    return Box(path=path, key=key, tensor=tensor, start=start, whole=whole)
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a contiguous tensor on the CPU; a copy only where it must be."""
+    return tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+
+
+# ---------------------------------------------------------------------------------------------
+# Values into files
+
+
+def _pour(folder: Path, layout: Layout, boxes: Sequence[Box]) -> tuple[dict[str, FileEntry], dict[str, TensorEntry]]:
+    """Write the values to where the layout has a place for them, digesting them on the way; several blocks at a time."""
+    numbers = {name: os.open(folder / name, os.O_RDWR | os.O_CLOEXEC) for name in layout.files}
+    try:
+        jobs = [(box, start, end) for box in boxes for start, end in block_ranges(box.tensor.nbytes)]
+
+        def write(job: tuple[Box, int, int]) -> str:
+            box, start, end = job
+            data = tensor_bytes(box.tensor)[start:end]
+            found = digest(data)
+            if not layout.has_values:
+                file, offset = layout.places[box.key]
+                _write_all(numbers[file], data, offset + start)
+            return found
+
+        total = sum(box.tensor.nbytes for box in boxes)
+        digests: dict[str, list[str]] = {}
+        for (box, _, _), found in zip(jobs, run(write, jobs, total), strict=True):
+            digests.setdefault(box.key, []).append(found)
+        tensors: dict[str, TensorEntry] = {}
+        for box in boxes:
+            piece = _piece(box, layout, digests[box.key])
+            tensors[box.path] = TensorEntry(
+                dtype=str(box.tensor.dtype).removeprefix("torch."), shape=box.whole, pieces=(piece,)
+            )
+        files = {name: _describe_file(name, number, tensors) for name, number in numbers.items()}
+    finally:
+        for number in numbers.values():
+            os.close(number)
+    return files, tensors
+
+
+def _piece(box: Box, layout: Layout, blocks: Sequence[str]) -> Piece:
+    file, offset = layout.places[box.key]
+    return Piece(
+        file=file,
+        offset=offset,
+        start=box.start,
+        shape=tuple(box.tensor.shape),
+        size_bytes=box.tensor.nbytes,
+        blocks=tuple(blocks),
+    )
+
+
+def _write_all(number: int, data: memoryview, offset: int) -> None:
+    done = 0
+    while done < len(data):
+        done += os.pwrite(number, data[done:], offset + done)
+
+
+def _describe_file(name: str, number: int, tensors: Mapping[str, TensorEntry]) -> FileEntry:
+    size = os.fstat(number).st_size
+    pieces = [piece for entry in tensors.values() for piece in entry.pieces if piece.file == name]
+    rest = b"".join(_read_all(number, start, end) for start, end in gaps(size, pieces))
+    return FileEntry(size_bytes=size, rest_xxh3=digest(rest))
+
+
+def gaps(size_bytes: int, pieces: Sequence[Piece]) -> list[tuple[int, int]]:
+    """Return the ranges of a file that hold no values."""
+    found, end = [], 0
+    for piece in sorted(pieces, key=lambda piece: piece.offset):
+        if piece.size_bytes:
+            found.append((end, piece.offset))
+            end = piece.offset + piece.size_bytes
+    return [(a, b) for a, b in [*found, (end, size_bytes)] if b > a]
+
+
+def _read_all(number: int, start: int, end: int) -> bytes:
+    data = b""
+    while len(data) < end - start:
+        data += os.pread(number, end - start - len(data), start + len(data))
+    return data
+
+
+def _merge(mine: Manifest, others: Sequence[Manifest]) -> Manifest:
+    """Return what all parts describe together.
+
+    Raises:
+        CheckpointError: if they do not fit together.
+    """
+    files, tensors, first = dict(mine.files), dict(mine.tensors), mine
+    for other in others:
+        first = other if other.skeleton is not None else first
+        files |= other.files
+        for path, entry in other.tensors.items():
+            known = tensors.get(path)
+            if known is not None and (known.dtype, known.shape) != (entry.dtype, entry.shape):
+                msg = f"the writers of step {mine.step} hold different tensors {path!r}: {known.dtype} {list(known.shape)} and {entry.dtype} {list(entry.shape)}"
+                raise CheckpointError(msg)
+            pieces = (known.pieces if known else ()) + entry.pieces
+            tensors[path] = dataclasses.replace(entry, pieces=pieces)
+    for path, entry in tensors.items():
+        check_filled(f"tensors/{path}", torch.Size(entry.shape).numel(), entry.pieces)
+    return dataclasses.replace(mine, files=files, tensors=tensors, skeleton=first.skeleton, info=first.info)

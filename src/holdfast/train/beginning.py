@@ -7,6 +7,7 @@ finished it and some not, so the sums that are made here never depend on how far
 from __future__ import annotations
 
 import dataclasses
+import secrets
 from typing import Any
 
 import torch
@@ -47,8 +48,10 @@ class Beginning:
         """
         world = self._world
         world.keeper.drop()
-        # One looks and tells the others: two could find different steps.
-        step = world.comm.maximum([self._find(trained=trained) if world.is_lead else -1])[0]
+        # One looks and tells the others: two could find different steps. The number marks what is saved from here on.
+        found, token = (self._find(trained=trained), secrets.randbits(62)) if world.is_lead else (-1, 0)
+        step, token = world.comm.maximum([found, token])
+        world.keeper.use_token(token)
         if step >= 0:
             self._restore(world.keeper.load(step))
             return
@@ -61,9 +64,9 @@ class Beginning:
             self._initial = clone(self._replica.state_dict())
 
     def save(self) -> None:
-        """Write the tensors of the state before the step in progress; it does not count yet. The lead does it."""
+        """Take the state before the step in progress, to be written; it does not count yet."""
         world = self._world
-        if not world.is_lead or self.belongs_to_later_loop:
+        if self.belongs_to_later_loop:
             return  # the checkpoint that was loaded holds more than this loop knows
         self._scribe.mark("checkpoint")
         state = {
@@ -79,7 +82,8 @@ class Beginning:
             "workers": len(world.comm.members),
             "totals": dataclasses.asdict(world.totals),
         }
-        world.keeper.begin(world.step, state, info)
+        comm = world.comm
+        world.keeper.begin(world.step, state, info, comm.processes, comm.here, comm.generation)
 
     def _find(self, *, trained: bool) -> int:
         """Return the newest step that this loop can go on from, -1 for none."""
@@ -90,7 +94,7 @@ class Beginning:
             world.keeper.check_empty(ours=world.loop > 0)
             return -1
         found = world.keeper.newest(self._warn)
-        of_another_loop = trained and found >= 0 and world.keeper.load(found).info["loop"] != world.loop
+        of_another_loop = trained and found >= 0 and world.keeper.info(found)["loop"] != world.loop
         return -1 if of_another_loop else found
 
     def _warn(self, step: int, damage: CheckpointCorrupt) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -44,6 +45,7 @@ from holdfast.events import (
     SumBucket,
 )
 from holdfast.recovery import Protocol, make_strategy
+from holdfast.recovery.protocol import State
 from holdfast.train.batches import MiniBatch, Plan
 from holdfast.train.beginning import Beginning
 from holdfast.train.data import fetch
@@ -54,7 +56,7 @@ from holdfast.train.scribe import Scribe
 from holdfast.train.seeds import seed_slice
 from holdfast.train.state import RotatingDigest, model_sha256, state_sha256
 from holdfast.train.step import Step
-from holdfast.train.world import LEAVE, STOP, World
+from holdfast.train.world import LEAVE, SAVE, STOP, World
 
 
 @dataclass(slots=True)
@@ -95,6 +97,7 @@ class Run:
         self._names: dict[str, None] = {}
         self._heard = 0
         self._outcome = "done"
+        self._save_due = False
         self._announced = False
         self._recovery: _Recovery | None = None
 
@@ -170,9 +173,10 @@ class Run:
                     self._world.faults.reach("recovery", self._world.step, rank)
                 return Shrunk()
             case ShareProgress(progress=progress):
-                known = comm.share_progress(dataclasses.replace(progress, flags=self._heard))
+                known = comm.share_progress(dataclasses.replace(progress, flags=self._heard | SAVE * self._save_due))
                 for other in known.values():
-                    self._heard |= other.flags
+                    self._heard |= other.flags & ~SAVE
+                    self._save_due |= bool(other.flags & SAVE)
                 return ProgressKnown(known, len(self._replica.buckets))
             case DiscardStep():
                 return self._discard()
@@ -275,8 +279,8 @@ class Run:
         self._scribe.mark("allreduce")
         self._reach_in_sum(step, len(self._replica.buckets))
         digest = self._digest.of_step(step)
-        sent = (digest, ~digest, step, ~step, self._world.asked)
-        high, low, last, first, flags = self._sum.maximum(sent)
+        sent = (digest, ~digest, step, ~step, self._world.asked, *self._wants_to_save())
+        high, low, last, first, flags, *saves = self._sum.maximum(sent)
         if last != ~first:
             msg = f"workers closed different steps, {~first} and {last}"
             raise InternalError(msg)
@@ -284,6 +288,14 @@ class Run:
             msg = f"the replicas differ before step {step}: a worker computed wrong bits, or its weights were changed by hand"
             raise ReplicasDiffer(msg)
         self._heard |= flags
+        self._save_due = any(saves)
+
+    def _wants_to_save(self) -> tuple[int, ...]:
+        """Return whether the lead wants a checkpoint after this step, where that depends on its clock; else nothing."""
+        adaptive = self._world.keeper.adaptive
+        if adaptive is None:
+            return ()
+        return (int(self._world.is_lead and adaptive.is_due(time.monotonic())),)
 
     def _apply(self, step: int) -> None:
         world, batch, replica = self._world, self._in_progress(), self._replica
@@ -296,7 +308,7 @@ class Run:
         samples = self._place.commit(batch, lost)
         self._batch, world.step = None, step + 1
         self._scribe.committed(batch, samples, workers, lost)
-        if world.keeper.is_due(world.step):
+        if world.keeper.is_due(world.step) or self._save_due:
             self._beginning.save()
 
     def _in_progress(self) -> MiniBatch:
@@ -342,6 +354,8 @@ class Run:
         """Write down what was decided, once training goes on."""
         recovery, self._recovery = self._recovery, None
         if recovery is not None:
+            if self._world.keeper.adaptive is not None:
+                self._world.keeper.adaptive.failed()
             self._scribe.recovered(recovery.before, recovery.decision, recovery.redone_steps)
 
     # -- the beginning, checkpoints
@@ -365,9 +379,13 @@ class Run:
         return world.step
 
     def _publish(self, stable_step: int) -> None:
-        kept = self._world.keeper.publish(stable_step, self._world.comm.generation)
-        if kept is not None:
-            self._scribe.saved(kept)
+        keeper, comm = self._world.keeper, self._world.comm
+        keeper.publish(stable_step, comm.generation, comm.members, is_lead=self._world.is_lead)
+        at_gate = self._protocol.state is State.LAST_GATE  # nobody leaves before what counts is written
+        for outcome in keeper.finish() if at_gate else keeper.poll():
+            self._scribe.saved(outcome)
+            if outcome.error is not None and self._outcome != "done":
+                raise outcome.error
 
     def _save_and_stop(self) -> Event:
         self._outcome = "gave-up"
@@ -388,10 +406,10 @@ class Run:
         world.asked &= ~STOP
         if self._outcome == "gave-up":
             alive, least = len(world.comm.members), world.settings.min_workers
-            msg = f"{alive} of at least {least} workers are left; the state before step {world.step} is in {world.keeper.root}"
+            msg = f"{alive} of at least {least} workers are left; the state before step {world.step} is in {world.keeper.url}"
             raise TooFewWorkers(msg)
         if self._outcome == "stopped":
-            self._scribe.say(f"stopped on request; the state before step {world.step} is in {world.keeper.root}")
+            self._scribe.say(f"stopped on request; the state before step {world.step} is in {world.keeper.url}")
             raise SystemExit(4)
 
     def account(self) -> Account:

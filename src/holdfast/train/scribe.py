@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from holdfast.checkpoint.writer import Outcome
 from holdfast.comm import VirtualCommunicator
 from holdfast.events import (
     CheckpointSaved,
@@ -18,7 +19,6 @@ from holdfast.events import (
     StepCommitted,
 )
 from holdfast.train.batches import MiniBatch, Plan
-from holdfast.train.keeper import Kept
 from holdfast.train.ledger import Account
 from holdfast.train.world import World
 
@@ -118,17 +118,21 @@ class Scribe:
             )
         self.say(f"lost {list(lost)} at step {world.step}; {len(members)} workers go on ({decision})")
 
-    def saved(self, kept: Kept) -> None:
-        """A checkpoint counts."""
-        world = self._world
+    def saved(self, outcome: Outcome) -> None:
+        """A checkpoint counts, or could not be written."""
+        world, kept = self._world, outcome.saved
+        if outcome.error is not None:
+            self.warn(f"the checkpoint of step {outcome.step} is not complete: {outcome.error}")
+        if kept is None:
+            return
         world.recorder.write(
             CheckpointSaved(
                 t_s=world.clock.now_s(),
                 rank=world.comm.members[0],
-                step=kept.saved.step,
-                path=str(kept.saved.path),
-                size_bytes=kept.saved.size_bytes,
-                seconds=kept.seconds,
+                step=kept.step,
+                path=kept.path,
+                size_bytes=kept.size_bytes,
+                seconds=outcome.held_s,
             )
         )
 
@@ -148,11 +152,16 @@ class Scribe:
                 lost=account.lost,
                 repeated=account.repeated,
                 metrics=world.metrics,
-                checkpoint="" if outcome == "done" else str(world.keeper.root),
+                checkpoint="" if outcome == "done" else str(world.keeper.url),
             )
             for rank in world.comm.here
         ]
         self._write(world.finished)
+
+    def warn(self, text: str) -> None:
+        """Tell the user of something that went wrong and does not end training."""
+        sys.stderr.write(f"holdfast: worker {self._world.comm.here[0]}: {text}\n")
+        sys.stderr.flush()
 
     def say(self, text: str) -> None:
         """Tell the user; under the launcher the records do."""

@@ -228,7 +228,7 @@ class Session:
             recorder=FileRecorder(records_path(run_dir, str(rank))) if settings.run_dir else NoRecorder(),
             beacon=Beacon(beacon_path(run_dir, rank)) if settings.run_dir else NoBeacon(),
             faults=NoFaults(),
-            keeper=Keeper(settings.checkpoint_dir, settings.checkpoint_every),
+            keeper=Keeper(settings, background=not isinstance(comm, VirtualCommunicator)),
             first_members=comm.members,
             slices=settings.slices or len(comm.members),
         )
@@ -321,7 +321,7 @@ def _check_arguments(dataset: Any, batch_size: int, epochs: int) -> None:
 
 def _reach_point(world: World, name: str) -> None:
     if name == "checkpoint.manifest":
-        world.faults.reach("checkpoint", world.step, world.comm.members[0])
+        world.faults.reach("checkpoint", world.keeper.step or 0, world.comm.members[0])
 
 
 class _sigterm:  # noqa: N801 - reads as a statement

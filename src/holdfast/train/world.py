@@ -18,6 +18,8 @@ STOP = 1
 """Flag in the closing sum: a script asked to stop after this step."""
 LEAVE = 2
 """Flag in the closing sum: a worker was told to leave (SIGTERM)."""
+SAVE = 4
+"""Flag among survivors: the lead wanted a checkpoint after the last step that was closed."""
 
 
 @dataclass(slots=True)

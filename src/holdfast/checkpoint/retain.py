@@ -1,0 +1,34 @@
+"""Which checkpoints are kept. No torch, no storage: numbers in, numbers out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from holdfast.errors import ConfigError
+
+LEAST = 2
+"""The newest one may turn out to be damaged: there must be another."""
+
+
+def to_remove(steps: Sequence[int], keep_last: int, keep_every: int = 0, intact: int | None = None) -> list[int]:
+    """Return the steps whose checkpoints may go.
+
+    Args:
+        steps: Of all complete checkpoints.
+        keep_last: How many of the newest stay, ``>= 2``; 0: all.
+        keep_every: Steps that it divides stay, too; 0: none for that reason.
+        intact: The newest step that is known to be undamaged stays, too.
+
+    Raises:
+        ConfigError: if ``keep_last`` is 1 or negative, or ``keep_every`` negative.
+    """
+    if keep_last < 0 or 0 < keep_last < LEAST:
+        msg = f"keep_last must be at least {LEAST}, or 0 to keep all, got {keep_last}: the newest may be damaged"
+        raise ConfigError(msg)
+    if keep_every < 0:
+        msg = f"keep_every must be at least 0, got {keep_every}"
+        raise ConfigError(msg)
+    if not keep_last:
+        return []
+    kept = set(sorted(steps)[-keep_last:]) | {intact}
+    return [step for step in sorted(steps) if step not in kept and not (keep_every and step % keep_every == 0)]

@@ -1,0 +1,214 @@
+"""Writing a checkpoint beside the training loop.
+
+The loop is held while what this worker writes is copied, and not while it is digested and written. There is one such copy
+at a time: a loop that asks for the next checkpoint before the last one is written waits, because the disk is slower than
+it is.
+
+::
+
+    begin      copies, or waits for the one before and copies     the loop is held
+               writes the tensors                                 beside the loop
+    commit     the step is stable: the manifest may be written    beside the loop
+    abandon    it is not, and will not be
+    poll       what has become of it
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from holdfast.checkpoint.engine import Checkpoints
+from holdfast.checkpoint.save import Content, PendingCheckpoint, SavedCheckpoint
+from holdfast.checkpoint.snapshot import Snapshot
+from holdfast.errors import CheckpointError
+
+_LIMIT_S = 600.0
+"""A storage that has not taken a checkpoint for so long will not take it."""
+
+_PART_WAIT_S = 10.0
+_PART_PATIENCE = 5.0
+"""How long to wait for the parts of others, and how many times as long as writing took here."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What became of a checkpoint.
+
+    Args:
+        step: Which one.
+        saved: It is complete; None if this worker only wrote a part of it, or if it failed.
+        error: Why it is not complete; None if nothing went wrong.
+        held_s: How long the loop was held.
+        written_s: How long digesting and writing took.
+    """
+
+    step: int
+    saved: SavedCheckpoint | None
+    error: Exception | None
+    held_s: float
+    written_s: float
+
+
+@dataclass(slots=True)
+class _Job:
+    step: int
+    content: Content
+    info: dict[str, Any]
+    token: str
+    held_s: float = 0.0
+    written_s: float = 0.0
+    saved: SavedCheckpoint | None = None
+    error: Exception | None = None
+    pending: PendingCheckpoint | None = None
+    finish: Callable[[PendingCheckpoint], SavedCheckpoint | None] | None = None
+    decided: threading.Event = field(default_factory=threading.Event)
+    done: threading.Event = field(default_factory=threading.Event)
+
+
+class Writer:
+    """Writes one checkpoint after another.
+
+    Args:
+        checkpoints: Where.
+        background: In a thread of its own; otherwise before :meth:`begin` and :meth:`commit` return.
+        after_commit: Called when a checkpoint is complete.
+    """
+
+    def __init__(
+        self, checkpoints: Checkpoints, *, background: bool, after_commit: Callable[[], None] = lambda: None
+    ) -> None:
+        self._checkpoints = checkpoints
+        self._background = background
+        self._after_commit = after_commit
+        self._snapshot = Snapshot()
+        self._jobs: queue.SimpleQueue[_Job] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._job: _Job | None = None
+        self._outcomes: list[Outcome] = []
+
+    @property
+    def step(self) -> int | None:
+        """The step whose checkpoint is being written, or waits to be completed."""
+        return None if self._job is None else self._job.step
+
+    def begin(self, step: int, content: Content, info: dict[str, Any], token: str = "") -> None:
+        """Write a checkpoint; one that was not decided on is abandoned. ``content`` may change when this returns.
+
+        Raises:
+            CheckpointError: if the storage has not taken the one before for ten minutes.
+        """
+        start_s = time.monotonic()
+        self.abandon()
+        self.wait()
+        own = self._snapshot.copy(content) if self._background else content
+        self._job = job = _Job(step, own, info, token)
+        job.held_s = time.monotonic() - start_s
+        if self._background:
+            self._start()
+            self._jobs.put(job)
+        else:
+            self._write(job)
+
+    def commit(self, generation: int, *, all_alive: bool = True) -> None:
+        """Complete the checkpoint as soon as it is written; see :meth:`PendingCheckpoint.commit`.
+
+        Args:
+            generation: How many communicators there have been.
+            all_alive: All who write a part are alive: those that are late may still come.
+        """
+        job = self._job
+
+        def complete(pending: PendingCheckpoint) -> SavedCheckpoint:
+            assert job is not None
+            wait_s = _PART_WAIT_S + _PART_PATIENCE * job.written_s if all_alive else 0.0
+            saved = pending.commit(generation, wait_s)
+            self._after_commit()
+            return saved
+
+        self._decide(complete)
+
+    def leave(self) -> None:
+        """Leave it to another writer to complete the checkpoint, once this worker's part of it is written."""
+        self._decide(lambda _: None)
+
+    def abandon(self) -> None:
+        """Remove what was written, unless it was decided to keep it."""
+
+        def abandon(pending: PendingCheckpoint) -> None:
+            pending.abandon()
+
+        self._decide(abandon)
+
+    def poll(self) -> list[Outcome]:
+        """Return what has become of checkpoints since the last call; does not wait."""
+        self._collect()
+        outcomes, self._outcomes = self._outcomes, []
+        return outcomes
+
+    def _collect(self) -> None:
+        job = self._job
+        if job is not None and job.done.is_set():
+            self._job = None
+            self._outcomes.append(
+                Outcome(step=job.step, saved=job.saved, error=job.error, held_s=job.held_s, written_s=job.written_s)
+            )
+
+    def wait(self) -> None:
+        """Return when the checkpoint that was decided on is over, well or not.
+
+        Raises:
+            CheckpointError: if that takes more than ten minutes.
+        """
+        job = self._job
+        if job is None or not job.decided.is_set():
+            return
+        if not job.done.wait(_LIMIT_S):
+            msg = f"the checkpoint of step {job.step} was not written to {self._checkpoints.url} within {_LIMIT_S:g} s; look at that storage"
+            raise CheckpointError(msg)
+        self._collect()
+
+    def _decide(self, finish: Callable[[PendingCheckpoint], SavedCheckpoint | None]) -> None:
+        job = self._job
+        if job is None or job.decided.is_set():
+            return
+        job.finish = finish
+        job.decided.set()
+        if not self._background:
+            self._complete(job)
+
+    # -- the thread
+
+    def _start(self) -> None:
+        if self._thread is None or not self._thread.is_alive():
+            self._thread = threading.Thread(target=self._run, name="holdfast-checkpoint", daemon=True)
+            self._thread.start()
+
+    def _run(self) -> None:
+        while True:
+            job = self._jobs.get()
+            self._write(job)
+            job.decided.wait()
+            self._complete(job)
+
+    def _write(self, job: _Job) -> None:
+        start_s = time.monotonic()
+        try:
+            job.pending = self._checkpoints.write(job.step, job.content, job.info, job.token)
+        except Exception as error:
+            job.error = error
+        job.written_s = time.monotonic() - start_s
+
+    def _complete(self, job: _Job) -> None:
+        start_s = time.monotonic()
+        try:
+            if job.pending is not None and job.finish is not None:
+                job.saved = job.finish(job.pending)
+        except Exception as error:
+            job.error = error
+        job.written_s += time.monotonic() - start_s
+        job.done.set()
