@@ -11,10 +11,14 @@ PYTHON ?= $(shell for p in python3.11 python3 python3.12 python3.13 python; do \
 # One thread per worker: several workers share few cores, and the number of threads may change the bits.
 export OMP_NUM_THREADS := 1
 
-BENCHMARKS := sum step_time protection recovery goodput scale
+BENCHMARKS := sum step_time protection recovery goodput scale checkpoint
+
+# One environment a framework: what each needs does not go together.
+STUDY_PEERS := chainer tensorflow orbax
+STUDY_MPI := 'mpi4py>=4.1,<5' 'openmpi>=5.0.10,<6'
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check chaos bench bench-peers clean
+.PHONY: help setup demo test check chaos bench bench-peers study-peers clean
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -36,10 +40,16 @@ check: $(READY)  ## Style, format, types, and the tests that start no job: a min
 chaos: $(READY)  ## The long random campaigns
 	$(PY) -m pytest -m soak
 
-bench: $(READY) bench-peers  ## The benchmarks, beside DDP and torchft, as tables
+bench: $(READY) bench-peers  ## The benchmarks, beside DDP, torchft, DCP and Orbax, as tables
 	@failed=0; for name in $(BENCHMARKS); do echo; $(PY) benchmarks/$$name.py || failed=1; done; exit $$failed
 
 bench-peers: $(PEERS_READY)  ## Create .venv-peers with what the benchmarks compare with (safe to repeat)
+
+study-peers: $(READY)  ## Create .venv-study-* with the frameworks of the studies (safe to repeat)
+	@failed=0; for name in $(STUDY_PEERS); do \
+		$(MAKE) --no-print-directory .venv-study-$$name/.ready || { failed=1; \
+			echo ".venv-study-$$name could not be made, for the reason above; the studies go on without $$name and say so" >&2; }; \
+	done; exit $$failed
 
 clean:  ## Remove results and caches; .venv and .venv-peers stay
 	rm -rf out demo-out holdfast-checkpoint .mypy_cache .pytest_cache .ruff_cache .hypothesis src/*.egg-info
@@ -53,7 +63,19 @@ TORCH := import tomllib; print(*[d for d in tomllib.load(open("pyproject.toml", 
 
 $(PEERS_READY): Makefile pyproject.toml | $(READY)
 	test -x $(PEERS)/bin/python || $(PY) -m venv $(PEERS)
-	$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check "$$($(PY) -c '$(TORCH)')" torchft==0.2.0 numpy
+	$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check "$$($(PY) -c '$(TORCH)')" torchft==0.2.0 orbax-checkpoint==0.12.8 numpy
+	@touch $@
+
+# Chainer is from 2022: its build needs an old setuptools, it runs with no newer numpy.
+.venv-study-chainer/.ready: FIRST := numpy==1.23.5 'setuptools<66' wheel 'protobuf<3.21' typing_extensions six filelock h5py
+.venv-study-chainer/.ready: THEN := --no-build-isolation chainer==7.8.1 $(STUDY_MPI)
+.venv-study-tensorflow/.ready: FIRST := tensorflow-cpu==2.21.0
+.venv-study-orbax/.ready: FIRST := jax==0.10.2 orbax-checkpoint==0.12.8 optax==0.2.8
+
+.venv-study-%/.ready: Makefile | $(READY)
+	test -x $(@D)/bin/python || $(PY) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check $(FIRST)
+	$(if $(THEN),$(@D)/bin/python -m pip install --quiet --disable-pip-version-check $(THEN))
 	@touch $@
 
 $(READY): pyproject.toml

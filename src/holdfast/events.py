@@ -362,11 +362,19 @@ class SamplesLost(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointSaved(Record):
-    """The checkpoint before ``step`` is complete: its manifest is written."""
+    """The checkpoint before ``step`` is complete: its manifest is written.
+
+    Args:
+        path: Where it is.
+        size_bytes: Of its files.
+        seconds: How long training was held for it.
+        interval_s: How long after it the next is due, as chosen by ``--checkpoint-every auto``; 0 if that is not asked for.
+    """
 
     path: str
     size_bytes: int
     seconds: float
+    interval_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -290,7 +290,7 @@ def test_a_second_request_stops_at_once(shell):
     shell.wait_for(job, "2 workers, 50 steps")
 
     job.send_signal(signal.SIGINT)
-    shell.wait_for(job, "again to stop at once")
+    shell.wait_for(job, "Ctrl-C to stop at once")
     began_s = time.monotonic()
     job.send_signal(signal.SIGINT)
     done = shell.finish(job)

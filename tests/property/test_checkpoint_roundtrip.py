@@ -1,18 +1,32 @@
 from __future__ import annotations
 
-import struct
 import tempfile
 from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from checkpoint_bytes import any_bits, data_files, flip, manifest_file, same, save_parts, step_dir
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from holdfast.checkpoint import load, newest_intact, steps, verify, write_tensors
-from holdfast.checkpoint.format import DTYPES, tensor_bytes
+from holdfast.checkpoint import (
+    Shard,
+    load,
+    load_box,
+    load_newest,
+    newest_intact,
+    steps,
+    take,
+    verify,
+    write,
+    write_tensors,
+)
+from holdfast.checkpoint.format import DTYPES, flatten
+from holdfast.checkpoint.save import remove
 from holdfast.errors import CheckpointCorrupt
 
+# A machine that is busy with something else is no reason to fail.
+UNHURRIED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 _texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=6)
 _keys = st.one_of(_texts, st.integers(), st.booleans(), st.none(), st.floats(allow_nan=False, allow_infinity=False))
 _scalars = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), _texts)
@@ -22,15 +36,20 @@ _scalars = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), _text
 def tensors(draw):
     dtype = draw(st.sampled_from(list(DTYPES.values())))
     shape = draw(st.lists(st.integers(0, 4), max_size=4))
-    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
-    # Any bits at all, NaNs with a payload among them; but a bool has only two values.
-    raw = torch.randint(0, 256, (*shape, dtype.itemsize), dtype=torch.uint8, generator=generator)
-    tensor = raw[..., 0] > 127 if dtype is torch.bool else raw.view(dtype).reshape(shape)
-    how = draw(st.sampled_from(("as it is", "transposed", "strided")))
+    tensor = any_bits(dtype, shape, draw(st.integers(0, 2**31)))
+    how = draw(st.sampled_from(("as it is", "transposed", "strided", "conjugate", "negative", "expanded", "parameter")))
     if how == "transposed" and tensor.ndim >= 2:
         return tensor.transpose(0, 1)
     if how == "strided" and tensor.ndim:
         return tensor[::2]
+    if how == "conjugate" and dtype.is_complex:
+        return tensor.conj()
+    if how == "negative" and dtype in (torch.float64, torch.float32, torch.int32):
+        return torch._neg_view(tensor)
+    if how == "expanded":
+        return tensor.expand(2, *tensor.shape)
+    if how == "parameter" and dtype.is_floating_point and dtype.itemsize > 1:
+        return torch.nn.Parameter(tensor)
     return tensor
 
 
@@ -43,23 +62,7 @@ states = st.recursive(
 )
 
 
-def same(a, b):
-    """Equal to the bit, kinds included."""
-    if type(a) is not type(b):
-        return False
-    if isinstance(a, torch.Tensor):
-        alike = a.dtype == b.dtype and a.shape == b.shape
-        return alike and bytes(tensor_bytes(a.contiguous())) == bytes(tensor_bytes(b))
-    if isinstance(a, float):
-        return struct.pack(">d", a) == struct.pack(">d", b)
-    if isinstance(a, list | tuple):
-        return len(a) == len(b) and all(map(same, a, b))
-    if isinstance(a, dict):
-        return same(list(a.items()), list(b.items()))
-    return bool(a == b)
-
-
-@settings(deadline=None)
+@settings(UNHURRIED)
 @given(states)
 def test_what_is_loaded_is_what_was_saved(state):
     with tempfile.TemporaryDirectory() as folder:
@@ -70,7 +73,19 @@ def test_what_is_loaded_is_what_was_saved(state):
         assert same(state, load(root, 1).state)
 
 
-@settings(deadline=None)
+@settings(UNHURRIED, max_examples=60)
+@given(states, st.integers(1, 5), st.data())
+def test_what_several_writers_share_is_loaded_as_one_whoever_commits(state, parts, data):
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder)
+
+        save_parts(root, 1, [state] * parts, {"seed": 1}, committer=data.draw(st.integers(0, parts - 1)))
+
+        assert same(state, load(root, 1).state)
+        assert load(root, 1).info == {"seed": 1}
+
+
+@settings(UNHURRIED)
 @given(states, st.integers(1, 3))
 def test_a_tensor_in_several_places_comes_back_in_each(state, times):
     with tempfile.TemporaryDirectory() as folder:
@@ -78,13 +93,67 @@ def test_a_tensor_in_several_places_comes_back_in_each(state, times):
         repeated = {"all": [state] * times, "again": state}
 
         write_tensors(root, 1, repeated, {}).commit(0)
+        back = load(root, 1).state
 
-        assert same(repeated, load(root, 1).state)
+        assert same(repeated, back)
+        once = {path: leaf for path, leaf in flatten(state)[0].items() if leaf.numel()}
+        assert len([leaf for leaf in flatten(back)[0].values() if leaf.numel()]) == len(once)
+
+
+@settings(UNHURRIED, max_examples=60)
+@given(states, states)
+def test_loading_into_any_memory_changes_nothing_of_what_is_loaded(state, given_state):
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder)
+        write_tensors(root, 1, state, {}).commit(0)
+
+        assert same(state, load(root, 1, into=given_state).state)
+
+
+@st.composite
+def _cut(draw, size, at_most=4):
+    cuts = sorted(draw(st.sets(st.integers(1, max(1, size - 1)), max_size=at_most))) if size > 1 else []
+    return list(zip([0, *cuts], [*cuts, size], strict=True))
+
+
+@settings(UNHURRIED, max_examples=60)
+@given(st.data())
+def test_a_tensor_saved_in_any_boxes_is_loaded_whole_and_in_any_other_box(data):
+    shape = data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=3))
+    dtype = data.draw(st.sampled_from(list(DTYPES.values())))
+    whole = any_bits(dtype, shape, data.draw(st.integers(0, 99)))
+    boxes = [()]
+    for size in shape:
+        boxes = [(*box, piece) for box in boxes for piece in data.draw(_cut(size, 2))]
+    shards = [
+        Shard(whole[tuple(slice(a, b) for a, b in box)], tuple(a for a, _ in box), tuple(shape))
+        for box in data.draw(st.permutations(boxes))
+    ]
+    ranges = [sorted(data.draw(st.tuples(st.integers(0, size), st.integers(0, size)))) for size in shape]
+    with tempfile.TemporaryDirectory() as folder:
+        save_parts(folder, 1, [{"w": shard, "x": torch.ones(3)} for shard in shards])
+
+        assert same(load(folder, 1).state, {"w": whole, "x": torch.ones(3)})
+        box = load_box(folder, 1, "w", tuple(a for a, _ in ranges), tuple(b - a for a, b in ranges))
+        assert same(box, whole[tuple(slice(a, b) for a, b in ranges)])
+
+
+@settings(UNHURRIED)
+@given(st.lists(st.lists(st.integers(0, 9), max_size=3), max_size=6), st.integers(1, 6))
+def test_writers_cut_a_state_into_parts_that_are_all_of_it_once(shapes, parts):
+    state = [torch.ones(shape) for shape in shapes]
+
+    boxes = [box for part in range(parts) for box in take(state, part, parts).boxes]
+
+    for i, tensor in enumerate(state):
+        mine = sorted((box.start, box.tensor.shape) for box in boxes if box.path == str(i))
+        assert sum(shape.numel() for _, shape in mine) == tensor.numel()
+        assert len(mine) == len({start for start, _ in mine}) >= 1
 
 
 @pytest.fixture(scope="module")
 def two_steps(tmp_path_factory):
-    """A root with the steps 10 and 20, and the files of step 20."""
+    """A root with the steps 10 and 20 of two writers, and the files of step 20."""
     root = tmp_path_factory.mktemp("two")
     for step in (10, 20):
         state = {
@@ -93,8 +162,8 @@ def two_steps(tmp_path_factory):
             "e": torch.ones(0, 2),
             "lr": 0.1,
         }
-        write_tensors(root, step, state, {"seed": 1}).commit(0)
-    return root, sorted((root / "step-00000020").iterdir())
+        save_parts(root, step, [state] * 2, {"seed": 1})
+    return root, [manifest_file(root, 20), *data_files(root, 20)]
 
 
 def _alter(root, file, altered):
@@ -105,12 +174,14 @@ def _alter(root, file, altered):
         file.write_bytes(altered)
         with pytest.raises(CheckpointCorrupt):
             verify(root, 20)
-        return newest_intact(root, lambda step, _: told.append(step)), told
+        newest = newest_intact(root, lambda step, _: told.append(step))
+        assert load_newest(root).step == newest
+        return newest, told
     finally:
         file.write_bytes(whole)
 
 
-@settings(deadline=None, max_examples=300)
+@settings(UNHURRIED, max_examples=300)
 @given(st.data())
 def test_an_altered_byte_anywhere_is_found_and_the_step_before_is_taken(two_steps, data):
     root, files = two_steps
@@ -121,7 +192,7 @@ def test_an_altered_byte_anywhere_is_found_and_the_step_before_is_taken(two_step
     assert _alter(root, file, altered) == (10, [20])
 
 
-@settings(deadline=None)
+@settings(UNHURRIED)
 @given(st.data())
 def test_a_file_cut_anywhere_is_found(two_steps, data):
     root, files = two_steps
@@ -131,59 +202,72 @@ def test_a_file_cut_anywhere_is_found(two_steps, data):
     assert _alter(root, file, whole[: data.draw(st.integers(0, len(whole) - 1))]) == (10, [20])
 
 
+def is_intact(root, step):
+    try:
+        return verify(root, step).step == step
+    except CheckpointCorrupt:
+        return False
+
+
 def test_every_single_bit_of_a_small_checkpoint_counts(tmp_path):
-    for step in (1, 2):
-        write_tensors(tmp_path, step, [torch.tensor(step)], {}).commit(0)
+    write_tensors(tmp_path, 1, [torch.tensor(7)], {}).commit(0)
 
     missed = []
-    for file in (tmp_path / "step-00000002").iterdir():
-        whole = file.read_bytes()
-        for bit in range(8 * len(whole)):
-            altered = bytearray(whole)
-            altered[bit // 8] ^= 1 << bit % 8
-            file.write_bytes(altered)
-            if newest_intact(tmp_path) != 1:
+    for file in (manifest_file(tmp_path, 1), *data_files(tmp_path, 1)):
+        for bit in range(8 * file.stat().st_size):
+            flip(file, bit // 8, 1 << bit % 8)
+            if is_intact(tmp_path, 1):
                 missed.append((file.name, bit))
-        file.write_bytes(whole)
+            flip(file, bit // 8, 1 << bit % 8)
 
     assert missed == []
-    assert newest_intact(tmp_path) == 2
+    assert is_intact(tmp_path, 1)
 
 
 _acts = st.lists(
-    st.tuples(st.sampled_from(("save", "write", "abandon", "damage")), st.integers(0, 3), st.integers(0, 99)),
-    max_size=8,
+    st.tuples(
+        st.sampled_from(("save", "save", "write", "abandon", "damage", "remove")),
+        st.integers(0, 3),
+        st.integers(0, 99),
+        st.integers(1, 3),
+    ),
+    max_size=10,
 )
 
 
-@settings(deadline=None, max_examples=40)
+@settings(UNHURRIED, max_examples=40)
 @given(_acts)
 def test_after_any_history_the_newest_intact_step_is_the_one_that_a_list_would_say(acts):
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
         model: dict[int, int | None] = {}
-        for act, step, value in acts:
+        for number, (act, step, value, parts) in enumerate(acts):
             if act == "damage":
                 if step in model:
                     _damage(root, step)
                     model[step] = None
                 continue
-            pending = write_tensors(root, step, {"w": torch.tensor([value])}, {})
+            if act == "remove":
+                remove(root, step)
+                model.pop(step, None)
+                continue
+            content = [take({"w": torch.full((5,), value)}, part, parts) for part in range(parts)]
+            pending = [write(root, step, part, {}, token=f"t{number}") for part in content]
             if act == "save":
-                pending.commit(0)
+                pending[number % parts].commit(0, wait_s=0)
                 model[step] = value
             if act == "abandon":
-                pending.abandon()
+                pending[0].abandon()
 
         whole = {step: value for step, value in model.items() if value is not None}
         newest = newest_intact(root)
 
         assert steps(root) == sorted(model)
         assert newest == max(whole, default=None)
-        assert newest is None or load(root, newest).state["w"].tolist() == [whole[newest]]
+        assert newest is None or load(root, newest).state["w"].tolist() == [whole[newest]] * 5
 
 
 def _damage(root, step):
-    (file,) = (root / f"step-{step:08d}").glob("tensors-*")
     # Not a flipped byte: flipping it a second time would heal it.
-    file.write_bytes(b"damaged")
+    for file in step_dir(root, step).glob("data-*/*"):
+        file.write_bytes(b"damaged")

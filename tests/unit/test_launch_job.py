@@ -29,6 +29,15 @@ def test_a_command_line_holds_what_is_not_the_default():
     )
 
 
+def test_a_command_line_says_how_checkpoints_are_taken():
+    given = job(checkpoint_dir="s3://b/run", checkpoint_auto=True, keep_last=3, keep_every=100, grace_s=5.0)
+
+    assert command_line(given) == (
+        "holdfast run -n 4 --checkpoint-dir s3://b/run --keep-last 3 --keep-every 100 --checkpoint-every auto --grace 5 "
+        "train.py"
+    )
+
+
 def test_a_job_is_resumed_on_the_survivors_with_the_slices_that_it_had():
     assert resume_command(job(mtbf_s=3.0), 3, "ckpt") == (
         "holdfast run -n 3 --slices 4 --checkpoint-dir ckpt --resume train.py"

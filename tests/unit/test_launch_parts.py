@@ -231,7 +231,7 @@ def test_no_step_goes_on_where_there_is_none():
 def ddp_launcher():
     """A launcher that has heard that the script speaks to torch.distributed, and was asked to stop."""
     job = Job(script=Path("train.py"), settings=Settings(fabric="ulfm", workers=3))
-    with Launcher(job, Said(), stop_s=0.0) as launcher:
+    with Launcher(dataclasses.replace(job, grace_s=0.0), Said()) as launcher:
         launcher._judge.begin((0, 1, 2))
         launcher._hear(ddp_started(0))
         launcher._signals = 1
@@ -256,7 +256,7 @@ class Deaf:
 def test_torch_distributed_is_not_said_to_save_when_it_is_stopped(ddp_launcher):
     ddp_launcher._answer_signals(Deaf())
 
-    assert ddp_launcher._view.lines == ["stopping: the ranks are sent a SIGTERM (again to stop at once)"]
+    assert ddp_launcher._view.lines == ["stopping: the ranks are sent a SIGTERM, within 0 s (Ctrl-C to stop at once)"]
     assert ddp_launcher._timed_out() == Broken("stopped on request, but the ranks did not end within 0 s")
     assert ddp_launcher._restart(Lost("rank 0 killed by SIGTERM"), (1,)) == Broken(
         "stopped on request: rank 0 killed by SIGTERM"

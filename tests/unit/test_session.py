@@ -425,7 +425,7 @@ def test_leaving_the_loop_early_is_found_out_at_the_end():
 def test_replicas_that_differ_are_found_out():
     class Liar(VirtualCommunicator):
         def maximum(self, values):
-            return [values[0] + 1, *values[1:]] if len(values) > 2 else list(values)
+            return [values[0] + 1, *values[1:]] if len(values) > 3 else list(values)
 
     model, _, session = make(comm=Liar(2))
     with pytest.raises(ReplicasDiffer, match="the replicas differ before step 0"):

@@ -67,6 +67,10 @@ class Checkpoints:
         """See :func:`holdfast.checkpoint.load.steps`."""
         return load.steps(self._storage)
 
+    def discard(self, step: int, token: str) -> None:
+        """See :func:`holdfast.checkpoint.save.discard`."""
+        save.discard(self._storage, step, token)
+
     def remove(self, step: int) -> None:
         """Remove a step: its manifest first, so that nobody ever finds half of it."""
         save.remove(self._storage, step)

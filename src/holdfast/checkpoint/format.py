@@ -250,7 +250,7 @@ def _is_unicode(text: str) -> bool:
 
 def _decode(node: Any, where: tuple[Any, ...], tensors: Mapping[str, torch.Tensor], used: set[str]) -> Any:
     if type(node) in _SCALARS:
-        return node
+        return _decode_scalar(node, where)
     if len(where) > MAX_DEPTH:
         _damaged(where, f"is nested deeper than {MAX_DEPTH} levels")
     if type(node) is list:
@@ -268,7 +268,15 @@ def _decode(node: Any, where: tuple[Any, ...], tensors: Mapping[str, torch.Tenso
         return tuple(_decode(item, (*where, i), tensors, used) for i, item in enumerate(body))
     if type(body) is list and kind in _MAPPINGS:
         return _decode_mapping(_MAPPINGS[kind], body, where, tensors, used)
-    return _damaged(where, f"has the unknown kind {kind!r}, or a body of another kind")
+    return _damaged(where, f"has the unknown kind {kind!r:.80}, or a body of another kind")
+
+
+def _decode_scalar(value: Any, where: tuple[Any, ...]) -> Any:
+    if type(value) is int and value.bit_length() > MAX_INT_BITS:
+        _damaged(where, f"is an integer of {value.bit_length()} bits, at most {MAX_INT_BITS} are allowed")
+    if type(value) is str and not _is_unicode(value):
+        _damaged(where, f"is the string {value!r:.80}, which is not valid Unicode")
+    return value
 
 
 def _decode_mapping(
@@ -282,21 +290,21 @@ def _decode_mapping(
     for pair in pairs:
         if type(pair) is not list or len(pair) != 2 or type(pair[0]) not in _SCALARS or pair[0] in mapping:
             _damaged(where, "must be a list of pairs [key, value] with different scalar keys")
-        key, node = pair
+        key, node = _decode_scalar(pair[0], where), pair[1]
         mapping[key] = _decode(node, (*where, key), tensors, used)
     return mapping
 
 
 def _use_tensor(path: Any, where: tuple[Any, ...], tensors: Mapping[str, torch.Tensor], used: set[str]) -> torch.Tensor:
     if type(path) is not str or path not in tensors or path in used:
-        _damaged(where, f"names the tensor {path!r}, which the manifest does not list or uses twice")
+        _damaged(where, f"names the tensor {path!r:.200}, which the manifest does not list or uses twice")
     used.add(path)
     return tensors[path]
 
 
 def _use_again(path: Any, where: tuple[Any, ...], tensors: Mapping[str, torch.Tensor], used: set[str]) -> torch.Tensor:
     if type(path) is not str or path not in used:
-        _damaged(where, f"is tied to the tensor {path!r}, which does not stand before it")
+        _damaged(where, f"is tied to the tensor {path!r:.200}, which does not stand before it")
     return tensors[path]
 
 
@@ -304,10 +312,11 @@ def _decode_float(bits: Any, where: tuple[Any, ...]) -> float:
     try:
         (value,) = struct.unpack(">d", bytes.fromhex(bits))
     except (TypeError, ValueError, struct.error):
-        _damaged(where, f"has {bits!r} where the 16 hexadecimal digits of a float should be")
+        _damaged(where, f"has {bits!r:.80} where the 16 hexadecimal digits of a float should be")
     return float(value)
 
 
 def _damaged(where: tuple[Any, ...], what: str) -> NoReturn:
-    msg = f"the skeleton is damaged: {tensor_path(where[:6]) or 'its root'} {what}"
+    msg = f"the skeleton is damaged: {tensor_path(where[:6]) or 'its root':.200} {what}"
+    msg = msg if msg.isprintable() else msg.encode("unicode_escape").decode()
     raise CheckpointCorrupt(msg)

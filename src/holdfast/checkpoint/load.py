@@ -9,18 +9,21 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 import torch
+import xxhash
 
-from holdfast.checkpoint.blocks import BLOCK_BYTES, block_ranges, digest, run
+from holdfast.checkpoint.blocks import BLOCK_BYTES, block_ranges, digest_of, parts_of, run
 from holdfast.checkpoint.format import DTYPES, flatten, tensor_bytes, unflatten
 from holdfast.checkpoint.formats import FORMATS
 from holdfast.checkpoint.manifest import MANIFEST_NAME, Manifest, Piece, TensorEntry, parse
 from holdfast.checkpoint.save import gaps
 from holdfast.checkpoint.storage import Reader, Storage, Where, as_storage, step_folder, step_of
 from holdfast.errors import CheckpointCorrupt, CheckpointError, CheckpointMissing
+
+_Result = TypeVar("_Result")
 
 _scratch = threading.local()
 """Memory of each thread for blocks that are only checked."""
@@ -116,14 +119,18 @@ def _newest(
     storage: Where, on_damaged: Callable[[int, CheckpointCorrupt], None] | None, read: Callable[[int], Any]
 ) -> Any:
     storage = as_storage(storage)
-    for step in reversed(steps(storage)):
+    passed: set[int] = set()
+    # Listed anew each time: a step that was removed meanwhile was so because a newer one had become complete.
+    while left := [step for step in steps(storage) if step not in passed]:
+        step = left[-1]
+        passed.add(step)
         try:
             return read(step)
+        except CheckpointMissing:
+            continue
         except CheckpointCorrupt as error:
             if on_damaged is not None:
                 on_damaged(step, error)
-        except CheckpointMissing:
-            continue  # somebody removed it since it was listed
     return None
 
 
@@ -135,19 +142,41 @@ def verify(storage: Where, step: int) -> Manifest:
         CheckpointMissing: if there is no complete checkpoint of this step.
     """
     storage = as_storage(storage)
-    return _read(storage, step, lambda _: {})[0]
+    return _read(storage, step, lambda manifest: _read_files(storage, manifest, lambda _: {}))[0]
 
 
 def find_damage(storage: Where, step: int) -> tuple[Manifest, list[Damage]]:
     """Read every byte of a checkpoint; return its manifest, and everything in its files that is not as it was saved.
 
     Raises:
-        CheckpointCorrupt: if its manifest is damaged, or a file is gone.
+        CheckpointCorrupt: if its manifest is damaged.
         CheckpointMissing: if there is no complete checkpoint of this step.
     """
     storage = as_storage(storage)
     manifest = read_manifest(storage, step)
-    return manifest, _read_files(storage, manifest, lambda _: {})[1]
+    gone = {name: why for name in manifest.files if (why := _why_gone(storage, manifest, name))}
+    damage = [
+        Damage(tensor="", file=name, start=0, end=manifest.files[name].size_bytes, what=why)
+        for name, why in gone.items()
+    ]
+    tensors = {}
+    for path, entry in manifest.tensors.items():
+        tensors[path] = replace(entry, pieces=tuple(piece for piece in entry.pieces if piece.file not in gone))
+        for piece in (piece for piece in entry.pieces if piece.file in gone):
+            end = piece.offset + piece.size_bytes
+            what = f"tensor {path!r} ({entry.dtype}, shape {list(entry.shape)}), bytes {piece.offset} to {end} of {piece.file}: {gone[piece.file]}"
+            damage.append(Damage(tensor=path, file=piece.file, start=piece.offset, end=end, what=what))
+    files = {name: file for name, file in manifest.files.items() if name not in gone}
+    return manifest, damage + _read_files(storage, replace(manifest, files=files, tensors=tensors), lambda _: {})[1]
+
+
+def _why_gone(storage: Storage, manifest: Manifest, name: str) -> str:
+    """Return why a file cannot be opened, "" if it can."""
+    try:
+        with _open(storage, manifest, name):
+            return ""
+    except CheckpointCorrupt as error:
+        return str(error)
 
 
 def load(storage: Where, step: int, into: Any = None) -> Loaded:
@@ -164,12 +193,12 @@ def load(storage: Where, step: int, into: Any = None) -> Loaded:
         CheckpointMissing: if there is no complete checkpoint of this step.
     """
     storage = as_storage(storage)
-    given = {} if into is None else flatten(into)[0]
+    given = {} if into is None else _apart(flatten(into)[0])
 
     def place(manifest: Manifest) -> dict[str, torch.Tensor]:
         return {path: _room(path, entry, given.get(path)) for path, entry in manifest.tensors.items()}
 
-    manifest, tensors = _read(storage, step, place)
+    manifest, tensors = _read(storage, step, lambda manifest: _read_files(storage, manifest, place))
     state = unflatten(tensors, manifest.skeleton)
     return Loaded(step=step, state=state, info=manifest.info, generation=manifest.generation)
 
@@ -190,32 +219,49 @@ def load_box(storage: Where, step: int, path: str, start: tuple[int, ...], shape
         CheckpointMissing: if there is no complete checkpoint of this step.
     """
     storage = as_storage(storage)
-    manifest = read_manifest(storage, step)
-    entry = manifest.tensors.get(path)
+    return _read(storage, step, lambda manifest: _read_box(storage, manifest, path, start, shape))[1]
+
+
+def read_box(
+    storage: Storage, manifest: Manifest, path: str, start: tuple[int, ...], shape: tuple[int, ...]
+) -> torch.Tensor:
+    """Read a part of one tensor of a checkpoint whose manifest was read before; see :func:`load_box`."""
+    result, damage = _read_box(storage, manifest, path, start, shape)
+    if damage:
+        raise CheckpointCorrupt(_damaged(storage, manifest.step, damage[0].what))
+    return result
+
+
+def _read_box(
+    storage: Storage, manifest: Manifest, path: str, start: tuple[int, ...], shape: tuple[int, ...]
+) -> tuple[torch.Tensor, list[Damage]]:
+    step, entry = manifest.step, manifest.tensors.get(path)
     if entry is None:
-        msg = f"there is no tensor {path!r} in the checkpoint of step {step}; there are {', '.join(manifest.tensors):.500}"
+        msg = f"there is no tensor {path!r} in the checkpoint of step {step}; there are {list(manifest.tensors)!r:.500}"
         raise CheckpointError(msg)
-    if len(start) != len(entry.shape) or any(
-        a < 0 or a + n > size for a, n, size in zip(start, shape, entry.shape, strict=True)
+    if not len(start) == len(shape) == len(entry.shape) or any(
+        a < 0 or n < 0 or a + n > size for a, n, size in zip(start, shape, entry.shape, strict=True)
     ):
         msg = f"the part of shape {list(shape)} from {list(start)} lies outside {path!r}, which has shape {list(entry.shape)}"
         raise CheckpointError(msg)
-    result = torch.empty(shape, dtype=DTYPES[entry.dtype])
     needed = [piece for piece in entry.pieces if _common(piece, start, shape) is not None]
-    parts = {piece: torch.empty(piece.shape, dtype=result.dtype) for piece in needed}
     with ExitStack() as stack:
-        files = {name: stack.enter_context(_open(storage, manifest, name)) for name in {p.file for p in needed}}
+        names = sorted({piece.file for piece in needed})
+        files = {name: stack.enter_context(_open(storage, manifest, name)) for name in names}
+        if wrong := [d for name in names if (d := _check_size(files[name], manifest, name)) is not None]:
+            return torch.empty(0), wrong
+        result = torch.empty(shape, dtype=DTYPES[entry.dtype])
+        parts = {piece: torch.empty(piece.shape, dtype=result.dtype) for piece in needed}
         blocks = [block for piece, part in parts.items() for block in _blocks_of(path, piece, tensor_bytes(part))]
-        damage = [d for d in run(lambda block: _check_block(files, manifest, block), blocks, result.nbytes) if d]
-    if damage:
-        raise CheckpointCorrupt(_damaged(storage, step, damage[0].what))
+        size_bytes = sum(piece.size_bytes for piece in needed)
+        damage = [d for d in run(lambda block: _check_block(files, manifest, block), blocks, size_bytes) if d]
     for piece, part in parts.items():
         common = _common(piece, start, shape)
         assert common is not None
         source = tuple(slice(a - p, b - p) for (a, b), p in zip(common, piece.start, strict=True))
         target = tuple(slice(a - s, b - s) for (a, b), s in zip(common, start, strict=True))
         result[target] = part[source]
-    return result
+    return result, damage
 
 
 def read_manifest(storage: Where, step: int) -> Manifest:
@@ -237,15 +283,16 @@ def read_manifest(storage: Where, step: int) -> Manifest:
 
 
 def _read(
-    storage: Storage, step: int, place: Callable[[Manifest], dict[str, torch.Tensor]]
-) -> tuple[Manifest, dict[str, torch.Tensor]]:
+    storage: Storage, step: int, read: Callable[[Manifest], tuple[_Result, list[Damage]]]
+) -> tuple[Manifest, _Result]:
+    """Return the manifest of a step and what ``read`` makes of it; who is overtaken by a writer reads again."""
     data = _manifest_bytes(storage, step)
     while True:
         try:
             manifest = _parse(step, data)
-            tensors, damage = _read_files(storage, manifest, place)
+            result, damage = read(manifest)
             if not damage:
-                return manifest, tensors
+                return manifest, result
             why = damage[0].what + (f"; {len(damage)} places are damaged in all" if len(damage) > 1 else "")
         except CheckpointCorrupt as error:
             why = str(error)
@@ -264,8 +311,6 @@ def _parse(step: int, data: bytes) -> Manifest:
     if manifest.format not in FORMATS:
         msg = f"manifest, format: must be one of {', '.join(FORMATS)}, is {manifest.format!r:.80}"
         raise CheckpointCorrupt(msg)
-    # Tried with one stand-in for all tensors, so that what verifies can also be put together.
-    unflatten(dict.fromkeys(manifest.tensors, torch.empty(0)), manifest.skeleton)
     return manifest
 
 
@@ -305,6 +350,20 @@ def _room(path: str, entry: TensorEntry, given: Any) -> torch.Tensor:
         raise CheckpointError(msg) from error
 
 
+def _apart(given: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Return the tensors that have their memory for themselves: two values cannot be read into the same bytes."""
+    alone: dict[str, torch.Tensor] = {}
+    end = 0
+    tensors = [
+        (t.data_ptr(), path, t) for path, t in given.items() if isinstance(t, torch.Tensor) and t.is_contiguous()
+    ]
+    for first, path, tensor in sorted(tensors, key=lambda item: item[:2]):
+        if first >= end:
+            alone[path] = tensor
+            end = first + tensor.nbytes
+    return alone
+
+
 def _read_files(
     storage: Storage, manifest: Manifest, place: Callable[[Manifest], dict[str, torch.Tensor]]
 ) -> tuple[dict[str, torch.Tensor], list[Damage]]:
@@ -333,6 +392,8 @@ def _read_files(
 
 
 def _part_of(tensor: torch.Tensor, piece: Piece) -> torch.Tensor:
+    if tensor.shape == piece.shape:
+        return tensor
     return tensor[tuple(slice(a, a + n) for a, n in zip(piece.start, piece.shape, strict=True))]
 
 
@@ -350,13 +411,26 @@ def _blocks_of(path: str, piece: Piece, into: memoryview | None) -> list[_Block]
 def _check_block(files: Mapping[str, Reader], manifest: Manifest, block: _Block) -> Damage | None:
     into = _scratch_memory()[: block.end - block.start] if block.into is None else block.into
     first, last = block.piece.offset + block.start, block.piece.offset + block.end
-    got = files[block.piece.file].read_into(first, into) if last > first else 0
-    if got == last - first and digest(into) == block.wanted:
+    file = files[block.piece.file]
+    got, found = _read_digested(file, first, into[: max(0, min(last, file.size_bytes) - first)])
+    if got == last - first and found == block.wanted:
         return None
     entry = manifest.tensors[block.path]
     why = "they are not what was saved" if got == last - first else f"the file ends after {got} of them"
     what = f"tensor {block.path!r} ({entry.dtype}, shape {list(entry.shape)}), bytes {first} to {last} of {block.piece.file}: {why}"
     return Damage(tensor=block.path, file=block.piece.file, start=first, end=last, what=what)
+
+
+def _read_digested(file: Reader, first: int, into: memoryview) -> tuple[int, str]:
+    """Read bytes from ``first`` on; return how many there were, and their digest."""
+    whole, got = xxhash.xxh3_64(), 0
+    for start, part in parts_of(into, file.part_bytes):
+        count = file.read_into(first + start, part)
+        whole.update(part[:count])
+        got += count
+        if count < len(part):
+            break
+    return got, whole.hexdigest()
 
 
 def _scratch_memory() -> memoryview:
@@ -378,11 +452,8 @@ def _check_rest(file: Reader, manifest: Manifest, name: str) -> Damage | None:
     entry = manifest.files[name]
     pieces = [piece for tensor in manifest.tensors.values() for piece in tensor.pieces if piece.file == name]
     rest = gaps(entry.size_bytes, pieces)
-    data = bytearray(sum(end - start for start, end in rest))
-    done = 0
-    for start, end in rest:
-        done += file.read_into(start, memoryview(data)[done : done + end - start])
-    if digest(data) == entry.rest_xxh3:
+    is_there = not rest or rest[-1][1] <= file.size_bytes
+    if is_there and digest_of(rest, file.read_into) == entry.rest_xxh3:
         return None
     start, end = (rest[0][0], rest[-1][1]) if rest else (0, 0)
     what = f"the bytes of {name} that hold no values (headers, tables of contents), between {start} and {end}, are not what was saved"

@@ -11,9 +11,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from holdfast import points
+from holdfast.checkpoint.blocks import PART_BYTES
+from holdfast.checkpoint.manifest import MAX_BYTES
 from holdfast.errors import CheckpointCorrupt, CheckpointError
 
-_UNREADABLE = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EIO}
+_UNREADABLE = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENXIO, errno.EIO}
 _ADVICE = {
     errno.ENOSPC: "free some space, or choose a directory on a larger disk",
     errno.EDQUOT: "free some of your quota, or choose a directory elsewhere",
@@ -34,12 +36,13 @@ class LocalStorage:
     """
 
     def __init__(self, root: Path) -> None:
-        self._root = root
+        self._url = str(root)
+        self._root = root.absolute()  # a script may change its directory while a checkpoint is written
 
     @property
     def url(self) -> str:
         """The directory."""
-        return str(self._root)
+        return self._url
 
     def names(self, folder: str) -> list[str]:
         """See :meth:`Storage.names`."""
@@ -48,38 +51,42 @@ class LocalStorage:
         except FileNotFoundError:
             return []
         except OSError as error:
+            if folder and error.errno in (errno.ENOTDIR, errno.ELOOP):
+                return []  # a stray file that is named like a folder must not hide the others
             msg = f"cannot list the checkpoints in {self._root / folder}: {error.strerror}; give a directory that this user may read"
             raise CheckpointError(msg) from error
 
     def read(self, path: str) -> bytes | None:
         """See :meth:`Storage.read`."""
-        if not os.path.lexists(self._root / path):
-            return None
-        with self.reader(path) as reader:
-            data = bytearray(reader.size_bytes)
-            return bytes(data[: reader.read_into(0, memoryview(data))])
+        try:
+            with self.reader(path) as reader:
+                if reader.size_bytes > MAX_BYTES:
+                    msg = f"{path} has {reader.size_bytes} bytes, at most {MAX_BYTES} are allowed"
+                    raise CheckpointCorrupt(msg)
+                data = bytearray(reader.size_bytes)
+                return bytes(data[: reader.read_into(0, memoryview(data))])
+        except CheckpointCorrupt as error:
+            # Not asked for in advance: others write and remove files at this moment. A link that leads nowhere is damage.
+            gone = isinstance(error.__cause__, FileNotFoundError | NotADirectoryError)
+            if gone and not os.path.islink(self._root / path):
+                return None
+            raise
 
     @contextmanager
     def reader(self, path: str) -> Iterator[LocalReader]:
         """See :meth:`Storage.reader`."""
         whole = self._root / path
-        try:
+        with _read_errors(whole):
             # Without O_NONBLOCK a pipe put in the place of the file would make us wait for ever.
             number = os.open(whole, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-            try:
-                status = os.fstat(number)
-                if not stat.S_ISREG(status.st_mode):
-                    msg = f"{whole.name} is not a plain file"
-                    raise CheckpointCorrupt(msg)
-                yield LocalReader(number, status.st_size)
-            finally:
-                os.close(number)
-        except OSError as error:
-            if error.errno in _UNREADABLE:
-                msg = f"{whole.name} cannot be read: {error.strerror}"
-                raise CheckpointCorrupt(msg) from error
-            msg = f"cannot read {whole}: {error.strerror or error}; {_ADVICE.get(error.errno or 0, 'try again')}"
-            raise CheckpointError(msg) from error
+        try:
+            status = os.fstat(number)
+            if not stat.S_ISREG(status.st_mode):
+                msg = f"{whole.name} is not a plain file"
+                raise CheckpointCorrupt(msg)
+            yield LocalReader(whole, number, status.st_size)
+        finally:
+            os.close(number)
 
     def prepare(self, folder: str) -> Path:
         """See :meth:`Storage.prepare`; it is the folder itself, because nothing in it counts without a manifest."""
@@ -102,12 +109,18 @@ class LocalStorage:
         draft = whole.with_name(whole.name + ".tmp")
         with explained("write", whole):
             _make_dir(whole.parent)
-            with draft.open("wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            points.reach("checkpoint.rename")
-            os.replace(draft, whole)
+            try:
+                # Made anew, so that nobody can lead the write elsewhere by a link that lies there.
+                draft.unlink(missing_ok=True)
+                with draft.open("xb") as file:
+                    file.write(data)
+                    file.flush()
+                    os.fsync(file.fileno())
+                points.reach("checkpoint.rename")
+                os.replace(draft, whole)
+            except OSError:
+                draft.unlink(missing_ok=True)
+                raise
             _sync(whole.parent, os.O_RDONLY | os.O_DIRECTORY)
             self._check_put(whole, data)
 
@@ -131,7 +144,8 @@ class LocalStorage:
 class LocalReader:
     """An open local file."""
 
-    def __init__(self, number: int, size_bytes: int) -> None:
+    def __init__(self, path: Path, number: int, size_bytes: int) -> None:
+        self._path = path
         self._number = number
         self._size_bytes = size_bytes
 
@@ -140,15 +154,34 @@ class LocalReader:
         """Its size."""
         return self._size_bytes
 
+    @property
+    def part_bytes(self) -> int:
+        """See :attr:`Reader.part_bytes`: little, so that it is digested while it is in the processor's cache."""
+        return PART_BYTES
+
     def read_into(self, offset: int, out: memoryview) -> int:
         """See :meth:`Reader.read_into`."""
         done = 0
-        while done < len(out):
-            got = os.preadv(self._number, [out[done:]], offset + done)
-            if not got:
-                break
-            done += got
+        with _read_errors(self._path):
+            while done < len(out):
+                got = os.preadv(self._number, [out[done:]], offset + done)
+                if not got:
+                    break
+                done += got
         return done
+
+
+@contextmanager
+def _read_errors(path: Path) -> Iterator[None]:
+    """Tell a file that is damaged, and names itself, from a place that this user cannot use."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in _UNREADABLE:
+            msg = f"{path.name} cannot be read: {error.strerror}"
+            raise CheckpointCorrupt(msg) from error
+        msg = f"cannot read {path}: {error.strerror or error}; {_ADVICE.get(error.errno or 0, 'try again')}"
+        raise CheckpointError(msg) from error
 
 
 @contextmanager
@@ -185,6 +218,6 @@ def _remove(path: Path) -> None:
             shutil.rmtree(path)
         else:
             path.unlink(missing_ok=True)
-    except FileNotFoundError:  # somebody else is removing it too
+    except (FileNotFoundError, NotADirectoryError):  # it is not there, or somebody else is removing it too
         if path.exists():
             _remove(path)

@@ -19,17 +19,21 @@ import torch
 import xxhash
 
 from holdfast.checkpoint.blocks import num_blocks
-from holdfast.checkpoint.format import DTYPES
+from holdfast.checkpoint.format import DTYPES, unflatten
 from holdfast.errors import CheckpointCorrupt, CheckpointError
 
 MANIFEST_NAME = "manifest.json"
 SCHEMA = 2
+MAX_BYTES = 256 << 20
+"""Nobody reads a larger manifest into memory. This much describes about 100 TB."""
 
 _SEAL = re.compile(rb'"xxh3": "([0-9a-f]{16})"\n}\n\Z')
 _DIGEST = re.compile(r"[0-9a-f]{16}")
 _FOLDER = re.compile(r"data-[0-9a-z][0-9a-z-]{0,63}")
 _FILE_NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
 _MAX_ELEMENTS = 2**62
+_MAX_INT = 2**63 - 1
+"""What an operating system takes for an offset."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,6 +177,8 @@ def parse(data: bytes, *, is_part: bool = False) -> Manifest:
     Raises:
         CheckpointCorrupt: if anything in it is not as :func:`dump` writes it.
     """
+    if len(data) > MAX_BYTES:
+        _damaged("size", f"it has {len(data)} bytes, at most {MAX_BYTES} are allowed")
     seal = _SEAL.search(data)
     if seal is None:
         _damaged("end", "it does not end with the digest of its own bytes: it was cut short or altered")
@@ -181,8 +187,15 @@ def parse(data: bytes, *, is_part: bool = False) -> Manifest:
         _damaged("xxh3", f"its bytes have the digest {found}, it says {seal[1].decode()}")
     fields = _read_json(data)
     if type(fields.get("schema")) is not int or fields["schema"] != SCHEMA:
-        _damaged("schema", f"must be {SCHEMA}, is {fields.get('schema')!r}; another version of holdfast may read it")
+        _damaged(
+            "schema", f"must be {SCHEMA}, is {fields.get('schema')!r:.80}; another version of holdfast may read it"
+        )
     return _check(fields, is_part=is_part)
+
+
+def is_data_folder(name: str) -> bool:
+    """Return whether a folder beside a manifest may have this name."""
+    return _FOLDER.fullmatch(name) is not None
 
 
 def check_info(info: Any) -> None:
@@ -247,7 +260,7 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(fields) != len(pairs):
         names = [name for name, _ in pairs]
         repeated = next(name for name in names if names.count(name) > 1)
-        msg = f"the key {repeated!r} stands in it twice"
+        msg = f"the key {repeated!r:.80} stands in it twice"
         raise ValueError(msg)
     return fields
 
@@ -284,13 +297,20 @@ _PIECE_KINDS: dict[str, type] = {"file": str, "offset": int, "start": list, "sha
 
 def _check(fields: dict[str, Any], *, is_part: bool) -> Manifest:
     _check_members("", fields, _KINDS | {"skeleton": object})
-    if not _FOLDER.fullmatch(fields["folder"]):
+    if not is_data_folder(fields["folder"]):
         _damaged("folder", f"must be the plain name of a folder beside the manifest, is {fields['folder']!r:.80}")
     if not all(type(version) is str for version in fields["versions"].values()):
         _damaged("versions", "must be strings")
+    try:
+        check_info(fields["info"])
+    except CheckpointError as error:
+        _damaged("info", str(error), error)
     files = {name: _check_file(name, file) for name, file in fields["files"].items()}
     tensors = {path: _check_entry(path, entry, files, is_part=is_part) for path, entry in fields["tensors"].items()}
     _check_places(files, tensors)
+    if not is_part:
+        # Tried with one stand-in for all tensors, so that what is read can also be put together.
+        unflatten(dict.fromkeys(tensors, torch.empty(0)), fields["skeleton"])
     rest = {name: value for name, value in fields.items() if name not in ("schema", "xxh3", "files", "tensors")}
     return Manifest(**rest, files=files, tensors=tensors)
 
@@ -316,7 +336,7 @@ def _check_entry(path: str, entry: Any, files: dict[str, FileEntry], *, is_part:
         if piece.file not in files:
             _damaged(f"{where}/pieces", f"name the file {piece.file!r:.80}, which is not in the list of files")
     if not is_part:
-        check_filled(where, elements, pieces)
+        _check_filled(where, elements, pieces)
     return TensorEntry(dtype=entry["dtype"], shape=tuple(entry["shape"]), pieces=tuple(pieces))
 
 
@@ -344,7 +364,7 @@ def _check_piece(where: str, fields: Any, whole: list[int], itemsize: int) -> Pi
     )
 
 
-def check_filled(where: str, elements: int, pieces: Sequence[Piece]) -> None:
+def _check_filled(where: str, elements: int, pieces: Sequence[Piece]) -> None:
     """Make sure that boxes of a tensor fill it, each index in one of them.
 
     Raises:
@@ -354,9 +374,22 @@ def check_filled(where: str, elements: int, pieces: Sequence[Piece]) -> None:
     if total != elements or not pieces:
         _damaged(where, f"has {elements} values, its {len(pieces)} pieces hold {total}")
     filled = [piece for piece in pieces if piece.size_bytes]
-    for i, piece in enumerate(filled):
-        if any(_overlap(piece, other) for other in filled[:i]):
-            _damaged(where, "has pieces that overlap")
+    if len(filled) > 1 and _any_overlap(filled):
+        _damaged(where, "has pieces that overlap")
+
+
+def _any_overlap(pieces: Sequence[Piece]) -> bool:
+    """Sweep along the dimension with the most cuts: a piece is compared with those only that have not ended before it."""
+    along = max(range(len(pieces[0].start)), key=lambda d: len({piece.start[d] for piece in pieces}), default=None)
+    if along is None:
+        return True  # a scalar has room for one
+    open_: list[Piece] = []
+    for piece in sorted(pieces, key=lambda piece: piece.start[along]):
+        open_ = [other for other in open_ if other.start[along] + other.shape[along] > piece.start[along]]
+        if any(_overlap(piece, other) for other in open_):
+            return True
+        open_.append(piece)
+    return False
 
 
 def _overlap(one: Piece, other: Piece) -> bool:
@@ -393,7 +426,7 @@ def _num_elements(where: str, shape: list[Any]) -> int:
 
 
 def _check_members(where: str, fields: Any, kinds: dict[str, type]) -> None:
-    """Make sure that an object has these members and no others, each of its type; integers at least 0."""
+    """Make sure that an object has these members and no others, each of its type; integers fit into 63 bits."""
     if type(fields) is not dict:
         _damaged(where or "JSON", f"must be an object, is {fields!r:.80}")
     if fields.keys() != kinds.keys():
@@ -403,10 +436,12 @@ def _check_members(where: str, fields: Any, kinds: dict[str, type]) -> None:
         value = fields[name]
         if kind is not object and type(value) is not kind:
             _damaged(where + name, f"must be of type {kind.__name__}, is {value!r:.80}")
-        if isinstance(value, int) and kind is int and value < 0:
-            _damaged(where + name, f"must be at least 0, is {value}")
+        if kind is int and not 0 <= value <= _MAX_INT:
+            _damaged(where + name, f"must be at least 0 and at most {_MAX_INT}, is {value!r:.80}")
 
 
 def _damaged(where: str, what: str, cause: Exception | None = None) -> NoReturn:
+    # Names come from the file: what a terminal would obey is spelt out.
     msg = f"manifest, {where}: {what}"
+    msg = msg if msg.isprintable() else msg.encode("unicode_escape").decode()
     raise CheckpointCorrupt(msg) from cause

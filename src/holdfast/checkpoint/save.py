@@ -16,15 +16,16 @@ import os
 import secrets
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+import xxhash
 
 from holdfast import points
-from holdfast.checkpoint.blocks import block_ranges, digest, run
+from holdfast.checkpoint.blocks import block_ranges, digest, digest_of, parts_of, run
 from holdfast.checkpoint.format import Leaf, Shard, flatten, tensor_bytes
 from holdfast.checkpoint.formats import FORMATS, Layout
 from holdfast.checkpoint.local import explained
@@ -34,16 +35,19 @@ from holdfast.checkpoint.manifest import (
     Manifest,
     Piece,
     TensorEntry,
-    check_filled,
     check_info,
     dump,
+    is_data_folder,
     parse,
     versions,
 )
 from holdfast.checkpoint.storage import Storage, Where, as_storage, step_folder, step_of
-from holdfast.errors import CheckpointError, ConfigError
+from holdfast.errors import CheckpointCorrupt, CheckpointError, ConfigError
 
 _POLL_S = 0.01
+
+_EARLY_BYTES = 1 << 20
+"""Blocks of at least this size go to the disk at once; page by page it would have more to do, not less."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,28 +136,32 @@ class PendingCheckpoint:
     def _folder(self) -> str:
         return f"{step_folder(self.step)}/{self.manifest.folder}"
 
-    def commit(self, generation: int, wait_s: float = 60.0) -> SavedCheckpoint:
+    def commit(
+        self, generation: int, wait_s: float = 60.0, may_come: Callable[[int], bool] = lambda part: True
+    ) -> SavedCheckpoint:
         """Make the checkpoint complete. Call it when the step is stable, once, at one of the writers.
 
         Args:
             generation: How many communicators there have been; it is written into the manifest.
             wait_s: How long to wait for the parts of others.
+            may_come: Says whether a part that is not there may still come, because its writer is alive.
 
         Raises:
-            CheckpointError: if it cannot be written, a part is missing, or its files are gone because it was abandoned.
+            CheckpointError: if it cannot be written, a part is missing or does not fit the others, or files are gone because
+                it was abandoned. Nothing has become complete then.
         """
         if generation < 0:
             msg = f"generation must be at least 0, got {generation}"
             raise ConfigError(msg)
-        there = self.storage.names(self._folder)
-        if missing := sorted(self.manifest.files.keys() - set(there)):
-            msg = (
-                f"cannot complete the checkpoint of step {self.step}: {missing[0]} is not in {self._folder} any more. A "
-                "pending checkpoint cannot be committed after abandon(); write the tensors again"
-            )
-            raise CheckpointError(msg)
-        whole = dataclasses.replace(self._with_other_parts(wait_s), generation=generation)
+        self._check_there(self.manifest)
+        whole = dataclasses.replace(_merge(self._all_parts(wait_s, may_come)), generation=generation)
+        self._check_there(whole)
         data = dump(whole)
+        try:
+            parse(data)  # what could not be read must not take the place of what can
+        except CheckpointCorrupt as error:
+            msg = f"cannot complete the checkpoint of step {self.step}: what was written does not fit together: {error}"
+            raise CheckpointError(msg) from error
         points.reach("checkpoint.manifest")
         self.storage.put(f"{step_folder(self.step)}/{MANIFEST_NAME}", data)
         points.reach("checkpoint.committed")
@@ -161,51 +169,61 @@ class PendingCheckpoint:
         return SavedCheckpoint(url=self.storage.url, step=self.step, size_bytes=whole.size_bytes + len(data))
 
     def abandon(self) -> None:
-        """Remove what this worker wrote, or all of it at the first part; does nothing the second time.
+        """Remove what this worker wrote, or all of it at the first part; does nothing the second time, or after ``commit``.
 
         Raises:
             CheckpointError: if it cannot be removed.
         """
         folder = step_folder(self.step)
+        if _completed_folder(self.storage, self.step) == self.manifest.folder:
+            return
         if self.part == 0:
             self.storage.remove(self._folder)
         else:
-            for name in (*self.manifest.files, _description(self.part)):
+            # The description first: what it describes must be there as long as somebody may count on it.
+            for name in (_description(self.part), *self.manifest.files):
                 self.storage.remove(f"{self._folder}/{name}")
         if not self.storage.names(folder):
             self.storage.remove(folder)
 
-    def _with_other_parts(self, wait_s: float) -> Manifest:
-        end_s = time.monotonic() + wait_s
-        others = [self._read_description(part, end_s) for part in range(self.parts) if part != self.part]
-        return _merge(self.manifest, others) if others else self.manifest
+    def _check_there(self, manifest: Manifest) -> None:
+        if missing := sorted(manifest.files.keys() - set(self.storage.names(self._folder))):
+            msg = (
+                f"cannot complete the checkpoint of step {self.step}: {missing[0]} is not in {self._folder} any more. A "
+                "pending checkpoint cannot be committed after abandon(); write the tensors again"
+            )
+            raise CheckpointError(msg)
 
-    def _read_description(self, part: int, end_s: float) -> Manifest:
+    def _all_parts(self, wait_s: float, may_come: Callable[[int], bool]) -> list[Manifest]:
+        end_s = time.monotonic() + wait_s
+        return [
+            self.manifest if part == self.part else self._read_description(part, end_s, may_come)
+            for part in range(self.parts)
+        ]
+
+    def _read_description(self, part: int, end_s: float, may_come: Callable[[int], bool]) -> Manifest:
         while True:
+            is_alive, is_late = may_come(part), time.monotonic() > end_s  # before the last look at the storage
             data = self.storage.read(f"{self._folder}/{_description(part)}")
-            if data is not None:
+            if data:
                 return parse(data, is_part=True)
-            if time.monotonic() > end_s:
-                msg = f"cannot complete the checkpoint of step {self.step}: part {part} of {self.parts} was not written in time"
+            if data is not None or is_late or not is_alive:
+                why = "was not written in time" if is_alive else "was not written, and its writer is gone"
+                if data is not None:
+                    why = "could not be written; its writer says why"
+                msg = f"cannot complete the checkpoint of step {self.step}: part {part} of {self.parts} {why}"
                 raise CheckpointError(msg)
             time.sleep(_POLL_S)
 
     def _tidy(self) -> None:
         # The checkpoint is complete: rubbish that stays is worth a warning, not a failed run.
-        folder = step_folder(self.step)
-        rubbish = [
-            f"{folder}/{name}"
-            for name in self.storage.names(folder)
-            if name not in (MANIFEST_NAME, self.manifest.folder)
-        ]
-        rubbish += [f"{self._folder}/{_description(part)}" for part in range(self.parts) if self.parts > 1]
         try:
+            for part in range(self.parts if self.parts > 1 else 0):
+                self.storage.remove(f"{self._folder}/{_description(part)}")
             for name in self.storage.names(""):
-                older = step_of(name)
-                if older is not None and older < self.step and MANIFEST_NAME not in self.storage.names(name):
-                    rubbish.append(name)
-            for path in rubbish:
-                self.storage.remove(path)
+                step = step_of(name)
+                if step is not None and step <= self.step:
+                    _remove_attempts(self.storage, step)
         except CheckpointError as error:
             text = (
                 f"the checkpoint of step {self.step} is complete, but leftovers beside it could not be removed: {error}"
@@ -266,13 +284,19 @@ def write(
     if format not in FORMATS:
         msg = f"the format of checkpoints must be one of {', '.join(FORMATS)}, got {format!r}"
         raise ConfigError(msg)
-    points.reach("checkpoint.begin")
-    check_info(info)
     name = f"data-{token or secrets.token_hex(4)}"
+    if not is_data_folder(name):
+        msg = f"token must be at most 64 lower-case letters, digits and '-', the first no '-', got {token!r}"
+        raise ConfigError(msg)
+    check_info(info)
+    points.reach("checkpoint.begin")
+    if token and _completed_folder(storage, step) == name:
+        msg = f"the checkpoint of step {step} was completed with the token {token!r} already; saving it again needs another"
+        raise CheckpointError(msg)
     folder = f"{step_folder(step)}/{name}"
     part, is_first = content.part, content.part == 0
-    path = storage.prepare(folder)
     try:
+        path = storage.prepare(folder)
         with explained(f"write the checkpoint of step {step} to", path):
             stem, boxes = f"part-{part:05d}", content.boxes
             layout = FORMATS[format].lay_out(path, stem, {box.key: box.tensor for box in boxes})
@@ -292,7 +316,10 @@ def write(
         if content.parts > 1:
             storage.put(f"{folder}/{_description(part)}", dump(described))
     except BaseException:
-        _discard(storage, folder if content.parts == 1 else "")
+        if content.parts == 1:
+            _discard(storage, folder)
+        else:
+            _give_notice(storage, f"{folder}/{_description(part)}")
         raise
     points.reach("checkpoint.tensors")
     return PendingCheckpoint(storage=storage, manifest=described, part=part, parts=content.parts)
@@ -321,9 +348,57 @@ def _description(part: int) -> str:
     return f"part-{part:05d}.json"
 
 
-def _discard(storage: Storage, folder: str) -> None:
-    if not folder:
+def _completed_folder(storage: Storage, step: int) -> str | None:
+    """Return which folder the manifest of a step names; None if there is no manifest that can be read."""
+    try:
+        data = storage.read(f"{step_folder(step)}/{MANIFEST_NAME}")
+        return None if data is None else parse(data).folder
+    except CheckpointCorrupt:
+        return None
+
+
+def _remove_attempts(storage: Storage, step: int) -> None:
+    """Remove what attempts at a step have left that nobody will complete; what others put there stays."""
+    folder = step_folder(step)
+    names = storage.names(folder)
+    attempts = [name for name in names if is_data_folder(name) or name == f"{MANIFEST_NAME}.tmp"]
+    is_complete = MANIFEST_NAME in names
+    if not is_complete and attempts and attempts == names:
+        storage.remove(folder)
         return
+    if is_complete and len(attempts) < 2:
+        return
+    kept = _completed_folder(storage, step) if is_complete else ""
+    if kept is None:
+        return  # its manifest is damaged, and somebody may want to look at all of it
+    for name in attempts:
+        if name != kept:
+            storage.remove(f"{folder}/{name}")
+
+
+def discard(storage: Where, step: int, token: str) -> None:
+    """Remove what all writers of an attempt at a step left, unless it has become complete.
+
+    Raises:
+        CheckpointError: if it cannot be removed.
+    """
+    storage = as_storage(storage)
+    folder = f"data-{token}"
+    if _completed_folder(storage, step) != folder:
+        storage.remove(f"{step_folder(step)}/{folder}")
+        if not storage.names(step_folder(step)):
+            storage.remove(step_folder(step))
+
+
+def _give_notice(storage: Storage, description: str) -> None:
+    """Leave an empty description, so that who commits does not wait for this part."""
+    try:
+        storage.put(description, b"")
+    except CheckpointError as error:
+        warnings.warn(f"nobody could be told that a part is missing: {error}", RuntimeWarning, stacklevel=3)
+
+
+def _discard(storage: Storage, folder: str) -> None:
     try:
         storage.remove(folder)
         if not storage.names(folder.split("/")[0]):
@@ -348,25 +423,30 @@ def _share_out(leaves: Mapping[str, Leaf], part: int, parts: int) -> list[Box]:
     position = 0
     for path, leaf in leaves.items():
         if isinstance(leaf, Shard):
-            boxes.append(_make_box(path, _plain(leaf.tensor), leaf.start, leaf.shape))
+            boxes.append(_make_box(path, _plain(leaf.tensor), leaf.start, leaf.shape, leaves))
             continue
         rows = leaf.shape[0] if leaf.dim() and leaf.numel() else 1
-        row_bytes = leaf.nbytes / rows
+        row_bytes = leaf.nbytes // rows
         if row_bytes:
-            low, high = (min(max(-(-(cut - position) // row_bytes), 0), rows) for cut in (first, end))
+            low, high = (min(max(-((position - cut) // row_bytes), 0), rows) for cut in (first, end))
         else:
             low, high = 0, int(first <= position < end or (part == parts - 1 and position >= end))
         position += leaf.nbytes
         if low < high:
             whole = tuple(leaf.shape)
-            cut = leaf[int(low) : int(high)] if high - low < rows else leaf
-            boxes.append(_make_box(path, _plain(cut), (int(low), *[0] * (len(whole) - 1)) if whole else (), whole))
+            cut = leaf[low:high] if high - low < rows else leaf
+            boxes.append(_make_box(path, _plain(cut), (low, *[0] * (len(whole) - 1)) if whole else (), whole, leaves))
     return boxes
 
 
-def _make_box(path: str, tensor: torch.Tensor, start: tuple[int, ...], whole: tuple[int, ...]) -> Box:
-    is_whole = tuple(tensor.shape) == whole
-    key = path if is_whole else f"{path}@{','.join(map(str, start))}"
+def _make_box(
+    path: str, tensor: torch.Tensor, start: tuple[int, ...], whole: tuple[int, ...], paths: Container[str]
+) -> Box:
+    key = path
+    if tuple(tensor.shape) != whole:
+        place = ",".join(map(str, start))
+        # A path may hold any characters, but a "~" in it is never followed by "@".
+        key = next(key for key in (f"{path}@{place}", f"{path}~@{place}") if key not in paths)
     return Box(path=path, key=key, tensor=tensor, start=start, whole=whole)
 
 
@@ -388,11 +468,10 @@ def _pour(folder: Path, layout: Layout, boxes: Sequence[Box]) -> tuple[dict[str,
         def write(job: tuple[Box, int, int]) -> str:
             box, start, end = job
             data = tensor_bytes(box.tensor)[start:end]
-            found = digest(data)
-            if not layout.has_values:
-                file, offset = layout.places[box.key]
-                _write_all(numbers[file], data, offset + start)
-            return found
+            if layout.has_values:
+                return digest(data)
+            file, offset = layout.places[box.key]
+            return _write_block(numbers[file], data, offset + start)
 
         total = sum(box.tensor.nbytes for box in boxes)
         digests: dict[str, list[str]] = {}
@@ -423,6 +502,18 @@ def _piece(box: Box, layout: Layout, blocks: Sequence[str]) -> Piece:
     )
 
 
+def _write_block(number: int, data: memoryview, offset: int) -> str:
+    """Write a block and return its digest."""
+    whole = xxhash.xxh3_64()
+    for start, part in parts_of(data):
+        whole.update(part)
+        _write_all(number, part, offset + start)
+    if len(data) >= _EARLY_BYTES:
+        # Linux begins to write these pages to the disk now, while others are digested, instead of when the file is synced.
+        os.posix_fadvise(number, offset, len(data), os.POSIX_FADV_DONTNEED)
+    return whole.hexdigest()
+
+
 def _write_all(number: int, data: memoryview, offset: int) -> None:
     done = 0
     while done < len(data):
@@ -432,8 +523,11 @@ def _write_all(number: int, data: memoryview, offset: int) -> None:
 def _describe_file(name: str, number: int, tensors: Mapping[str, TensorEntry]) -> FileEntry:
     size = os.fstat(number).st_size
     pieces = [piece for entry in tensors.values() for piece in entry.pieces if piece.file == name]
-    rest = b"".join(_read_all(number, start, end) for start, end in gaps(size, pieces))
-    return FileEntry(size_bytes=size, rest_xxh3=digest(rest))
+    rest = digest_of(gaps(size, pieces), lambda offset, out: os.preadv(number, [out], offset))
+    if rest is None:
+        msg = f"{name} ends after {size} bytes, before the values that were written into it"
+        raise CheckpointError(msg)
+    return FileEntry(size_bytes=size, rest_xxh3=rest)
 
 
 def gaps(size_bytes: int, pieces: Sequence[Piece]) -> list[tuple[int, int]]:
@@ -446,30 +540,29 @@ def gaps(size_bytes: int, pieces: Sequence[Piece]) -> list[tuple[int, int]]:
     return [(a, b) for a, b in [*found, (end, size_bytes)] if b > a]
 
 
-def _read_all(number: int, start: int, end: int) -> bytes:
-    data = b""
-    while len(data) < end - start:
-        data += os.pread(number, end - start - len(data), start + len(data))
-    return data
-
-
-def _merge(mine: Manifest, others: Sequence[Manifest]) -> Manifest:
-    """Return what all parts describe together.
+def _merge(parts: Sequence[Manifest]) -> Manifest:
+    """Return what all parts describe together; the first one says how tensors hang together.
 
     Raises:
-        CheckpointError: if they do not fit together.
+        CheckpointError: if they contradict each other. Whether they are the whole, it does not look.
     """
-    files, tensors, first = dict(mine.files), dict(mine.tensors), mine
-    for other in others:
-        first = other if other.skeleton is not None else first
-        files |= other.files
-        for path, entry in other.tensors.items():
+    first = parts[0]
+    files: dict[str, FileEntry] = {}
+    tensors: dict[str, TensorEntry] = {}
+    for part in parts:
+        if (part.step, part.format, part.folder) != (
+            first.step,
+            first.format,
+            first.folder,
+        ) or files.keys() & part.files:
+            msg = f"the writers of step {first.step} do not write the same checkpoint: one writes {sorted(part.files)} as {part.format} of step {part.step}"
+            raise CheckpointError(msg)
+        files |= part.files
+        for path, entry in part.tensors.items():
             known = tensors.get(path)
             if known is not None and (known.dtype, known.shape) != (entry.dtype, entry.shape):
-                msg = f"the writers of step {mine.step} hold different tensors {path!r}: {known.dtype} {list(known.shape)} and {entry.dtype} {list(entry.shape)}"
+                msg = f"the writers of step {first.step} hold different tensors {path!r}: {known.dtype} {list(known.shape)} and {entry.dtype} {list(entry.shape)}"
                 raise CheckpointError(msg)
             pieces = (known.pieces if known else ()) + entry.pieces
             tensors[path] = dataclasses.replace(entry, pieces=pieces)
-    for path, entry in tensors.items():
-        check_filled(f"tensors/{path}", torch.Size(entry.shape).numel(), entry.pieces)
-    return dataclasses.replace(mine, files=files, tensors=tensors, skeleton=first.skeleton, info=first.info)
+    return dataclasses.replace(first, files=files, tensors=tensors)

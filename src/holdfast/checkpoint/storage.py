@@ -34,6 +34,11 @@ class Reader(Protocol):
         """Its size."""
         ...
 
+    @property
+    def part_bytes(self) -> int:
+        """How much is best read in one call."""
+        ...
+
     def read_into(self, offset: int, out: memoryview) -> int:
         """Fill ``out`` with the bytes from ``offset`` on; return how many there were."""
         ...
@@ -64,7 +69,10 @@ class Storage(Protocol):
         ...
 
     def prepare(self, folder: str) -> Path:
-        """Return an empty local directory, in which files that belong into a new ``folder`` are to be written."""
+        """Return a local directory, in which files that belong into a new ``folder`` are to be written.
+
+        The same thread stores them, or gives up and removes the folder.
+        """
         ...
 
     def store(self, folder: str, names: tuple[str, ...]) -> None:

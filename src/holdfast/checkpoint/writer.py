@@ -42,7 +42,7 @@ class Outcome:
     Args:
         step: Which one.
         saved: It is complete; None if this worker only wrote a part of it, or if it failed.
-        error: Why it is not complete; None if nothing went wrong.
+        error: Why it is not complete, or what went wrong after it was; None if nothing did.
         held_s: How long the loop was held.
         written_s: How long digesting and writing took.
     """
@@ -68,6 +68,8 @@ class _Job:
     finish: Callable[[PendingCheckpoint], SavedCheckpoint | None] | None = None
     decided: threading.Event = field(default_factory=threading.Event)
     done: threading.Event = field(default_factory=threading.Event)
+    abandoned: bool = False
+    overdue: bool = False
 
 
 class Writer:
@@ -100,35 +102,39 @@ class Writer:
         """Write a checkpoint; one that was not decided on is abandoned. ``content`` may change when this returns.
 
         Raises:
-            CheckpointError: if the storage has not taken the one before for ten minutes.
+            CheckpointError: if the storage has not taken the one before for ten minutes, or there is no memory for a copy.
         """
         start_s = time.monotonic()
         self.abandon()
         self.wait()
-        own = self._snapshot.copy(content) if self._background else content
+        own = self._copy(step, content) if self._background else content
         self._job = job = _Job(step, own, info, token)
+        if not self._background:
+            self._write(job)
         job.held_s = time.monotonic() - start_s
         if self._background:
             self._start()
             self._jobs.put(job)
-        else:
-            self._write(job)
 
-    def commit(self, generation: int, *, all_alive: bool = True) -> None:
+    def _copy(self, step: int, content: Content) -> Content:
+        try:
+            return self._snapshot.copy(content)
+        except (RuntimeError, MemoryError) as error:
+            msg = f"there is no memory for a copy of the {content.size_bytes} bytes that are saved of step {step}: {error}"
+            raise CheckpointError(msg) from error
+
+    def commit(self, generation: int, *, may_come: Callable[[int], bool] = lambda part: True) -> None:
         """Complete the checkpoint as soon as it is written; see :meth:`PendingCheckpoint.commit`.
 
         Args:
             generation: How many communicators there have been.
-            all_alive: All who write a part are alive: those that are late may still come.
+            may_come: Says whether who writes a part is alive, so that it may still come. Called beside the loop.
         """
         job = self._job
 
         def complete(pending: PendingCheckpoint) -> SavedCheckpoint:
             assert job is not None
-            wait_s = _PART_WAIT_S + _PART_PATIENCE * job.written_s if all_alive else 0.0
-            saved = pending.commit(generation, wait_s)
-            self._after_commit()
-            return saved
+            return pending.commit(generation, _PART_WAIT_S + _PART_PATIENCE * job.written_s, may_come)
 
         self._decide(complete)
 
@@ -137,11 +143,17 @@ class Writer:
         self._decide(lambda _: None)
 
     def abandon(self) -> None:
-        """Remove what was written, unless it was decided to keep it."""
+        """Remove what was written, unless it was decided to keep it.
+
+        Who wrote another part than the first leaves it: somebody else may be about to complete the checkpoint.
+        """
 
         def abandon(pending: PendingCheckpoint) -> None:
-            pending.abandon()
+            if pending.part == 0:
+                pending.abandon()
 
+        if self._job is not None and not self._job.decided.is_set():
+            self._job.abandoned = True
         self._decide(abandon)
 
     def poll(self) -> list[Outcome]:
@@ -162,12 +174,13 @@ class Writer:
         """Return when the checkpoint that was decided on is over, well or not.
 
         Raises:
-            CheckpointError: if that takes more than ten minutes.
+            CheckpointError: if that takes more than ten minutes; from then on it says so at once.
         """
         job = self._job
         if job is None or not job.decided.is_set():
             return
-        if not job.done.wait(_LIMIT_S):
+        if not job.done.wait(0.0 if job.overdue else _LIMIT_S):
+            job.overdue = True
             msg = f"the checkpoint of step {job.step} was not written to {self._checkpoints.url} within {_LIMIT_S:g} s; look at that storage"
             raise CheckpointError(msg)
         self._collect()
@@ -179,7 +192,9 @@ class Writer:
         job.finish = finish
         job.decided.set()
         if not self._background:
+            start_s = time.monotonic()
             self._complete(job)
+            job.held_s += time.monotonic() - start_s
 
     # -- the thread
 
@@ -208,7 +223,21 @@ class Writer:
         try:
             if job.pending is not None and job.finish is not None:
                 job.saved = job.finish(job.pending)
+            if job.saved is not None:
+                self._after_commit()
         except Exception as error:
             job.error = error
+        if job.abandoned:
+            job.error = None  # nobody waits for it
+        elif job.error is not None and job.saved is None:
+            self._clear_away(job)
         job.written_s += time.monotonic() - start_s
         job.done.set()
+
+    def _clear_away(self, job: _Job) -> None:
+        """Make room: what was written of a checkpoint that cannot be completed might fill the disk."""
+        if job.token and job.content.part == 0:
+            try:
+                self._checkpoints.discard(job.step, job.token)
+            except CheckpointError as error:
+                job.error = CheckpointError(f"{job.error}; and what was written could not be removed: {error}")

@@ -9,10 +9,13 @@ from typing import Annotated, NoReturn
 
 import typer
 
+from holdfast.cli.ckpt import ckpt
 from holdfast.cli.demo import demo
 from holdfast.cli.report import report
 from holdfast.cli.run import run
-from holdfast.errors import ConfigError, HoldfastError, InternalError
+from holdfast.cli.study import study
+from holdfast.cli.tables import clean
+from holdfast.errors import CheckpointCorrupt, CheckpointMissing, ConfigError, HoldfastError, InternalError
 
 app = typer.Typer(
     name="holdfast",
@@ -25,6 +28,8 @@ app = typer.Typer(
 app.command(context_settings={"allow_interspersed_args": False})(run)
 app.command()(report)
 app.command()(demo)
+app.command()(study)
+app.add_typer(ckpt)
 
 _USAGE_ERROR: type[Exception] = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "UsageError")
 """Typer does not give it a name of its own."""
@@ -40,7 +45,7 @@ def options(
 
 
 def main(args: Sequence[str] | None = None) -> NoReturn:
-    """Run the command that ``args`` name, and exit: 0 done, 1 failed, 2 wrong usage, 4 stopped with its state saved."""
+    """Run the command that ``args`` name, and exit: 0 done, 1 failed, 2 wrong usage, 3 damaged data, 4 stopped and saved."""
     words = list(sys.argv[1:] if args is None else args)
     debug = "--debug" in words[:2]  # before the command or right behind it; further on it may be the script's
     words = [word for place, word in enumerate(words) if place > 1 or word != "--debug"] or ["--help"]
@@ -63,8 +68,15 @@ def _complain(error: HoldfastError, *, debug: bool) -> NoReturn:
     if debug or isinstance(error, InternalError):
         traceback.print_exception(error)
     else:
-        print(f"error: {error}", file=sys.stderr)
-    sys.exit(2 if isinstance(error, ConfigError) else 1)
+        # Some messages quote what stands in a file, and that may be anything.
+        print("\n".join(map(clean, f"error: {error}".split("\n"))), file=sys.stderr)
+    sys.exit(_exit_code(error))
+
+
+def _exit_code(error: HoldfastError) -> int:
+    if isinstance(error, ConfigError | CheckpointMissing):
+        return 2
+    return 3 if isinstance(error, CheckpointCorrupt) else 1
 
 
 def _complain_of_usage(error: Exception) -> NoReturn:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from holdfast.errors import ConfigError
-from holdfast.settings import BATCHES, FABRICS, ORDERS, RESCALES, SPLITS, STRATEGIES, Settings
+from holdfast.settings import BATCHES, CHECKPOINT_FORMATS, FABRICS, ORDERS, RESCALES, SPLITS, STRATEGIES, Settings
 
 if TYPE_CHECKING:
     from holdfast.launch.job import Outcome
@@ -61,8 +61,26 @@ def run(
     seed: Annotated[
         int | None, typer.Option(metavar="S", help="Of the samples' order, the model and the kills [0].")
     ] = None,
-    checkpoint_dir: Annotated[str | None, typer.Option(metavar="DIR", help="Where checkpoints are.")] = None,
-    checkpoint_every: Annotated[int | None, typer.Option(metavar="STEPS", help="Steps between checkpoints.")] = None,
+    checkpoint_dir: Annotated[
+        str | None, typer.Option(metavar="URL", help="Where checkpoints are: a folder, or s3://bucket/run.")
+    ] = None,
+    checkpoint_every: Annotated[
+        str | None, typer.Option(metavar="STEPS|auto", help="Steps between checkpoints, or as often as pays.")
+    ] = None,
+    checkpoint_format: Annotated[
+        str | None, typer.Option(metavar=_one_of(CHECKPOINT_FORMATS), help="Of their files [safetensors].")
+    ] = None,
+    keep_last: Annotated[int | None, typer.Option(metavar="K", help="Keep only so many of the newest [all].")] = None,
+    keep_every: Annotated[
+        int | None, typer.Option(metavar="N", help="Besides these, keep those of every N-th step.")
+    ] = None,
+    expected_mtbf: Annotated[
+        float | None,
+        typer.Option(metavar="SECONDS", help="Between failures, until some are seen; for auto [a day]."),
+    ] = None,
+    grace: Annotated[
+        float, typer.Option(metavar="SECONDS", help="Time to finish a step and save after SIGTERM.")
+    ] = 30.0,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest intact checkpoint.")] = False,
     log_dir: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Keep each worker's output in a file here.")
@@ -84,7 +102,7 @@ def run(
     from holdfast.launch.launcher import launch
     from holdfast.launch.live import make_view
 
-    _check(workers=workers, mtbf=mtbf, checkpoint_every=checkpoint_every)
+    _check(workers=workers, mtbf=mtbf, keep_last=keep_last, keep_every=keep_every, expected_mtbf=expected_mtbf)
     script_args, last_report = _split_off_report(args or [])
     settings = Settings.from_env(
         workers=workers,
@@ -98,7 +116,11 @@ def run(
         min_workers=min_workers,
         seed=seed,
         checkpoint_dir=checkpoint_dir,
-        checkpoint_every=checkpoint_every,
+        **_how_often(checkpoint_every),
+        checkpoint_format=checkpoint_format,
+        keep_last=keep_last,
+        keep_every=keep_every,
+        mtbf_s=expected_mtbf,
         resume=resume or None,
     )
     settings = dataclasses.replace(
@@ -115,15 +137,10 @@ def run(
         max_restarts=max_restarts,
         stall_timeout_s=stall_timeout,
         mtbf_s=mtbf or 0.0,
+        grace_s=grace,
         log_dir=log_dir,
         report_dir=report or last_report,
     )
-    if (
-        settings.resume
-        and settings.checkpoint_dir
-        and not any(Path(settings.checkpoint_dir).glob("step-*/manifest.json"))
-    ):
-        print(f"holdfast: no checkpoint in {settings.checkpoint_dir}: training starts at step 0", file=sys.stderr)
     outcome = launch(job, make_view(sys.stderr if as_json else sys.stdout))
     _show(outcome, job.report_dir, as_json=as_json)
     return outcome.exit_code
@@ -135,13 +152,36 @@ def _check(**given: Any) -> None:
     Raises:
         ConfigError: naming the option.
     """
-    for name, least in (("workers", 1), ("checkpoint_every", 1)):
+    for name, least in (("workers", 1), ("keep_last", 2), ("keep_every", 1)):
         if given[name] is not None and given[name] < least:
-            msg = f"--{name.replace('_', '-')} must be at least {least}, got {given[name]}"
+            why = ", because the newest may turn out to be damaged" if name == "keep_last" else ""
+            msg = f"--{name.replace('_', '-')} must be at least {least}{why}, got {given[name]}"
             raise ConfigError(msg)
-    if given["mtbf"] is not None and not given["mtbf"] > 0:
-        msg = f"--mtbf must be more than 0 seconds, got {given['mtbf']:g}"
+    for name in ("mtbf", "expected_mtbf"):
+        if given[name] is not None and not given[name] > 0:
+            msg = f"--{name.replace('_', '-')} must be more than 0 seconds, got {given[name]:g}"
+            raise ConfigError(msg)
+
+
+def _how_often(checkpoint_every: str | None) -> dict[str, Any]:
+    """Return the settings of ``--checkpoint-every``.
+
+    Raises:
+        ConfigError: if it is neither a number of steps nor ``auto``.
+    """
+    if checkpoint_every is None:
+        return {}
+    if checkpoint_every == "auto":
+        return {"checkpoint_auto": True, "checkpoint_every": 0}
+    try:
+        steps = int(checkpoint_every)
+    except ValueError:
+        steps = None
+    if steps is None or steps < 1:
+        what = "a number of steps, at least 1, or auto" if steps is None else "at least 1"
+        msg = f"--checkpoint-every must be {what}, got {checkpoint_every}"
         raise ConfigError(msg)
+    return {"checkpoint_auto": False, "checkpoint_every": steps}
 
 
 def _split_off_report(args: list[str]) -> tuple[tuple[str, ...], Path | None]:

@@ -20,6 +20,7 @@ from holdfast.events import Record
 from holdfast.settings import Settings
 
 _MAX_RESTARTS = 3
+_GRACE_S = 30.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +33,7 @@ class Job:
         settings: For the workers; ``workers`` is how many there are. ``run_dir`` and ``origin_s`` are the launcher's.
         max_restarts: How often the whole job may be started again.
         stall_timeout_s: After this long in a sum with no sign of life from any worker the job counts as lost.
+        grace_s: How long workers may take to finish their step and save when they are asked to stop.
         mtbf_s: Kill random workers, on average one in so many seconds; 0 kills none.
         log_dir: Where each worker's output goes; None keeps it only until the run is over.
         report_dir: Where the report goes; None writes none.
@@ -43,6 +45,7 @@ class Job:
     max_restarts: int = _MAX_RESTARTS
     stall_timeout_s: float = 60.0
     mtbf_s: float = 0.0
+    grace_s: float = _GRACE_S
     log_dir: Path | None = None
     report_dir: Path | None = None
 
@@ -91,14 +94,7 @@ def check(job: Job) -> None:
         _refuse(f"--min-workers must be at most the number of workers ({settings.workers}), got {settings.min_workers}")
     if settings.resume and not settings.checkpoint_dir:
         _refuse("--resume needs --checkpoint-dir: where are the checkpoints to go on from?")
-    if settings.checkpoint_every and not settings.checkpoint_dir:
-        _refuse("--checkpoint-every needs --checkpoint-dir: where are the checkpoints to go?")
-    if (
-        settings.checkpoint_dir
-        and Path(settings.checkpoint_dir).exists()
-        and not Path(settings.checkpoint_dir).is_dir()
-    ):
-        _refuse(f"--checkpoint-dir must be a folder, and {settings.checkpoint_dir} is a file")
+    _check_checkpoints(settings)
     if settings.strategy == "restart" and not settings.checkpoint_dir:
         _refuse("--strategy restart needs --checkpoint-dir: it goes back to the newest checkpoint after every failure")
     _check_amounts(job)
@@ -110,11 +106,39 @@ def check(job: Job) -> None:
         find_mpirun()
 
 
+def _check_checkpoints(settings: Settings) -> None:
+    place = settings.checkpoint_dir
+    if not place:
+        for given, option in (
+            (settings.checkpoint_every or settings.checkpoint_auto, "--checkpoint-every"),
+            (settings.keep_last, "--keep-last"),
+        ):
+            if given:
+                _refuse(f"{option} needs --checkpoint-dir: where are the checkpoints to go?")
+    if place and not _is_remote(place) and Path(_local(place)).exists() and not Path(_local(place)).is_dir():
+        _refuse(f"--checkpoint-dir must be a folder, and {place} is a file")
+    if settings.keep_every and not settings.keep_last:
+        _refuse("--keep-every needs --keep-last: without it all checkpoints are kept")
+    if settings.checkpoint_format == "hdf5" and importlib.util.find_spec("h5py") is None:
+        _refuse("--checkpoint-format hdf5 needs h5py: pip install h5py, or choose another format")
+
+
+def _is_remote(place: str) -> bool:
+    """Return whether checkpoints are somewhere else than in a local folder."""
+    return "://" in place and not place.startswith("file://")
+
+
+def _local(place: str) -> str:
+    return place.removeprefix("file://")
+
+
 def _check_amounts(job: Job) -> None:
     if job.max_restarts < 0:
         _refuse(f"--max-restarts must be at least 0, got {job.max_restarts}")
     if not job.stall_timeout_s > 0:
         _refuse(f"--stall-timeout must be more than 0 seconds, got {job.stall_timeout_s:g}")
+    if not 0 < job.grace_s < math.inf:
+        _refuse(f"--grace must be more than 0 seconds and finite, got {job.grace_s:g}")
     if job.mtbf_s and job.is_virtual:
         _refuse("--mtbf kills processes, and with --fabric virtual all workers are one; use --inject, or --fabric ulfm")
     if not 0 <= job.mtbf_s < math.inf:
@@ -181,6 +205,10 @@ _OPTIONS = (
     ("--slices", "slices"),
     ("--checkpoint-dir", "checkpoint_dir"),
     ("--checkpoint-every", "checkpoint_every"),
+    ("--checkpoint-format", "checkpoint_format"),
+    ("--keep-last", "keep_last"),
+    ("--keep-every", "keep_every"),
+    ("--expected-mtbf", "mtbf_s"),
 )
 
 
@@ -196,8 +224,10 @@ def command_line(job: Job, *, faults: Sequence[str] = ()) -> str:
     for option, name in _OPTIONS:
         if (value := getattr(settings, name)) != getattr(usual, name):
             words += [option, str(value)]
+    words += ["--checkpoint-every", "auto"] if settings.checkpoint_auto else []
     words += ["--resume"] if settings.resume else []
     words += ["--max-restarts", str(job.max_restarts)] if job.max_restarts != _MAX_RESTARTS else []
+    words += ["--grace", f"{job.grace_s:g}"] if job.grace_s != _GRACE_S else []
     words += ["--mtbf", f"{job.mtbf_s:g}"] if job.mtbf_s else []
     words += ["--report", str(job.report_dir)] if job.report_dir is not None else []
     for fault in faults:

@@ -7,7 +7,6 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Self
 
@@ -31,9 +30,6 @@ from holdfast.report.history import is_distributed
 from holdfast.settings import Settings
 
 POLL_S = 0.02
-STOP_S = 30.0
-"""How long workers may take to finish their step and save when they are asked to stop."""
-
 _LOOK_S = 0.25
 _LINGER_S = 1.0
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -60,19 +56,18 @@ class Launcher:
     Args:
         job: What to run; it was checked.
         view: Who shows it.
-        stop_s: How long workers may take to save when they are asked to stop.
     """
 
-    def __init__(self, job: Job, view: View, *, stop_s: float = STOP_S) -> None:
+    def __init__(self, job: Job, view: View) -> None:
         self._job = job
         self._view = view
-        self._stop_s = stop_s
         self._story = Story()
         self._judge = Judge(job.script.name, virtual=job.is_virtual, stall_timeout_s=job.stall_timeout_s)
         self._plan = FaultPlan.from_json(job.settings.faults) if job.settings.faults else FaultPlan()
         self._attempt: Attempt | None = None
         self._restarts = 0
         self._signals = 0
+        self._stop_at_once = False
         self._stop_by_s: float | None = None
         self._distributed = False
         self._tracebacks: dict[int, str] = {}
@@ -140,22 +135,37 @@ class Launcher:
     def _settings(self, ranks: tuple[int, ...]) -> Settings:
         given = self._job.settings
         again = self._restarts > 0
+        goes_on = again and self._has_begun() and (bool(given.checkpoint_dir) or self._judge.saved is not None)
         fired = self._judge.fired & set(range(len(self._plan.faults)))
         return dataclasses.replace(
             given,
             workers=len(ranks),
             ranks=",".join(map(str, ranks)) if again else "",
             slices=self._slices(),
-            resume=given.resume or (again and bool(given.checkpoint_dir)),
+            resume=given.resume or goes_on,
+            mtbf_s=self._mtbf_s(),
             faults=self._plan.without(fired).to_json() if self._plan.faults else "",
             run_dir=str(self._places.run_dir),
             origin_s=self._origin_s,
         )
 
+    def _began(self) -> list[RunStarted]:
+        return [record for record in read_run(self._places.run_dir) if isinstance(record, RunStarted)]
+
+    def _has_begun(self) -> bool:
+        """Return whether training has begun: then the checkpoints that are there are this job's, or it was to resume."""
+        return bool(self._began())
+
     def _slices(self) -> int:
         """Return the slices of the job: what it began with, once it has begun."""
-        began = (r for r in read_run(self._places.run_dir) if isinstance(r, RunStarted))
-        return next((record.slices for record in began), self._job.slices)
+        return next((record.slices for record in self._began()), self._job.slices)
+
+    def _mtbf_s(self) -> float:
+        """Return the time between failures to believe in: what was given counts as one failure, each start anew as one."""
+        given = self._job.settings
+        if not (self._restarts and given.checkpoint_auto):
+            return given.mtbf_s
+        return (given.mtbf_s + self._clock.now_s()) / (1 + self._restarts)
 
     def _restart(self, lost: Lost, ranks: tuple[int, ...]) -> Verdict | None:
         """Get ready to start again on ``ranks``; the verdict if that is not allowed."""
@@ -247,23 +257,24 @@ class Launcher:
         return {number: signal.signal(number, self._on_signal) for number in wanted}
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self._stop_at_once = self._signals > 0 and number == signal.SIGINT  # schedulers repeat SIGTERM, people do not
         self._signals += 1
 
     def _answer_signals(self, attempt: Attempt) -> None:
         if not self._signals or self._stop_by_s is not None:
             return
-        self._stop_by_s = self._clock.now_s() + self._stop_s
+        self._stop_by_s = self._clock.now_s() + self._job.grace_s
         what = "the ranks are sent a SIGTERM" if self._distributed else "the workers finish their step and save"
-        self._view.say(f"stopping: {what} (again to stop at once)")
+        self._view.say(f"stopping: {what}, within {self._job.grace_s:g} s (Ctrl-C to stop at once)")
         for rank in self._judge.living():
             attempt.send(rank, signal.SIGTERM)
 
     def _timed_out(self) -> Verdict | None:
-        if self._signals > 1:
+        if self._stop_at_once:
             return Broken("stopped at once on a second request; nothing was saved for it")
         if self._stop_by_s is not None and self._clock.now_s() > self._stop_by_s:
             what = "ranks did not end" if self._distributed else "workers did not save"
-            return Broken(f"stopped on request, but the {what} within {self._stop_s:g} s")
+            return Broken(f"stopped on request, but the {what} within {self._job.grace_s:g} s")
         return None
 
     # --- random kills
@@ -350,8 +361,8 @@ class Launcher:
         return "" if saved is None else f". {self._go_on(saved.step, saved.path)}"
 
     def _go_on(self, step: int, checkpoint: str) -> str:
-        saved = Path(checkpoint)
-        folder = self._job.settings.checkpoint_dir or str(saved.parent if saved.name.startswith("step-") else saved)
+        parent, _, name = checkpoint.rpartition("/")
+        folder = self._job.settings.checkpoint_dir or (parent if name.startswith("step-") else checkpoint)
         workers = len(self._judge.workers_alive()) or 1
         return f"The state before step {step} is saved in {checkpoint}; go on with: {resume_command(self._job, workers, folder)}"
 

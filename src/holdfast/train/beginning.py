@@ -18,6 +18,7 @@ from holdfast.train.ledger import Account
 from holdfast.train.place import Place
 from holdfast.train.replica import Replica
 from holdfast.train.scribe import Scribe
+from holdfast.train.seeds import generator_states, set_generator_states
 from holdfast.train.state import clone, model_sha256, model_tensors
 from holdfast.train.world import World
 
@@ -49,9 +50,11 @@ class Beginning:
         world = self._world
         world.keeper.drop()
         # One looks and tells the others: two could find different steps. The number marks what is saved from here on.
-        found, token = (self._find(trained=trained), secrets.randbits(62)) if world.is_lead else (-1, 0)
-        step, token = world.comm.maximum([found, token])
-        world.keeper.use_token(token)
+        mine = (-1, 0, 0)
+        if world.is_lead:
+            mine = (self._find(trained=trained), secrets.randbits(62), world.keeper.choose_fallback())
+        step, token, fallback = world.comm.maximum(mine)
+        world.keeper.start_over(token, fallback)
         if step >= 0:
             self._restore(world.keeper.load(step))
             return
@@ -73,6 +76,7 @@ class Beginning:
             "replica": self._replica.state_dict(),
             "ledger": self._place.state_dict(),
             "metrics": world.metrics,
+            "generators": generator_states(),
         }
         info = {
             **self._place.info(),
@@ -94,11 +98,13 @@ class Beginning:
             world.keeper.check_empty(ours=world.loop > 0)
             return -1
         found = world.keeper.newest(self._warn)
+        if found < 0 and not trained:
+            self._scribe.warn(f"there is no intact checkpoint in {world.keeper.url}: training starts at step 0")
         of_another_loop = trained and found >= 0 and world.keeper.info(found)["loop"] != world.loop
         return -1 if of_another_loop else found
 
     def _warn(self, step: int, damage: CheckpointCorrupt) -> None:
-        self._scribe.say(f"the checkpoint of step {step} is damaged and is passed over: {damage}")
+        self._scribe.warn(f"passed over step {step}: {damage}")
 
     def _restore(self, loaded: Loaded) -> None:
         world, info = self._world, loaded.info
@@ -113,6 +119,8 @@ class Beginning:
             world.first_step_of_loop = info["first_step_of_loop"]
             world.totals = Account(**info["totals"])
         self._replica.load_state_dict(loaded.state["replica"])
+        if not self.belongs_to_later_loop:
+            set_generator_states(loaded.state["generators"])
         world.step, world.metrics = loaded.step, dict(loaded.state["metrics"])
 
     def _make_equal(self) -> None:

@@ -1,29 +1,37 @@
-"""When a checkpoint is taken, who writes it, and when it may count: only once its step is stable."""
+"""When a checkpoint is taken, who writes it, and when it may count: only once its step is stable.
+
+What the workers know of it, and what makes them agree without a message:
+
+- All ask :meth:`Keeper.begin` for the same steps, in the same order, and the members of a generation are the same for all.
+  So who writes which part is known to all, as long as all began in the same generation.
+- A step that was begun and is still in progress after a failure is begun again, by the survivors (:meth:`Keeper.is_outdated`):
+  the dead may have held a part, and some may have begun before the failure and some, who caught up, after it.
+- Whoever leads completes a checkpoint, and only when its step is stable. Nobody removes what another may be completing.
+- No wait is without an end. A checkpoint that does not come off costs a warning, and the next one is tried.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from holdfast.checkpoint import Checkpoints, Loaded, take
 from holdfast.checkpoint.interval import Adaptive
 from holdfast.checkpoint.retain import to_remove
 from holdfast.checkpoint.writer import Outcome, Writer
-from holdfast.errors import CheckpointCorrupt, ConfigError
+from holdfast.errors import CheckpointCorrupt, CheckpointError, ConfigError
 from holdfast.settings import Settings
 
 DEFAULT_DIR = "holdfast-checkpoint"
 """Where a state is saved that must be saved although no place was named."""
 
-_SHARED_BYTES = 32 << 20
+SHARED_BYTES = 32 << 20
 """Several workers share the writing of a state that is larger: a part each. Of a smaller one the lead writes all."""
 
 
 class Keeper:
     """Takes checkpoints, beside the training loop where workers are real processes.
-
-    All workers are asked the same, in the same order, and know the same; so they agree on who writes without a message.
 
     Args:
         settings: Where and how often.
@@ -39,17 +47,15 @@ class Keeper:
         self._token = 0
         self._begun = (-1, -1)
         self._writers: tuple[int, ...] = ()
+        self._alive: frozenset[int] = frozenset()
         self._found: Loaded | None = None
+        self._damaged: set[int] = set()
+        self._failed: list[Outcome] = []
         self._open(settings.checkpoint_dir or DEFAULT_DIR)
 
     def _open(self, url: str) -> None:
         self._checkpoints = Checkpoints(url, self._settings.checkpoint_format)
         self._writer = Writer(self._checkpoints, background=self._background, after_commit=self._prune)
-
-    @property
-    def named(self) -> bool:
-        """Whether the user named a place."""
-        return self._named
 
     @property
     def url(self) -> str:
@@ -58,7 +64,7 @@ class Keeper:
 
     @property
     def step(self) -> int | None:
-        """The step whose checkpoint is being written, or waits to be completed."""
+        """The step whose checkpoint is being written here, or waits to be completed."""
         return self._writer.step
 
     def check_empty(self, *, ours: bool) -> None:
@@ -78,15 +84,49 @@ class Keeper:
             )
             raise ConfigError(msg)
 
+    # -- when
+
     def is_due(self, step: int) -> bool:
         """Return whether the state before ``step`` is to be saved, by the number of steps."""
         return self._every > 0 and step > 0 and step % self._every == 0
 
+    def is_due_now(self) -> bool:
+        """Return whether one is to be saved by the clock of this worker; not as long as it is busy with the last one."""
+        return self.adaptive is not None and self.adaptive.is_due(time.monotonic()) and self.step is None
+
+    def interval_s(self) -> float:
+        """Return how long after a checkpoint the next is due by the clock; 0 if they do not go by it."""
+        return 0.0 if self.adaptive is None else self.adaptive.interval_s(time.monotonic())
+
+    def note_failure(self) -> None:
+        """Hear that workers were lost."""
+        if self.adaptive is not None:
+            self.adaptive.failed()
+
     # -- writing
 
-    def use_token(self, token: int) -> None:
-        """Hear a number that all workers have, and that no other job, and no earlier beginning of this one, had."""
-        self._token = token
+    def choose_fallback(self) -> int:
+        """Return a number that tells a place of our own from others, if none was named and the usual one is taken; else 0."""
+        return 0 if self._named or not self._checkpoints.steps() else time.time_ns() // 1_000_000_000
+
+    def start_over(self, token: int, fallback: int) -> None:
+        """Forget what was begun; from now on checkpoints are marked with a number.
+
+        Args:
+            token: All workers have it, and no other job, and no earlier beginning of this one, had it.
+            fallback: What :meth:`choose_fallback` returned at the lead.
+        """
+        self._token, self._begun = token, (-1, -1)
+        if fallback:
+            self._open(f"{DEFAULT_DIR}-{fallback}")
+
+    def note_alive(self, members: Collection[int]) -> None:
+        """Hear who is left: nobody waits for the parts of the dead."""
+        self._alive = frozenset(members)
+
+    def is_outdated(self, step: int, generation: int) -> bool:
+        """Return whether the state before ``step`` was begun with workers that are no longer all there."""
+        return self._begun[0] == step and self._begun[1] != generation
 
     def begin(
         self,
@@ -101,74 +141,89 @@ class Keeper:
 
         Args:
             step: Steps that the state has behind it.
-            state: The same at all workers.
-            info: The same.
+            state: The same at all workers, but for strings and numbers in it: those of the lead are saved.
+            info: That of the lead is saved.
             writers: The processes that are alive, by the workers that they are; the first is the lead.
             me: This one.
             generation: Of the communicator.
+
+        Raises:
+            CheckpointError: if the state holds something that cannot be saved. What the storage does not take is left to
+                :meth:`poll`.
         """
-        if self._begun == (step, generation) and self._writer.step == step:
+        if self._begun == (step, generation):
             return
         self._begun = (step, generation)
         if self.adaptive is not None:
             self.adaptive.began(time.monotonic())
         self._writer.abandon()
         content = take(state)
-        shares = content.size_bytes > _SHARED_BYTES and self._settings.checkpoint_format != "dcp"
+        shares = content.size_bytes > SHARED_BYTES and self._settings.checkpoint_format != "dcp"
         part, parts = (writers.index(me), len(writers)) if shares else (0, 1)
         if parts == 1 and me != writers[0]:
             return
-        if not self._named and self._checkpoints.steps():
-            self._open(f"{DEFAULT_DIR}-{time.time_ns() // 1_000_000_000}")
+        content = content if parts == 1 else take(state, part, parts)
+        try:
+            self._writer.begin(step, content, info, f"{self._token:x}-{generation}")
+        except CheckpointError as error:
+            self._fail(step, error)
+            return
         self._writers = tuple(ranks[0] for ranks in writers[:parts])
-        self._writer.begin(
-            step, content if parts == 1 else take(state, part, parts), info, f"{self._token:x}-{generation}"
-        )
+        self._alive = frozenset(self._writers)
 
-    def publish(self, stable_step: int, generation: int, members: Sequence[int], *, is_lead: bool) -> None:
+    def publish(self, stable_step: int, generation: int, *, is_lead: bool) -> None:
         """Let the pending checkpoint count as soon as it is written, if the step before it is stable."""
-        step = self._writer.step
+        step, writers = self._writer.step, self._writers
         if step is None or step > stable_step + 1:
             return
         if is_lead:
-            # A part that somebody had not written when it died will never be: there is nothing to wait for.
-            self._writer.commit(generation, all_alive=set(self._writers) <= set(members))
+            self._writer.commit(generation, may_come=lambda part: writers[part] in self._alive)
         else:
             self._writer.leave()
 
     def poll(self) -> list[Outcome]:
         """Return what has become of checkpoints since the last call."""
-        outcomes = self._writer.poll()
+        outcomes, self._failed = [*self._failed, *self._writer.poll()], []
         for outcome in outcomes:
-            if self.adaptive is not None and outcome.saved is not None:
+            if self.adaptive is not None and (outcome.saved is not None or outcome.error is not None):
                 self.adaptive.cost(outcome.held_s)
         return outcomes
 
     def finish(self) -> list[Outcome]:
-        """Wait for what counts, and return what has become of it.
-
-        Raises:
-            CheckpointError: if it takes too long.
-        """
-        self._writer.wait()
+        """Wait for what counts, but not for ever, and return what has become of it."""
+        try:
+            self._writer.wait()
+        except CheckpointError as error:
+            self._fail(self._writer.step or 0, error)
         return self.poll()
 
     def drop(self) -> None:
         """Forget what does not count yet."""
         self._writer.abandon()
 
+    def _fail(self, step: int, error: CheckpointError) -> None:
+        self._failed.append(Outcome(step=step, saved=None, error=error, held_s=0.0, written_s=0.0))
+
     def _prune(self) -> None:
         """Remove what need not be kept; called beside the loop, when another checkpoint is complete."""
         settings = self._settings
-        for step in to_remove(self._checkpoints.steps(), settings.keep_last, settings.keep_every):
+        self._damaged.discard(self._writer.step or 0)  # it was saved again
+        # What was found damaged is no reason to remove anything, and somebody may want to look at it.
+        good = [step for step in self._checkpoints.steps() if step not in self._damaged]
+        for step in to_remove(good, settings.keep_last, settings.keep_every):
             self._checkpoints.remove(step)
 
     # -- reading
 
     def newest(self, on_damaged: Callable[[int, CheckpointCorrupt], None]) -> int:
         """Return the newest step whose every byte is intact, or -1."""
+
+        def note(step: int, damage: CheckpointCorrupt) -> None:
+            self._damaged.add(step)
+            on_damaged(step, damage)
+
         self._writer.wait()
-        self._found = self._checkpoints.load_newest(on_damaged) if self._named else None
+        self._found = self._checkpoints.load_newest(note) if self._named else None
         return -1 if self._found is None else self._found.step
 
     def load(self, step: int) -> Loaded:

@@ -176,6 +176,9 @@ class Replica:
         return metrics
 
     def _optimize(self) -> None:
+        if self._scaler is not None and not self.terms:
+            # It sets itself up when it scales, and a worker without a slice had nothing to scale.
+            self._scaler.scale(torch.zeros((), device=self.buckets.layouts[0].device))
         if self._scaler is not None and self._clip_grad_norm is not None:
             self._scaler.unscale_(self.optimizer)
         if self._clip_grad_norm is not None:

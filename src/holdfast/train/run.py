@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from holdfast.checkpoint.writer import Outcome
 from holdfast.comm import OrderedSum
-from holdfast.errors import InternalError, PeerFailed, ReplicasDiffer, ScriptError, TooFewWorkers
+from holdfast.errors import CheckpointError, InternalError, PeerFailed, ReplicasDiffer, ScriptError, TooFewWorkers
 from holdfast.events import (
     ActDone,
     Action,
@@ -97,7 +97,7 @@ class Run:
         self._names: dict[str, None] = {}
         self._heard = 0
         self._outcome = "done"
-        self._save_due = False
+        self._save_due = False  # since a step was closed until the next one is stable
         self._announced = False
         self._recovery: _Recovery | None = None
 
@@ -169,6 +169,7 @@ class Run:
                 return Agreed(value)
             case Shrink():
                 comm.shrink()
+                self._world.keeper.note_alive(comm.members)
                 for rank in comm.here:
                     self._world.faults.reach("recovery", self._world.step, rank)
                 return Shrunk()
@@ -199,11 +200,13 @@ class Run:
             raise InternalError(msg)
         self._announce()
         self._note_recovery()
+        if self._world.keeper.is_outdated(step, self._world.comm.generation):
+            self._beginning.save()
         batch = self._place.next_batch(step, self._world.comm.members)
         if batch is not None and not self._beginning.belongs_to_later_loop:
             if not (self._heard or self._outcome == "gave-up"):
                 return batch
-            if self._heard & LEAVE and self._outcome == "done":
+            if self._heard == LEAVE and self._outcome == "done":  # where the script ends training too, it is done
                 self._outcome = "stopped"
             if self._outcome == "stopped":
                 self._beginning.save()
@@ -279,23 +282,25 @@ class Run:
         self._scribe.mark("allreduce")
         self._reach_in_sum(step, len(self._replica.buckets))
         digest = self._digest.of_step(step)
-        sent = (digest, ~digest, step, ~step, self._world.asked, *self._wants_to_save())
-        high, low, last, first, flags, *saves = self._sum.maximum(sent)
+        asked = self._world.asked  # a maximum of flags is not all of them: each is sent by itself
+        sent = (digest, ~digest, step, ~step, asked & STOP, asked & LEAVE, *self._wants_to_save())
+        high, low, last, first, stop, leave, *saves = self._sum.maximum(sent)
         if last != ~first:
             msg = f"workers closed different steps, {~first} and {last}"
             raise InternalError(msg)
         if high != ~low:
             msg = f"the replicas differ before step {step}: a worker computed wrong bits, or its weights were changed by hand"
             raise ReplicasDiffer(msg)
-        self._heard |= flags
+        self._heard |= stop | leave
         self._save_due = any(saves)
 
     def _wants_to_save(self) -> tuple[int, ...]:
         """Return whether the lead wants a checkpoint after this step, where that depends on its clock; else nothing."""
-        adaptive = self._world.keeper.adaptive
-        if adaptive is None:
+        keeper = self._world.keeper
+        if keeper.adaptive is None:
             return ()
-        return (int(self._world.is_lead and adaptive.is_due(time.monotonic())),)
+        is_due = keeper.is_due_now()  # asked everywhere: each may be the lead one day
+        return (int(self._world.is_lead and is_due),)
 
     def _apply(self, step: int) -> None:
         world, batch, replica = self._world, self._in_progress(), self._replica
@@ -354,8 +359,7 @@ class Run:
         """Write down what was decided, once training goes on."""
         recovery, self._recovery = self._recovery, None
         if recovery is not None:
-            if self._world.keeper.adaptive is not None:
-                self._world.keeper.adaptive.failed()
+            self._world.keeper.note_failure()
             self._scribe.recovered(recovery.before, recovery.decision, recovery.redone_steps)
 
     # -- the beginning, checkpoints
@@ -372,6 +376,7 @@ class Run:
         self._discard()
         self._world.asked &= ~STOP
         self._heard &= ~STOP  # a script that asked to stop will ask again
+        self._save_due = False
         self._beginning.load(trained=self._announced)
         if self._recovery is not None:
             self._recovery.decision = "load"
@@ -379,13 +384,27 @@ class Run:
         return world.step
 
     def _publish(self, stable_step: int) -> None:
-        keeper, comm = self._world.keeper, self._world.comm
-        keeper.publish(stable_step, comm.generation, comm.members, is_lead=self._world.is_lead)
-        at_gate = self._protocol.state is State.LAST_GATE  # nobody leaves before what counts is written
-        for outcome in keeper.finish() if at_gate else keeper.poll():
+        world, keeper = self._world, self._world.keeper
+        self._save_due = False
+        keeper.publish(stable_step, world.comm.generation, is_lead=world.is_lead)
+        at_gate = self._protocol.state is State.LAST_GATE
+        if at_gate and keeper.step is not None:
+            self._scribe.mark("checkpoint")  # nobody leaves before what counts is written, which may take its time
+        outcomes = keeper.finish() if at_gate else keeper.poll()
+        for outcome in outcomes:
             self._scribe.saved(outcome)
-            if outcome.error is not None and self._outcome != "done":
-                raise outcome.error
+        if at_gate and self._outcome != "done" and world.is_lead and not self._beginning.belongs_to_later_loop:
+            self._check_saved(outcomes)
+
+    def _check_saved(self, outcomes: list[Outcome]) -> None:
+        """Make sure that training does not stop without the state that it was to stop with."""
+        step = self._world.step
+        if any(outcome.saved is not None and outcome.step == step for outcome in outcomes):
+            return
+        errors = [str(outcome.error) for outcome in outcomes if outcome.step == step and outcome.error is not None]
+        why = errors[0] if errors else "nobody wrote it"
+        msg = f"training stops before step {step}, but its state could not be saved: {why}"
+        raise CheckpointError(msg)
 
     def _save_and_stop(self) -> Event:
         self._outcome = "gave-up"

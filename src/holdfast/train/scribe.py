@@ -122,7 +122,8 @@ class Scribe:
         """A checkpoint counts, or could not be written."""
         world, kept = self._world, outcome.saved
         if outcome.error is not None:
-            self.warn(f"the checkpoint of step {outcome.step} is not complete: {outcome.error}")
+            what = "is not complete" if kept is None else "is complete, but something is wrong"
+            self.warn(f"the checkpoint of step {outcome.step} {what}: {outcome.error}")
         if kept is None:
             return
         world.recorder.write(
@@ -133,6 +134,7 @@ class Scribe:
                 path=kept.path,
                 size_bytes=kept.size_bytes,
                 seconds=outcome.held_s,
+                interval_s=world.keeper.interval_s(),
             )
         )
 

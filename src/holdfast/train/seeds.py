@@ -6,6 +6,7 @@ import functools
 import hashlib
 import random
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
@@ -39,3 +40,37 @@ def seed_slice(seed: int, step: int, slice_: int) -> None:
     _seed_torch()(key)
     np.random.seed(key)  # the global one: datasets augment with it
     random.seed(key)
+
+
+def generator_states() -> dict[str, Any]:
+    """Return where the global generators of torch (of the CPU), NumPy and Python are, as plain data.
+
+    Bytes are strings of hexadecimal digits: in a checkpoint they are whole, whoever writes which part of its tensors.
+    """
+    name, key, position, has_gauss, gauss = np.random.get_state(legacy=True)
+    version, words, next_gauss = random.getstate()
+    return {
+        "torch": torch.get_rng_state().numpy().tobytes().hex(),
+        "numpy": {
+            "name": str(name),
+            "key": np.asarray(key, dtype="<u4").tobytes().hex(),
+            "position": int(position),
+            "has_gauss": int(has_gauss),
+            "gauss": float(gauss),
+        },
+        "python": {
+            "version": version,
+            "words": np.asarray(words, dtype="<u4").tobytes().hex(),
+            "next_gauss": next_gauss,
+        },
+    }
+
+
+def set_generator_states(states: dict[str, Any]) -> None:
+    """Put the global generators where :func:`generator_states` found them."""
+    torch.set_rng_state(torch.frombuffer(bytearray.fromhex(states["torch"]), dtype=torch.uint8))
+    numpy, python = states["numpy"], states["python"]
+    key = np.frombuffer(bytes.fromhex(numpy["key"]), dtype="<u4")
+    np.random.set_state((numpy["name"], key, numpy["position"], numpy["has_gauss"], numpy["gauss"]))
+    words = np.frombuffer(bytes.fromhex(python["words"]), dtype="<u4")
+    random.setstate((python["version"], tuple(int(word) for word in words), python["next_gauss"]))

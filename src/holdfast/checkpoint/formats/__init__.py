@@ -9,9 +9,12 @@ a checkpoint is loaded.
 from __future__ import annotations
 
 from holdfast.checkpoint.formats.base import Layout, TensorFormat
+from holdfast.checkpoint.formats.dcp import Dcp
+from holdfast.checkpoint.formats.hdf5 import Hdf5
+from holdfast.checkpoint.formats.npz import Npz
 from holdfast.checkpoint.formats.safetensors import Safetensors
 
 __all__ = ["FORMATS", "Layout", "TensorFormat"]
 
-FORMATS: dict[str, TensorFormat] = {known.name: known for known in (Safetensors(),)}
-"""Every format by the name that a manifest gives it."""
+FORMATS: dict[str, TensorFormat] = {known.name: known for known in (Safetensors(), Hdf5(), Npz(), Dcp())}
+"""Every format by the name that a manifest gives it. A library that only one of them needs is imported when it writes."""

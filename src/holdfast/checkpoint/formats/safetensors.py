@@ -8,10 +8,7 @@ from pathlib import Path
 
 import torch
 
-from holdfast.checkpoint.formats.base import Layout
-
-_ALIGN = 64
-"""Values begin on cache lines, so that a reader may map the file."""
+from holdfast.checkpoint.formats.base import ALIGN, Layout
 
 _DTYPES = {
     torch.float64: "F64",
@@ -59,7 +56,7 @@ class Safetensors:
             }
             end += size
         text = json.dumps(header, separators=(",", ":")).encode()
-        text += b" " * (-(8 + len(text)) % _ALIGN)
+        text += b" " * (-(8 + len(text)) % ALIGN)
         with (folder / name).open("wb") as file:
             file.write(len(text).to_bytes(8, "little") + text)
             file.truncate(8 + len(text) + end)

@@ -1,0 +1,239 @@
+"""How far two checkpoints, or files of other programs, are from each other, tensor by tensor.
+
+The rules, for tensors of one shape:
+
+- Two floats of one dtype differ if their bits do: so a NaN equals itself, and 0.0 differs from -0.0, by 0. Integers and
+  bools differ by value, and so do tensors of different dtypes.
+- Where one file has bfloat16 and the other uint16, as formats do that have no name for bfloat16, the bits are taken for
+  bfloat16; so are those of uint8 for float8.
+- Errors are computed in float64 whatever the dtypes are. ``max_abs`` is the largest ``|a - b|``, ``max_rel`` the largest
+  ``|a - b| / max(|a|, |b|)``, ``distance`` is the square root of the sum of all ``(a - b)**2``. Where one of two values
+  is a NaN there is no error, only a value that differs; it is counted under ``nans``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import struct
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from holdfast.checkpoint.formats.base import STAND_INS
+from holdfast.checkpoint.source import Source
+
+_CHUNK = 1 << 20
+"""Values that are compared at a time; each needs a few float64."""
+
+_SAME_WIDTH = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
+_MISSING = object()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorDiff:
+    """How two tensors of one path differ.
+
+    Args:
+        path: Of both.
+        dtypes: Of each.
+        shapes: Of each. If they are different nothing was computed.
+        values: How many there are in one of them.
+        differ: How many are not the same.
+        max_abs: Largest absolute error, 0 or more, inf where one is infinite and the other is not.
+        max_rel: Largest relative error, 0 to 2.
+        distance: Euclidean.
+        nans: How many there are in each.
+    """
+
+    path: str
+    dtypes: tuple[str, str]
+    shapes: tuple[tuple[int, ...], tuple[int, ...]]
+    values: int = 0
+    differ: int = 0
+    max_abs: float = 0.0
+    max_rel: float = 0.0
+    distance: float = 0.0
+    nans: tuple[int, int] = (0, 0)
+
+    @property
+    def is_same(self) -> bool:
+        """Whether dtype, shape and all values are."""
+        return self.dtypes[0] == self.dtypes[1] and self.shapes[0] == self.shapes[1] and not self.differ
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """How two sources differ.
+
+    Args:
+        tensors: Those that both have, in the order of the first, equal ones too.
+        only_first: Paths of tensors that only the first has.
+        only_second: Paths of tensors that only the second has.
+        scalars: What is no tensor and differs, by path, with both values as text, "" where there is none; None if one of
+            the two can hold nothing but tensors.
+    """
+
+    tensors: tuple[TensorDiff, ...]
+    only_first: tuple[str, ...]
+    only_second: tuple[str, ...]
+    scalars: dict[str, tuple[str, str]] | None
+
+    @property
+    def is_identical(self) -> bool:
+        """Whether nothing differs."""
+        alone = self.only_first or self.only_second or self.scalars
+        return not alone and all(tensor.is_same for tensor in self.tensors)
+
+
+def compare(first: Source, second: Source, on_tensor: Callable[[str], None] = lambda path: None) -> Comparison:
+    """Compare two sources; one tensor of each is in memory at a time.
+
+    Args:
+        first: What errors are counted from.
+        second: What is compared with it.
+        on_tensor: Is told of each tensor before it is read.
+
+    Raises:
+        CheckpointCorrupt: if a tensor is damaged.
+    """
+    found = []
+    for path in (path for path in first.tensors if path in second.tensors):
+        on_tensor(path)
+        found.append(_compare(path, first, second))
+    return Comparison(
+        tensors=tuple(found),
+        only_first=tuple(path for path in first.tensors if path not in second.tensors),
+        only_second=tuple(path for path in second.tensors if path not in first.tensors),
+        scalars=_compare_scalars(first.scalars, second.scalars),
+    )
+
+
+def _compare(path: str, first: Source, second: Source) -> TensorDiff:
+    one, other = first.tensors[path], second.tensors[path]
+    dtypes = (_meant(one.dtype, other.dtype), _meant(other.dtype, one.dtype))
+    diff = TensorDiff(path=path, dtypes=(_name(dtypes[0]), _name(dtypes[1])), shapes=(one.shape, other.shape))
+    if one.shape != other.shape:
+        return diff
+    return compare_tensors(diff, first.read(path).view(dtypes[0]), second.read(path).view(dtypes[1]))
+
+
+def _meant(dtype: torch.dtype, other: torch.dtype) -> torch.dtype:
+    """Return the dtype of which another may be the stand-in: in a file of numpy's, uint16 has the bits of bfloat16."""
+    return other if STAND_INS.get(other) == dtype else dtype
+
+
+def compare_tensors(diff: TensorDiff, a: torch.Tensor, b: torch.Tensor) -> TensorDiff:
+    """Return ``diff`` with the numbers of two contiguous CPU tensors of one shape."""
+    differ, max_abs, max_rel, squares, nans = 0, 0.0, 0.0, [0.0], [0, 0]
+    for x, y in _chunks(a.reshape(-1), b.reshape(-1)):
+        odd = _odd(x, y)
+        nans = [nans[0] + _num_nans(x), nans[1] + _num_nans(y)]
+        if not odd.any():
+            continue
+        x, y = x[odd], y[odd]
+        error, scale = _errors(x, y)
+        differ += x.numel()
+        if error.numel():
+            max_abs = max(max_abs, float(error.max()))
+            relative = torch.where(torch.isinf(error), 1.0, error / torch.where(scale > 0, scale, 1.0))
+            max_rel = max(max_rel, float(relative.max()))
+            squares.append(float(torch.linalg.vector_norm(error)))
+    return dataclasses.replace(
+        diff,
+        values=a.numel(),
+        differ=differ,
+        max_abs=max_abs,
+        max_rel=max_rel,
+        distance=math.hypot(*squares),
+        nans=(nans[0], nans[1]),
+    )
+
+
+def _chunks(a: torch.Tensor, b: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    for start in range(0, a.numel(), _CHUNK):
+        yield a[start : start + _CHUNK], b[start : start + _CHUNK]
+
+
+def _odd(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """Return which values differ."""
+    if x.dtype is torch.bool and y.dtype is torch.bool:
+        return (x.view(torch.uint8) != 0) != (y.view(torch.uint8) != 0)
+    if x.dtype == y.dtype:
+        width = _SAME_WIDTH[x.element_size()]
+        bits = x.view(width) != y.view(width)
+        return bits.view(-1, 2).any(1) if x.element_size() == 16 else bits
+    if _is_whole(x) and _is_whole(y):
+        return _whole_differ(x, y)
+    wide_x, wide_y = _wide(x), _wide(y)
+    return (wide_x != wide_y) & ~(torch.isnan(wide_x) & torch.isnan(wide_y))
+
+
+def _whole_differ(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """Return which integers differ; int64 has no room for half of uint64, whose upper half looks negative in it."""
+    too_large = [
+        t.to(torch.int64) < 0 if t.dtype is torch.uint64 else torch.zeros_like(t, dtype=torch.bool) for t in (x, y)
+    ]
+    return (x.to(torch.int64) != y.to(torch.int64)) | (too_large[0] != too_large[1])
+
+
+def _errors(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return ``|x - y|`` and ``max(|x|, |y|)`` of the values that are numbers, in float64."""
+    wide_x, wide_y = _wide(x), _wide(y)
+    scale = torch.maximum(wide_x.abs(), wide_y.abs())
+    error = torch.where(wide_x == wide_y, 0.0, (wide_x - wide_y).abs())  # infinity from infinity is no number
+    if x.dtype == y.dtype and _is_whole(x):
+        error = _whole_errors(x, y)
+    known = ~(torch.isnan(wide_x) | torch.isnan(wide_y))
+    return error[known], scale[known]
+
+
+def _whole_errors(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """Return ``|x - y|`` of integers, right to the last bit before it becomes a float64."""
+    a, b = x.numpy(), y.numpy()
+    return torch.from_numpy(
+        (np.maximum(a, b).astype(np.uint64) - np.minimum(a, b).astype(np.uint64)).astype(np.float64)
+    )
+
+
+def _wide(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
+
+
+def _is_whole(tensor: torch.Tensor) -> bool:
+    return not tensor.is_floating_point() and not tensor.is_complex() and tensor.dtype is not torch.bool
+
+
+def _num_nans(tensor: torch.Tensor) -> int:
+    if not tensor.is_floating_point() and not tensor.is_complex():
+        return 0
+    return int(torch.isnan(_wide(tensor) if tensor.element_size() == 1 else tensor).sum())
+
+
+def _compare_scalars(
+    first: Mapping[str, Any] | None, second: Mapping[str, Any] | None
+) -> dict[str, tuple[str, str]] | None:
+    if first is None or second is None:
+        return None
+    return {
+        path: (_shown(a), _shown(b))
+        for path in {**first, **second}
+        if not _is_same(a := first.get(path, _MISSING), b := second.get(path, _MISSING))
+    }
+
+
+def _is_same(a: Any, b: Any) -> bool:
+    if type(a) is float and type(b) is float:
+        return struct.pack(">d", a) == struct.pack(">d", b)
+    return type(a) is type(b) and bool(a == b)
+
+
+def _shown(value: Any) -> str:
+    return "" if value is _MISSING else repr(value)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,120 @@
+"""``.safetensors``: eight bytes of length, a JSON header, the values."""
+
+from __future__ import annotations
+
+import json
+import math
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from holdfast.checkpoint.foreign.base import MAX_NAMES, check_shape, damaged, not_a, refuse, state_of, step_in
+from holdfast.checkpoint.format import DTYPES, tensor_bytes
+from holdfast.checkpoint.source import Entry, Source
+
+_MAX_HEADER_BYTES = 100_000_000
+"""What the ``safetensors`` package allows."""
+
+_DTYPES = {
+    "F64": "float64",
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E4M3FNUZ": "float8_e4m3fnuz",
+    "F8_E5M2": "float8_e5m2",
+    "F8_E5M2FNUZ": "float8_e5m2fnuz",
+    "C64": "complex64",
+    "I64": "int64",
+    "I32": "int32",
+    "I16": "int16",
+    "I8": "int8",
+    "U64": "uint64",
+    "U32": "uint32",
+    "U16": "uint16",
+    "U8": "uint8",
+    "BOOL": "bool",
+}
+
+
+def read_safetensors(path: Path, stack: ExitStack) -> Source:
+    """Open a file of the ``safetensors`` package; its values are read when they are asked for."""
+    file = stack.enter_context(path.open("rb"))
+    size_bytes = path.stat().st_size
+    length = int.from_bytes(file.read(8), "little")
+    if size_bytes < 8 or length > min(size_bytes - 8, _MAX_HEADER_BYTES):
+        not_a("a safetensors file", path, f"it has {size_bytes} bytes, its header would have {length}")
+    header = _parse(path, file.read(length))
+    metadata = header.pop("__metadata__", {})
+    starts: dict[str, int] = {}
+    tensors: dict[str, Entry] = {}
+    for name, fields in header.items():
+        tensors[name], starts[name] = _check(path, name, fields)
+    _check_places(path, tensors, starts, size_bytes - 8 - length)
+
+    def read(name: str) -> torch.Tensor:
+        tensor = torch.empty(tensors[name].shape, dtype=tensors[name].dtype)
+        file.seek(8 + length + starts[name])
+        if tensor.nbytes and file.readinto(tensor_bytes(tensor)) != tensor.nbytes:
+            damaged(path, f"ends inside the tensor {name!r:.80}")
+        return tensor
+
+    return Source(
+        name=str(path),
+        kind="safetensors",
+        tensors=tensors,
+        read=read,
+        load=lambda: state_of({name: read(name) for name in tensors}),
+        step=step_in(metadata.get("step")) if isinstance(metadata, dict) else None,
+    )
+
+
+def _parse(path: Path, text: bytes) -> dict[str, Any]:
+    def no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        fields = dict(pairs)
+        if len(fields) < len(pairs):
+            names = [name for name, _ in pairs]
+            msg = f"the key {next(n for n in fields if names.count(n) > 1)!r:.80} stands in it twice"
+            raise ValueError(msg)
+        return fields
+
+    try:
+        header = json.loads(text.decode(), object_pairs_hook=no_duplicates)
+    except (ValueError, RecursionError) as error:
+        not_a("a safetensors file", path, f"its header cannot be read: {error}", error)
+    if type(header) is not dict or len(header) > MAX_NAMES:
+        not_a("a safetensors file", path, f"its header is no object, or has more than {MAX_NAMES} members")
+    return header
+
+
+def _check(path: Path, name: str, fields: Any) -> tuple[Entry, int]:
+    """Return what a member of the header says, and where the tensor begins."""
+    if type(fields) is not dict or fields.keys() != {"dtype", "shape", "data_offsets"}:
+        damaged(path, f"is damaged: its header does not say dtype, shape and data_offsets of {name!r:.80}")
+    dtype, shape, offsets = fields["dtype"], fields["shape"], fields["data_offsets"]
+    if type(dtype) is not str or dtype not in _DTYPES:
+        refuse(path, f"has the tensor {name!r:.80} of type {dtype!r:.40}; known are {', '.join(_DTYPES)}")
+    if type(shape) is not list or type(offsets) is not list or [type(n) for n in offsets] != [int, int]:
+        damaged(path, f"is damaged: shape or data_offsets of {name!r:.80} are no lists of whole numbers")
+    entry = Entry(DTYPES[_DTYPES[dtype]], check_shape(path, name, shape))
+    start, end = offsets
+    if start < 0 or end - start != math.prod(entry.shape) * entry.dtype.itemsize:
+        damaged(
+            path,
+            f"is damaged: the tensor {name!r:.80} of shape {list(entry.shape)!r:.80} needs {entry.size_bytes} bytes, "
+            f"its place is {start!r:.20} to {end!r:.20}",
+        )
+    return entry, start
+
+
+def _check_places(path: Path, tensors: dict[str, Entry], starts: dict[str, int], data_bytes: int) -> None:
+    """Make sure that the values follow each other without gaps, as the format asks."""
+    end = 0
+    for name in sorted(tensors, key=lambda name: (starts[name], tensors[name].size_bytes)):
+        if starts[name] != end:
+            damaged(path, f"is damaged: the tensor {name!r:.80} begins at {starts[name]}, the one before ends at {end}")
+        end += tensors[name].size_bytes
+    if end != data_bytes:
+        damaged(path, f"is damaged: its tensors need {end} bytes, it holds {data_bytes}; was it cut short?")

@@ -1,0 +1,143 @@
+"""The format of ``numpy.savez``: a ZIP archive with an array in each member, not compressed.
+
+``numpy.load(file, allow_pickle=False)`` reads it. The array of tensor ``model/fc.weight`` has that name, and is the
+member ``model/fc.weight.npy``. bfloat16 and float8, which numpy has no names for, are uint16 and uint8 of the same bits;
+the manifest knows what they are. Names that would not come back are escaped, and no two tensors get the same name:
+
+======================  =========
+in the tensor's path    in the name
+======================  =========
+``%``                   ``%25``
+NUL                     ``%00``
+``.npy`` at the end     ``%2Enpy``
+======================  =========
+
+Source: PKWARE's APPNOTE.TXT 6.3.10, and the format of .npy files in the documentation of numpy.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from holdfast.checkpoint.blocks import run
+from holdfast.checkpoint.format import tensor_bytes
+from holdfast.checkpoint.formats.base import ALIGN, Layout, escaped, numpy_dtype
+from holdfast.errors import CheckpointError
+
+_LARGE = 0xFFFFFFFF
+"""Stands where a size or an offset has 32 bits and needs more: then it is in a field of 64 bits."""
+
+_LARGE_FROM = _LARGE
+"""The first that needs more."""
+
+_MAX_16 = 0xFFFF
+"""The longest name; and it stands for as many members or more, as _LARGE does."""
+
+_NEW_YEAR = (0, 1 << 5 | 1)
+"""Midnight of 1 January 1980: no clock is in the file, so that the same state gives the same bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Member:
+    """An array in the archive; ``size_bytes`` and ``crc`` are of its header and its values."""
+
+    name: bytes
+    header: bytes
+    size_bytes: int
+    crc: int
+
+    def local(self, offset: int) -> bytes:
+        """Return what stands before its header, if it begins at ``offset``; padded, so that the values are aligned."""
+        sizes = struct.pack("<2HQQ", 1, 16, self.size_bytes, self.size_bytes) if self.size_bytes >= _LARGE_FROM else b""
+        padding = -(offset + 30 + len(self.name) + len(sizes) + 6) % ALIGN
+        extra = sizes + struct.pack("<3H", 0xD935, 2 + padding, ALIGN) + bytes(padding)  # 0xD935: as zipalign has it
+        shown = _short(self.size_bytes)
+        return (
+            struct.pack("<4s2H", b"PK\3\4", *self._kind(sizes))
+            + struct.pack("<3H3L2H", 0, *_NEW_YEAR, self.crc, shown, shown, len(self.name), len(extra))
+            + self.name
+            + extra
+        )
+
+    def central(self, offset: int) -> bytes:
+        """Return its line in the table of contents."""
+        large = [size for size in (self.size_bytes, self.size_bytes, offset) if size >= _LARGE_FROM]
+        extra = struct.pack(f"<2H{len(large)}Q", 1, 8 * len(large), *large) if large else b""
+        shown = _short(self.size_bytes)
+        return (
+            struct.pack("<4s3H", b"PK\1\2", 3 << 8 | 45, *self._kind(extra))
+            + struct.pack("<3H3L2H", 0, *_NEW_YEAR, self.crc, shown, shown, len(self.name), len(extra))
+            + struct.pack("<3H2L", 0, 0, 0, 0o644 << 16, _short(offset))
+            + self.name
+            + extra
+        )
+
+    def _kind(self, large: bytes) -> tuple[int, int]:
+        """Return the version that a reader needs, 4.5 for fields of 64 bits, and the flag for names in UTF-8."""
+        return 45 if large else 20, 0 if self.name.isascii() else 0x800
+
+
+class Npz:
+    """See :class:`~holdfast.checkpoint.formats.base.TensorFormat`; other programs read the file with numpy."""
+
+    name = "npz"
+
+    def lay_out(self, folder: Path, stem: str, tensors: Mapping[str, torch.Tensor]) -> Layout:
+        """Write all but the values. Their checksums stand before them, so they are computed from memory."""
+        file_name = f"{stem}.npz"
+        total = sum(tensor.nbytes for tensor in tensors.values())
+        members = run(lambda item: _describe(*item), list(tensors.items()), total)
+        places: dict[str, tuple[str, int]] = {}
+        contents = []
+        with (folder / file_name).open("wb") as file:
+            for (key, tensor), member in zip(tensors.items(), members, strict=True):
+                offset = file.tell()
+                contents.append(member.central(offset))
+                file.write(member.local(offset) + member.header)
+                places[key] = (file_name, file.tell())
+                file.seek(tensor.nbytes, os.SEEK_CUR)
+            table = b"".join(contents)
+            file.write(table + _end(len(contents), len(table), file.tell()))
+        return Layout(files=(file_name,), places=places)
+
+
+def _describe(key: str, tensor: torch.Tensor) -> _Member:
+    plain = escaped(key)
+    name = (plain.removesuffix(".npy") + "%2Enpy" if plain.endswith(".npy") else plain).encode() + b".npy"
+    if len(name) > _MAX_16:
+        msg = (
+            f"the npz format cannot hold tensor {key:.80}...: its name has {len(name)} bytes, and a ZIP archive allows "
+            f"{_MAX_16}; shorten the keys in the state, or choose the format safetensors"
+        )
+        raise CheckpointError(msg)
+    header = _npy_header(tensor)
+    crc = zlib.crc32(tensor_bytes(tensor), zlib.crc32(header))
+    return _Member(name, header, len(header) + tensor.nbytes, crc)
+
+
+def _npy_header(tensor: torch.Tensor) -> bytes:
+    # Not numpy's own function: it leaves room for arrays that grow, and how much depends on its version.
+    text = f"{{'descr': '{numpy_dtype(tensor.dtype).str}', 'fortran_order': False, 'shape': {tuple(tensor.shape)}, }}"
+    length = -(-(10 + len(text) + 1) // ALIGN) * ALIGN - 10
+    return b"\x93NUMPY\1\0" + struct.pack("<H", length) + text.ljust(length - 1).encode() + b"\n"
+
+
+def _end(number: int, table_bytes: int, offset: int) -> bytes:
+    """Return what stands behind the table of contents, which begins at ``offset``."""
+    large = b""
+    if number >= _MAX_16 or table_bytes >= _LARGE_FROM or offset >= _LARGE_FROM:
+        large = struct.pack("<4sQ2H2L4Q", b"PK\6\6", 44, 45, 45, 0, 0, number, number, table_bytes, offset)
+        large += struct.pack("<4sLQL", b"PK\6\7", 0, offset + table_bytes, 1)
+    shown = min(number, _MAX_16)
+    return large + struct.pack("<4s4H2LH", b"PK\5\6", 0, 0, shown, shown, _short(table_bytes), _short(offset), 0)
+
+
+def _short(value: int) -> int:
+    return value if value < _LARGE_FROM else _LARGE

@@ -1,0 +1,241 @@
+"""Checkpoints in an object store, or wherever else fsspec can write.
+
+A part is written into a local directory first, because formats write files in any order, and then sent. So a worker needs
+as much room below ``TMPDIR`` as its part of a checkpoint has bytes, until the part is stored. Loading needs no such room.
+
+Every call to the other side has a deadline. What it answers becomes one line that says what to do.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+from holdfast.checkpoint.blocks import BLOCK_BYTES, run
+from holdfast.checkpoint.local import explained
+from holdfast.checkpoint.remote_objects import Objects
+from holdfast.checkpoint.staging import Staging
+from holdfast.errors import CheckpointCorrupt, CheckpointError
+
+_Result = TypeVar("_Result")
+
+_LIMIT_S = 120.0
+"""An answer that has not come for so long will not come; more is allowed for much data, see below."""
+
+_LEAST_BYTES_PER_S = 1 << 20
+"""A connection that is slower cannot be worked with."""
+
+_UNTOUCHED = "The checkpoints that were complete are untouched"
+
+
+class RemoteStorage:
+    """See :class:`~holdfast.checkpoint.storage.Storage`. Any number of threads may use it.
+
+    Args:
+        url: ``s3://bucket/folder``, or an URL of fsspec's.
+
+    Raises:
+        ConfigError: if its kind is unknown, or needs a package that is not installed.
+    """
+
+    def __init__(self, url: str) -> None:
+        self._url = _without_password(url.rstrip("/"))
+        self._objects = _open(url)
+        self._mine = threading.local()
+
+    @property
+    def url(self) -> str:
+        """The URL, without a password."""
+        return self._url
+
+    def names(self, folder: str) -> list[str]:
+        """See :meth:`Storage.names`."""
+        try:
+            return sorted(self._ask("list", folder, self._objects.children, folder))
+        except _NotThere:
+            return []
+
+    def read(self, path: str) -> bytes | None:
+        """See :meth:`Storage.read`."""
+        try:
+            return self._ask("read", path, self._objects.get, path)
+        except _NotThere:
+            return None
+
+    @contextmanager
+    def reader(self, path: str) -> Iterator[RemoteReader]:
+        """See :meth:`Storage.reader`."""
+        try:
+            size = self._ask("read", path, self._objects.size, path)
+            yield RemoteReader(lambda start, end: self._read_range(path, start, end), size)
+        except _NotThere as error:
+            msg = f"{path.rpartition('/')[2]} cannot be read: it is not there"
+            raise CheckpointCorrupt(msg) from error
+
+    def _read_range(self, path: str, start: int, end: int) -> Any:
+        return self._ask("read", path, self._objects.get_range, path, start, end, size_bytes=end - start)
+
+    def prepare(self, folder: str) -> Path:
+        """See :meth:`Storage.prepare`; a temporary directory of this thread, which writes one part at a time.
+
+        It is gone after :meth:`store`, and when the thread removes the folder, puts something into it, or prepares again.
+        """
+        self._drop_staging()
+        staging = Staging()
+        self._mine.staging = (folder, staging)
+        return staging.path
+
+    def store(self, folder: str, names: tuple[str, ...]) -> None:
+        """See :meth:`Storage.store`. The temporary directory is gone afterwards, also when it fails."""
+        prepared, staging = self._staging()
+        if staging is None or prepared != folder:
+            msg = f"store() of {folder!r} without prepare() in the same thread"
+            raise CheckpointError(msg)
+        local = staging.path
+        try:
+            with explained("send files from", local):
+                total = sum((local / name).stat().st_size for name in names)
+            run(lambda name: self._upload(local / name, f"{folder}/{name}"), names, total)
+        finally:
+            self._drop_staging()
+
+    def _upload(self, local: Path, path: str) -> None:
+        size_bytes = local.stat().st_size
+        self._ask("write", path, self._objects.upload, local, path, size_bytes=size_bytes)
+        found = self._ask("read", path, self._objects.size, path)
+        if found != size_bytes:
+            msg = f"cannot write {self._url}/{path}: {size_bytes} bytes were sent, {found} are there; look at that storage"
+            raise CheckpointError(msg)
+
+    def put(self, path: str, data: bytes) -> None:
+        """See :meth:`Storage.put`."""
+        self._give_up_staging(path)
+        self._ask("write", path, self._objects.put, path, data, size_bytes=len(data))
+        if self.read(path) != data:
+            msg = f"the storage says that {self._url}/{path} was written, and it was not; choose another one"
+            raise CheckpointError(msg)
+
+    def remove(self, path: str) -> None:
+        """See :meth:`Storage.remove`."""
+        self._give_up_staging(path)
+        try:
+            self._ask("remove", path, self._objects.remove, path)
+        except _NotThere:
+            return
+
+    def _give_up_staging(self, path: str) -> None:
+        """Notice that this thread will not store what it prepared: it goes on with the folder in another way."""
+        folder, _ = self._staging()
+        if folder and (f"{path}/".startswith(f"{folder}/") or f"{folder}/".startswith(f"{path}/")):
+            self._drop_staging()
+
+    def _drop_staging(self) -> None:
+        _, staging = self._staging()
+        self._mine.staging = ("", None)
+        if staging is not None:
+            staging.close()
+
+    def _staging(self) -> tuple[str, Staging | None]:
+        found: tuple[str, Staging | None] = getattr(self._mine, "staging", ("", None))
+        return found
+
+    def _ask(self, doing: str, path: str, do: Callable[..., _Result], *args: Any, size_bytes: int = 0) -> _Result:
+        """Return what a method of the objects returns.
+
+        Raises:
+            CheckpointError: if it fails, or takes too long; a :class:`_NotThere` if that is all.
+        """
+        where = f"{self._url}/{path}".rstrip("/")
+        try:
+            return within(_LIMIT_S + size_bytes / _LEAST_BYTES_PER_S, do, *args)
+        except Exception as error:
+            why = self._objects.explain(error)
+            if why is None:
+                msg = f"cannot {doing} {where}: there is no such object, folder or bucket"
+                raise _NotThere(msg) from error
+            msg = f"cannot {doing} {where}: {why}" + (f". {_UNTOUCHED}" if doing == "write" else "")
+            raise CheckpointError(msg) from error
+
+
+class _NotThere(CheckpointError):
+    """What was asked for is not there."""
+
+
+class RemoteReader:
+    """An object of which ranges are read.
+
+    Args:
+        read_range: Returns a buffer with the bytes from a first one up to a last one, not included.
+        size_bytes: Of the object.
+    """
+
+    def __init__(self, read_range: Callable[[int, int], Any], size_bytes: int) -> None:
+        self._read_range = read_range
+        self._size_bytes = size_bytes
+
+    @property
+    def size_bytes(self) -> int:
+        """Its size."""
+        return self._size_bytes
+
+    @property
+    def part_bytes(self) -> int:
+        """See :attr:`Reader.part_bytes`: a whole block, because every call takes a while to be answered."""
+        return BLOCK_BYTES
+
+    def read_into(self, offset: int, out: memoryview) -> int:
+        """See :meth:`Reader.read_into`."""
+        end = min(offset + len(out), self._size_bytes)
+        if end <= offset:
+            return 0
+        data = memoryview(self._read_range(offset, end))
+        out[: len(data)] = data
+        return len(data)
+
+
+def within(limit_s: float, do: Callable[..., _Result], *args: Any) -> _Result:
+    """Return ``do(*args)``, which may be left behind in its thread.
+
+    Raises:
+        TimeoutError: if it takes longer.
+        Exception: whatever ``do`` raises.
+    """
+    answer: Future[_Result] = Future()
+
+    def work() -> None:
+        try:
+            answer.set_result(do(*args))
+        except Exception as error:
+            answer.set_exception(error)
+        except BaseException as error:  # a library in Rust panics like this; nobody above would answer it
+            answer.set_exception(RuntimeError(str(error)))
+
+    threading.Thread(target=work, name="holdfast-checkpoint-ask", daemon=True).start()
+    try:
+        return answer.result(limit_s)
+    except TimeoutError:
+        if answer.done():
+            raise
+        msg = f"there was no answer within {limit_s:g} s"
+        raise TimeoutError(msg) from None
+
+
+def _open(url: str) -> Objects:
+    scheme, _, place = url.partition("://")
+    if scheme in ("s3", "s3a"):
+        from holdfast.checkpoint.remote_s3 import S3Objects
+
+        bucket, _, folder = place.partition("/")
+        return S3Objects(bucket, folder)
+    from holdfast.checkpoint.remote_fsspec import FsspecObjects
+
+    return FsspecObjects(url)
+
+
+def _without_password(url: str) -> str:
+    return re.sub(r"(://[^:/@]*):[^/@]*@", r"\1:***@", url)

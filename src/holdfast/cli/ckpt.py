@@ -1,0 +1,438 @@
+"""``holdfast ckpt``: look at checkpoints, compare, convert and remove them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+
+import typer
+
+from holdfast.cli.places import find, find_root, opened
+from holdfast.cli.tables import count, moment, progress, say, size, table, warn
+from holdfast.errors import CheckpointMissing, ConfigError
+
+if TYPE_CHECKING:
+    from holdfast.checkpoint.compare import Comparison, TensorDiff
+    from holdfast.checkpoint.inventory import Examined
+    from holdfast.checkpoint.source import Source
+
+_DAMAGED = 3
+"""The exit code if damaged data was found."""
+
+_MOST_ROWS = 40
+_MOST_LETTERS = 100
+
+_Row = TypeVar("_Row")
+
+ckpt = typer.Typer(name="ckpt", rich_markup_mode=None)
+
+_Dir = Annotated[str, typer.Argument(metavar="DIR", help="Directory or URL of checkpoints.", show_default=False)]
+_Path = Annotated[str, typer.Argument(metavar="PATH", help="A checkpoint, a directory of them, or a file.")]
+_Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
+_All = Annotated[bool, typer.Option("--all", help="Print everything; otherwise long lists are cut.")]
+
+
+@ckpt.callback(invoke_without_command=True)
+def about(context: typer.Context) -> None:
+    """Look at checkpoints, compare, convert and remove them.
+
+    PATH is the folder of a checkpoint, the directory or URL in which checkpoints are, or a file of another program (.pt,
+    .safetensors, .npz, .h5). Nothing that is read is ever executed.
+
+    Example: holdfast ckpt ls runs/a
+    """
+    if context.invoked_subcommand is None:
+        print(context.get_help())
+
+
+@ckpt.command("ls")
+def ls(
+    directory: _Dir,
+    *,
+    fast: Annotated[bool, typer.Option("--fast", help="Read only the manifests, not every byte.")] = False,
+    as_json: _Json = False,
+) -> int:
+    """List checkpoints, and say of each if it is intact.
+
+    Reads every byte. Attempts that were never completed are mentioned. Ends with 3 if a checkpoint is damaged.
+
+    Example: holdfast ckpt ls runs/a
+    """
+    from holdfast.checkpoint.inventory import attempts, examine
+    from holdfast.checkpoint.load import steps
+
+    storage = find_root(directory)
+    found = []
+    with progress(f"looking into {storage.url}") as now:
+        for step in steps(storage):
+            now(f"reading step {step}")
+            found.append(examine(storage, step, read_all=not fast))
+        unfinished = attempts(storage)
+    if as_json:
+        rows = [_described(examined) for examined in found]
+        others = [dataclasses.asdict(attempt) for attempt in unfinished]
+        _print_json({"url": storage.url, "checkpoints": rows, "attempts": others})
+    else:
+        heads = ("step>", "size>", "tensors>", "workers>", "format", "written", "state")
+        if found:
+            table(heads, [_ls_row(examined) for examined in found])
+        else:
+            say(f"no checkpoints in {storage.url}")
+        if any(examined.damage for examined in found):
+            say(f"holdfast ckpt verify {directory} says what is damaged")
+        for attempt in unfinished:
+            say(
+                f"incomplete: {attempt.folder}, {size(attempt.size_bytes)}; being written, or given up: nobody loads it"
+            )
+    return _DAMAGED if any(examined.damage for examined in found) else 0
+
+
+def _described(examined: Examined) -> dict[str, Any]:
+    manifest = examined.manifest
+    return {
+        "step": examined.step,
+        "bytes": None if manifest is None else manifest.size_bytes,
+        "tensors": None if manifest is None else len(manifest.tensors),
+        "workers": None if manifest is None else manifest.info.get("workers"),
+        "format": None if manifest is None else manifest.format,
+        "written_s": examined.written_s,
+        "intact": False if examined.damage else True if examined.was_read else None,
+        "damage": [dataclasses.asdict(damage) for damage in examined.damage],
+    }
+
+
+def _ls_row(examined: Examined) -> tuple[str, ...]:
+    row = _described(examined)
+    state = {True: "intact", False: "DAMAGED", None: "not read"}[row["intact"]]
+    if examined.damage:
+        state += f" ({count(len(examined.damage), 'place')})"
+    return (
+        str(row["step"]),
+        size(row["bytes"]),
+        _number(row["tensors"]),
+        _number(row["workers"]),
+        row["format"] or "-",
+        moment(row["written_s"]),
+        state,
+    )
+
+
+@ckpt.command("show")
+def show(
+    path: _Path,
+    *,
+    step: Annotated[int | None, typer.Option(metavar="N", help="Which one of a directory [newest intact].")] = None,
+    everything: _All = False,
+    as_json: _Json = False,
+) -> int:
+    """Show what is in a checkpoint, or in a file.
+
+    Tensors with dtype, shape, size and digest, and what was written down beside them. Of a directory of checkpoints the newest intact one is shown. Files of other programs can be shown, too.
+
+    Example: holdfast ckpt show runs/a --step 20
+    """
+    with progress(f"opening {path}") as now, opened(path, step, now) as source:
+        facts = _facts(source, now)
+    if as_json:
+        _print_json(facts)
+        return 0
+    for name in ("path", "format", "step", "generation", "files", "written", "versions"):
+        if facts[name] is not None:
+            say(f"{name:<12}{_inline(facts[name])}")
+    for name, value in facts["info"].items():
+        say(f"{'info':<12}{name}: {_cut(json.dumps(value), everything)}")
+    say("")
+    rows, num_more = _first(facts["tensors"], everything)
+    heads = ("tensor", "dtype", "shape", "size>", "xxh3")
+    table(heads, [(t["path"], t["dtype"], _shape(t["shape"]), size(t["bytes"]), t["xxh3"]) for t in rows])
+    _say_more(num_more, "tensor")
+    for name, first in facts["ties"].items():
+        say(f"{name} is tied to {first}")
+    say(f"{count(len(facts['tensors']), 'tensor')}, {size(facts['bytes'])}")
+    return 0
+
+
+def _facts(source: Source, now: Any) -> dict[str, Any]:
+    from holdfast.checkpoint.source import tensor_digest
+
+    manifest = source.manifest
+    tensors = []
+    for path, entry in source.tensors.items():
+        if path in source.ties:
+            continue
+        now(f"reading {path}")
+        xxh3 = tensor_digest(source.read(path)) if manifest is None else manifest.tensors[path].xxh3
+        dtype = str(entry.dtype).removeprefix("torch.")
+        tensors.append(
+            {"path": path, "dtype": dtype, "shape": list(entry.shape), "bytes": entry.size_bytes, "xxh3": xxh3}
+        )
+    return {
+        "path": source.name,
+        "format": source.kind,
+        "step": source.step,
+        "generation": None if manifest is None else manifest.generation,
+        "files": None if manifest is None else {name: file.size_bytes for name, file in manifest.files.items()},
+        "written": None if source.written_s is None else moment(source.written_s),
+        "versions": None if manifest is None else manifest.versions,
+        "info": {} if manifest is None else manifest.info,
+        "tensors": tensors,
+        "ties": dict(source.ties),
+        "bytes": sum(tensor["bytes"] for tensor in tensors),
+    }
+
+
+@ckpt.command("verify")
+def verify(path: _Path, *, everything: _All = False, as_json: _Json = False) -> int:
+    """Read every byte, and name all that is damaged.
+
+    Of one checkpoint, or of all in a directory. Ends with 3 if anything is.
+
+    Example: holdfast ckpt verify runs/a/step-00000020
+    """
+    from holdfast.checkpoint.inventory import examine
+    from holdfast.checkpoint.load import steps
+
+    if Path(path).is_file() and Path(path).name != "manifest.json":
+        msg = f"{path} is a file of another program, which has no digests; name a checkpoint, or a directory of them"
+        raise ConfigError(msg)
+    storage, named = find(path)
+    found = []
+    with progress(f"looking into {storage.url}") as now:
+        for step in [named] if named is not None else steps(storage):
+            now(f"reading step {step}")
+            found.append(examine(storage, step))
+    if not found:
+        msg = f"there is no complete checkpoint in {storage.url}; name a directory that has one"
+        raise CheckpointMissing(msg)
+    if as_json:
+        _print_json({"url": storage.url, "checkpoints": [_described(examined) for examined in found]})
+    else:
+        for examined in found:
+            _say_verified(examined, everything)
+    return _DAMAGED if any(examined.damage for examined in found) else 0
+
+
+def _say_verified(examined: Examined, everything: bool) -> None:
+    if not examined.damage:
+        manifest = examined.manifest
+        assert manifest is not None
+        say(f"step {examined.step}: intact; {count(len(manifest.tensors), 'tensor')}, {size(manifest.size_bytes)}")
+        return
+    say(f"step {examined.step}: DAMAGED, {count(len(examined.damage), 'place')}", "bold red")
+    for damage in examined.damage:
+        if not damage.tensor:
+            say(f"  {damage.what}")
+    tensors = [damage for damage in examined.damage if damage.tensor]
+    rows, num_more = _first(tensors, everything)
+    if rows:
+        heads = ("damaged tensor", "from byte>", "to byte>", "file")
+        table(heads, [(d.tensor, str(d.start), str(d.end), d.file) for d in rows], indent=2)
+    _say_more(num_more, "place")
+
+
+@ckpt.command("diff")
+def diff(
+    first: Annotated[str, typer.Argument(metavar="A", help="A checkpoint, a directory of them, or a file.")],
+    second: Annotated[str, typer.Argument(metavar="B", help="What is compared with it.")],
+    *,
+    everything: _All = False,
+    as_json: _Json = False,
+) -> int:
+    """Compare two checkpoints, or files, tensor by tensor.
+
+    Prints how many values differ, the largest absolute and relative error (of the larger of the two values), the
+    Euclidean distance, and NaNs. Of a directory the newest intact checkpoint is taken. Prints "identical" if nothing
+    differs. Ends with 0 either way.
+
+    Example: holdfast ckpt diff runs/a/step-00000020 exported.safetensors
+    """
+    from holdfast.checkpoint.compare import compare
+
+    with progress(f"opening {first}") as now, opened(first, now=now) as a, opened(second, now=now) as b:
+        found = compare(a, b, lambda path: now(f"comparing {path}"))
+        names = {"a": a.name, "b": b.name}
+        kinds = {"a": a.kind, "b": b.kind}
+    if as_json:
+        _print_json({**names, "identical": found.is_identical, **_plain(dataclasses.asdict(found))})
+        return 0
+    for letter, name in names.items():
+        say(f"{letter}  {name} ({kinds[letter]})")
+    _say_differences(found, everything)
+    return 0
+
+
+def _say_differences(found: Comparison, everything: bool) -> None:
+    odd = [tensor for tensor in found.tensors if not tensor.is_same]
+    if odd:
+        say("")
+        rows, num_more = _first(odd, everything)
+        heads = ("tensor", "differ>", "of>", "max abs>", "max rel>", "distance>", "note")
+        table(heads, [_diff_row(tensor) for tensor in rows])
+        _say_more(num_more, "tensor")
+    for letter, paths in (("a", found.only_first), ("b", found.only_second)):
+        rows_alone, num_more = _first(paths, everything)
+        if rows_alone:
+            say("")
+            say(f"only in {letter}:")
+        for path in rows_alone:
+            say(f"  {path}")
+        _say_more(num_more, "tensor")
+    if found.scalars:
+        say("")
+        say("values beside the tensors:")
+        shown, num_more = _first(list(found.scalars.items()), everything)
+        cells = [(path, _cut(a, everything) or "-", _cut(b, everything) or "-") for path, (a, b) in shown]
+        table(("value", "a", "b"), cells, indent=2)
+        _say_more(num_more, "value")
+    num_same = len(found.tensors) - len(odd)
+    say("")
+    if found.is_identical:
+        beside = "" if found.scalars is not None else "; one of the two holds nothing beside them"
+        say(f"identical: {count(num_same, 'tensor')}{beside}", "green")
+    else:
+        alone = len(found.only_first) + len(found.only_second)
+        say(f"{count(num_same, 'tensor')} identical, {len(odd)} different, {alone} in one only")
+
+
+def _diff_row(tensor: TensorDiff) -> tuple[str, ...]:
+    notes = []
+    if tensor.dtypes[0] != tensor.dtypes[1]:
+        notes.append(f"{tensor.dtypes[0]} / {tensor.dtypes[1]}")
+    if any(tensor.nans):
+        notes.append(f"{tensor.nans[0]:,} / {tensor.nans[1]:,} NaNs")
+    if tensor.shapes[0] != tensor.shapes[1]:
+        notes.append(f"shape {_shape(tensor.shapes[0])} / {_shape(tensor.shapes[1])}")
+        return (tensor.path, "-", "-", "-", "-", "-", ", ".join(notes))
+    numbers = (f"{number:.3g}" for number in (tensor.max_abs, tensor.max_rel, tensor.distance))
+    return (tensor.path, f"{tensor.differ:,}", f"{tensor.values:,}", *numbers, ", ".join(notes))
+
+
+@ckpt.command("convert")
+def convert(
+    source: Annotated[str, typer.Argument(metavar="A", help="A checkpoint, a directory of them, or a file.")],
+    target: Annotated[str, typer.Argument(metavar="B", help="Directory or URL that the new checkpoint goes to.")],
+    *,
+    to: Annotated[str, typer.Option(metavar="safetensors|hdf5|npz|dcp", help="Format of the new one.")],
+    as_json: _Json = False,
+) -> int:
+    """Write a checkpoint, or a file, in another format.
+
+    It becomes the same step of B, and every tensor must have the digest that it had. Of a directory the newest intact checkpoint is taken. A file of another program becomes step 0, if it names no
+    other. B must not have that step.
+
+    Example: holdfast ckpt convert runs/a/step-00000020 exported --to hdf5
+    """
+    from holdfast.checkpoint.convert import check_format
+    from holdfast.checkpoint.convert import convert as carry_out
+    from holdfast.checkpoint.storage import open_storage
+
+    check_format(to)
+    if Path(target).is_file():
+        msg = f"{target} is a file; name a directory for the new checkpoint, or an URL"
+        raise ConfigError(msg)
+    with progress(f"opening {source}") as now, opened(source, now=now) as opened_source:
+        now(f"converting {opened_source.name}")
+        saved = carry_out(opened_source, open_storage(target), to)
+        num_tensors = len(opened_source.tensors) - len(opened_source.ties)
+    if as_json:
+        _print_json({"path": saved.path, "step": saved.step, "bytes": saved.size_bytes, "tensors": num_tensors})
+    else:
+        say(f"{saved.path}: {to}, {count(num_tensors, 'tensor')}, {size(saved.size_bytes)}; every digest is the same")
+    return 0
+
+
+@ckpt.command("prune")
+def prune(
+    directory: _Dir,
+    *,
+    keep_last: Annotated[int, typer.Option(metavar="K", help="How many of the newest stay, at least 2.")],
+    keep_every: Annotated[int, typer.Option(metavar="N", help="Steps that N divides stay, too.")] = 0,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be removed.")] = False,
+    as_json: _Json = False,
+) -> int:
+    """Remove checkpoints that are old or incomplete.
+
+    Incomplete ones go if a newer one is complete. The newest intact checkpoint always stays: they are read from the newest on until one is intact. Ends with 3 if a
+    damaged one was met.
+
+    Example: holdfast ckpt prune runs/a --keep-last 3 --keep-every 1000 --dry-run
+    """
+    from holdfast.checkpoint.inventory import prune as carry_out
+
+    for name, value, least in (("--keep-last", keep_last, 2), ("--keep-every", keep_every, 0)):
+        if value < least:
+            msg = f"{name} must be at least {least}, got {value}" + ("; the newest may be damaged" if least else "")
+            raise ConfigError(msg)
+    storage = find_root(directory)
+    with progress(f"looking into {storage.url}"):
+        done = carry_out(
+            storage,
+            keep_last,
+            keep_every,
+            dry_run=dry_run,
+            on_damaged=lambda _, error: warn(f"warning: {error}"),
+        )
+    if as_json:
+        _print_json({"url": storage.url, "dry_run": dry_run, **dataclasses.asdict(done)})
+        return _DAMAGED if done.damaged else 0
+    word = "would remove" if dry_run else "removed"
+    for step in done.steps:
+        say(f"{word} step {step}")
+    for attempt in done.attempts:
+        say(f"{word} {attempt.folder}, {size(attempt.size_bytes)}, which was never completed")
+    kept = f"{count(len(done.kept), 'checkpoint')} {'stay' if len(done.kept) != 1 else 'stays'}"
+    freed = f"{'would free' if dry_run else 'freed'} {size(done.freed_bytes)}"
+    say(f"{freed}; {kept}" if done.steps or done.attempts else f"nothing to remove; {kept}")
+    return _DAMAGED if done.damaged else 0
+
+
+# ---------------------------------------------------------------------------------------------
+# Words
+
+
+def _print_json(value: Mapping[str, Any]) -> None:
+    print(json.dumps(value, indent=1, allow_nan=False))
+
+
+def _plain(value: Any) -> Any:
+    """Return a value with ``"inf"`` for what JSON has no number for."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value
+
+
+def _first(rows: Sequence[_Row], everything: bool) -> tuple[Sequence[_Row], int]:
+    """Return the rows that are printed, and how many are not."""
+    shown = rows if everything or len(rows) <= _MOST_ROWS else rows[: _MOST_ROWS - 5]
+    return shown, len(rows) - len(shown)
+
+
+def _say_more(number: int, what: str) -> None:
+    if number:
+        say(f"... and {count(number, f'more {what}')}; --all prints them", "dim")
+
+
+def _cut(text: str, everything: bool) -> str:
+    return text if everything or len(text) <= _MOST_LETTERS else f"{text[: _MOST_LETTERS - 4]} ..."
+
+
+def _shape(shape: Sequence[int]) -> str:
+    return "x".join(map(str, shape)) or "scalar"
+
+
+def _number(value: Any) -> str:
+    return f"{value:,}" if type(value) is int else "-"
+
+
+def _inline(value: Any) -> str:
+    if not isinstance(value, dict):
+        return str(value)
+    return ", ".join(f"{key} {size(item) if isinstance(item, int) else item}" for key, item in value.items())

@@ -1,0 +1,127 @@
+"""What somebody means by a PATH: a checkpoint, a place of checkpoints, or a file of another program."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from holdfast.cli.tables import warn
+from holdfast.errors import CheckpointCorrupt, CheckpointMissing, ConfigError
+
+if TYPE_CHECKING:
+    from holdfast.checkpoint.source import Source
+    from holdfast.checkpoint.storage import Storage
+
+
+def find(text: str) -> tuple[Storage, int | None]:
+    """Return the place of checkpoints that is meant, and the step if a single checkpoint is.
+
+    Raises:
+        ConfigError: if there is no such directory, or it is something else.
+    """
+    from holdfast.checkpoint.storage import is_remote, open_storage, step_of
+
+    if is_remote(text):
+        parent, _, name = text.rstrip("/").rpartition("/")
+        step = step_of(name)
+        return open_storage(text if step is None else parent), step
+    path = _folder(text)
+    whole = path.resolve()  # the name of "." is that of the directory
+    step = step_of(whole.name)
+    if step is not None:
+        return open_storage(whole.parent if path.name in ("", "..") else path.parent), step
+    if (path / "manifest.json").exists():
+        msg = f"{path} holds a checkpoint under another name than that of its step; call it step-00000020 for step 20"
+        raise ConfigError(msg)
+    return open_storage(path), None
+
+
+def find_root(text: str) -> Storage:
+    """Return the place of checkpoints that is meant.
+
+    Raises:
+        ConfigError: if a single checkpoint is, or something else.
+    """
+    storage, step = find(text)
+    if step is not None:
+        msg = f"{text} is a single checkpoint; name the directory in which it is: {storage.url}"
+        raise ConfigError(msg)
+    return storage
+
+
+@contextmanager
+def opened(text: str, step: int | None = None, now: Callable[[str], None] = lambda text: None) -> Iterator[Source]:
+    """Open what is meant; of a place of checkpoints the step, or the newest intact one.
+
+    Args:
+        text: The path or URL.
+        step: Which one of several; None: not said.
+        now: Is told what is being done.
+
+    Raises:
+        ConfigError: if there is nothing of that name, or a step is asked for where there is one thing only.
+        CheckpointError: if it cannot be read.
+    """
+    from holdfast.checkpoint.foreign import KINDS, open_foreign
+    from holdfast.checkpoint.source import saved_source
+    from holdfast.checkpoint.storage import is_remote
+
+    if is_remote(text) and text.lower().endswith(KINDS):
+        msg = f"{text} is a file of another program, which must be on this machine; fetch it first"
+        raise ConfigError(msg)
+    if _is_foreign(text):
+        if step is not None:
+            msg = f"--step chooses from several checkpoints, and {text} is one file; leave it out"
+            raise ConfigError(msg)
+        with open_foreign(text) as source:
+            yield source
+        return
+    storage, named = find(text)
+    if named is not None and step is not None:
+        msg = f"--step chooses from several checkpoints, and {text} is one; leave it out, or name {storage.url}"
+        raise ConfigError(msg)
+    chosen = named if named is not None else step
+    yield saved_source(storage, _newest(storage, now) if chosen is None else chosen)
+
+
+def _newest(storage: Storage, now: Callable[[str], None]) -> int:
+    from holdfast.checkpoint.load import newest_intact, steps
+
+    now(f"looking for the newest intact checkpoint in {storage.url}")
+    step = newest_intact(storage, lambda _, error: warn(f"warning: {error}"))
+    if step is not None:
+        return step
+    if steps(storage):
+        msg = f"no checkpoint in {storage.url} is intact"
+        raise CheckpointCorrupt(msg)
+    msg = f"there is no complete checkpoint in {storage.url}; name a directory that has one, or a file"
+    raise CheckpointMissing(msg)
+
+
+def _is_foreign(text: str) -> bool:
+    from holdfast.checkpoint.storage import is_remote
+
+    path = Path(text.removeprefix("file://"))
+    if is_remote(text) or path.name == "manifest.json" or _is_data_folder(path):
+        return False
+    return path.is_file() or ((path / ".metadata").exists() and not (path / "manifest.json").exists())
+
+
+def _folder(text: str) -> Path:
+    path = Path(text.removeprefix("file://"))
+    if path.name == "manifest.json" or _is_data_folder(path):
+        path = path.parent
+    if not path.exists():
+        msg = f"there is no {str(path)!r}; name a directory of checkpoints, one checkpoint in it, an URL, or a file"
+        raise ConfigError(msg)
+    if not path.is_dir():
+        msg = f"{path} is a file; name a directory of checkpoints, or one checkpoint in it"
+        raise ConfigError(msg)
+    return path
+
+
+def _is_data_folder(path: Path) -> bool:
+    """Return whether these are the files of a checkpoint of ours, whatever their format."""
+    return path.name.startswith("data-") and path.is_dir() and (path.parent / "manifest.json").is_file()

@@ -1,0 +1,98 @@
+"""``holdfast study``: repeat a published experiment on this code."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import typer
+
+from holdfast.errors import ConfigError
+
+_STOPPED = 4
+
+
+def study(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Which; --list names them.")] = "",
+    *,
+    listing: Annotated[bool, typer.Option("--list", help="List the studies and what they repeat.")] = False,
+    out: Annotated[Path | None, typer.Option(metavar="DIR", help="Where results go  [study-NAME]")] = None,
+    data: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Where datasets are that are read from files.")
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="End within a minute, and say what was left out.")] = False,
+    seed: Annotated[int, typer.Option(metavar="S", min=0, help="Of everything that is drawn.")] = 0,
+    only: Annotated[list[str] | None, typer.Option(metavar="FRAMEWORK", help="Measure this one; repeatable.")] = None,
+    network: Annotated[str, typer.Option(metavar="NAME", help="Measure this network alone.")] = "",
+    repetitions: Annotated[int | None, typer.Option(metavar="N", min=1, help="Of each measurement.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print results.json instead of the verdicts.")] = False,
+) -> int:
+    """Repeat a published experiment on this code: measure, hold its claims against what was found, draw a page.
+
+    Writes DIR/results.json and DIR/index.html. Interrupted, it goes on where it was when it is started again.
+
+    Example: holdfast study checkpoint-cost --quick --out study-out
+    """
+    from holdfast.study import STUDIES, carry_out
+    from holdfast.study.base import Options
+
+    if listing:
+        _list(as_json=as_json)
+        return 0
+    if name not in STUDIES:
+        msg = f"the study must be one of {', '.join(STUDIES)}, got {name!r}; holdfast study --list says what they are"
+        raise ConfigError(msg)
+    options = Options(
+        out=out or Path(f"study-{name}"),
+        data=data,
+        quick=quick,
+        seed=seed,
+        only=tuple(only or ()),
+        repetitions=repetitions,
+        model=network,
+    )
+    previous = signal.signal(signal.SIGTERM, _stop)
+    try:
+        results = carry_out(STUDIES[name], options, lambda line: print(line, file=sys.stderr, flush=True))
+    except KeyboardInterrupt:
+        from holdfast.report import write_page
+
+        print(
+            f"stopped; {write_page(options.out)} shows what was measured, the same command goes on from there",
+            file=sys.stderr,
+        )
+        return _STOPPED
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+    _show(results, options.out, as_json=as_json)
+    return 0
+
+
+def _stop(*_: object) -> NoReturn:
+    raise KeyboardInterrupt
+
+
+def _list(*, as_json: bool) -> None:
+    from holdfast.study import STUDIES
+
+    if as_json:
+        print(json.dumps([{"name": s.name, "title": s.title, "paper": s.paper} for s in STUDIES.values()], indent=1))
+        return
+    for known in STUDIES.values():
+        print(f"{known.name}  {known.title}\n    {known.paper}")
+
+
+def _show(results: dict[str, Any], out: Path, *, as_json: bool) -> None:
+    from holdfast.report import claim_lines, write_page
+
+    page = write_page(out)
+    if as_json:
+        print(json.dumps(results, indent=1))
+    else:
+        print("\n".join(claim_lines(results)))
+    for sentence in results["left_out"]:
+        print(f"left out: {sentence}", file=sys.stderr)
+    print(f"page: {page}", file=sys.stderr)

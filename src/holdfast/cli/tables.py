@@ -1,0 +1,133 @@
+"""What commands print: aligned tables, sizes for people, colours where there is a terminal.
+
+Where there is none, lines are as long as they need to be, and hold nothing but text.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+_PIPE_WIDTH = 100_000
+"""Nothing is cut or folded where no terminal has a width."""
+
+_STYLES = {"intact": "green", "DAMAGED": "bold red", "identical": "green", "not read": "dim"}
+_UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
+
+
+def size(num_bytes: float | None) -> str:
+    """Return a size in decimal units, such as ``12.3 MB``; ``-`` if it is not known."""
+    if num_bytes is None:
+        return "-"
+    value, unit = float(num_bytes), 0
+    while value >= 999.95 and unit < len(_UNITS) - 1:
+        value, unit = value / 1000, unit + 1
+    return f"{value:.0f} B" if unit == 0 else f"{value:.1f} {_UNITS[unit]}"
+
+
+def moment(seconds: float | None) -> str:
+    """Return a time since 1970 as local date and time; ``-`` if it is not known."""
+    return "-" if seconds is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
+
+
+def count(amount: int, what: str) -> str:
+    """Return ``1 tensor``, ``1,234 tensors``."""
+    return f"{amount:,} {what}" + ("" if amount == 1 else "s")
+
+
+def clean(text: object) -> str:
+    """Return text on one line, without anything that a terminal would obey: names come out of files."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape", "backslashreplace").decode() for c in str(text))
+
+
+def say(text: str, style: str = "") -> None:
+    """Print a line on stdout."""
+    from rich.text import Text
+
+    _print(_console(), Text(clean(text), style=style))
+
+
+def table(columns: Sequence[str], rows: Iterable[Sequence[object]], indent: int = 0) -> None:
+    """Print a table on stdout.
+
+    Args:
+        columns: Their heads; one that ends with ``>`` is of numbers, which end in one column. Empty heads: no line of heads.
+        rows: A cell for each.
+        indent: Spaces before each line.
+    """
+    from rich.padding import Padding
+    from rich.table import Table
+    from rich.text import Text
+
+    console = _console()
+    made = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold", show_header=any(columns))
+    for place, head in enumerate(columns):
+        is_number = head.endswith(">")
+        # The last column may be long; the others are short, or names that one wants to copy.
+        folds = place in (0, len(columns) - 1) and not is_number
+        made.add_column(
+            head.removesuffix(">"), justify="right" if is_number else "left", no_wrap=not folds, overflow="fold"
+        )
+    for row in rows:
+        made.add_row(*(Text(text := clean(cell), style=_STYLES.get(text.split(" (")[0], "")) for cell in row))
+    _print(console, Padding(made, (0, 0, 0, indent)))
+
+
+def warn(text: str) -> None:
+    """Print a line on stderr."""
+    print(clean(text), file=sys.stderr)
+
+
+@contextmanager
+def progress(text: str) -> Iterator[Progress]:
+    """Show on stderr what is being done, if that is a terminal; it is gone when it is done."""
+    from rich.console import Console
+
+    with Console(file=sys.stderr).status(clean(text)) if sys.stderr.isatty() else _Silent() as status:
+        yield Progress(status)
+
+
+class Progress:
+    """What is being done just now."""
+
+    def __init__(self, status: object) -> None:
+        self._status = status
+
+    def __call__(self, text: str) -> None:
+        """Say it."""
+        from rich.markup import escape
+
+        self._status.update(escape(clean(text)))  # type: ignore[attr-defined]
+
+
+class _Silent:
+    def __enter__(self) -> _Silent:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        return
+
+    def update(self, text: str) -> None:
+        return
+
+
+def _console() -> Console:
+    from rich.console import Console
+
+    is_terminal = sys.stdout.isatty()
+    return Console(file=sys.stdout, width=None if is_terminal else _PIPE_WIDTH, highlight=False, soft_wrap=False)
+
+
+def _print(console: Console, what: object) -> None:
+    if sys.stdout.isatty():
+        console.print(what)
+        return
+    with console.capture() as captured:
+        console.print(what)
+    print("\n".join(line.rstrip() for line in captured.get().splitlines()))

@@ -1,0 +1,66 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+def study(*words: str, timeout_s: float = 60) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "holdfast", "study", *words],
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        check=False,
+    )
+
+
+def test_the_list_names_every_study():
+    done = study("--list")
+
+    assert done.returncode == 0
+    assert "checkpoint-cost" in done.stdout
+    assert "2012.00825" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["checkpoint-price"], "the study must be one of checkpoint-cost, got 'checkpoint-price'"),
+        (["checkpoint-cost", "--only", "caffe"], "--only must be one of torch, "),
+        (["checkpoint-cost", "--repetitions", "0"], "--repetitions"),
+    ],
+)
+def test_what_there_is_not_is_refused_in_one_line(words, message, tmp_path):
+    done = study(*words, *(["--out", str(tmp_path / "out")]))
+
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.chaos
+def test_a_quick_study_measures_says_what_it_left_out_and_is_not_done_twice(tmp_path: Path):
+    words = ("checkpoint-cost", "--quick", "--only", "torch", "--network", "tiny", "--out", str(tmp_path))
+
+    first = study(*words, timeout_s=170)
+    second = study(*words, timeout_s=60)
+
+    assert first.returncode == 0, first.stderr
+    assert "left out: Frameworks: chainer, tensorflow, orbax." in first.stderr
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert {row["status"] for row in results["rows"]} == {"measured", "extrapolated"}
+    parts = {row["part"] for row in results["rows"]}
+    assert parts == {"versions", "cost", "determinism", "workers"}
+    assert all(row["loads_equal"] for row in results["rows"] if row["part"] == "cost")
+    runs = {row["run"]: row["same_bits"] for row in results["rows"] if row["part"] == "determinism"}
+    assert runs["everything restored"]
+    assert not any(same for run, same in runs.items() if run.startswith("without"))
+    assert (tmp_path / "index.html").read_text().startswith("<!doctype html>")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["index.html", "results.json", "rows.jsonl"]
+    assert second.returncode == 0, second.stderr
+    assert "tasks were done before" in second.stderr
+    assert "[1/" not in second.stderr

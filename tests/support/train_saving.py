@@ -1,0 +1,215 @@
+"""Training that needs all of its state: whatever of it is left out of a checkpoint, the bits at the end differ.
+
+As a script over Holdfast: ``train_saving.py [--schedule epoch] [--ballast MB] [--deed WHAT:STEP:WHO]...``.
+"""
+
+import argparse
+import os
+import random
+import resource
+import shutil
+import signal
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import holdfast
+from holdfast import points
+
+SAMPLES, BATCH, SLICES, SEED = 60, 10, 3, 11
+EPOCHS = (1, 2)
+"""Of each loop over the data."""
+LOOP_ENDS = (6, 18)
+"""Steps behind each loop."""
+
+
+class Mean:
+    """A running mean of weights, to which the weights are drawn."""
+
+    def __init__(self, weight):
+        self.value = weight.detach().clone()
+
+    def update(self, weight):
+        self.value = 0.8 * self.value + 0.2 * weight.detach()
+
+    def state_dict(self):
+        return {"value": self.value}
+
+    def load_state_dict(self, state):
+        self.value = state["value"].clone()
+
+
+class Noise:
+    """A level that the script moves at random, once a step, outside the slices."""
+
+    def __init__(self):
+        self.level = 0.0
+
+    def move(self):
+        self.level = 0.7 * self.level + random.random() - np.random.rand() + torch.rand(()).item()
+
+    def state_dict(self):
+        return {"level": self.level}
+
+    def load_state_dict(self, state):
+        self.level = state["level"]
+
+
+class Ballast:
+    """Makes the state large, and costs no sums."""
+
+    def __init__(self, megabytes):
+        self.values = torch.arange(megabytes << 18, dtype=torch.float32).reshape(-1, 1 << 10)
+
+    def state_dict(self):
+        return {"values": self.values}
+
+    def load_state_dict(self, state):
+        self.values = state["values"]
+
+
+class Training:
+    """A model and all that belongs to it.
+
+    Args:
+        schedule: Whether the scheduler steps once a step or once an epoch.
+        ballast_mb: Size of the state besides.
+        **settings: Of the session.
+    """
+
+    def __init__(self, schedule="step", ballast_mb=0, **settings):
+        torch.set_num_threads(1)
+        torch.manual_seed(5)
+        self.model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.3), nn.Linear(16, 4))
+        optimizer = torch.optim.Adam(self.model.parameters(), lr=0.01)
+        self.session = holdfast.Session(
+            self.model,
+            optimizer,
+            scheduler=torch.optim.lr_scheduler.LambdaLR(optimizer, lambda count: 1 / (1 + 0.3 * count)),
+            schedule=schedule,
+            # No power of two: only so do the bits depend on the scale.
+            scaler=torch.amp.GradScaler("cpu", init_scale=1000.0, growth_factor=1.7, growth_interval=2),
+            **({"seed": SEED, "slices": SLICES, "bucket_bytes": 1024} | settings),
+        )
+        self.mean, self.noise = Mean(self.model[0].weight), Noise()
+        things = {"mean": self.mean, "noise": self.noise}
+        if ballast_mb:
+            things["ballast"] = Ballast(ballast_mb)
+        self.session.register(**things)
+        self.stopped = False
+
+    def run(self, each=lambda step: None):
+        """Train; ``each`` is called in every step, behind its slices."""
+        x = torch.randn(SAMPLES, 8, generator=torch.Generator().manual_seed(1))
+        data = TensorDataset(x, x[:, :4].argmax(1))
+        for epochs in EPOCHS:
+            for step in self.session.steps(data, BATCH, epochs):
+                self.noise.move()
+                for x, y in step:
+                    loss = F.cross_entropy(self.model(x + 0.1 * self.noise.level), y)
+                    step.backward(loss + (self.model[0].weight - self.mean.value).square().mean())
+                self.noise.move()
+                self.mean.update(self.model[0].weight)
+                each(step)
+            if self.stopped:
+                return self
+            with torch.no_grad():
+                for parameter in self.model.parameters():
+                    parameter += 0.01 * random.random() * float(np.random.rand()) * torch.randn_like(parameter)
+        return self
+
+    def stop(self, step):
+        """End the script after ``step``."""
+        self.stopped = True
+        step.stop()
+
+    @property
+    def sha256(self):
+        """Of the model and the optimizer at the end."""
+        return self.session._world.finished[0].state_sha256
+
+
+def launcher():
+    return int(os.environ["HOLDFAST_LAUNCHER"].split()[0])
+
+
+def kill(*pids):
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+
+
+class Deeds:
+    """What is to go wrong: ``WHAT:STEP:WHO``, WHO being a rank or ``all``. In a step, or at a point of its checkpoint."""
+
+    def __init__(self, training, deeds):
+        self.training = training
+        self.deeds = [deed.split(":") for deed in deeds]
+
+    def at_point(self, name):
+        step = self.training.session._world.keeper.step
+        for what, when, who in self.deeds:
+            if what.endswith(f"@{name}") and int(when) == step and who in (str(self.training.session.rank), "all"):
+                self.do(what.partition("@")[0])
+
+    def in_step(self, step):
+        """Do what is due in the step, each deed once."""
+        for deed in list(self.deeds):
+            what, when, who = deed
+            if "@" not in what and int(when) == step.number and who in (str(self.training.session.rank), "all"):
+                self.deeds.remove(deed)
+                self.do(what, step)
+
+    def do(self, what, step=None):
+        if what in ("block", "limit"):
+            self.training.session._world.keeper._writer.wait()  # what was begun before is to come off
+        place = Path(self.training.session._settings.checkpoint_dir)
+        match what:
+            case "die":
+                kill(os.getpid())
+            case "end":  # everything: the launcher first, who would start again
+                kill(launcher(), os.getpid())
+            case "term":
+                os.kill(os.getpid(), signal.SIGTERM)
+            case "term-launcher":
+                os.kill(launcher(), signal.SIGTERM)
+            case "term-and-die":
+                os.kill(launcher(), signal.SIGTERM)
+                time.sleep(0.3)
+                kill(os.getpid())
+            case "stop":
+                self.training.stop(step)
+            case "sleep":
+                time.sleep(60)
+            case "pause":
+                time.sleep(0.5)
+            case "block":  # what cannot be written to: root may write to any directory
+                shutil.rmtree(place, ignore_errors=True)
+                place.write_text("in the way")
+            case "limit":
+                resource.setrlimit(resource.RLIMIT_FSIZE, (500_000, 500_000))
+            case _:
+                raise ValueError(what)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--schedule", default="step")
+    parser.add_argument("--ballast", type=int, default=0, metavar="MB")
+    parser.add_argument("--deed", action="append", default=[], metavar="WHAT[@POINT]:STEP:WHO")
+    parser.add_argument("--step-s", type=float, default=0.0)
+    options = parser.parse_args()
+    training = Training(options.schedule, options.ballast)
+    deeds = Deeds(training, options.deed)
+    if any("@" in deed for deed in options.deed):
+        points.arm(deeds.at_point)
+
+    def each(step):
+        time.sleep(options.step_s)
+        deeds.in_step(step)
+
+    training.run(each)

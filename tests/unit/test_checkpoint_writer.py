@@ -1,0 +1,491 @@
+"""Writing beside the loop. Gates in the storage decide the order of events, so nothing here depends on how fast anything is."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from checkpoint_bytes import all_names, same, save_parts, step_dir
+
+import holdfast.checkpoint.writer as writer_module
+from holdfast.checkpoint import Checkpoints, load, load_newest, newest_intact, steps, take
+from holdfast.checkpoint.local import LocalStorage
+from holdfast.checkpoint.snapshot import Snapshot
+from holdfast.checkpoint.writer import Writer
+from holdfast.errors import CheckpointError
+
+PATIENCE_S = 60.0
+TOKEN = {"token": "shared"}
+
+
+class Gated(LocalStorage):
+    """A directory that takes nothing while its gate is shut, and says what it is asked for."""
+
+    def __init__(self, root):
+        super().__init__(root)
+        self.gate = threading.Event()
+        self.gate.set()
+        self.asked = threading.Event()
+        self.error = None
+        self.log = []
+
+    def prepare(self, folder):
+        self._pass("prepare")
+        return super().prepare(folder)
+
+    def store(self, folder, names):
+        super().store(folder, names)
+        self._pass("store")
+
+    def put(self, path, data):
+        self._pass("put")
+        super().put(path, data)
+
+    def _pass(self, what):
+        self.asked.set()
+        assert self.gate.wait(PATIENCE_S), "the test forgot to open the gate"
+        self.log.append(what)
+        if self.error is not None:
+            raise self.error
+
+
+class Gates(Checkpoints):
+    """Checkpoints in a gated directory."""
+
+    def __init__(self, root):
+        super().__init__(root)
+        self._storage = Gated(root)
+
+
+@pytest.fixture
+def places(tmp_path):
+    return Gates(tmp_path)
+
+
+@pytest.fixture
+def storage(places):
+    yield places.storage
+    places.storage.gate.set()
+
+
+@pytest.fixture(params=[True, False], ids=["beside", "in the loop"])
+def either(request, places):
+    return Writer(places, background=request.param)
+
+
+@pytest.fixture
+def writer(places, storage):
+    return Writer(places, background=True)
+
+
+def state_of(value, size=1000):
+    return {"w": torch.full((size,), float(value)), "n": torch.tensor(value), "steps": [value], "e": torch.ones(0, 3)}
+
+
+def outcome(writer):
+    """Wait for the end of what was decided on; return what became of it."""
+    writer.wait()
+    (found,) = writer.poll()
+    return found
+
+
+# --------------------------------------------------------------------------------------------- the loop
+
+
+def test_begin_commit_and_poll_return_before_the_storage_has_taken_anything(writer, storage):
+    storage.gate.clear()
+
+    writer.begin(5, take(state_of(1)), {})
+    writer.commit(0)
+    early = list(storage.log), writer.poll(), writer.step
+    storage.gate.set()
+
+    assert early == ([], [], 5)
+    assert outcome(writer).saved.step == 5
+    assert storage.log == ["prepare", "store", "put"]
+
+
+def test_in_the_loop_it_is_written_when_begin_returns_and_complete_when_commit_does(places, storage, tmp_path):
+    writer = Writer(places, background=False)
+    threads = set(threading.enumerate())
+
+    writer.begin(5, take(state_of(1)), {})
+    begun = list(storage.log), steps(tmp_path)
+    writer.commit(0)
+
+    assert begun == (["prepare", "store"], [])
+    assert steps(tmp_path) == [5]
+    assert set(threading.enumerate()) == threads
+
+
+@pytest.mark.parametrize("background", [True, False])
+def test_what_is_saved_is_the_state_at_begin_whatever_happens_to_it_then(places, storage, tmp_path, background):
+    writer = Writer(places, background=background)
+    state = state_of(1) | {"base": torch.arange(12.0).reshape(3, 4), "numbers": torch.tensor([1 + 2j]).conj()}
+    state["view"] = state["base"].t()
+    state["tied"] = state["base"]
+    info = {"seed": 1}
+    wanted = {key: value.clone() if isinstance(value, torch.Tensor) else list(value) for key, value in state.items()}
+    if background:
+        storage.gate.clear()
+
+    writer.begin(5, take(state), info)
+    for value in state.values():
+        value.zero_() if isinstance(value, torch.Tensor) else value.clear()
+    storage.gate.set()
+    writer.commit(0)
+    writer.wait()
+
+    assert same(load(tmp_path, 5).state, wanted)
+
+
+def test_negative_control_without_the_copy_what_happens_later_is_saved(writer, storage, tmp_path, monkeypatch):
+    monkeypatch.setattr(Snapshot, "copy", lambda self, content: content)
+    state = state_of(1)
+    storage.gate.clear()
+
+    writer.begin(5, take(state), {})
+    state["w"].zero_()
+    storage.gate.set()
+    writer.commit(0)
+    writer.wait()
+
+    assert not load(tmp_path, 5).state["w"].any()
+
+
+def test_how_long_the_loop_was_held_counts_what_it_waited_for(places, storage):
+    slow = Writer(places, background=False)
+    slow.begin(5, take(state_of(1)), {})
+    slow.commit(0)
+
+    found = outcome(slow)
+
+    assert found.held_s >= found.written_s > 0
+
+
+# --------------------------------------------------------------------------------------------- one after another
+
+
+def test_checkpoints_one_after_another_all_count(either, tmp_path):
+    for step in (1, 2, 3):
+        either.begin(step, take(state_of(step, size=step * 100)), {"step": step})
+        either.commit(step)
+    either.wait()
+
+    assert [found.saved.step for found in either.poll()] == [1, 2, 3]
+    assert either.poll() == []
+    for step in (1, 2, 3):
+        loaded = load(tmp_path, step)
+        assert same(loaded.state, state_of(step, size=step * 100))
+        assert (loaded.info, loaded.generation) == ({"step": step}, step)
+
+
+def test_a_slow_storage_holds_the_next_begin_and_not_the_memory(writer, storage, tmp_path):
+    log = []
+    storage.gate.clear()
+    writer.begin(1, take(state_of(1)), {})
+    copy = writer._snapshot._memory.data_ptr()
+    writer.commit(0)
+
+    def open_the_gate():
+        log.append("gate")
+        storage.gate.set()
+
+    assert storage.asked.wait(PATIENCE_S)
+    timer = threading.Timer(0.3, open_the_gate)
+    timer.start()
+    writer.begin(2, take(state_of(2)), {})  # would not return before the gate opens
+    log.append("begun")
+    timer.join()
+    writer.commit(0)
+    writer.wait()
+
+    assert log == ["gate", "begun"]
+    assert writer._snapshot._memory.data_ptr() == copy
+    assert same(load(tmp_path, 1).state, state_of(1))
+    assert same(load(tmp_path, 2).state, state_of(2))
+    assert [found.saved.step for found in writer.poll()] == [1, 2]
+
+
+def test_there_is_one_copy_and_it_is_used_again():
+    snapshot = Snapshot()
+    big, small = take(state_of(1, size=5000)), take(state_of(2, size=10))
+
+    first = snapshot.copy(big)
+    memory = snapshot._memory
+    own = first.boxes[0].tensor.data_ptr()
+    snapshot.copy(small)
+    again = snapshot.copy(big)
+
+    assert snapshot._memory is memory
+    assert again.boxes[0].tensor.data_ptr() == own
+    assert memory.numel() <= big.size_bytes + 64 * len(big.boxes)
+    assert own != big.boxes[0].tensor.data_ptr()
+
+
+def test_a_copy_is_the_same_to_the_bit_whatever_is_in_it(tmp_path):
+    state = state_of(3) | {
+        "odd": [torch.arange(9, dtype=torch.uint8)[i : i + 1] for i in range(3)],
+        "s": torch.tensor(True),
+    }
+
+    copied = Snapshot().copy(take(state, 1, 2))
+
+    for box, own in zip(take(state, 1, 2).boxes, copied.boxes, strict=True):
+        assert same(box.tensor, own.tensor)
+        assert box.tensor.data_ptr() != own.tensor.data_ptr() or not box.tensor.numel()
+        assert own.tensor.data_ptr() % 64 == 0
+
+
+def test_what_was_not_decided_on_is_abandoned_by_the_next_begin(either, tmp_path):
+    either.begin(1, take(state_of(1)), {})
+    either.begin(2, take(state_of(2)), {})
+    either.commit(0)
+    either.wait()
+
+    assert [(found.step, found.saved is not None, found.error) for found in either.poll()] == [
+        (1, False, None),
+        (2, True, None),
+    ]
+    assert {name.split("/")[0] for name in all_names(tmp_path)} == {"step-00000002"}
+
+
+# --------------------------------------------------------------------------------------------- deciding
+
+
+def test_a_checkpoint_that_is_committed_before_it_is_written_counts_when_it_is(writer, storage, tmp_path):
+    storage.gate.clear()
+    writer.begin(5, take(state_of(1)), {})
+    writer.commit(3)
+    before = steps(tmp_path)
+    storage.gate.set()
+    writer.wait()
+
+    assert before == []
+    assert load(tmp_path, 5).generation == 3
+
+
+def test_a_checkpoint_that_is_abandoned_before_or_after_it_is_written_leaves_nothing(either, places, tmp_path):
+    either.begin(5, take(state_of(1)), {})
+    either.abandon()
+    either.wait()
+    either.poll()
+
+    beside = Writer(places, background=True)
+    places.storage.gate.clear()
+    beside.begin(6, take(state_of(1)), {})
+    beside.abandon()
+    places.storage.gate.set()
+    beside.wait()
+
+    assert all_names(tmp_path) == []
+
+
+def test_the_first_decision_is_the_one_that_counts(either, tmp_path):
+    either.begin(5, take(state_of(1)), {})
+    either.commit(1)
+    either.abandon()
+    either.commit(2)
+    either.leave()
+    either.wait()
+    either.abandon()
+
+    assert load(tmp_path, 5).generation == 1
+
+
+def test_who_leaves_completes_nothing_and_removes_nothing(either, tmp_path):
+    either.begin(5, take(state_of(1)), {}, **TOKEN)
+    either.leave()
+
+    assert outcome(either).saved is None
+    assert steps(tmp_path) == []
+    assert (step_dir(tmp_path, 5) / "data-shared").is_dir()
+
+
+def test_without_a_checkpoint_there_is_nothing_to_decide(either):
+    either.commit(0)
+    either.leave()
+    either.abandon()
+    either.wait()
+
+    assert either.poll() == []
+    assert either.step is None
+
+
+def test_nobody_waits_for_what_was_not_decided_on(writer):
+    writer.begin(5, take(state_of(1)), {})
+
+    writer.wait()
+
+    assert writer.step == 5
+    writer.abandon()
+    writer.wait()
+
+
+def test_a_writer_tells_when_a_checkpoint_is_complete(places, tmp_path):
+    seen = []
+    writer = Writer(places, background=True, after_commit=lambda: seen.append(steps(tmp_path)))
+
+    writer.begin(5, take(state_of(1)), {})
+    writer.commit(0)
+    writer.wait()
+    writer.begin(6, take(state_of(1)), {})
+    writer.abandon()
+    writer.wait()
+
+    assert seen == [[5]]
+
+
+# --------------------------------------------------------------------------------------------- what goes wrong
+
+
+@pytest.mark.parametrize("error", [CheckpointError("the disk is full"), RuntimeError("something else")], ids=repr)
+def test_what_goes_wrong_is_told_by_poll_and_the_next_one_counts(either, places, tmp_path, error):
+    places.storage.error = error
+    either.begin(1, take(state_of(1)), {})
+    either.commit(0)
+    first = outcome(either)
+
+    places.storage.error = None
+    either.begin(2, take(state_of(2)), {})
+    either.commit(0)
+    second = outcome(either)
+
+    assert (first.step, first.saved, first.error) == (1, None, error)
+    assert (second.step, second.error) == (2, None)
+    assert newest_intact(tmp_path) == 2
+
+
+def test_what_goes_wrong_when_it_is_completed_is_told_and_leaves_nothing(either, places, tmp_path):
+    save_parts(tmp_path, 1, [state_of(1)])
+    either.begin(2, take(state_of(2)), {}, **TOKEN)
+    if either._background:
+        assert _until(lambda: "store" in places.storage.log)
+    places.storage.error = CheckpointError("the disk is full")
+    either.commit(0)
+
+    found = outcome(either)
+
+    assert (found.saved, str(found.error)) == (None, "the disk is full")
+    assert {name.split("/")[0] for name in all_names(tmp_path)} == {"step-00000001"}
+
+
+def _until(true):
+    """Wait for something that another thread does."""
+    tick = threading.Event()
+    return any(true() or tick.wait(0.01) for _ in range(int(PATIENCE_S * 100)))
+
+
+def test_what_goes_wrong_after_it_is_complete_does_not_make_it_incomplete(places, tmp_path):
+    def fail():
+        raise CheckpointError("old ones could not be removed")
+
+    writer = Writer(places, background=True, after_commit=fail)
+    writer.begin(2, take(state_of(2)), {})
+    writer.commit(0)
+
+    found = outcome(writer)
+
+    assert found.saved.step == 2
+    assert str(found.error) == "old ones could not be removed"
+    assert newest_intact(tmp_path) == 2
+
+
+def test_info_that_cannot_be_saved_is_told_too(either, tmp_path):
+    either.begin(1, take(state_of(1)), {"a": object()})
+    either.commit(0)
+
+    assert "info/a must be plain JSON" in str(outcome(either).error)
+    assert all_names(tmp_path) == []
+
+
+def test_a_storage_that_never_answers_is_an_error_and_no_hang(writer, storage, monkeypatch):
+    monkeypatch.setattr(writer_module, "_LIMIT_S", 0.1)
+    storage.gate.clear()
+    writer.begin(1, take(state_of(1)), {})
+    writer.commit(0)
+
+    with pytest.raises(CheckpointError, match=r"step 1 was not written to .* within 0.1 s; look at that storage"):
+        writer.wait()
+    with pytest.raises(CheckpointError, match="step 1 was not written"):
+        writer.begin(2, take(state_of(2)), {})
+    storage.gate.set()
+    assert _until(lambda: writer.poll() != [])
+    writer.begin(3, take(state_of(3)), {})
+    writer.commit(0)
+    monkeypatch.setattr(writer_module, "_LIMIT_S", PATIENCE_S)
+
+    assert outcome(writer).saved.step == 3
+
+
+# --------------------------------------------------------------------------------------------- several writers
+
+
+def test_writers_that_share_a_checkpoint_complete_it_together(places, tmp_path):
+    writers = [Writer(places, background=True) for _ in range(3)]
+    for part in (2, 0, 1):
+        writers[part].begin(5, take(state_of(7), part, 3), {}, **TOKEN)
+    for part in (1, 2):
+        writers[part].leave()
+    writers[0].commit(1)
+
+    found = [outcome(writer) for writer in writers]
+
+    assert [one.error for one in found] == [None] * 3
+    assert [one.saved is not None for one in found] == [True, False, False]
+    assert same(load_newest(tmp_path).state, state_of(7))
+
+
+def test_a_part_that_comes_late_is_waited_for(places, storage, tmp_path):
+    first, second = (Writer(places, background=True) for _ in range(2))
+    first.begin(5, take(state_of(7), 0, 2), {}, **TOKEN)
+    first.commit(1)
+    assert _until(lambda: storage.log.count("put") == 1)
+
+    second.begin(5, take(state_of(7), 1, 2), {}, **TOKEN)
+    second.leave()
+
+    assert outcome(first).saved.step == 5
+    assert outcome(second).error is None
+    assert same(load(tmp_path, 5).state, state_of(7))
+
+
+def test_a_part_that_will_never_come_is_not_waited_for(places, tmp_path):
+    save_parts(tmp_path, 1, [state_of(1)])
+    first = Writer(places, background=True)
+    first.begin(5, take(state_of(7), 0, 2), {}, **TOKEN)
+    first.commit(1, may_come=lambda part: False)
+
+    found = outcome(first)
+
+    assert "part 1 of 2 was not written, and its writer is gone" in str(found.error)
+    assert found.saved is None
+    assert steps(tmp_path) == [1]
+    assert not step_dir(tmp_path, 5).exists()
+
+
+def test_a_part_that_could_not_be_written_is_told_at_its_writer_and_nothing_becomes_complete(places, storage, tmp_path):
+    first, second = (Writer(places, background=True) for _ in range(2))
+    second.begin(5, take({"w": torch.ones(9)}, 1, 2), {"a": object()}, **TOKEN)
+    second.leave()
+    first.begin(5, take({"w": torch.ones(9)}, 0, 2), {}, **TOKEN)
+    first.commit(1, may_come=lambda part: False)
+
+    assert "info/a must be plain JSON" in str(outcome(second).error)
+    assert "part 1 of 2" in str(outcome(first).error)
+    assert all_names(tmp_path) == []
+
+
+@pytest.mark.parametrize("first_to_abandon", [0, 1])
+def test_writers_that_share_a_checkpoint_abandon_it_together(places, tmp_path, first_to_abandon):
+    writers = [Writer(places, background=True) for _ in range(2)]
+    for part, writer in enumerate(writers):
+        writer.begin(5, take(state_of(7), part, 2), {}, **TOKEN)
+    for part in (first_to_abandon, 1 - first_to_abandon):
+        writers[part].abandon()
+        writers[part].wait()
+
+    assert steps(tmp_path) == []
+    save_parts(tmp_path, 6, [state_of(6)])
+    assert {name.split("/")[0] for name in all_names(tmp_path)} == {"step-00000006"}

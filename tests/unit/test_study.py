@@ -1,0 +1,382 @@
+from __future__ import annotations
+
+import ast
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from holdfast.errors import ConfigError
+from holdfast.report import render_study, write_page
+from holdfast.study import STUDIES, carry_out
+from holdfast.study.base import JOURNAL, MEASURED, NOT_RUN, Claim, Options, Task
+from holdfast.study.checkpoint_cost import EVERY, CheckpointCost
+from holdfast.study.checkpoint_cost_claims import hold_claims
+from holdfast.study.checkpoint_cost_page import sections
+from holdfast.study.frameworks import FRAMEWORKS, WORKERS, Framework, WorkerFailed
+from holdfast.study.stats import bootstrap, median
+from holdfast.workloads.vision import VISION_PARAMETERS, layers_of, make_vision
+
+# ---------------------------------------------------------------------------------------------
+# The networks
+
+
+@pytest.mark.parametrize(("name", "count"), VISION_PARAMETERS.items())
+def test_a_network_has_the_parameters_of_the_published_one(name, count):
+    with torch.device("meta"):
+        model = make_vision(name)
+
+    assert sum(parameter.numel() for parameter in model.parameters()) == count
+    assert round(count / 1e6, 2) == {"alexnet": 61.10, "resnet50": 25.56, "vgg16": 138.36}[name]
+
+
+@pytest.mark.parametrize("name", VISION_PARAMETERS)
+@pytest.mark.parametrize("side", [64, 224])
+def test_a_network_takes_images(name, side):
+    with torch.device("meta"):
+        model, images = make_vision(name, num_classes=7), torch.empty(2, 3, side, side)
+
+    assert model(images).shape == (2, 7)
+
+
+def test_the_described_layers_hold_all_parameters():
+    with torch.device("meta"):
+        layers = layers_of(make_vision("resnet50"))
+
+    count = sum(
+        2 * layer["outputs"]
+        if layer["kind"] == "norm"
+        else layer["inputs"] * layer["outputs"] * layer.get("kernel", 1) ** 2 + layer["bias"] * layer["outputs"]
+        for layer in layers
+    )
+    assert count == VISION_PARAMETERS["resnet50"]
+
+
+def test_the_same_seed_gives_the_same_network_and_leaves_the_generator_alone():
+    before = torch.get_rng_state()
+
+    first, second = (make_vision("resnet50", num_classes=2, seed=3) for _ in range(2))
+
+    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_an_unknown_network_is_refused():
+    with pytest.raises(ConfigError, match="network must be one of alexnet, resnet50, vgg16, got 'lenet'"):
+        make_vision("lenet")
+
+
+# ---------------------------------------------------------------------------------------------
+# Carrying out a study
+
+
+class Counting:
+    """A study of three tasks that notes which it does, and can be interrupted in one of them."""
+
+    name, title, paper = "counting", "Counting", "nobody"
+
+    def __init__(self, stop_in: str = "") -> None:
+        self.done: list[str] = []
+        self.stop_in = stop_in
+
+    def settings(self, options: Options) -> dict[str, Any]:
+        return {"seed": options.seed}
+
+    def tasks(self, options: Options) -> list[Task]:
+        def task(key: str) -> Task:
+            def run(known: Any) -> list[dict[str, Any]]:
+                if key == self.stop_in:
+                    raise KeyboardInterrupt
+                self.done.append(key)
+                return [{"task": key, "before": len(known)}]
+
+            return Task(key, run)
+
+        return [task(key) for key in ("one", "two", "three")]
+
+    def left_out(self, options: Options) -> list[str]:
+        return []
+
+    def claims(self, rows: Any, seed: int) -> list[Claim]:
+        return [Claim(claim="there are three rows", source="us", paper=3, ours=len(rows), holds=len(rows) == 3)]
+
+    def page(self, rows: Any) -> list[dict[str, Any]]:
+        return []
+
+
+def test_an_interrupted_study_goes_on_where_it_was(tmp_path):
+    interrupted = Counting(stop_in="two")
+    with pytest.raises(KeyboardInterrupt):
+        carry_out(interrupted, Options(out=tmp_path))
+    partial = json.loads((tmp_path / "results.json").read_text())
+    again = Counting()
+
+    results = carry_out(again, Options(out=tmp_path))
+
+    assert interrupted.done == ["one"]
+    assert partial["left_out"] == ["Not measured yet, because the study was interrupted: two, three."]
+    assert again.done == ["two", "three"]
+    assert results["rows"] == [{"task": key, "before": place} for place, key in enumerate(("one", "two", "three"))]
+
+
+def test_a_task_whose_line_was_cut_off_is_done_again(tmp_path):
+    carry_out(Counting(), Options(out=tmp_path))
+    journal = tmp_path / JOURNAL
+    journal.write_text(journal.read_text()[:-20])
+    again = Counting()
+
+    results = carry_out(again, Options(out=tmp_path))
+
+    assert again.done == ["three"]
+    assert len(results["rows"]) == 3
+    assert all(json.loads(line) for line in journal.read_text().splitlines())
+
+
+def test_rows_of_other_settings_are_not_mixed_in(tmp_path):
+    carry_out(Counting(), Options(out=tmp_path, seed=1))
+
+    with pytest.raises(ConfigError, match=r"seed = 1, asked was 2; give another --out"):
+        carry_out(Counting(), Options(out=tmp_path, seed=2))
+
+
+def test_results_hold_what_the_page_of_commands_promises(tmp_path):
+    carry_out(Counting(), Options(out=tmp_path))
+
+    results = json.loads((tmp_path / "results.json").read_text())
+
+    assert {"study", "settings", "rows", "claims"} <= results.keys()
+    assert results["study"] == "counting"
+    assert {"claim", "source", "paper", "ours", "ci", "holds"} <= results["claims"][0].keys()
+
+
+# ---------------------------------------------------------------------------------------------
+# Statistics
+
+
+def test_an_interval_holds_the_median_and_is_the_same_for_the_same_seed():
+    values = [1.0, 1.1, 0.9, 1.2, 1.05, 0.95]
+
+    low, high = bootstrap([values], lambda groups: median(groups[0]), seed=1)
+
+    assert low < median(values) < high
+    assert (low, high) == bootstrap([values], lambda groups: median(groups[0]), seed=1)
+
+
+def test_an_interval_of_equal_values_is_a_point():
+    assert bootstrap([[2.0, 2.0], [4.0]], lambda groups: groups[1][0] / groups[0][0], seed=0) == (2.0, 2.0)
+
+
+# ---------------------------------------------------------------------------------------------
+# Claims and page, from rows that were made up
+
+
+def cost_row(**more: Any) -> dict[str, Any]:
+    row = {
+        "part": "cost",
+        "framework": "torch",
+        "way": "pt",
+        "model": "resnet50",
+        "optimizer": "none",
+        "status": MEASURED,
+    }
+    times = {"save_s": 1.0, "blocked_s": 0.9, "gather_s": 0.1, "sync_s": 0.2, "load_s": 0.3, "load_cold_s": 0.4}
+    parts = {"serialise_s": 0.2, "compress_s": 0.0, "write_s": 0.5, "undivided_s": None}
+    rest = {
+        "whole": True,
+        "packed": False,
+        "repetition": 0,
+        "parameters": 1000,
+        "bytes": 4010,
+        "files": 1,
+        "loads_equal": True,
+    }
+    return {**row, **times, **parts, **rest, **more}  # fmt: skip
+
+
+def worker_row(**more: Any) -> dict[str, Any]:
+    row = {"part": "workers", "framework": "torch", "model": "alexnet", "scheme": "root", "status": MEASURED}
+    times = {"workers": 1, "repetition": 0, "save_s": 1.0, "step_s": 1.0, "wait_s": 0.0, "bytes": 100, "files": 1}
+    return {**row, **times, **dict.fromkeys((f"share_{every}" for every in EVERY), 0.5), **more}
+
+
+def run_row(run: str, left_out: str, *, same_bits: bool) -> dict[str, Any]:
+    row = {"part": "determinism", "framework": "torch", "status": MEASURED, "run": run, "left_out": left_out}
+    return {**row, "same_bits": same_bits, "distance": 0.0 if same_bits else 0.1}
+
+
+def claim(rows: list[dict[str, Any]], words: str) -> Claim:
+    return next(c for c in hold_claims(rows, 0) if words in c.claim)
+
+
+def test_without_rows_nothing_is_claimed():
+    assert [c.holds for c in hold_claims([], 0)] == [None] * len(hold_claims([], 0))
+
+
+@pytest.mark.parametrize(("size_bytes", "holds"), [(4010, True), (4100, False), (3900, False)])
+def test_a_size_that_is_two_percent_off_is_reported(size_bytes, holds):
+    found = claim([cost_row(bytes=size_bytes)], "without an optimizer")
+
+    assert found.holds is holds
+    assert found.ours == pytest.approx(size_bytes / 4000)
+
+
+def test_formats_that_disagree_are_named():
+    found = claim([cost_row(), cost_row(way="h5", bytes=4400)], "agree within 2 %")
+
+    assert found.holds is False
+    assert "torch pt 0.00 MB" in found.found
+    assert "torch h5" in found.found
+
+
+@pytest.mark.parametrize(
+    ("saves_s", "holds"),
+    [((1.0, 1.02, 0.98), True), ((3.0, 3.1, 2.9), False), ((0.4, 1.0, 2.5), None)],
+    ids=["the same", "three times", "too noisy"],
+)
+def test_a_ratio_of_times_is_judged_by_its_interval(saves_s, holds):
+    rows = [worker_row(save_s=save_s) for save_s in (1.0, 1.01, 0.99)]
+    rows += [worker_row(workers=4, save_s=save_s) for save_s in saves_s]
+
+    assert claim(rows, "the same time at any number").holds is holds
+
+
+def test_two_repetitions_do_not_tell_about_times():
+    rows = [worker_row(), worker_row(), worker_row(workers=2), worker_row(workers=2)]
+
+    found = claim(rows, "the same time at any number")
+
+    assert found.holds is None
+    assert "fewer than 3 repetitions" in found.found
+
+
+def test_a_run_that_is_the_same_though_something_was_left_out_refutes_the_claim():
+    rows = [
+        run_row("everything restored", "nothing", same_bits=True),
+        run_row("without sampler", "sampler", same_bits=True),
+    ]
+
+    found = claim(rows, "if, and only if")
+
+    assert found.holds is False
+    assert "torch without sampler" in found.found
+
+
+def test_extrapolated_rows_prove_nothing():
+    rows = [worker_row(status="extrapolated", workers=count) for count in (1, 2, 4)]
+
+    assert claim(rows, "the same time at any number").holds is None
+
+
+def page_rows() -> list[dict[str, Any]]:
+    mechanism = {"part": "mechanisms", "framework": "torch", "way": "pt", "status": MEASURED, "kept": 7}
+    return [
+        cost_row(optimizer="momentum", bytes=8010),
+        worker_row(workers=2),
+        worker_row(workers=64, status="extrapolated"),
+        run_row("without sampler", "sampler", same_bits=False),
+        {**mechanism, "killed": "3x nothing", "damage": "not noticed: loads wrong values"},
+        {"part": "cost", "framework": "orbax", "model": "resnet50", "status": NOT_RUN, "why": "<it> is not there"},
+    ]
+
+
+def test_every_sentence_on_the_page_leads_to_its_row():
+    rows = page_rows()
+    results = {"study": "s", "settings": {}, "rows": rows, "claims": [c.to_dict() for c in hold_claims(rows, 0)]}
+
+    page = render_study({**results, "page": sections(rows)})
+
+    links = re.findall(r'href="#([^"]+)"', page)
+    assert len(links) >= 5
+    assert [link for link in links if f'id="{link}"' not in page] == []
+    assert "&lt;it&gt; is not there" in page
+    assert "extrapolated" in page
+
+
+def test_holdfast_report_draws_a_study_too(tmp_path):
+    carry_out(Counting(), Options(out=tmp_path))
+
+    page = write_page(tmp_path).read_text()
+
+    assert "there are three rows" in page
+
+
+# ---------------------------------------------------------------------------------------------
+# Workers
+
+
+def test_a_framework_that_is_not_installed_says_how_to_get_it():
+    missing = Framework(name="torch", environment=".venv-study-nowhere")
+
+    assert "make study-peers" in missing.why_not()
+    with pytest.raises(WorkerFailed, match=r"\.venv-study-nowhere is not there"):
+        missing.run({"do": "describe", "seed": 0}, 10.0)
+
+
+def test_a_study_without_its_frameworks_has_rows_that_say_why(tmp_path, monkeypatch):
+    monkeypatch.setitem(FRAMEWORKS, "orbax", Framework(name="orbax", environment=".venv-study-nowhere"))
+
+    results = carry_out(CheckpointCost(), Options(out=tmp_path, only=("orbax",), model="tiny"))
+
+    assert {row["status"] for row in results["rows"]} == {NOT_RUN}
+    assert all("make study-peers" in row["why"] for row in results["rows"])
+    assert not (tmp_path / "scratch").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"only": ("caffe",)}, "--only must be one of torch, .*, got 'caffe'"),
+        ({"model": "lenet"}, "--network must be one of alexnet, .*, got 'lenet'"),
+    ],
+)
+def test_what_there_is_not_is_refused(options, message, tmp_path):
+    with pytest.raises(ConfigError, match=message):
+        carry_out(CheckpointCost(), Options(out=tmp_path, **options))
+
+
+@pytest.mark.chaos
+def test_a_worker_that_fails_says_why_in_one_line():
+    with pytest.raises(WorkerFailed, match="KeyError: 'no such thing'"):
+        FRAMEWORKS["torch"].run({"do": "no such thing", "seed": 0}, 60.0)
+
+
+@pytest.mark.chaos
+def test_a_worker_that_takes_too_long_is_ended():
+    with pytest.raises(WorkerFailed, match=r"was not done after 0\.01 s"):
+        FRAMEWORKS["torch"].run({"do": "describe", "seed": 0}, 0.01)
+
+
+@pytest.mark.chaos
+def test_damage_that_torch_does_not_notice_holdfast_does(tmp_path):
+    """The probe is real: the same flipped bits, the same state, two readers."""
+    layer = {"kind": "linear", "inputs": 100, "outputs": 1000, "bias": True}
+    task = {"do": "damage", "seed": 0, "layers": [layer], "optimizer": "none", "folder": str(tmp_path / "scratch")}
+
+    torch_found = FRAMEWORKS["torch"].run({**task, "ways": ["pt"]}, 60.0)
+    holdfast_found = FRAMEWORKS["holdfast"].run({**task, "ways": ["safetensors"]}, 60.0)
+
+    assert torch_found == [{"way": "pt", "found": "other", "kept": None}]
+    assert holdfast_found == [{"way": "safetensors", "found": "nothing (CheckpointCorrupt)", "kept": 2}]
+
+
+@pytest.mark.parametrize("path", sorted(WORKERS.glob("*.py")), ids=lambda path: path.name)
+def test_a_worker_runs_where_there_is_no_holdfast(path: Path):
+    if path.name == "with_holdfast.py":
+        return
+    allowed = {"chainer", "importlib", "numpy", "torch", *sys.stdlib_module_names}
+
+    names = {alias.name for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Import) for alias in node.names}  # fmt: skip
+    names |= {node.module for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom)}
+
+    assert {name.split(".")[0] for name in names} <= allowed
+
+
+def test_every_study_says_what_it_repeats():
+    for name, study in STUDIES.items():
+        assert study.name == name
+        assert study.title
+        assert study.paper
