@@ -1,0 +1,345 @@
+"""Saving and loading a checkpoint: how long it takes, how long it holds the loop, and what it notices.
+
+    python benchmarks/checkpoint.py [--bytes 1e9] [--rounds 5] [--parts save async train load flips]
+                                    [--ways holdfast safetensors ...] [--dir DIR] [--json FILE]
+
+The state is that of a transformer with Adam: some thousand tensors of random numbers, from 4 bytes to 64 MB of a
+gigabyte. Everybody gets the same one, as a flat dict.
+
+======  =========================================================================================================
+part    what runs
+======  =========================================================================================================
+save    From memory until all bytes are on the disk, synced; Holdfast digests them on the way and commits. ``dd``
+        is the disk's own speed: the same bytes out of a file in memory, ``bs=16M conv=fsync``
+async   How long the loop is held, and how long until the checkpoint is durable. ``copy`` is one copy of the state
+        into memory that is used again, and so is that of Holdfast and DCP
+train   A loop of small matrix products on one thread, alone and while a checkpoint is written
+load    From files that are in the page cache until all bytes are in the memory of the model. Holdfast has checked
+        every one; the others check none. Orbax makes new arrays
+flips   One random bit of one file flipped, loaded, flipped back: half of them among the values, half in all the rest.
+        Is it found (an error), or is the state silently wrong? In processes that may die of it
+======  =========================================================================================================
+
+In each round all take turns, in another order each time; what the one before left is removed and synced first. Ratios
+are taken of medians in one run, with a 95 % interval by bootstrap over rounds. Peers that are not installed
+(``make bench-peers``) are left out. The defaults take ten minutes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import warnings
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import PEERS_PYTHON, ratio, spread, table, write_json
+from peers.store_worker import Bench, Elsewhere, Numbers
+from peers.stores import STORES, State, make_state
+
+from holdfast.checkpoint import FORMATS
+
+PARTS = ("save", "async", "train", "load", "flips")
+FLIP_LAYERS, FLIP_BYTES = 2, 2e5
+"""A small model for flips: so that a third of its files is no values, and thousands of loads take a minute."""
+FLIP_LIMIT_S = 60.0
+
+Way = Callable[[Path], Numbers]
+Found = dict[str, list[Numbers]]
+
+
+# ---------------------------------------------------------------------------------------------
+# Times
+
+
+class Ways:
+    """What takes turns: here, and at Orbax in its own environment."""
+
+    def __init__(self, size_bytes: float, names: Sequence[str], folder: Path, orbax: Elsewhere | None) -> None:
+        self._bench = Bench(size_bytes)
+        self._names = names
+        self._folder = folder
+        self._orbax = orbax
+
+    @property
+    def size_bytes(self) -> int:
+        """Of the state."""
+        return sum(tensor.nbytes for tensor in self._bench.state.values())
+
+    @property
+    def num_tensors(self) -> int:
+        """Of the state."""
+        return len(self._bench.state)
+
+    def save(self, source: Path) -> dict[str, Way]:
+        """Return the ways to save; ``dd`` copies ``source``."""
+        with source.open("wb") as file:
+            for tensor in self._bench.state.values():
+                file.write(tensor.reshape(-1).view(torch.uint8).numpy().data)
+        return {"dd": lambda folder: dd(source, folder)} | self._ways(
+            "save", "holdfast", "safetensors", "torch", "dcp", "orbax"
+        )
+
+    def begin(self) -> dict[str, Way]:
+        """Return the ways to save beside the loop."""
+        return {"copy": lambda _: self._bench.copy()} | self._ways("begin", "holdfast", "dcp", "dcp, process", "orbax")
+
+    def train(self) -> dict[str, Way]:
+        """Return the ways to save beside a loop that computes."""
+        return self._ways("train", "holdfast", "dcp", "dcp, process", "orbax")
+
+    def load(self) -> dict[str, Way]:
+        """Return the ways to load; each has saved what it loads."""
+        names = ("holdfast", "safetensors", "torch", "torch, mapped", "dcp", "orbax")
+        for way in self._ways("save", *names).items():
+            way[1](self._folder / f"{way[0]} to load")
+        return {
+            name: lambda _, name=name, way=way: way(self._folder / f"{name} to load")
+            for name, way in self._ways("load", *names).items()
+        }
+
+    def _ways(self, do: str, *stores: str) -> dict[str, Way]:
+        def way(store: str) -> Way:
+            if store == "orbax":
+                assert self._orbax is not None
+                ask = self._orbax.ask
+                return lambda folder: ask(do, store=store, folder=str(folder))
+            return lambda folder: getattr(self._bench, do)(store, str(folder))
+
+        return {store: way(store) for store in stores if store in self._names}
+
+
+def dd(source: Path, folder: Path) -> Numbers:
+    """Copy a file to the disk as fast as it takes it."""
+    folder.mkdir()
+    command = ["dd", f"if={source}", f"of={folder / 'copy'}", "bs=16M", "conv=fsync"]
+    text = subprocess.run(command, capture_output=True, text=True, check=True, env=os.environ | {"LC_ALL": "C"}).stderr
+    taken_s = float(text.split(" copied, ")[1].split(" s,")[0])
+    return {"held_s": taken_s, "durable_s": taken_s}
+
+
+def take_turns(ways: Mapping[str, Way], folder: Path, rounds: int, seed: int = 0) -> Found:
+    """Run every way once a round, after a round that does not count."""
+    order, rng = [*ways], random.Random(seed)
+    found: Found = {name: [] for name in ways}
+    for number in range(rounds + 1):
+        rng.shuffle(order)
+        for name in order:
+            place = folder / f"{name} {number}"
+            numbers = ways[name](place)
+            if place.exists():
+                shutil.rmtree(place)
+                os.sync()  # or the next one pays for what this one left
+            if number:
+                found[name].append(numbers)
+    return found
+
+
+def show(title: str, found: Found, size_bytes: int, base: str, more: Sequence[str] = ()) -> str:
+    """Return a table of how long the loop was held, beside that of ``base``, or of the first where that was not asked for."""
+    base = base if base in found else next(iter(found))
+    columns = {"held_s": "p50, s", "durable_s": "durable, s"}
+    head = ["way", "p50, s", "p10-p90", "GB/s", f"to {base}", *(columns.get(name, name) for name in more)]
+    rows = []
+    for name, numbers in found.items():
+        values = [each["held_s"] for each in numbers]
+        there, to = spread(values), ratio(values, [each["held_s"] for each in found[base]], paired=True)
+        rows.append(
+            [
+                name,
+                f"{there['p50']:.3f}",
+                f"{there['p10']:.3f}-{there['p90']:.3f}",
+                f"{1e-9 * size_bytes / there['p50']:.2f}",
+                f"{to['ratio']:.2f} ({to['low']:.2f}-{to['high']:.2f})",
+                *(f"{statistics.median(each.get(key, 0.0) for each in numbers):.3f}" for key in more),
+            ]
+        )
+    return table(title, head, rows)
+
+
+def show_train(title: str, found: Found) -> str:
+    """Return a table of what a checkpoint does to a loop."""
+    head = ["way", "held, s", "steps while it is written", "longest step, ms", "alone", "durable, s", "time lost, s"]
+    keys = {"held_s": 1.0, "slower": 1.0, "longest_s": 1e3, "longest_alone_s": 1e3, "durable_s": 1.0, "lost_s": 1.0}
+    rows = [
+        [name, *(f"{scale * statistics.median(each[key] for each in numbers):.2f}" for key, scale in keys.items())]
+        for name, numbers in found.items()
+    ]
+    return table(title, head, rows)
+
+
+# ---------------------------------------------------------------------------------------------
+# Flips
+
+Place = tuple[str, int]
+"""A byte: in which file, and where."""
+
+
+def flip_bits(store: str, python: str, flips: int, folder: Path, seed: int) -> dict[str, Counter[str]]:
+    """Flip bits of what a store saved, one at a time; return what became of it, by where the bit was."""
+    outcomes: dict[str, Counter[str]] = {"values": Counter(), "rest": Counter()}
+    worker = Elsewhere(python, FLIP_BYTES, FLIP_LAYERS)
+    try:
+        worker.ask("save", store=store, folder=str(folder))
+        saved = shutil.copytree(folder, folder.with_name(f"{folder.name} as saved"))
+        ranges = where_values_are(saved, make_state(FLIP_BYTES, FLIP_LAYERS))
+        rng = random.Random(seed)
+        for number in range(flips):
+            kind = ("values", "rest")[number % 2] if ranges["values"] else "rest"
+            file, offset = draw(ranges[kind], rng)
+            try:
+                outcome = worker.ask(
+                    "flip",
+                    FLIP_LIMIT_S,
+                    store=store,
+                    folder=str(folder),
+                    file=file,
+                    offset=offset,
+                    bit=rng.randrange(8),
+                )
+            except (EOFError, TimeoutError) as error:
+                outcome = "died" if isinstance(error, EOFError) else "hung"
+                worker.__exit__()
+                shutil.rmtree(folder)
+                shutil.copytree(saved, folder)
+                worker = Elsewhere(python, FLIP_BYTES, FLIP_LAYERS)
+            outcomes[kind][outcome] += 1
+    finally:
+        worker.__exit__()
+    return outcomes
+
+
+def where_values_are(folder: Path, state: State) -> dict[str, list[tuple[str, int, int]]]:
+    """Return the ranges of files that hold values, and the others; values that are compressed are not recognized."""
+    ranges: dict[str, list[tuple[str, int, int]]] = {"values": [], "rest": []}
+    wanted = [bytes(tensor.reshape(-1).view(torch.uint8).numpy()) for tensor in state.values()]
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+        data, name = path.read_bytes(), str(path.relative_to(folder))
+        places = sorted((at, at + len(values)) for values in wanted if (at := data.find(values)) >= 0)
+        end = 0
+        for first, last in [*places, (len(data), len(data))]:
+            if first > end:
+                ranges["rest"].append((name, end, first))
+            if last > max(first, end):
+                ranges["values"].append((name, max(first, end), last))
+            end = max(end, last)
+    return ranges
+
+
+def draw(ranges: Sequence[tuple[str, int, int]], rng: random.Random) -> Place:
+    """Return a random byte of some ranges, each byte as likely as any other."""
+    file, first, last = rng.choices(ranges, [last - first for _, first, last in ranges])[0]
+    return file, rng.randrange(first, last)
+
+
+def flip_all(options: argparse.Namespace, folder: Path) -> dict[str, dict[str, Counter[str]]]:
+    """Flip bits of everything, several at once."""
+    cases = {f"holdfast:{name}": (sys.executable, options.flips) for name in FORMATS if "holdfast" in options.ways}
+    for name in ("safetensors", "torch", "dcp", "orbax"):
+        if name in options.ways:
+            cases[name] = (str(PEERS_PYTHON) if name == "orbax" else sys.executable, options.peer_flips)
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        running = {
+            name: pool.submit(flip_bits, name, python, flips, folder / name.replace(":", " "), seed)
+            for seed, (name, (python, flips)) in enumerate(cases.items())
+        }
+        return {name: future.result() for name, future in running.items()}
+
+
+def show_flips(found: Mapping[str, Mapping[str, Counter[str]]]) -> str:
+    """Return a table."""
+    outcomes = ("found", "wrong", "no effect", "died", "hung")
+    rows = [
+        [name, kind, f"{sum(counts.values()):,}", *(f"{counts[outcome]:,}" for outcome in outcomes)]
+        for name, kinds in found.items()
+        for kind, counts in kinds.items()
+        if counts
+    ]
+    head = ["way", "bit among", "flips", "found", "silently wrong", "no effect", "process died", "hung"]
+    return table("One bit flipped", head, rows)
+
+
+# ---------------------------------------------------------------------------------------------
+# The benchmark
+
+
+def has_orbax() -> bool:
+    """Return whether the environment of the peers has Orbax, and say so if it has not."""
+    if PEERS_PYTHON.exists():
+        asked = [str(PEERS_PYTHON), "-c", "import orbax.checkpoint"]
+        if subprocess.run(asked, capture_output=True, check=False).returncode == 0:
+            return True
+    print("Orbax is not in .venv-peers and is left out: run `make bench-peers`\n")
+    return False
+
+
+def parse() -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--bytes", type=float, default=1e9, help="of the state")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=[*PARTS])
+    parser.add_argument("--ways", nargs="+", choices=[*STORES], default=[*STORES])
+    parser.add_argument("--flips", type=int, default=10_000, help="for each format of Holdfast")
+    parser.add_argument("--peer-flips", type=int, default=400, help="for each peer")
+    parser.add_argument("--dir", type=Path, help="on the disk to measure; a temporary directory")
+    parser.add_argument("--json", metavar="FILE")
+    return parser.parse_args()
+
+
+def measure(options: argparse.Namespace, folder: Path, orbax: Elsewhere | None) -> dict[str, Any]:
+    """Take the times, and print a table of each part."""
+    torch.set_num_threads(os.cpu_count() or 1)
+    ways = Ways(options.bytes, options.ways, folder, orbax)
+    what = f"{ways.size_bytes / 1e9:.2f} GB in {ways.num_tensors:,} tensors"
+    results: dict[str, Any] = {}
+    if "save" in options.parts:
+        with tempfile.NamedTemporaryFile(dir="/dev/shm") as source:
+            results["save"] = found = take_turns(ways.save(Path(source.name)), folder, options.rounds)
+        print(show(f"Save, synced: {what}", found, ways.size_bytes, "dd"), end="\n\n", flush=True)
+    if "async" in options.parts:
+        results["async"] = found = take_turns(ways.begin(), folder, options.rounds)
+        title = f"Save beside the loop, how long it is held: {what}"
+        print(show(title, found, ways.size_bytes, "copy", ["durable_s"]), end="\n\n", flush=True)
+    if "train" in options.parts:
+        results["train"] = found = take_turns(ways.train(), folder, options.rounds)
+        print(show_train(f"A loop while a checkpoint is written: {what}", found), end="\n\n", flush=True)
+    if "load" in options.parts:
+        results["load"] = found = take_turns(ways.load(), folder, options.rounds)
+        print(show(f"Load, files in the page cache: {what}", found, ways.size_bytes, "safetensors"), flush=True)
+    return results
+
+
+def main() -> None:
+    """Measure everything and print the tables."""
+    options = parse()
+    warnings.simplefilter("ignore")
+    if "orbax" in options.ways and not has_orbax():
+        options.ways.remove("orbax")
+    with_orbax = "orbax" in options.ways
+    results: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory(dir=options.dir) as name:
+        if {*options.parts} - {"flips"}:
+            if with_orbax:
+                with Elsewhere(str(PEERS_PYTHON), options.bytes) as orbax:
+                    results = measure(options, Path(name), orbax)
+            else:
+                results = measure(options, Path(name), None)
+        if "flips" in options.parts:
+            results["flips"] = found = flip_all(options, Path(name))
+            print("\n" + show_flips(found))
+    write_json(options.json, bytes=options.bytes, rounds=options.rounds, results=results)
+
+
+if __name__ == "__main__":
+    main()
