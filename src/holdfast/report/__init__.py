@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from holdfast.report.build import build_report, demo_rows
     from holdfast.report.figures import curves, timeline, trade_off
-    from holdfast.report.files import load_events, load_report, load_results, write_report, write_results
+    from holdfast.report.files import load_events, load_report, load_results, load_study, write_report, write_results
     from holdfast.report.html import render_demo, render_run, write_page
+    from holdfast.report.study import claim_lines, render_study
     from holdfast.report.table import demo_table, summary_lines
     from holdfast.report.words import headline
 
@@ -26,6 +27,9 @@ _WHERE = {
     "load_results": "files",
     "write_report": "files",
     "write_results": "files",
+    "load_study": "files",
+    "claim_lines": "study",
+    "render_study": "study",
     "curves": "figures",
     "timeline": "figures",
     "trade_off": "figures",
@@ -39,6 +43,7 @@ _WHERE = {
 
 __all__ = [
     "build_report",
+    "claim_lines",
     "curves",
     "demo_rows",
     "demo_table",
@@ -46,8 +51,10 @@ __all__ = [
     "load_events",
     "load_report",
     "load_results",
+    "load_study",
     "render_demo",
     "render_run",
+    "render_study",
     "summary_lines",
     "timeline",
     "trade_off",

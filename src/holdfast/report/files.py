@@ -98,6 +98,23 @@ def load_results(directory: Path) -> dict[str, Any]:
     return results
 
 
+def load_study(directory: Path) -> dict[str, Any] | None:
+    """Return the results of the study in ``directory``, None if there is none.
+
+    Raises:
+        ConfigError: if they are not what a study writes.
+    """
+    path = directory / "results.json"
+    results = _load(path) if path.is_file() else None
+    if not isinstance(results, dict) or "study" not in results:
+        return None
+    for key, kind in {"settings": dict, "rows": list, "claims": list}.items():
+        if not isinstance(results.get(key), kind):
+            msg = f"{path} is not the results of a study: {key!r} is missing or of the wrong type"
+            raise ConfigError(msg)
+    return results
+
+
 def load_events(directory: Path) -> list[Record]:
     """Return the records of the run in ``directory``, in the order of time; none if it has no ``events.jsonl``.
 

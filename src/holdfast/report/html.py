@@ -1,4 +1,4 @@
-"""One self-contained HTML file: of a run, or of a demo."""
+"""One self-contained HTML file: of a run, of a demo, or of a study."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 from holdfast.errors import ConfigError
 from holdfast.events import Record
 from holdfast.report import words
-from holdfast.report.files import load_events, load_report, load_results
+from holdfast.report.files import load_events, load_report, load_results, load_study
+from holdfast.report.study import render_study
 from holdfast.report.table import demo_cells
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ def render_run(report: Mapping[str, Any], records: Sequence[Record] = (), title:
     from holdfast.report.figures import curves, timeline
 
     return (
-        _environment()
+        environment()
         .get_template("run.html")
         .render(
             title=title or _title(report),
@@ -65,7 +66,7 @@ def render_demo(results: Mapping[str, Any], records: Mapping[str, Sequence[Recor
         for row in rows
     ]
     return (
-        _environment()
+        environment()
         .get_template("demo.html")
         .render(
             title=results["settings"].get("title") or "What surviving costs",
@@ -79,14 +80,16 @@ def render_demo(results: Mapping[str, Any], records: Mapping[str, Sequence[Recor
 
 
 def write_page(directory: Path) -> Path:
-    """Write ``index.html`` for the run or the demo whose files are in ``directory``, and return its path.
+    """Write ``index.html`` for the run, the demo or the study whose files are in ``directory``, and return its path.
 
     The records of a demo's runs are looked for in a folder of ``directory`` with the name of the run.
 
     Raises:
-        ConfigError: if ``directory`` holds neither a run nor a demo, or damaged files.
+        ConfigError: if ``directory`` holds none of these, or damaged files.
     """
-    if (directory / "results.json").is_file():
+    if (study := load_study(directory)) is not None:
+        page = render_study(study)
+    elif (directory / "results.json").is_file():
         results = load_results(directory)
         page = render_demo(results, {row["name"]: load_events(directory / row["name"]) for row in results["rows"]})
     else:
@@ -100,7 +103,12 @@ def write_page(directory: Path) -> Path:
     return path
 
 
-def _environment() -> Environment:
+def environment() -> Environment:
+    """Return where the templates are, with the filters that they use.
+
+    Raises:
+        ConfigError: if jinja2 is not installed.
+    """
     try:
         from jinja2 import Environment, FileSystemLoader, StrictUndefined
     except ImportError as error:

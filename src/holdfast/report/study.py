@@ -1,0 +1,156 @@
+"""The page of a study: its claims, its tables and its pictures, from ``results.json`` alone.
+
+A study says under ``page`` how its rows are shown, section by section:
+
+* ``table``: rows that agree in ``by`` are one line; a column is ``[key, heading, unit]``, numbers are medians;
+* ``bars``: a bar for each group in ``by``, stacked from ``values``, ``[key, name]`` each;
+* ``lines``: a line for each group in ``series`` over ``x``; rows that are not ``measured`` are hollow;
+* ``list``: sentences, each with the ``section`` and the ``row`` that it stands on.
+
+``where`` chooses rows by the values that they must have.
+"""
+
+from __future__ import annotations
+
+import re
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from holdfast.report import words
+
+_MEASURED = "measured"
+
+
+def render_study(results: Mapping[str, Any]) -> str:
+    """Return the page of a study.
+
+    Args:
+        results: What its ``results.json`` holds.
+    """
+    from holdfast.report.html import environment
+
+    shown = [_section(section, results["rows"]) for section in results.get("page", ())]
+    settings = {name: _listed(value) for name, value in results["settings"].items()}
+    return (
+        environment()
+        .get_template("study.html")
+        .render(
+            title=results.get("title") or results["study"],
+            paper=results.get("paper", ""),
+            left_out=results.get("left_out", ()),
+            claims=[_claim(claim) for claim in results["claims"]],
+            sections=[section for section in shown if section],
+            settings=settings,
+        )
+    )
+
+
+def claim_lines(results: Mapping[str, Any]) -> list[str]:
+    """Return each claim with its verdict, for a terminal."""
+    lines = []
+    for claim in results["claims"]:
+        shown = _claim(claim)
+        numbers = f" ({shown['numbers']})" if shown["numbers"] else ""
+        lines.append(f"{shown['verdict']:<14} {claim['claim']}{numbers}. {claim.get('found', '')}".rstrip())
+    return lines
+
+
+def _claim(claim: Mapping[str, Any]) -> dict[str, Any]:
+    verdict = {True: "holds", False: "does not hold", None: "not checked"}[claim["holds"]]
+    ours, ci, paper = claim["ours"], claim["ci"], claim["paper"]
+    parts = [f"{ours:.4g}"] if ours is not None else []
+    parts += [f"95 % interval {ci[0]:.4g} to {ci[1]:.4g}"] if ci else []
+    parts += [f"expected {paper:.4g}"] if paper is not None and ours is not None else []
+    mark = {True: "same", False: "bad", None: "dim"}[claim["holds"]]
+    return {**claim, "verdict": verdict, "mark": mark, "numbers": ", ".join(parts), "found": claim.get("found", "")}
+
+
+def _section(section: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+    """Return what the template shows, None if there is nothing to show."""
+    if section["kind"] == "list":
+        items = [{"text": item["text"], "link": row_id(item["section"], item["row"])} for item in section["items"]]
+        return {**section, "items": items} if items else None
+    chosen = [row for row in rows if all(row.get(key) == value for key, value in section["where"].items())]
+    if not chosen:
+        return None
+    if section["kind"] == "table":
+        return {**section, **_table(section, chosen)}
+    from holdfast.report.plots import stacked_bars, workers_lines
+
+    draw = {"bars": stacked_bars, "lines": workers_lines}[section["kind"]]
+    svg = draw(section, chosen)
+    return {**section, "svg": svg} if svg else None
+
+
+def _table(section: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    by = [name for name in section["by"] if any(row.get(name) is not None for row in rows)]
+    groups = grouped(rows, section["by"])
+    columns = [
+        column
+        for column in section["columns"]
+        if column[2] == "count" or any(row.get(column[0]) not in (None, 0) for row in rows)
+    ]
+    lines = [
+        {
+            "id": row_id(section["id"], key),
+            "names": [_name(group[0].get(name)) for name in by],
+            "cells": [_cell([row.get(column[0]) for row in group], column[2]) for column in columns],
+        }
+        for key, group in groups.items()
+    ]
+    heads = [(heading, unit) for _, heading, unit in columns]
+    return {
+        "names": [name.replace("_", " ") for name in by],
+        "heads": heads,
+        "lines": lines,
+        "folded": section.get("folded"),
+    }
+
+
+def grouped(rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> dict[tuple[str, ...], list[Mapping[str, Any]]]:
+    """Return the rows by their values of ``names``, as text, in the order in which they come."""
+    groups: dict[tuple[str, ...], list[Mapping[str, Any]]] = {}
+    for row in rows:
+        groups.setdefault(tuple(_name(row.get(name)) for name in names), []).append(row)
+    return groups
+
+
+def middle(values: Sequence[Any]) -> float | None:
+    """Return the median of the numbers among the values, None if there is none."""
+    numbers = [value for value in values if isinstance(value, int | float)]
+    return float(statistics.median(numbers)) if numbers else None
+
+
+def row_id(section: str, values: Sequence[str]) -> str:
+    """Return the anchor of a line of a table."""
+    return re.sub(r"[^a-z0-9]+", "-", "-".join((section, *values)).lower()).strip("-")
+
+
+def _listed(value: Any) -> str:
+    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def _name(value: Any) -> str:
+    return "" if value is None else str(value)
+
+
+def _cell(values: Sequence[Any], unit: str) -> str:
+    known = [value for value in values if value is not None]
+    if unit == "count":
+        return str(len(values))
+    if not known:
+        return ""
+    if unit == "truth":
+        return "yes" if all(known) else "no"
+    if unit == "text":
+        return "; ".join(dict.fromkeys(map(str, known)))
+    number = middle(known)
+    assert number is not None
+    if unit == "MB":
+        return f"{number / 1e6:,.2f}"
+    if unit == "s":
+        return f"{number:.3f}" if number < 10 else f"{number:.1f}"
+    if unit == "%":
+        return words.percent(number, digits=2)
+    return f"{number:.4g}"

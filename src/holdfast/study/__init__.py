@@ -1,0 +1,14 @@
+"""One experiment a file: what a paper measured, on this code.
+
+``STUDIES`` says which there are; ``holdfast study --list`` prints it.
+"""
+
+from __future__ import annotations
+
+from holdfast.study.base import Study, carry_out
+from holdfast.study.checkpoint_cost import CheckpointCost
+
+__all__ = ["STUDIES", "carry_out"]
+
+STUDIES: dict[str, Study] = {study.name: study for study in (CheckpointCost(),)}
+"""Every study by its name."""

@@ -1,0 +1,250 @@
+"""What a study is, and carrying one out: task by task, so that an interrupted one goes on where it was.
+
+``DIR/rows.jsonl`` has a first line that says what was asked, and one line a finished task. A task that was
+not finished is done again as a whole; nothing that was measured is measured twice.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from holdfast.errors import ConfigError
+
+Row = dict[str, Any]
+
+JOURNAL = "rows.jsonl"
+
+MEASURED = "measured"
+EXTRAPOLATED = "extrapolated"
+NOT_RUN = "not run"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """What a user asked for.
+
+    Args:
+        out: Where results go.
+        data: Where datasets are that are read from files; None if nothing was said.
+        quick: Measure as much as fits into a minute.
+        seed: Of everything that is drawn.
+        only: Frameworks; empty: all.
+        repetitions: Of each measurement, ``>= 1``; None: as many as the study finds right.
+        model: The only network to measure; "" leaves the choice to the study.
+    """
+
+    out: Path
+    data: Path | None = None
+    quick: bool = False
+    seed: int = 0
+    only: tuple[str, ...] = ()
+    repetitions: int | None = None
+    model: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """A part of a study that is done as a whole.
+
+    Args:
+        key: Its name, unique in the study.
+        run: Does it; gets the rows of the tasks before it.
+    """
+
+    key: str
+    run: Callable[[Sequence[Row]], list[Row]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Claim:
+    """A statement of a paper, and what we found.
+
+    Args:
+        claim: In one sentence.
+        source: Where it comes from.
+        paper: The number it gives, None if it gives none.
+        ours: The number that we found, None if it was not measured.
+        ci: Its 95 % confidence interval, None if there is none.
+        holds: Whether it does; None if it was not checked.
+        found: In words.
+    """
+
+    claim: str
+    source: str
+    paper: float | None = None
+    ours: float | None = None
+    ci: tuple[float, float] | None = None
+    holds: bool | None = None
+    found: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as it stands in ``results.json``."""
+        ci = None if self.ci is None else list(self.ci)
+        names = ("claim", "source", "paper", "ours")
+        return {name: getattr(self, name) for name in names} | {"ci": ci, "holds": self.holds, "found": self.found}
+
+
+class Study(Protocol):
+    """An experiment that can be repeated."""
+
+    name: str
+    """On the command line."""
+    title: str
+    paper: str
+    """Authors, title, year, number."""
+
+    def settings(self, options: Options) -> dict[str, Any]:
+        """Return what decides about the numbers: another value makes it another study."""
+        ...
+
+    def tasks(self, options: Options) -> list[Task]:
+        """Return what is to be done, in order."""
+        ...
+
+    def left_out(self, options: Options) -> list[str]:
+        """Return what is not done, in sentences."""
+        ...
+
+    def claims(self, rows: Sequence[Row], seed: int) -> list[Claim]:
+        """Hold the claims against the rows."""
+        ...
+
+    def page(self, rows: Sequence[Row]) -> list[dict[str, Any]]:
+        """Return the sections of the page; :func:`holdfast.report.study.render_study` says what a section may be."""
+        ...
+
+
+def carry_out(study: Study, options: Options, say: Callable[[str], None] = lambda _: None) -> dict[str, Any]:
+    """Do what is not done yet, and return what ``results.json`` holds; writes it, too.
+
+    Args:
+        study: Which.
+        options: How.
+        say: Is told what happens, a line at a time.
+
+    Raises:
+        ConfigError: if the directory holds another study, or the same with other settings.
+    """
+    settings = study.settings(options)
+    journal = Journal(options.out, study.name, settings)
+    tasks = study.tasks(options)
+    known = journal.read()
+    if done := sum(task.key in known for task in tasks):
+        say(f"{done} of {len(tasks)} tasks were done before; remove {options.out} to measure them again")
+    rows: list[Row] = []
+    try:
+        for number, task in enumerate(tasks, start=1):
+            if task.key not in known:
+                say(f"[{number}/{len(tasks)}] {task.key}")
+                known[task.key] = task.run(rows)
+                journal.add(task.key, known[task.key])
+            rows += known[task.key]
+    finally:  # an interrupted study shows what it has
+        missing = [task.key for task in tasks if task.key not in known]
+        results = _results(study, options, settings, rows, missing)
+        journal.finish(results)
+    return results
+
+
+def _results(
+    study: Study, options: Options, settings: Mapping[str, Any], rows: list[Row], missing: Sequence[str]
+) -> dict[str, Any]:
+    loads = [round(load, 2) for load in os.getloadavg()]
+    interrupted = [f"Not measured yet, because the study was interrupted: {', '.join(missing)}."] if missing else []
+    return {
+        "study": study.name,
+        "title": study.title,
+        "paper": study.paper,
+        "settings": {**settings, "machine": machine(), "load average at the end": loads},
+        "left_out": [*study.left_out(options), *interrupted],
+        "rows": rows,
+        "claims": [claim.to_dict() for claim in study.claims(rows, options.seed)],
+        "page": study.page(rows),
+    }
+
+
+class Journal:
+    """The rows of finished tasks, on disk.
+
+    Args:
+        out: The study's directory; made by the first write.
+        name: Of the study.
+        settings: That the rows belong to.
+    """
+
+    def __init__(self, out: Path, name: str, settings: Mapping[str, Any]) -> None:
+        self._out = out
+        self._head: Row = {"study": name, "settings": json.loads(json.dumps(settings))}
+
+    def read(self) -> dict[str, list[Row]]:
+        """Return the rows of each finished task.
+
+        Raises:
+            ConfigError: if they belong to something else.
+        """
+        path = self._out / JOURNAL
+        if not path.is_file():
+            return {}
+        entries = list(_whole_lines(path))
+        if not entries:
+            return {}
+        if entries[0] != self._head:
+            msg = f"{path} belongs to {_difference(entries[0], self._head)}; give another --out, or remove {self._out}"
+            raise ConfigError(msg)
+        return {entry["task"]: entry["rows"] for entry in entries[1:]}
+
+    def add(self, key: str, rows: Sequence[Row]) -> None:
+        """Write down that a task is done."""
+        path = self._out / JOURNAL
+        try:
+            self._out.mkdir(parents=True, exist_ok=True)
+            entries = list(_whole_lines(path)) if path.is_file() else []
+            if not entries:
+                path.write_text(json.dumps(self._head) + "\n")
+            elif not path.read_bytes().endswith(b"\n"):  # a line that was cut off by a death
+                path.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+            with path.open("a") as file:
+                file.write(json.dumps({"task": key, "rows": list(rows)}) + "\n")
+        except OSError as error:
+            msg = f"cannot write {path}: {error.strerror}; give a directory that can be written with --out"
+            raise ConfigError(msg) from error
+
+    def finish(self, results: Mapping[str, Any]) -> None:
+        """Write ``results.json``."""
+        from holdfast.report import write_results
+
+        write_results(results, self._out)
+
+
+def _whole_lines(path: Path) -> list[Row]:
+    entries = []
+    for line in path.read_text().splitlines():
+        try:
+            entries.append(json.loads(line))
+        except ValueError:
+            break  # a death in the middle of a line: its task is done again
+    return entries
+
+
+def _difference(theirs: Row, ours: Row) -> str:
+    if theirs.get("study") != ours["study"]:
+        return f"the study {theirs.get('study')!r}"
+    old, new = theirs.get("settings", {}), ours["settings"]
+    names = [name for name in sorted({*old, *new}) if old.get(name) != new.get(name)]
+    return "; ".join(f"{name} = {old.get(name)!r}, asked was {new.get(name)!r}" for name in names)
+
+
+def machine() -> str:
+    """Return on what this runs, in words."""
+    model = "an unnamed processor"
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.is_file():
+        lines = [line.split(":", 1)[1] for line in cpuinfo.read_text().splitlines() if line.startswith("model name")]
+        model = lines[0].strip() if lines else model
+    memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return f"{len(os.sched_getaffinity(0))} cores of {model}, {memory_bytes / 2**30:.0f} GiB"
