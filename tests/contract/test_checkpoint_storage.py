@@ -35,8 +35,8 @@ from holdfast.checkpoint import (
     write,
     write_tensors,
 )
-from holdfast.checkpoint.remote import RemoteStorage
 from holdfast.checkpoint.save import remove
+from holdfast.checkpoint.storage.remote import RemoteStorage
 from holdfast.errors import CheckpointCorrupt, CheckpointError, CheckpointMissing, ConfigError
 
 KINDS = ("directory", "memory", "folders", "s3")
@@ -360,7 +360,7 @@ def test_threads_that_write_parts_of_one_folder_do_not_disturb_each_other(remote
 
 KILLED = """
 import sys
-from holdfast.checkpoint.remote import RemoteStorage
+from holdfast.checkpoint.storage.remote import RemoteStorage
 storage = RemoteStorage("memory://x")
 print((storage.prepare("step-00000020/data-1") / "a").write_bytes(b"1" * 1000), flush=True)
 sys.stdin.readline()

@@ -22,7 +22,7 @@ from holdfast.checkpoint import (
     write,
     write_tensors,
 )
-from holdfast.checkpoint.local import LocalStorage
+from holdfast.checkpoint.storage.local import LocalStorage
 from holdfast.errors import CheckpointCorrupt, CheckpointError, CheckpointMissing, ConfigError
 
 TOKEN = {"token": "shared"}

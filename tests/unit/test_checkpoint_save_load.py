@@ -25,8 +25,8 @@ from holdfast.checkpoint import (
     write_tensors,
 )
 from holdfast.checkpoint.blocks import BLOCK_BYTES
-from holdfast.checkpoint.local import LocalStorage
 from holdfast.checkpoint.save import remove
+from holdfast.checkpoint.storage.local import LocalStorage
 from holdfast.errors import CheckpointCorrupt, CheckpointError, CheckpointMissing, ConfigError
 
 ATTEMPT = {"token": "1a-0"}

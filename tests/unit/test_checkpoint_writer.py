@@ -10,8 +10,8 @@ from checkpoint_bytes import all_names, same, save_parts, step_dir
 
 import holdfast.checkpoint.writer as writer_module
 from holdfast.checkpoint import Checkpoints, load, load_newest, newest_intact, steps, take
-from holdfast.checkpoint.local import LocalStorage
 from holdfast.checkpoint.snapshot import Snapshot
+from holdfast.checkpoint.storage.local import LocalStorage
 from holdfast.checkpoint.writer import Writer
 from holdfast.errors import CheckpointError
 

@@ -28,7 +28,6 @@ from holdfast import points
 from holdfast.checkpoint.blocks import block_ranges, digest, digest_of, parts_of, run
 from holdfast.checkpoint.format import Leaf, Shard, flatten, tensor_bytes
 from holdfast.checkpoint.formats import FORMATS, Layout
-from holdfast.checkpoint.local import explained
 from holdfast.checkpoint.manifest import (
     MANIFEST_NAME,
     FileEntry,
@@ -42,6 +41,7 @@ from holdfast.checkpoint.manifest import (
     versions,
 )
 from holdfast.checkpoint.storage import Storage, Where, as_storage, step_folder, step_of
+from holdfast.checkpoint.storage.local import explained
 from holdfast.errors import CheckpointCorrupt, CheckpointError, ConfigError
 
 _POLL_S = 0.01

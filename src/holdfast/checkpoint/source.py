@@ -13,9 +13,9 @@ import torch
 from holdfast.checkpoint.blocks import block_ranges, digest, run
 from holdfast.checkpoint.format import DTYPES, tensor_bytes, tensor_path, unflatten
 from holdfast.checkpoint.load import load, read_box, read_manifest
-from holdfast.checkpoint.local import LocalStorage
 from holdfast.checkpoint.manifest import MANIFEST_NAME, Manifest
 from holdfast.checkpoint.storage import Storage, step_folder
+from holdfast.checkpoint.storage.local import LocalStorage
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""What :class:`~holdfast.checkpoint.remote.RemoteStorage` asks of a library that keeps bytes somewhere else."""
+"""What :class:`~holdfast.checkpoint.storage.remote.RemoteStorage` asks of a library that keeps bytes somewhere else."""
 
 from __future__ import annotations
 

@@ -125,9 +125,9 @@ def open_storage(url: str | Path) -> Storage:
         msg = "the place of checkpoints must be a directory or an URL such as s3://bucket/run, got ''"
         raise ConfigError(msg)
     if is_remote(url):
-        from holdfast.checkpoint.remote import RemoteStorage
+        from holdfast.checkpoint.storage.remote import RemoteStorage
 
         return RemoteStorage(str(url))
-    from holdfast.checkpoint.local import LocalStorage
+    from holdfast.checkpoint.storage.local import LocalStorage
 
     return LocalStorage(Path(str(url).removeprefix("file://")))

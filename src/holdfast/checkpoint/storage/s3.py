@@ -46,7 +46,7 @@ _ADVICE = {
 
 
 class S3Objects:
-    """See :class:`~holdfast.checkpoint.remote_objects.Objects`.
+    """See :class:`~holdfast.checkpoint.storage.objects.Objects`.
 
     Credentials and place are found in ``AWS_ACCESS_KEY_ID``, ``AWS_SECRET_ACCESS_KEY``, ``AWS_SESSION_TOKEN``,
     ``AWS_DEFAULT_REGION`` and ``AWS_ENDPOINT_URL``, or where the machine is one of AWS with a role, there.

@@ -13,7 +13,7 @@ import tempfile
 import weakref
 from pathlib import Path
 
-from holdfast.checkpoint.local import explained
+from holdfast.checkpoint.storage.local import explained
 from holdfast.errors import CheckpointError
 
 _PREFIX = "holdfast-upload-"

@@ -15,7 +15,7 @@ _TRIES = 3
 
 
 class FsspecObjects:
-    """See :class:`~holdfast.checkpoint.remote_objects.Objects`.
+    """See :class:`~holdfast.checkpoint.storage.objects.Objects`.
 
     Credentials are where fsspec looks for them: the variables and files of each service, or ``FSSPEC_*`` variables.
 

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from holdfast.checkpoint.blocks import BLOCK_BYTES, run
-from holdfast.checkpoint.local import explained
-from holdfast.checkpoint.remote_objects import Objects
-from holdfast.checkpoint.staging import Staging
+from holdfast.checkpoint.storage.local import explained
+from holdfast.checkpoint.storage.objects import Objects
+from holdfast.checkpoint.storage.staging import Staging
 from holdfast.errors import CheckpointCorrupt, CheckpointError
 
 _Result = TypeVar("_Result")
@@ -228,11 +228,11 @@ def within(limit_s: float, do: Callable[..., _Result], *args: Any) -> _Result:
 def _open(url: str) -> Objects:
     scheme, _, place = url.partition("://")
     if scheme in ("s3", "s3a"):
-        from holdfast.checkpoint.remote_s3 import S3Objects
+        from holdfast.checkpoint.storage.s3 import S3Objects
 
         bucket, _, folder = place.partition("/")
         return S3Objects(bucket, folder)
-    from holdfast.checkpoint.remote_fsspec import FsspecObjects
+    from holdfast.checkpoint.storage.fsspec import FsspecObjects
 
     return FsspecObjects(url)
 
