@@ -21,6 +21,7 @@ there), ``source.py`` (tensors one by one), ``compare.py``, ``convert.py`` and `
 
 from __future__ import annotations
 
+from holdfast.checkpoint.content import Content, take
 from holdfast.checkpoint.engine import Checkpoints
 from holdfast.checkpoint.format import Shard, flatten, unflatten
 from holdfast.checkpoint.formats import FORMATS
@@ -37,7 +38,7 @@ from holdfast.checkpoint.load import (
     verify,
 )
 from holdfast.checkpoint.manifest import Manifest, Piece, TensorEntry
-from holdfast.checkpoint.save import Content, PendingCheckpoint, SavedCheckpoint, take, write, write_tensors
+from holdfast.checkpoint.save import PendingCheckpoint, SavedCheckpoint, write, write_tensors
 from holdfast.checkpoint.storage import Storage, open_storage
 
 __all__ = [

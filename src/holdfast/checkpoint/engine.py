@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.checkpoint import load, save
+from holdfast.checkpoint.content import Content, take
 from holdfast.checkpoint.load import Loaded
-from holdfast.checkpoint.save import Content, PendingCheckpoint
+from holdfast.checkpoint.save import PendingCheckpoint
 from holdfast.checkpoint.storage import Storage, open_storage
 from holdfast.errors import CheckpointCorrupt
 
@@ -47,7 +48,7 @@ class Checkpoints:
 
     def write_tensors(self, step: int, state: Any, info: dict[str, Any]) -> PendingCheckpoint:
         """See :func:`holdfast.checkpoint.save.write_tensors`."""
-        return self.write(step, save.take(state), info)
+        return self.write(step, take(state), info)
 
     def newest_intact(self, on_damaged: Callable[[int, CheckpointCorrupt], None] | None = None) -> int | None:
         """See :func:`holdfast.checkpoint.load.newest_intact`."""

@@ -12,27 +12,20 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import secrets
 import time
 import warnings
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import torch
-import xxhash
-
 from holdfast import points
-from holdfast.checkpoint.blocks import block_ranges, digest, digest_of, parts_of, run
-from holdfast.checkpoint.format import Leaf, Shard, flatten, tensor_bytes
-from holdfast.checkpoint.formats import FORMATS, Layout
+from holdfast.checkpoint.content import Content, take
+from holdfast.checkpoint.formats import FORMATS
 from holdfast.checkpoint.manifest import (
     MANIFEST_NAME,
     FileEntry,
     Manifest,
-    Piece,
     TensorEntry,
     check_info,
     dump,
@@ -40,14 +33,12 @@ from holdfast.checkpoint.manifest import (
     parse,
     versions,
 )
+from holdfast.checkpoint.pour import pour
 from holdfast.checkpoint.storage import Storage, Where, as_storage, step_folder, step_of
 from holdfast.checkpoint.storage.local import explained
 from holdfast.errors import CheckpointCorrupt, CheckpointError, ConfigError
 
 _POLL_S = 0.01
-
-_EARLY_BYTES = 1 << 20
-"""Blocks of at least this size go to the disk at once; page by page it would have more to do, not less."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,47 +59,6 @@ class SavedCheckpoint:
     def path(self) -> str:
         """Where it is."""
         return f"{self.url}/{step_folder(self.step)}"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Box:
-    """A part of a tensor that this worker writes.
-
-    Args:
-        path: Of the tensor.
-        key: Its name in the file.
-        tensor: The values, contiguous, on the CPU.
-        start: First index in each dimension of the whole.
-        whole: Shape of the whole.
-    """
-
-    path: str
-    key: str
-    tensor: torch.Tensor
-    start: tuple[int, ...]
-    whole: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Content:
-    """What one writer writes of a state.
-
-    Args:
-        boxes: The tensors, or parts of them.
-        skeleton: How all tensors hang together; None at all writers but the first.
-        part: Which part of the whole this is.
-        parts: How many there are.
-    """
-
-    boxes: tuple[Box, ...]
-    skeleton: Any
-    part: int = 0
-    parts: int = 1
-
-    @property
-    def size_bytes(self) -> int:
-        """Of the values."""
-        return sum(box.tensor.nbytes for box in self.boxes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -231,26 +181,6 @@ class PendingCheckpoint:
             warnings.warn(text, RuntimeWarning, stacklevel=3)
 
 
-def take(state: Any, part: int = 0, parts: int = 1) -> Content:
-    """Return what one of ``parts`` writers writes of a state; the tensors in it are not copied.
-
-    Args:
-        state: See :func:`~holdfast.checkpoint.format.flatten`. At all writers alike, but for the shards in it.
-        part: Which part: about as many bytes as any other, and all shards that this worker holds.
-        parts: How many writers there are.
-
-    Raises:
-        CheckpointError: if the state holds something that is not data.
-        ConfigError: if there is no such part.
-    """
-    if not 0 <= part < parts:
-        msg = f"part must be at least 0 and below parts, got part {part} of {parts}"
-        raise ConfigError(msg)
-    leaves, skeleton = flatten(state)
-    boxes = tuple(_share_out(leaves, part, parts))
-    return Content(boxes=boxes, skeleton=skeleton if part == 0 else None, part=part, parts=parts)
-
-
 def write(
     storage: Where,
     step: int,
@@ -300,7 +230,7 @@ def write(
         with explained(f"write the checkpoint of step {step} to", path):
             stem, boxes = f"part-{part:05d}", content.boxes
             layout = FORMATS[format].lay_out(path, stem, {box.key: box.tensor for box in boxes})
-            files, tensors = _pour(path, layout, boxes)
+            files, tensors = pour(path, layout, boxes)
         described = Manifest(
             step=step,
             generation=0,
@@ -405,139 +335,6 @@ def _discard(storage: Storage, folder: str) -> None:
             storage.remove(folder.split("/")[0])
     except CheckpointError as error:
         warnings.warn(f"the failed attempt {folder} could not be removed: {error}", RuntimeWarning, stacklevel=3)
-
-
-# ---------------------------------------------------------------------------------------------
-# Who writes what
-
-
-def _share_out(leaves: Mapping[str, Leaf], part: int, parts: int) -> list[Box]:
-    """Return what one of ``parts`` writers writes: every writer computes the same cuts.
-
-    The tensors that all hold are thought of as one long row of bytes, and cut at the rows of tensors. Shards are written
-    by who holds them.
-    """
-    total = sum(leaf.nbytes for leaf in leaves.values() if isinstance(leaf, torch.Tensor))
-    first, end = total * part // parts, total * (part + 1) // parts
-    boxes: list[Box] = []
-    position = 0
-    for path, leaf in leaves.items():
-        if isinstance(leaf, Shard):
-            boxes.append(_make_box(path, _plain(leaf.tensor), leaf.start, leaf.shape, leaves))
-            continue
-        rows = leaf.shape[0] if leaf.dim() and leaf.numel() else 1
-        row_bytes = leaf.nbytes // rows
-        if row_bytes:
-            low, high = (min(max(-((position - cut) // row_bytes), 0), rows) for cut in (first, end))
-        else:
-            low, high = 0, int(first <= position < end or (part == parts - 1 and position >= end))
-        position += leaf.nbytes
-        if low < high:
-            whole = tuple(leaf.shape)
-            cut = leaf[low:high] if high - low < rows else leaf
-            boxes.append(_make_box(path, _plain(cut), (low, *[0] * (len(whole) - 1)) if whole else (), whole, leaves))
-    return boxes
-
-
-def _make_box(
-    path: str, tensor: torch.Tensor, start: tuple[int, ...], whole: tuple[int, ...], paths: Container[str]
-) -> Box:
-    key = path
-    if tuple(tensor.shape) != whole:
-        place = ",".join(map(str, start))
-        # A path may hold any characters, but a "~" in it is never followed by "@".
-        key = next(key for key in (f"{path}@{place}", f"{path}~@{place}") if key not in paths)
-    return Box(path=path, key=key, tensor=tensor, start=start, whole=whole)
-
-
-def _plain(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a contiguous tensor on the CPU; a copy only where it must be."""
-    return tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
-
-
-# ---------------------------------------------------------------------------------------------
-# Values into files
-
-
-def _pour(folder: Path, layout: Layout, boxes: Sequence[Box]) -> tuple[dict[str, FileEntry], dict[str, TensorEntry]]:
-    """Write the values to where the layout has a place for them, digesting them on the way; several blocks at a time."""
-    numbers = {name: os.open(folder / name, os.O_RDWR | os.O_CLOEXEC) for name in layout.files}
-    try:
-        jobs = [(box, start, end) for box in boxes for start, end in block_ranges(box.tensor.nbytes)]
-
-        def write(job: tuple[Box, int, int]) -> str:
-            box, start, end = job
-            data = tensor_bytes(box.tensor)[start:end]
-            if layout.has_values:
-                return digest(data)
-            file, offset = layout.places[box.key]
-            return _write_block(numbers[file], data, offset + start)
-
-        total = sum(box.tensor.nbytes for box in boxes)
-        digests: dict[str, list[str]] = {}
-        for (box, _, _), found in zip(jobs, run(write, jobs, total), strict=True):
-            digests.setdefault(box.key, []).append(found)
-        tensors: dict[str, TensorEntry] = {}
-        for box in boxes:
-            piece = _piece(box, layout, digests[box.key])
-            tensors[box.path] = TensorEntry(
-                dtype=str(box.tensor.dtype).removeprefix("torch."), shape=box.whole, pieces=(piece,)
-            )
-        files = {name: _describe_file(name, number, tensors) for name, number in numbers.items()}
-    finally:
-        for number in numbers.values():
-            os.close(number)
-    return files, tensors
-
-
-def _piece(box: Box, layout: Layout, blocks: Sequence[str]) -> Piece:
-    file, offset = layout.places[box.key]
-    return Piece(
-        file=file,
-        offset=offset,
-        start=box.start,
-        shape=tuple(box.tensor.shape),
-        size_bytes=box.tensor.nbytes,
-        blocks=tuple(blocks),
-    )
-
-
-def _write_block(number: int, data: memoryview, offset: int) -> str:
-    """Write a block and return its digest."""
-    whole = xxhash.xxh3_64()
-    for start, part in parts_of(data):
-        whole.update(part)
-        _write_all(number, part, offset + start)
-    if len(data) >= _EARLY_BYTES:
-        # Linux begins to write these pages to the disk now, while others are digested, instead of when the file is synced.
-        os.posix_fadvise(number, offset, len(data), os.POSIX_FADV_DONTNEED)
-    return whole.hexdigest()
-
-
-def _write_all(number: int, data: memoryview, offset: int) -> None:
-    done = 0
-    while done < len(data):
-        done += os.pwrite(number, data[done:], offset + done)
-
-
-def _describe_file(name: str, number: int, tensors: Mapping[str, TensorEntry]) -> FileEntry:
-    size = os.fstat(number).st_size
-    pieces = [piece for entry in tensors.values() for piece in entry.pieces if piece.file == name]
-    rest = digest_of(gaps(size, pieces), lambda offset, out: os.preadv(number, [out], offset))
-    if rest is None:
-        msg = f"{name} ends after {size} bytes, before the values that were written into it"
-        raise CheckpointError(msg)
-    return FileEntry(size_bytes=size, rest_xxh3=rest)
-
-
-def gaps(size_bytes: int, pieces: Sequence[Piece]) -> list[tuple[int, int]]:
-    """Return the ranges of a file that hold no values."""
-    found, end = [], 0
-    for piece in sorted(pieces, key=lambda piece: piece.offset):
-        if piece.size_bytes:
-            found.append((end, piece.offset))
-            end = piece.offset + piece.size_bytes
-    return [(a, b) for a, b in [*found, (end, size_bytes)] if b > a]
 
 
 def _merge(parts: Sequence[Manifest]) -> Manifest:

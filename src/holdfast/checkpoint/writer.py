@@ -22,8 +22,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from holdfast.checkpoint.content import Content
 from holdfast.checkpoint.engine import Checkpoints
-from holdfast.checkpoint.save import Content, PendingCheckpoint, SavedCheckpoint
+from holdfast.checkpoint.save import PendingCheckpoint, SavedCheckpoint
 from holdfast.checkpoint.snapshot import Snapshot
 from holdfast.errors import CheckpointError
 

@@ -1,0 +1,117 @@
+"""What one writer writes of a state: all of it, or a fair part."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from holdfast.checkpoint.format import Leaf, Shard, flatten
+from holdfast.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Box:
+    """A part of a tensor that this worker writes.
+
+    Args:
+        path: Of the tensor.
+        key: Its name in the file.
+        tensor: The values, contiguous, on the CPU.
+        start: First index in each dimension of the whole.
+        whole: Shape of the whole.
+    """
+
+    path: str
+    key: str
+    tensor: torch.Tensor
+    start: tuple[int, ...]
+    whole: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Content:
+    """What one writer writes of a state.
+
+    Args:
+        boxes: The tensors, or parts of them.
+        skeleton: How all tensors hang together; None at all writers but the first.
+        part: Which part of the whole this is.
+        parts: How many there are.
+    """
+
+    boxes: tuple[Box, ...]
+    skeleton: Any
+    part: int = 0
+    parts: int = 1
+
+    @property
+    def size_bytes(self) -> int:
+        """Of the values."""
+        return sum(box.tensor.nbytes for box in self.boxes)
+
+
+def take(state: Any, part: int = 0, parts: int = 1) -> Content:
+    """Return what one of ``parts`` writers writes of a state; the tensors in it are not copied.
+
+    Args:
+        state: See :func:`~holdfast.checkpoint.format.flatten`. At all writers alike, but for the shards in it.
+        part: Which part: about as many bytes as any other, and all shards that this worker holds.
+        parts: How many writers there are.
+
+    Raises:
+        CheckpointError: if the state holds something that is not data.
+        ConfigError: if there is no such part.
+    """
+    if not 0 <= part < parts:
+        msg = f"part must be at least 0 and below parts, got part {part} of {parts}"
+        raise ConfigError(msg)
+    leaves, skeleton = flatten(state)
+    boxes = tuple(_share_out(leaves, part, parts))
+    return Content(boxes=boxes, skeleton=skeleton if part == 0 else None, part=part, parts=parts)
+
+
+def _share_out(leaves: Mapping[str, Leaf], part: int, parts: int) -> list[Box]:
+    """Return what one of ``parts`` writers writes: every writer computes the same cuts.
+
+    The tensors that all hold are thought of as one long row of bytes, and cut at the rows of tensors. Shards are written
+    by who holds them.
+    """
+    total = sum(leaf.nbytes for leaf in leaves.values() if isinstance(leaf, torch.Tensor))
+    first, end = total * part // parts, total * (part + 1) // parts
+    boxes: list[Box] = []
+    position = 0
+    for path, leaf in leaves.items():
+        if isinstance(leaf, Shard):
+            boxes.append(_make_box(path, _plain(leaf.tensor), leaf.start, leaf.shape, leaves))
+            continue
+        rows = leaf.shape[0] if leaf.dim() and leaf.numel() else 1
+        row_bytes = leaf.nbytes // rows
+        if row_bytes:
+            low, high = (min(max(-((position - cut) // row_bytes), 0), rows) for cut in (first, end))
+        else:
+            low, high = 0, int(first <= position < end or (part == parts - 1 and position >= end))
+        position += leaf.nbytes
+        if low < high:
+            whole = tuple(leaf.shape)
+            cut = leaf[low:high] if high - low < rows else leaf
+            boxes.append(_make_box(path, _plain(cut), (low, *[0] * (len(whole) - 1)) if whole else (), whole, leaves))
+    return boxes
+
+
+def _make_box(
+    path: str, tensor: torch.Tensor, start: tuple[int, ...], whole: tuple[int, ...], paths: Container[str]
+) -> Box:
+    key = path
+    if tuple(tensor.shape) != whole:
+        place = ",".join(map(str, start))
+        # A path may hold any characters, but a "~" in it is never followed by "@".
+        key = next(key for key in (f"{path}@{place}", f"{path}~@{place}") if key not in paths)
+    return Box(path=path, key=key, tensor=tensor, start=start, whole=whole)
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a contiguous tensor on the CPU; a copy only where it must be."""
+    return tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
