@@ -64,6 +64,7 @@ def test_a_job_that_dies_is_resumed_from_s3_and_ends_with_the_bits_of_the_undist
     assert all(key.startswith("runs/a/step-") for key in server.keys(bucket))
 
 
+@pytest.mark.soak
 @pytest.mark.timeout(300)
 def test_training_goes_on_when_the_storage_is_lost(tmp_path):
     with running_server(tmp_path) as server, ThreadPoolExecutor(1) as pool:

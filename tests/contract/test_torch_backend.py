@@ -84,7 +84,7 @@ def start(tmp_path_factory):
 
 
 every_job = pytest.mark.parametrize(
-    ("backend", "size"), [(backend, size) for backend in ("gloo", "holdfast") for size in SIZES]
+    ("backend", "size"), [("gloo", 2), ("gloo", 4), *(("holdfast", size) for size in SIZES)]
 )
 every_check = pytest.mark.parametrize("check", CHECKS)
 two_jobs = pytest.mark.timeout(2 * JOB_S + 60)
