@@ -73,7 +73,7 @@ class _Block:
     piece: Piece
     start: int
     end: int
-    into: memoryview | None
+    into: torch.Tensor | None
     wanted: str
 
 
@@ -252,7 +252,7 @@ def _read_box(
             return torch.empty(0), wrong
         result = torch.empty(shape, dtype=DTYPES[entry.dtype])
         parts = {piece: torch.empty(piece.shape, dtype=result.dtype) for piece in needed}
-        blocks = [block for piece, part in parts.items() for block in _blocks_of(path, piece, tensor_bytes(part))]
+        blocks = [block for piece, part in parts.items() for block in _blocks_of(path, piece, part)]
         size_bytes = sum(piece.size_bytes for piece in needed)
         damage = [d for d in run(lambda block: _check_block(files, manifest, block), blocks, size_bytes) if d]
     for piece, part in parts.items():
@@ -382,7 +382,7 @@ def _read_files(
                 if target is not None and not target.is_contiguous():
                     into = torch.empty(piece.shape, dtype=target.dtype)
                     moves.append((target, into))
-                blocks += _blocks_of(path, piece, None if into is None else tensor_bytes(into))
+                blocks += _blocks_of(path, piece, into)
         found = run(lambda block: _check_block(files, manifest, block), blocks, manifest.size_bytes)
         damage += [d for d in found if d is not None]
         damage += [d for name in manifest.files if (d := _check_rest(files[name], manifest, name)) is not None]
@@ -401,15 +401,17 @@ def _open(storage: Storage, manifest: Manifest, name: str) -> Any:
     return storage.reader(f"{step_folder(manifest.step)}/{manifest.folder}/{name}")
 
 
-def _blocks_of(path: str, piece: Piece, into: memoryview | None) -> list[_Block]:
+def _blocks_of(path: str, piece: Piece, into: torch.Tensor | None) -> list[_Block]:
     return [
-        _Block(path, piece, start, end, None if into is None else into[start:end], wanted)
+        _Block(path, piece, start, end, into, wanted)
         for (start, end), wanted in zip(block_ranges(piece.size_bytes), piece.blocks, strict=True)
     ]
 
 
 def _check_block(files: Mapping[str, Reader], manifest: Manifest, block: _Block) -> Damage | None:
-    into = _scratch_memory()[: block.end - block.start] if block.into is None else block.into
+    # The view is made here, by the thread that fills it, while others read.
+    into = _scratch_memory() if block.into is None else tensor_bytes(block.into)[block.start :]
+    into = into[: block.end - block.start]
     first, last = block.piece.offset + block.start, block.piece.offset + block.end
     file = files[block.piece.file]
     got, found = _read_digested(file, first, into[: max(0, min(last, file.size_bytes) - first)])
