@@ -28,7 +28,6 @@ from holdfast.checkpoint import (
     load_newest,
     newest_intact,
     open_storage,
-    remote,
     steps,
     take,
     verify,
@@ -36,6 +35,7 @@ from holdfast.checkpoint import (
     write_tensors,
 )
 from holdfast.checkpoint.save import remove
+from holdfast.checkpoint.storage import remote
 from holdfast.checkpoint.storage.remote import RemoteStorage
 from holdfast.errors import CheckpointCorrupt, CheckpointError, CheckpointMissing, ConfigError
 
@@ -360,6 +360,7 @@ def test_threads_that_write_parts_of_one_folder_do_not_disturb_each_other(remote
 
 KILLED = """
 import sys
+from holdfast.checkpoint.storage import remote
 from holdfast.checkpoint.storage.remote import RemoteStorage
 storage = RemoteStorage("memory://x")
 print((storage.prepare("step-00000020/data-1") / "a").write_bytes(b"1" * 1000), flush=True)
