@@ -9,6 +9,8 @@
     ├── PeerFailed             a collective did not complete: somebody died; recovery answers it
     ├── JobError               the run cannot go on
     │   ├── TooFewWorkers      fewer survivors than ``min_workers``; the state was saved
+    │   ├── StoreLost          the store that membership is kept in cannot be reached
+    │   ├── VotedOut           the others went on without this worker
     │   └── ReplicasDiffer     replicas that must be equal are not
     ├── CheckpointError
     │   ├── CheckpointCorrupt  bytes on disk are not the bytes that were saved
@@ -65,6 +67,14 @@ class JobError(HoldfastError):
 
 class TooFewWorkers(JobError):
     """Fewer workers are alive than the run may go on with."""
+
+
+class StoreLost(JobError):
+    """The store that membership is kept in cannot be reached: nothing can be agreed on any more."""
+
+
+class VotedOut(JobError):
+    """The others have gone on without this worker, which they took for dead; it must stop."""
 
 
 class ReplicasDiffer(JobError):

@@ -18,6 +18,9 @@ from typing import Any
 LOADING = -1
 """``completed`` of a worker that has decided to load a checkpoint and has not finished doing so."""
 
+JOINING = -2
+"""``completed`` of a newcomer that has been admitted and has not got the others' state yet."""
+
 
 # ---------------------------------------------------------------------------------------------
 # Events: what happened
@@ -31,6 +34,16 @@ class Event:
 @dataclass(frozen=True, slots=True)
 class Started(Event):
     """The worker is ready; it knows nothing of the others yet."""
+
+
+@dataclass(frozen=True, slots=True)
+class Admitted(Event):
+    """The worker is a newcomer, and belongs to a generation from now on."""
+
+
+@dataclass(frozen=True, slots=True)
+class MembersChange(Event):
+    """Everybody heard in the last closing sum that somebody waits to join, or wants to leave: all meet before the next step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +91,11 @@ class Revoked(Event):
 @dataclass(frozen=True, slots=True)
 class Shrunk(Event):
     """There is a new communicator of those alive."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parted(Event):
+    """This worker has left the others, who go on without it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,6 +255,24 @@ class LoadCheckpoint(Action):
 
 
 @dataclass(frozen=True, slots=True)
+class Welcome(Action):
+    """Give the state before ``step`` to ``newcomers``, who keep it aside.
+
+    Everybody who is no newcomer holds it, and nobody has begun the step.
+    """
+
+    step: int
+    newcomers: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Install(Action):
+    """Everybody knows that all newcomers hold the state before ``step``: they go on from it."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
 class SaveAndStop(Action):
     """Save the state before the step in progress and stop: too few workers are left."""
 
@@ -334,9 +370,13 @@ class Recovered(Record):
         step: The step that training goes on with.
         lost: Ranks that were alive before and are not now.
         survivors: Ranks alive.
-        decision: ``"redo"`` the step, ``"continue"`` it over the survivors, ``"load"`` a checkpoint, ``"stop"``.
+        decision: ``"redo"`` the step, ``"continue"`` it over the survivors, ``"load"`` a checkpoint, ``"stop"``;
+            ``"grow"`` where nothing failed and newcomers were welcomed.
         redone_steps: Steps (the one in progress included) whose work is done again.
         generation: How many communicators there have been.
+        joined: Ranks alive that were not there before.
+        left: Ranks of ``lost`` that left in order: they had been told to.
+        held_s: How long the giver of this record was kept from computing for newcomers; 0 where none came.
     """
 
     lost: tuple[int, ...]
@@ -344,6 +384,9 @@ class Recovered(Record):
     decision: str
     redone_steps: int
     generation: int
+    joined: tuple[int, ...] = ()
+    left: tuple[int, ...] = ()
+    held_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

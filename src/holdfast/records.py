@@ -149,3 +149,8 @@ class NoBeacon:
 def beacon_path(run_dir: Path, rank: int) -> Path:
     """Return where ``rank`` keeps its beacon."""
     return run_dir / f"beacon-{rank}"
+
+
+def stop_path(run_dir: Path) -> Path:
+    """Return the file that is there when the whole job was told to stop, not only the worker that is sent a SIGTERM."""
+    return run_dir / "stop"

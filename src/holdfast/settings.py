@@ -14,7 +14,7 @@ from typing import Any, Self
 
 from holdfast.errors import ConfigError
 
-FABRICS = ("ulfm", "virtual")
+FABRICS = ("ulfm", "gloo", "virtual")
 CHECKPOINT_FORMATS = ("safetensors", "hdf5", "npz", "dcp")
 STRATEGIES = ("rollback", "forward", "restart")
 ORDERS = ("fold", "tree")
@@ -40,9 +40,17 @@ class Settings:
     fabric: str = ""
     """How workers talk; "" chooses ``ulfm`` under mpirun and one ``virtual`` worker otherwise."""
     workers: int = 1
-    """Logical workers of the ``virtual`` fabric; the ``ulfm`` fabric asks MPI."""
+    """How many workers share the work, as long as so many are alive."""
+    spares: int = 0
+    """Workers beside them that take part in every step without a slice, and take the place of who dies."""
     ranks: str = ""
-    """Comma-separated numbers of the workers of a restarted job; "" is 0, 1, 2, ..."""
+    """Comma-separated numbers of the workers that the job is started with; "" is 0, 1, 2, ..."""
+    rank: int = -1
+    """This worker's number under the ``gloo`` fabric; MPI numbers those of the ``ulfm`` fabric."""
+    store: str = ""
+    """Where membership is kept under the ``gloo`` fabric, as ``holdfast://HOST:PORT/JOB``."""
+    token: str = ""
+    """What the store asks for before it answers."""
     strategy: str = "rollback"
     """What survivors do."""
     slices: int = 0
@@ -94,6 +102,7 @@ class Settings:
                 raise ConfigError(msg)
         for name, least in (
             ("workers", 1),
+            ("spares", 0),
             ("slices", 0),
             ("min_workers", 1),
             ("seed", 0),

@@ -46,6 +46,11 @@ def run(
     rescale: Annotated[
         str | None, typer.Option(metavar=_one_of(RESCALES), help="Divide an incomplete sum by [survivors].")
     ] = None,
+    spares: Annotated[
+        int | None, typer.Option(metavar="K", help="Workers that wait, warm, to take the place of who dies [0].")
+    ] = None,
+    respawn: Annotated[bool, typer.Option("--respawn", help="Start a new worker for each that dies.")] = False,
+    max_respawns: Annotated[int, typer.Option(metavar="R", help="How many, at most.")] = 16,
     min_workers: Annotated[int | None, typer.Option(metavar="M", help="Below this: save and stop [1].")] = None,
     max_restarts: Annotated[int, typer.Option(metavar="R", help="How often the whole job may be started again.")] = 3,
     stall_timeout: Annotated[
@@ -106,6 +111,7 @@ def run(
     script_args, last_report = _split_off_report(args or [])
     settings = Settings.from_env(
         workers=workers,
+        spares=spares,
         fabric=fabric,
         strategy=strategy,
         slices=slices,
@@ -128,6 +134,8 @@ def run(
         fabric=settings.fabric or "ulfm",
         faults=_plan(inject or [], settings),
         ranks="",
+        rank=-1,
+        store="",
         run_dir="",
     )
     job = Job(
@@ -135,6 +143,7 @@ def run(
         args=script_args,
         settings=settings,
         max_restarts=max_restarts,
+        max_respawns=max_respawns if respawn else 0,
         stall_timeout_s=stall_timeout,
         mtbf_s=mtbf or 0.0,
         grace_s=grace,
@@ -201,7 +210,7 @@ def _plan(specs: list[str], settings: Settings) -> str:
 
     try:
         plan = FaultPlan(tuple(parse(spec) for spec in specs), settings.seed)
-        plan.check(range(settings.workers))
+        plan.check(range(settings.workers + settings.spares))
     except ConfigError as error:
         msg = f"--inject {error}"
         raise ConfigError(msg) from error

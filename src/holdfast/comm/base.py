@@ -139,8 +139,32 @@ class Communicator(Exchange, Protocol):
         """Make every collective of this generation fail at every member that waits in one, soon."""
         ...
 
-    def shrink(self) -> None:
-        """Go on with the living: :attr:`members` is new, :attr:`generation` has grown."""
+    def shrink(self, *, admits: int = -1, leaves: bool = False) -> bool:
+        """Go on with the living: :attr:`members` is new, :attr:`generation` has grown.
+
+        Args:
+            admits: Let those in who wait to join this training loop; they come in if all members say the same.
+            leaves: This worker wants to be left out.
+
+        Returns:
+            Whether this process goes on. If not, it must make no other call.
+        """
+        ...
+
+    def join(self, loop: int) -> bool:
+        """Wait to be let into a training loop, for a worker that the job did not start with: it has no members before.
+
+        Returns:
+            False if a later loop goes on by now.
+        """
+        ...
+
+    def newcomers(self, loop: int) -> tuple[int, ...]:
+        """Return who, as far as this process knows, waits to join a training loop; costs next to nothing."""
+        ...
+
+    def announce(self, loop: int) -> None:
+        """Let those who come later know which training loop goes on; the lowest member says it."""
         ...
 
     def failed(self) -> tuple[int, ...]:

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from holdfast.comm.base import Communicator
 from holdfast.comm.virtual import VirtualCommunicator
 from holdfast.errors import ConfigError
 
 
-def connect(fabric: str, workers: int, ranks: str) -> Communicator:
+def connect(fabric: str, workers: int, ranks: str, *, rank: int = -1, store: str = "", token: str = "") -> Communicator:
     """Return the communicator of this process.
 
     Args:
-        fabric: ``"ulfm"``, ``"virtual"``, or "" for ``ulfm`` under mpirun and one virtual worker otherwise.
-        workers: Number of virtual workers.
-        ranks: Comma-separated worker numbers of a job that was started again, or "".
+        fabric: ``"ulfm"``, ``"gloo"``, ``"virtual"``, or "" for ``ulfm`` under mpirun and one virtual worker otherwise.
+        workers: How many there are, where nobody else knows it.
+        ranks: Comma-separated worker numbers, or "" for 0, 1, 2, ...
+        rank: This worker's number; ``gloo`` needs it.
+        store: Where membership is kept; ``gloo`` needs it.
+        token: What the store asks for.
 
     Raises:
         ConfigError: if the fabric cannot work here.
@@ -26,4 +31,16 @@ def connect(fabric: str, workers: int, ranks: str) -> Communicator:
         raise ConfigError(msg)
     if fabric == "ulfm" or (not fabric and ulfm.under_mpirun()):
         return ulfm.UlfmCommunicator(numbers)
+    if fabric == "gloo":
+        return _connect_gloo(rank, range(workers) if numbers is None else numbers, store, token)
     return VirtualCommunicator(workers if numbers is None else numbers)
+
+
+def _connect_gloo(rank: int, world: Sequence[int], store: str, token: str) -> Communicator:
+    from holdfast.comm.c10d import C10dCommunicator
+    from holdfast.membership import open_store
+
+    if not store or rank < 0:
+        msg = "the gloo fabric needs a launcher, which says who the workers are: start with `holdfast run --fabric gloo -n 4 SCRIPT`"
+        raise ConfigError(msg)
+    return C10dCommunicator(open_store(store, token), rank, world if rank in world else None)

@@ -39,10 +39,10 @@ from holdfast.errors import PeerFailed, ScriptError
 ALIGN = 64
 """Vectors, and everybody's share of them, begin on cache lines, bytes."""
 
-_WORDS = 16
+_WORDS = 24
 """64-bit words in a worker's line of the head: incarnation, generation, how far, length of the vector and its kind; integers."""
 
-MAX_INTEGERS = 7
+MAX_INTEGERS = 15
 """Most integers of which a maximum is taken through the head."""
 
 _INTEGERS_AT = 8

@@ -198,9 +198,14 @@ class UlfmCommunicator:
         """Revoke, from another thread than the owner, which waits in a collective that nobody will complete."""
         self._comm.Revoke()
 
-    def shrink(self) -> None:
-        """Go on with the living. If MPI fails at it, this process ends: the launcher starts the job again."""
+    def shrink(self, *, admits: int = -1, leaves: bool = False) -> bool:
+        """Go on with the living. If MPI fails at it, this process ends: the launcher starts the job again.
+
+        Nobody can join. Who leaves must end soon: MPI finds that it is gone, and the others wait until then.
+        """
         self._check_thread()
+        if leaves:
+            return False
         now_s = time.monotonic()
         if now_s - self._shrunk_s < _SECOND_DEATH_WITHIN_S:
             time.sleep(_QUIET_S)
@@ -216,6 +221,23 @@ class UlfmCommunicator:
         self._members = tuple(sorted(self._world[place] for place in places))
         self._generation += 1
         self._shrunk_s = time.monotonic()
+        return True
+
+    def join(self, loop: int) -> bool:
+        """Refuse: everybody is here from the beginning.
+
+        Raises:
+            InternalError: always.
+        """
+        msg = f"worker {self.here[0]} cannot join a training loop that it is in, loop {loop}"
+        raise InternalError(msg)
+
+    def newcomers(self, loop: int) -> tuple[int, ...]:
+        """Return nobody: Open MPI cannot grow well."""
+        return ()
+
+    def announce(self, loop: int) -> None:
+        """Do nothing: nobody comes later."""
 
     def failed(self) -> tuple[int, ...]:
         """Return the members that MPI has reported dead to this process."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 
-from holdfast.errors import JobError, PeerFailed
+from holdfast.errors import InternalError, JobError, PeerFailed
 from holdfast.events import LOADING, Progress
 
 
@@ -125,8 +125,8 @@ class VirtualCommunicator:
     def revoke(self) -> None:
         """Do nothing: nobody waits anywhere."""
 
-    def shrink(self) -> None:
-        """Go on with the living.
+    def shrink(self, *, admits: int = -1, leaves: bool = False) -> bool:
+        """Go on with the living; nobody joins or leaves.
 
         Raises:
             JobError: if nobody is left.
@@ -141,6 +141,23 @@ class VirtualCommunicator:
         if not self._members:
             msg = "every worker has died"
             raise JobError(msg)
+        return True
+
+    def join(self, loop: int) -> bool:
+        """Refuse: everybody is here from the beginning.
+
+        Raises:
+            InternalError: always.
+        """
+        msg = f"worker {self.here[0]} cannot join a training loop that it is in, loop {loop}"
+        raise InternalError(msg)
+
+    def newcomers(self, loop: int) -> tuple[int, ...]:
+        """Return nobody."""
+        return ()
+
+    def announce(self, loop: int) -> None:
+        """Do nothing: nobody comes later."""
 
     def failed(self) -> tuple[int, ...]:
         """Return the members that died since the last shrink."""

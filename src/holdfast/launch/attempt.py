@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -96,11 +97,25 @@ class Attempt:
         for rank in ranks:
             for stale in (beacon_path(run_dir, rank), pair_path(run_dir, rank)):
                 stale.unlink(missing_ok=True)
-        self._process = start(_command(job, len(ranks)), _environment(settings, places), places.log_dir / "mpirun.log")
+        self._log = places.log_dir / "mpirun.log"
+        self._env = _environment(settings, places)
+        self._command = _command(job, len(ranks))
+        self._started: list[subprocess.Popen[bytes]] = []
+        if job.settings.fabric == "gloo":
+            for rank in ranks:
+                self.add(rank)
+        else:
+            self._started.append(start(self._command, self._env, self._log))
+
+    def add(self, rank: int) -> None:
+        """Start a worker under the ``gloo`` fabric; later than the others it is a newcomer."""
+        if rank not in self.processes:
+            self.processes = (*self.processes, rank)
+        self._started.append(start(self._command, self._env | {"HOLDFAST_RANK": str(rank)}, self._log))
 
     def is_running(self) -> bool:
-        """Return whether mpirun, or the one process, is there."""
-        return self._process.poll() is None
+        """Return whether anything that was started here, mpirun or workers, is there."""
+        return any(process.poll() is None for process in self._started)
 
     def pair(self, rank: int) -> Pair | None:
         """Return the processes of ``rank``, None if they have not started yet."""
@@ -120,15 +135,17 @@ class Attempt:
         return Beacon.read(beacon_path(self._run_dir, rank))
 
     def wait(self, timeout_s: float) -> None:
-        """Wait until mpirun ends, but no longer than ``timeout_s``."""
-        try:
-            self._process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            return
+        """Wait until all that was started here has ended, but no longer than ``timeout_s``."""
+        ends_s = time.monotonic() + timeout_s
+        for process in self._started:
+            try:
+                process.wait(max(0.0, ends_s - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                return
 
     def end(self) -> None:
         """End whatever still runs."""
-        end(self._process, [pair for rank in self.processes if (pair := self.pair(rank)) is not None])
+        end(self._started, [pair for rank in self.processes if (pair := self.pair(rank)) is not None])
 
 
 class Files:
@@ -170,7 +187,7 @@ class Files:
 
 def _command(job: Job, num_workers: int) -> list[str]:
     worker = [sys.executable, "-m", "holdfast.launch.worker", str(job.script), *job.args]
-    if job.is_virtual:
+    if job.settings.fabric != "ulfm":
         return worker
     return [*mpirun_command(num_workers), *worker]
 

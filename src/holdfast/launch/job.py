@@ -21,6 +21,7 @@ from holdfast.settings import Settings
 
 _MAX_RESTARTS = 3
 _GRACE_S = 30.0
+MAX_RESPAWNS = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +35,7 @@ class Job:
         max_restarts: How often the whole job may be started again.
         stall_timeout_s: After this long in a sum with no sign of life from any worker the job counts as lost.
         grace_s: How long workers may take to finish their step and save when they are asked to stop.
+        max_respawns: How many workers may be started in the place of those that died; 0 starts none.
         mtbf_s: Kill random workers, on average one in so many seconds; 0 kills none.
         log_dir: Where each worker's output goes; None keeps it only until the run is over.
         report_dir: Where the report goes; None writes none.
@@ -43,6 +45,7 @@ class Job:
     args: tuple[str, ...] = ()
     settings: Settings
     max_restarts: int = _MAX_RESTARTS
+    max_respawns: int = 0
     stall_timeout_s: float = 60.0
     mtbf_s: float = 0.0
     grace_s: float = _GRACE_S
@@ -102,7 +105,7 @@ def check(job: Job) -> None:
     for folder, option in ((job.report_dir, "--report"), (job.log_dir, "--log-dir")):
         if folder is not None:
             _check_writable(folder, option)
-    if not job.is_virtual:
+    if settings.fabric == "ulfm":
         find_mpirun()
 
 
@@ -135,6 +138,10 @@ def _local(place: str) -> str:
 def _check_amounts(job: Job) -> None:
     if job.max_restarts < 0:
         _refuse(f"--max-restarts must be at least 0, got {job.max_restarts}")
+    if job.max_respawns and job.settings.fabric != "gloo":
+        _refuse(
+            f"--respawn needs --fabric gloo: the {job.settings.fabric} fabric cannot take in workers while it runs; --spares can wait there"
+        )
     if not job.stall_timeout_s > 0:
         _refuse(f"--stall-timeout must be more than 0 seconds, got {job.stall_timeout_s:g}")
     if not 0 < job.grace_s < math.inf:
@@ -154,7 +161,7 @@ def check_plan(settings: Settings) -> None:
     if settings.faults:
         from holdfast.faults.plan import FaultPlan
 
-        FaultPlan.from_json(settings.faults).check(range(settings.workers))
+        FaultPlan.from_json(settings.faults).check(range(settings.workers + settings.spares))
 
 
 def _check_writable(folder: Path, option: str) -> None:
@@ -195,6 +202,7 @@ def _refuse(message: str) -> NoReturn:
 
 _OPTIONS = (
     ("--fabric", "fabric"),
+    ("--spares", "spares"),
     ("--strategy", "strategy"),
     ("--order", "order"),
     ("--split", "split"),
@@ -227,6 +235,8 @@ def command_line(job: Job, *, faults: Sequence[str] = ()) -> str:
     words += ["--checkpoint-every", "auto"] if settings.checkpoint_auto else []
     words += ["--resume"] if settings.resume else []
     words += ["--max-restarts", str(job.max_restarts)] if job.max_restarts != _MAX_RESTARTS else []
+    words += ["--respawn"] if job.max_respawns else []
+    words += ["--max-respawns", str(job.max_respawns)] if job.max_respawns not in (0, MAX_RESPAWNS) else []
     words += ["--grace", f"{job.grace_s:g}"] if job.grace_s != _GRACE_S else []
     words += ["--mtbf", f"{job.mtbf_s:g}"] if job.mtbf_s else []
     words += ["--report", str(job.report_dir)] if job.report_dir is not None else []

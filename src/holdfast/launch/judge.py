@@ -75,6 +75,8 @@ class _Start:
     processes: tuple[int, ...]
     begun: set[int] = field(default_factory=set)
     lost: set[int] = field(default_factory=set)
+    left: set[int] = field(default_factory=set)
+    waiting: set[int] = field(default_factory=set)
     ended: dict[int, WorkerEnded] = field(default_factory=dict)
     finished: dict[int, Finished] = field(default_factory=dict)
     failed: list[ScriptFailed] = field(default_factory=list)
@@ -109,6 +111,16 @@ class Judge:
         self._highest = max(self._highest, *ranks)
         self._closed = False
 
+    def wait_for(self, rank: int) -> None:
+        """Hear that a newcomer is started; how it ends matters once the others have let it in."""
+        self._start.waiting.add(rank)
+        self._highest = max(self._highest, rank)
+
+    @property
+    def highest(self) -> int:
+        """The highest number that a worker was given."""
+        return self._highest
+
     def close(self) -> None:
         """Hear that the launcher ends what is left: deaths from now on are its own."""
         self._closed = True
@@ -128,11 +140,20 @@ class Judge:
 
     def _hear_of_start(self, record: Record, position: Position | None) -> None:
         start = self._start
+        if isinstance(record, Recovered):
+            start.waiting.difference_update(record.joined)
+        if record.rank in start.waiting:
+            return
         match record:
             case RunStarted():
                 start.begun.add(record.rank)
             case Recovered():
                 start.lost.update(record.lost)
+                start.ranks = tuple(sorted({*start.ranks, *record.joined}))
+                if not self._virtual:
+                    start.processes = tuple(sorted({*start.processes, *record.joined}))
+            case Finished(outcome="left"):
+                start.left.add(record.rank)
             case Finished():
                 start.finished[record.rank] = record
             case ScriptFailed():
@@ -200,7 +221,12 @@ class Judge:
             if end.exit_code > 0 and rank not in excused:
                 message = f"{self._script} ended with exit code {end.exit_code}"
                 return Broken(f"{self._where(rank, end.step)}{message}", rank=rank, step=end.step)
-            if end.exit_code == 0 and rank not in start.finished and not (self._virtual and start.finished):
+            if (
+                end.exit_code == 0
+                and rank not in start.finished
+                and rank not in start.left
+                and not (self._virtual and start.finished)
+            ):
                 return self._left_early(rank, end)
         return None
 

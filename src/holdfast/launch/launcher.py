@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import secrets
 import signal
 import threading
 import time
@@ -22,10 +23,12 @@ from holdfast.events import (
 )
 from holdfast.faults.plan import FaultPlan, mtbf_schedule
 from holdfast.launch.attempt import Attempt, Files, Places
+from holdfast.launch.births import Births
 from holdfast.launch.job import Job, Outcome, check, resume_command
-from holdfast.launch.judge import Broken, Completed, Judge, Lost, Verdict
+from holdfast.launch.judge import Broken, Completed, Judge, Lost, Verdict, cause_of_death
 from holdfast.launch.live import NoView, Status, Story, View
-from holdfast.records import FileRecorder, read_run, records_path
+from holdfast.membership import Hub, HubStore
+from holdfast.records import FileRecorder, read_run, records_path, stop_path
 from holdfast.report.history import is_distributed
 from holdfast.settings import Settings
 
@@ -65,6 +68,10 @@ class Launcher:
         self._judge = Judge(job.script.name, virtual=job.is_virtual, stall_timeout_s=job.stall_timeout_s)
         self._plan = FaultPlan.from_json(job.settings.faults) if job.settings.faults else FaultPlan()
         self._attempt: Attempt | None = None
+        self._hub: Hub | None = None
+        self._store: HubStore | None = None
+        self._births = Births(job.max_respawns, 0)
+        self._token = job.settings.token or secrets.token_hex(16)
         self._restarts = 0
         self._signals = 0
         self._stop_at_once = False
@@ -83,6 +90,8 @@ class Launcher:
         self._places = places = Places.make(job.log_dir or report_logs)
         self._recorder = FileRecorder(records_path(places.run_dir, "launcher"))
         self._files = Files(places)
+        if job.settings.fabric == "gloo":
+            self._hub = Hub(self._token)
         self._handlers = self._take_signals()
         return self
 
@@ -91,6 +100,10 @@ class Launcher:
     ) -> None:
         if self._attempt is not None:
             self._attempt.end()
+        if self._store is not None:
+            self._store.close()
+        if self._hub is not None:
+            self._hub.close()
         self._view.close()
         self._files.close()
         for number, handler in self._handlers.items():
@@ -99,7 +112,7 @@ class Launcher:
 
     def run(self) -> Outcome:
         """Start the job, as often as it takes and is allowed, and return how it ended."""
-        ranks = tuple(range(self._job.settings.workers))
+        ranks = tuple(range(self._job.settings.workers + self._job.settings.spares))
         while True:
             verdict: Verdict | None = self._run_once(ranks)
             if isinstance(verdict, Lost):
@@ -112,8 +125,10 @@ class Launcher:
 
     def _run_once(self, ranks: tuple[int, ...]) -> Verdict:
         self._judge.begin(ranks)
+        self._births.begin_again(self._judge.highest + 1)
         processes = ranks[:1] if self._job.is_virtual else ranks
         self._files.follow(ranks, processes)
+        self._open_store()
         settings = self._settings(ranks)
         self._attempt = attempt = Attempt(self._job, settings, ranks, self._places)
         verdict = None
@@ -122,6 +137,7 @@ class Launcher:
             self._read()
             self._answer_signals(attempt)
             self._look(attempt)
+            self._start_newcomers(attempt)
             verdict = self._timed_out() or self._judge.verdict(self._clock.now_s(), running=running)
             if verdict is None and not self._inject(attempt):
                 time.sleep(POLL_S)
@@ -139,8 +155,11 @@ class Launcher:
         fired = self._judge.fired & set(range(len(self._plan.faults)))
         return dataclasses.replace(
             given,
-            workers=len(ranks),
-            ranks=",".join(map(str, ranks)) if again else "",
+            workers=min(given.workers, len(ranks)),
+            spares=max(0, len(ranks) - given.workers),
+            ranks=",".join(map(str, ranks)) if again or self._hub is not None else "",
+            store="" if self._hub is None else f"holdfast://{self._hub.address}/{self._restarts}",
+            token=self._token,
             slices=self._slices(),
             resume=given.resume or goes_on,
             mtbf_s=self._mtbf_s(),
@@ -148,6 +167,19 @@ class Launcher:
             run_dir=str(self._places.run_dir),
             origin_s=self._origin_s,
         )
+
+    def _start_newcomers(self, attempt: Attempt) -> None:
+        for rank in self._births.due(self._clock.now_s()) if not self._signals else ():
+            self._files.follow([rank], [rank])
+            self._judge.wait_for(rank)
+            attempt.add(rank)
+
+    def _open_store(self) -> None:
+        """Begin a new book of members: a job that is started again has nothing to do with the one before."""
+        if self._hub is not None:
+            if self._store is not None:
+                self._store.close()
+            self._store = HubStore(self._hub.address, self._token, str(self._restarts))
 
     def _began(self) -> list[RunStarted]:
         return [record for record in read_run(self._places.run_dir) if isinstance(record, RunStarted)]
@@ -212,6 +244,10 @@ class Launcher:
         position = None
         if isinstance(record, WorkerEnded) and self._attempt is not None:
             position = self._attempt.position(record.rank)
+            if record.exit_code and self._store is not None:
+                self._store.put(f"dead/{record.rank}", cause_of_death(record.exit_code))
+            if record.exit_code:
+                self._births.died(self._clock.now_s())
         self._judge.hear(record, position)
         match record:
             case RunStarted():
@@ -266,6 +302,7 @@ class Launcher:
         self._stop_by_s = self._clock.now_s() + self._job.grace_s
         what = "the ranks are sent a SIGTERM" if self._distributed else "the workers finish their step and save"
         self._view.say(f"stopping: {what}, within {self._job.grace_s:g} s (Ctrl-C to stop at once)")
+        stop_path(self._places.run_dir).touch()
         for rank in self._judge.living():
             attempt.send(rank, signal.SIGTERM)
 

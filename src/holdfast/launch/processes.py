@@ -141,15 +141,17 @@ def _preparation(parent: int) -> Callable[[], None]:
     return lambda: die_with_parent(signal.SIGTERM, parent)
 
 
-def end(process: subprocess.Popen[bytes], pairs: Sequence[Pair]) -> None:
+def end(processes: Sequence[subprocess.Popen[bytes]], pairs: Sequence[Pair]) -> None:
     """End what :func:`start` started and all workers below it; nothing of it runs when this returns."""
     for pair in pairs:  # the watchers first, so that none of them tells of a death that we caused
         pair.watcher.send(signal.SIGKILL)
         pair.worker.send(signal.SIGKILL)
-    if process.poll() is None:
-        process.terminate()
+    for process in processes:
+        if process.poll() is None:
+            process.terminate()
+    for process in processes:
         try:
             process.wait(_GRACE_S)
         except subprocess.TimeoutExpired:
             process.kill()
-    process.wait()
+        process.wait()

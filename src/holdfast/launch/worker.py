@@ -79,6 +79,8 @@ def _who() -> tuple[Settings, int]:
         settings = Settings.from_env()
     except ConfigError:  # the worker says so; the watcher need not
         settings = Settings()
+    if settings.rank >= 0:
+        return settings, settings.rank
     index = mpi_rank()
     return settings, int(settings.ranks.split(",")[index]) if settings.ranks else index
 
@@ -170,8 +172,10 @@ def _redirect_output(rank: int) -> None:
 
 def _set_torchrun_variables(settings: Settings) -> None:
     """Set what scripts made for torchrun look for; RANK counts this start's workers from 0 without gaps."""
-    size = os.environ.get("OMPI_COMM_WORLD_SIZE", "1")
-    rank = str(mpi_rank())
+    size, rank = os.environ.get("OMPI_COMM_WORLD_SIZE", "1"), str(mpi_rank())
+    if settings.rank >= 0:
+        ranks = [int(rank) for rank in settings.ranks.split(",")]
+        size, rank = str(len(ranks)), str(ranks.index(settings.rank) if settings.rank in ranks else settings.rank)
     os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=size, LOCAL_WORLD_SIZE=size)
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     os.environ.setdefault("MASTER_PORT", "29500")

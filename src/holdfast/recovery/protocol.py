@@ -12,6 +12,10 @@ When a sum fails::
     R4  agree(1)              from here all know the same, and all know that all know
     R5  the strategy decides; its orders are carried out
 
+When somebody waits to join, or wants to leave, all hear it in a closing sum and meet before the next step: agree(0), and
+on with R2, whose shrink admits newcomers, and leaves out who leaves. Those that are no newcomers are then all between the same two steps, so there is nothing to
+decide: they give their state to the newcomers, agree(1), and only then the newcomers count.
+
 and at the end the gate: agree(1), publish, agree(1), leave. Nobody may leave on anything weaker, because a
 survivor that must recover would wait for those who left.
 """
@@ -19,12 +23,15 @@ survivor that must recover would wait for those who left.
 from __future__ import annotations
 
 import enum
+from collections.abc import Collection
 
 from holdfast.errors import InternalError
 from holdfast.events import (
+    JOINING,
     LOADING,
     ActDone,
     Action,
+    Admitted,
     Agree,
     Agreed,
     ApplyStep,
@@ -39,8 +46,11 @@ from holdfast.events import (
     Event,
     HandedOver,
     HandOver,
+    Install,
     Leave,
     LoadCheckpoint,
+    MembersChange,
+    Parted,
     PeerLost,
     Progress,
     ProgressKnown,
@@ -56,6 +66,7 @@ from holdfast.events import (
     StepApplied,
     StepClosed,
     SumBucket,
+    Welcome,
 )
 from holdfast.recovery.strategy import Strategy
 
@@ -75,6 +86,7 @@ class State(enum.Enum):
     SHARE = enum.auto()
     CONFIRM = enum.auto()
     ACT = enum.auto()
+    WELCOMED = enum.auto()
     GATE = enum.auto()
     LAST_GATE = enum.auto()
     LEFT = enum.auto()
@@ -139,6 +151,11 @@ class Protocol:
             case State.NEW, Started():
                 self._state, self._orders = State.ACT, (LoadCheckpoint(),)
                 return self._next_order()
+            case State.NEW, Admitted():
+                self._completed = JOINING
+                return self._enter(State.FENCE, Agree(flag=True))
+            case State.COMPUTE, MembersChange():
+                return self._enter(State.HEARD, Agree(flag=False))  # a peer may be recovering, and meets us there
             case State.COMPUTE, Computed():
                 self._computed = True
                 return self._sum_next()
@@ -155,8 +172,13 @@ class Protocol:
                 return self._enter(State.HEARD, Agree(flag=False))
             case State.HEARD, Agreed():
                 return self._enter(State.SHRINK, Shrink())
-            case ((State.FENCE | State.CONFIRM | State.GATE | State.LAST_GATE), Agreed(value=False)):
+            case (
+                (State.FENCE | State.CONFIRM | State.WELCOMED | State.GATE | State.LAST_GATE),
+                Agreed(value=False),
+            ):
                 return self._enter(State.SHRINK, Shrink())  # the agreement told everybody: no need to revoke
+            case State.SHRINK, Parted():
+                return self._enter(State.LEFT, Leave())
             case State.SHRINK, Shrunk():
                 return self._enter(State.FENCE, Agree(flag=True))
             case State.FENCE, Agreed():
@@ -166,6 +188,9 @@ class Protocol:
                 return self._enter(State.CONFIRM, Agree(flag=True))
             case State.CONFIRM, Agreed():
                 return self._decide()
+            case State.WELCOMED, Agreed():
+                self._state = State.ACT
+                return self._next_order()
             case State.ACT, _:
                 return self._after_act(event)
             case State.GATE, Agreed():
@@ -218,10 +243,27 @@ class Protocol:
 
     def _decide(self) -> list[Action]:
         assert self._known is not None
-        self._orders = tuple(self._strategy.handle(self._known))
+        newcomers = tuple(sorted(r for r, p in self._known.progress.items() if p.completed == JOINING))
+        if newcomers:
+            step = self._common_step(newcomers)
+            self._orders = (Welcome(step, newcomers), Agree(flag=True), Install(step))
+        else:
+            self._orders = tuple(self._strategy.handle(self._known))
         self._known = None
         self._state = State.ACT
         return self._next_order()
+
+    def _common_step(self, newcomers: Collection[int]) -> int:
+        """Return the step before which all are that are no newcomers.
+
+        They admitted the newcomers only because all had closed the step before, and began no other since.
+        """
+        assert self._known is not None
+        others = {p.completed for r, p in self._known.progress.items() if r not in newcomers}
+        if len(others) != 1 or min(others) < 0 or min(others) % self._sums:
+            msg = f"newcomers {sorted(newcomers)} were admitted by workers that were not all between the same steps: {self._known}"
+            raise InternalError(msg)
+        return min(others) // self._sums
 
     def _next_order(self) -> list[Action]:
         while self._orders:
@@ -241,7 +283,12 @@ class Protocol:
                 case SaveAndStop():
                     self._stopping = True
                     return [order]
-                case HandOver():
+                case HandOver() | Welcome():
+                    return [order]
+                case Agree():
+                    return self._enter(State.WELCOMED, order)
+                case Install(step=step):
+                    self._completed, self._computed = step * self._sums, False
                     return [order]
                 case ContinueStep():
                     return self._sum_next()

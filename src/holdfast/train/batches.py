@@ -73,7 +73,7 @@ class Plan:
         shuffle: Otherwise samples come in the order of the dataset.
         drop_last: Leave out the short mini-batch at the end of an epoch.
         slices: Pieces of a mini-batch, fixed for the job.
-        world: The workers that the job was started with.
+        world: The workers that the job was started with, without its spares.
         split: ``"slices"`` or ``"even"``, see :class:`holdfast.settings.Settings`.
         batch: ``"global"`` or ``"local"``.
     """
@@ -145,16 +145,24 @@ class Batches:
         )
 
     def _distribute(self, members: Sequence[int]) -> tuple[int, list[int]]:
-        """Return the number of pieces and who holds each: contiguous runs of slices, as even as can be."""
+        """Return the number of pieces and who holds each: contiguous runs of slices, as even as can be.
+
+        The lowest share the work; spares have higher numbers, and come in when somebody below them has died.
+        """
         plan = self._plan
-        if len(members) < len(plan.world):
+        active = list(members[: len(plan.world)])
+        if len(active) < len(plan.world):
             if plan.batch == "local":
-                everybody = _runs(plan.slices, plan.world)
-                kept = [rank for rank in everybody if rank in members]
-                return (len(kept), kept) if kept else (len(members), list(members))
+                kept = [rank for rank in _runs(plan.slices, self._seats(active)) if rank >= 0]
+                return (len(kept), kept) if kept else (len(active), active)
             if plan.split == "even":
-                return len(members), list(members)
-        return plan.slices, _runs(plan.slices, members)
+                return len(active), active
+        return plan.slices, _runs(plan.slices, active)
+
+    def _seats(self, active: Sequence[int]) -> list[int]:
+        """Return who sits where the workers of the first world sat, -1 where nobody does."""
+        spares = iter([rank for rank in active if rank not in self._plan.world])
+        return [rank if rank in active else next(spares, -1) for rank in self._plan.world]
 
     def _order_of(self, epoch: int) -> Ids:
         if epoch != self._epoch:

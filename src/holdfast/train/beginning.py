@@ -20,6 +20,7 @@ from holdfast.train.replica import Replica
 from holdfast.train.scribe import Scribe
 from holdfast.train.seeds import generator_states, set_generator_states
 from holdfast.train.state import clone, model_sha256, model_tensors
+from holdfast.train.welcome import give_state, take_state
 from holdfast.train.world import World
 
 
@@ -39,6 +40,7 @@ class Beginning:
         self._place = place
         self._scribe = scribe
         self._initial: dict[str, Any] | None = None
+        self._given: tuple[Any, dict[str, Any]] | None = None
         self.belongs_to_later_loop = False
 
     def load(self, *, trained: bool) -> None:
@@ -72,13 +74,20 @@ class Beginning:
         if self.belongs_to_later_loop:
             return  # the checkpoint that was loaded holds more than this loop knows
         self._scribe.mark("checkpoint")
-        state = {
+        comm = world.comm
+        world.keeper.begin(world.step, self._state(), self._info(), comm.processes, comm.here, comm.generation)
+
+    def _state(self) -> dict[str, Any]:
+        return {
             "replica": self._replica.state_dict(),
             "ledger": self._place.state_dict(),
-            "metrics": world.metrics,
+            "metrics": self._world.metrics,
             "generators": generator_states(),
         }
-        info = {
+
+    def _info(self) -> dict[str, Any]:
+        world = self._world
+        return {
             **self._place.info(),
             "loop": world.loop,
             "first_step_of_loop": world.first_step_of_loop,
@@ -86,8 +95,30 @@ class Beginning:
             "workers": len(world.comm.members),
             "totals": dataclasses.asdict(world.totals),
         }
-        comm = world.comm
-        world.keeper.begin(world.step, state, info, comm.processes, comm.here, comm.generation)
+
+    def welcome(self, newcomers: tuple[int, ...]) -> None:
+        """Give the state to newcomers, or take it and keep it aside.
+
+        Raises:
+            PeerFailed: if somebody died meanwhile.
+        """
+        world = self._world
+        if world.comm.here[0] in newcomers:
+            self._given = take_state(world.comm, newcomers)
+            return
+        extra = {"step": world.step, "keeper": world.keeper.state()}
+        give_state(world.comm, newcomers, self._state(), self._info() | extra)
+
+    def install(self) -> None:
+        """Go on from the state that was given to this worker, if one was."""
+        if self._given is None:
+            return
+        state, info = self._given
+        self._given = None
+        if self._world.settings.strategy == "restart":
+            self._initial = clone(self._replica.state_dict())
+        self._restore(Loaded(step=info["step"], state=state, info=info, generation=self._world.comm.generation))
+        self._world.keeper.take_over(info["keeper"])
 
     def _find(self, *, trained: bool) -> int:
         """Return the newest step that this loop can go on from, -1 for none."""

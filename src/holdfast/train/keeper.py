@@ -120,6 +120,17 @@ class Keeper:
         if fallback:
             self._open(f"{DEFAULT_DIR}-{fallback}")
 
+    def state(self) -> dict[str, Any]:
+        """Return what a newcomer must know; plain JSON."""
+        return {"token": self._token, "url": self.url, "begun": self._begun[0]}
+
+    def take_over(self, state: dict[str, Any]) -> None:
+        """Be as far as the others, as a newcomer."""
+        if state["url"] != self.url:
+            self._open(state["url"])
+        # What was begun is begun again for want of this worker, by all alike.
+        self._token, self._begun = state["token"], (state["begun"], -1)
+
     def note_alive(self, members: Collection[int]) -> None:
         """Hear who is left: nobody waits for the parts of the dead."""
         self._alive = frozenset(members)

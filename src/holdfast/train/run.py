@@ -15,6 +15,7 @@ from holdfast.errors import CheckpointError, InternalError, PeerFailed, Replicas
 from holdfast.events import (
     ActDone,
     Action,
+    Admitted,
     Agree,
     Agreed,
     ApplyStep,
@@ -27,8 +28,11 @@ from holdfast.events import (
     Event,
     HandedOver,
     HandOver,
+    Install,
     Leave,
     LoadCheckpoint,
+    MembersChange,
+    Parted,
     PeerLost,
     ProgressKnown,
     Publish,
@@ -43,6 +47,7 @@ from holdfast.events import (
     StepApplied,
     StepClosed,
     SumBucket,
+    Welcome,
 )
 from holdfast.recovery import Protocol, make_strategy
 from holdfast.recovery.protocol import State
@@ -56,7 +61,7 @@ from holdfast.train.scribe import Scribe
 from holdfast.train.seeds import seed_slice
 from holdfast.train.state import RotatingDigest, model_sha256, state_sha256
 from holdfast.train.step import Step
-from holdfast.train.world import LEAVE, SAVE, STOP, World
+from holdfast.train.world import CHANGE, LEAVE, SAVE, STOP, World
 
 
 @dataclass(slots=True)
@@ -66,6 +71,7 @@ class _Recovery:
     before: tuple[int, ...]
     decision: str = "continue"
     redone_steps: int = 0
+    held_since_s: float = 0.0
 
 
 class Run:
@@ -77,9 +83,12 @@ class Run:
         plan: Which samples belong to which step.
         dataset: Anything with ``len`` and ``[]``.
         collate: Makes a mini-batch of a list of samples; None takes torch's.
+        is_newcomer: The others have begun without this worker.
     """
 
-    def __init__(self, world: World, replica: Replica, plan: Plan, dataset: Any, collate: Any) -> None:
+    def __init__(
+        self, world: World, replica: Replica, plan: Plan, dataset: Any, collate: Any, *, is_newcomer: bool = False
+    ) -> None:
         self._world = world
         self._replica = replica
         self._dataset = dataset
@@ -100,6 +109,7 @@ class Run:
         self._save_due = False  # since a step was closed until the next one is stable
         self._announced = False
         self._recovery: _Recovery | None = None
+        self._is_newcomer = is_newcomer
 
     def _get_sum(self) -> OrderedSum:
         """Return the sum that the world keeps, with its memory, from one training loop to the next."""
@@ -118,12 +128,17 @@ class Run:
 
     def drive(self) -> Iterator[Step]:
         """Yield steps to the script until the protocol says that this worker may leave."""
-        event: Event = Started()
+        event: Event = Admitted() if self._is_newcomer else Started()
+        if not self._is_newcomer:
+            self._world.comm.announce(self._world.loop)
         while True:
             for order in self._protocol.handle(event):
                 match order:
                     case Publish(step=step):
                         self._publish(step)
+                    case ComputeStep() if self._heard & CHANGE:
+                        self._meet()
+                        event = MembersChange()
                     case ComputeStep(step=step):
                         batch = self._next_batch(step)
                         if batch is None:
@@ -168,7 +183,12 @@ class Run:
                     self._see_failure()
                 return Agreed(value)
             case Shrink():
-                comm.shrink()
+                changes, self._heard = self._heard & CHANGE, self._heard & ~CHANGE
+                parts = bool(changes) and self._world.parts
+                if not comm.shrink(admits=self._world.loop if changes else -1, leaves=parts):
+                    self._outcome = "left"
+                    return Parted()
+                comm.announce(self._world.loop)
                 self._world.keeper.note_alive(comm.members)
                 for rank in comm.here:
                     self._world.faults.reach("recovery", self._world.step, rank)
@@ -176,7 +196,7 @@ class Run:
             case ShareProgress(progress=progress):
                 known = comm.share_progress(dataclasses.replace(progress, flags=self._heard | SAVE * self._save_due))
                 for other in known.values():
-                    self._heard |= other.flags & ~SAVE
+                    self._heard |= other.flags & ~(SAVE | CHANGE)
                     self._save_due |= bool(other.flags & SAVE)
                 return ProgressKnown(known, len(self._replica.buckets))
             case DiscardStep():
@@ -184,6 +204,12 @@ class Run:
             case HandOver(bucket=bucket, source=source):
                 self._hand_over(bucket, source)
                 return HandedOver(order.step, bucket)
+            case Welcome(newcomers=newcomers):
+                self._beginning.welcome(newcomers)
+                return ActDone()
+            case Install():
+                self._beginning.install()
+                return ActDone()
             case LoadCheckpoint():
                 return CheckpointLoaded(self._load())
             case SaveAndStop():
@@ -283,15 +309,18 @@ class Run:
         self._reach_in_sum(step, len(self._replica.buckets))
         digest = self._digest.of_step(step)
         asked = self._world.asked  # a maximum of flags is not all of them: each is sent by itself
-        sent = (digest, ~digest, step, ~step, asked & STOP, asked & LEAVE, *self._wants_to_save())
-        high, low, last, first, stop, leave, *saves = self._sum.maximum(sent)
+        parts = int(self._world.parts)
+        changes = CHANGE * bool(parts or self._world.comm.newcomers(self._world.loop))
+        flags = (asked & STOP, asked & LEAVE, changes, 1 - parts)
+        sent = (digest, ~digest, step, ~step, *flags, *self._wants_to_save())
+        high, low, last, first, stop, leave, changes, stays, *saves = self._sum.maximum(sent)
         if last != ~first:
             msg = f"workers closed different steps, {~first} and {last}"
             raise InternalError(msg)
         if high != ~low:
             msg = f"the replicas differ before step {step}: a worker computed wrong bits, or its weights were changed by hand"
             raise ReplicasDiffer(msg)
-        self._heard |= stop | leave
+        self._heard |= stop | leave | (changes if stays else LEAVE)  # where all would leave, nobody goes on: all stop
         self._save_due = any(saves)
 
     def _wants_to_save(self) -> tuple[int, ...]:
@@ -322,6 +351,13 @@ class Run:
 
     # -- recovery
 
+    def _meet(self) -> None:
+        """Remember that nothing failed: all meet because members change."""
+        if self._recovery is None:
+            world = self._world
+            self._recovery = _Recovery(world.comm.members, "grow", held_since_s=world.clock.now_s())
+            self._scribe.mark("recovery")
+
     def _see_failure(self) -> None:
         if self._recovery is None:
             self._recovery = _Recovery(before=self._world.comm.members)
@@ -329,7 +365,7 @@ class Run:
             self._scribe.mark("recovery")
 
     def _discard(self) -> Event:
-        if self._recovery is not None and self._recovery.decision == "continue":
+        if self._recovery is not None and self._recovery.decision in ("continue", "grow"):
             self._recovery.decision = "redo"
             self._recovery.redone_steps = int(self._batch is not None)
         if self._batch is not None:
@@ -359,8 +395,10 @@ class Run:
         """Write down what was decided, once training goes on."""
         recovery, self._recovery = self._recovery, None
         if recovery is not None:
-            self._world.keeper.note_failure()
-            self._scribe.recovered(recovery.before, recovery.decision, recovery.redone_steps)
+            if recovery.decision != "grow":
+                self._world.keeper.note_failure()
+            held_s = self._world.clock.now_s() - recovery.held_since_s if recovery.held_since_s else 0.0
+            self._scribe.recovered(recovery.before, recovery.decision, recovery.redone_steps, held_s)
 
     # -- the beginning, checkpoints
 
@@ -423,6 +461,9 @@ class Run:
         )
         self._scribe.mark("script")
         world.asked &= ~STOP
+        if self._outcome == "left":
+            self._scribe.say(f"left before step {world.step}, as it was told to; the others go on")
+            raise SystemExit(0)
         if self._outcome == "gave-up":
             alive, least = len(world.comm.members), world.settings.min_workers
             msg = f"{alive} of at least {least} workers are left; the state before step {world.step} is in {world.keeper.url}"

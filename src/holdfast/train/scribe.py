@@ -48,7 +48,7 @@ class Scribe:
                 t_s=world.clock.now_s(),
                 rank=world.comm.here[0],
                 step=world.step,
-                fabric="virtual" if isinstance(world.comm, VirtualCommunicator) else "ulfm",
+                fabric=world.settings.fabric or ("virtual" if isinstance(world.comm, VirtualCommunicator) else "ulfm"),
                 strategy=settings.strategy,
                 seed=plan.seed,
                 workers=len(world.comm.members),
@@ -98,10 +98,11 @@ class Scribe:
         rank = next((rank for rank in world.comm.here if rank not in dead), world.comm.here[0])
         world.recorder.write(FailureSeen(t_s=world.clock.now_s(), rank=rank, step=world.step, phase=self._phase))
 
-    def recovered(self, before: Sequence[int], decision: str, redone_steps: int) -> None:
-        """The survivors go on."""
+    def recovered(self, before: Sequence[int], decision: str, redone_steps: int, held_s: float = 0.0) -> None:
+        """The survivors go on, with newcomers if there are any."""
         world, members = self._world, self._world.comm.members
         lost = tuple(r for r in before if r not in members)
+        joined = tuple(r for r in members if before and r not in before)
         self._write_last_step()  # the one who should have may have died just before
         for rank in world.comm.here:
             world.recorder.write(
@@ -114,6 +115,8 @@ class Scribe:
                     decision=decision,
                     redone_steps=redone_steps,
                     generation=world.comm.generation,
+                    joined=joined,
+                    held_s=held_s,
                 )
             )
         self.say(f"lost {list(lost)} at step {world.step}; {len(members)} workers go on ({decision})")

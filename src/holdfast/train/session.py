@@ -18,7 +18,7 @@ from holdfast.errors import ConfigError, ScriptError
 from holdfast.events import FaultFired
 from holdfast.faults.plan import Fault, FaultPlan
 from holdfast.faults.process import Injector, NoFaults, PlannedFaults
-from holdfast.records import Beacon, FileRecorder, NoBeacon, NoRecorder, beacon_path, records_path
+from holdfast.records import Beacon, FileRecorder, NoBeacon, NoRecorder, beacon_path, records_path, stop_path
 from holdfast.settings import Settings
 from holdfast.train import exits
 from holdfast.train.batches import Plan
@@ -151,9 +151,13 @@ class Session:
         if world.loaded is not None and world.loop < world.loaded.info["loop"]:
             world.loop, world.epoch = world.loop + 1, world.epoch + plan.epochs
             return
+        is_newcomer = not world.comm.members
+        if is_newcomer and not world.comm.join(world.loop):
+            world.loop, world.epoch = world.loop + 1, world.epoch + plan.epochs
+            return
         self._training = True
         world.first_step_of_loop = world.step
-        run = Run(world, self._replica, plan, dataset, collate)
+        run = Run(world, self._replica, plan, dataset, collate, is_newcomer=is_newcomer)
         with _sigterm(lambda: self._ask_to_leave(world)):
             yield from run.drive()
         world.totals = run.account()
@@ -219,7 +223,14 @@ class Session:
         if self._world is not None:
             return self._world
         settings = self._settings
-        comm = self._given_comm or connect(settings.fabric, settings.workers, settings.ranks)
+        comm = self._given_comm or connect(
+            settings.fabric,
+            settings.workers + settings.spares,
+            settings.ranks,
+            rank=settings.rank,
+            store=settings.store,
+            token=settings.token,
+        )
         rank, run_dir = comm.here[0], Path(settings.run_dir)
         self._world = world = World(
             settings=settings,
@@ -229,12 +240,12 @@ class Session:
             beacon=Beacon(beacon_path(run_dir, rank)) if settings.run_dir else NoBeacon(),
             faults=NoFaults(),
             keeper=Keeper(settings, background=not isinstance(comm, VirtualCommunicator)),
-            first_members=comm.members,
-            slices=settings.slices or len(comm.members),
+            first_members=comm.members or tuple(int(rank) for rank in settings.ranks.split(",")),
+            slices=settings.slices or len(comm.members) - settings.spares,
         )
         real = not isinstance(comm, VirtualCommunicator)
         if real and any(p.device.type != "cpu" for p in self._replica.model.parameters()):
-            msg = "the ulfm fabric sums tensors in the memory of the CPU; the model is on another device: move it to 'cpu'"
+            msg = "workers sum tensors in the memory of the CPU; the model is on another device: move it to 'cpu'"
             raise ConfigError(msg)
         if real and not settings.run_dir:
             exits.end_job_on_errors(self.check_finished)
@@ -279,7 +290,7 @@ class Session:
             shuffle=shuffle,
             drop_last=drop_last,
             slices=world.slices,
-            world=world.first_members,
+            world=world.first_members[: len(world.first_members) - settings.spares],
             split=settings.split,
             batch=settings.batch,
         )
@@ -294,7 +305,16 @@ class Session:
                 raise ConfigError(msg)
 
     def _ask_to_leave(self, world: World) -> None:
-        world.asked |= LEAVE
+        """Answer a SIGTERM: all stop if the launcher says so, or there is none; else this worker leaves the others."""
+        settings = world.settings
+        if (
+            settings.run_dir
+            and not isinstance(world.comm, VirtualCommunicator)
+            and not stop_path(Path(settings.run_dir)).exists()
+        ):
+            world.parts = True
+        else:
+            world.asked |= LEAVE
 
 
 def at_exit() -> None:

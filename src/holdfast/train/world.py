@@ -18,6 +18,8 @@ STOP = 1
 """Flag in the closing sum: a script asked to stop after this step."""
 LEAVE = 2
 """Flag in the closing sum: a worker was told to leave (SIGTERM)."""
+CHANGE = 8
+"""Flag in the closing sum: somebody waits to join, or was told to leave the others (SIGTERM)."""
 SAVE = 4
 """Flag among survivors: the lead wanted a checkpoint after the last step that was closed."""
 
@@ -39,6 +41,7 @@ class World:
         epoch: Epochs begun by earlier loops.
         loop: Number of training loops before this one.
         asked: Flags that this worker wants in the next closing sum.
+        parts: This worker was told to leave the others.
         metrics: Of the last committed step.
         slices: Pieces of a mini-batch, fixed for the job.
         first_step_of_loop: Steps committed before this loop.
@@ -61,6 +64,7 @@ class World:
     epoch: int = 0
     loop: int = 0
     asked: int = 0
+    parts: bool = False
     metrics: dict[str, float] = field(default_factory=dict)
     first_step_of_loop: int = 0
     loaded: Loaded | None = None

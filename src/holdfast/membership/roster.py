@@ -1,0 +1,199 @@
+"""Agreements among the living, made of a store.
+
+In every act of a generation each member casts a vote, and waits. When everybody has voted who is not known to be dead,
+whoever sees it tries to be the first to write the decision down. Only what is written there counts, so it is the same
+for all, even if they knew of different deaths.
+
+===========================  =================================================
+``g/G/members``              JSON list: who belongs to generation G
+``g/G/revoked``              by whom, if it is
+``g/G/act/N/RANK``           the vote of a member in the N-th act
+``g/G/act/N/decision``       what was decided, unless the act made generation G + 1
+``dead/RANK``                why; written by the launcher of its node
+``join/RANK``                JSON: a newcomer waits to be admitted
+===========================  =================================================
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from holdfast.errors import InternalError, PeerFailed, VotedOut
+from holdfast.membership.store import Store
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Vote:
+    """What a member says in an act.
+
+    Args:
+        act: ``"agree"`` or ``"shrink"``.
+        flag: For an agreement.
+        admits: For a shrink: newcomers to this training loop may come in; -1 admits none.
+        leaves: For a shrink: the member does not want to be in the next generation.
+    """
+
+    act: str
+    flag: bool = True
+    admits: int = -1
+    leaves: bool = False
+
+
+class Roster:
+    """One member's part in the agreements of a job.
+
+    Args:
+        store: Where they are made.
+        rank: Who it is.
+        world: Whom the job starts with, the same for all; None for a newcomer, who is in no generation before :meth:`join`.
+    """
+
+    def __init__(self, store: Store, rank: int, world: Sequence[int] | None) -> None:
+        self.store = store
+        self.rank = rank
+        self.generation = 0
+        self.members: tuple[int, ...] = ()
+        self._act = 0
+        self._seen = -1
+        if world is not None:
+            store.create("g/0/members", json.dumps(sorted(world)))
+            self._enter(0)
+
+    def agree(self, flag: bool) -> bool:
+        """Return the AND of everybody's flags; False too if a member is dead. Uniform.
+
+        Raises:
+            StoreLost: if the store is.
+        """
+        return bool(self._decide(Vote(act="agree", flag=flag), self._next_act() + "decision"))
+
+    def shrink(self, *, admits: int = -1, leaves: bool = False) -> None:
+        """Go on to the next generation: those who called and live, and newcomers if all admit them.
+
+        Raises:
+            StoreLost: if the store is.
+            VotedOut: if this member is not in it.
+        """
+        self._next_act()
+        self._decide(Vote(act="shrink", admits=admits, leaves=leaves), self._members_key(self.generation + 1))
+        self._enter(self.generation + 1, leaves=leaves)
+        if self.generation >= 2 and self.members[:1] == (self.rank,):
+            for done in ("act", "c10d"):
+                self.store.delete(f"g/{self.generation - 2}/{done}/")
+
+    def revoke(self) -> None:
+        """Let everybody's :meth:`check` fail."""
+        self.store.put(f"g/{self.generation}/revoked", str(self.rank))
+
+    def check(self) -> None:
+        """Return at once; nearly free as long as nothing happens.
+
+        Raises:
+            PeerFailed: if a member is known to have died, or a peer has revoked this generation.
+        """
+        version = self.store.version
+        if version == self._seen:
+            return
+        if revoker := self.store.get(f"g/{self.generation}/revoked"):
+            msg = f"worker {revoker} has revoked generation {self.generation}"
+            raise PeerFailed(msg)
+        if dead := self.dead():
+            msg = f"workers {list(dead)} are dead"
+            raise PeerFailed(msg)
+        self._seen = version
+
+    def dead(self) -> tuple[int, ...]:
+        """Return the members that are known to be dead."""
+        return tuple(rank for rank in self.members if self.store.get(f"dead/{rank}") is not None)
+
+    def newcomers(self, loop: int) -> tuple[int, ...]:
+        """Return who waits to be admitted to a training loop."""
+        waiting = {int(rank): json.loads(wish) for rank, wish in self.store.under("join/").items()}
+        gone = {int(rank) for rank in self.store.under("dead/")}
+        return tuple(sorted(rank for rank, wish in waiting.items() if wish["loop"] == loop and rank not in gone))
+
+    def join(self, loop: int, is_late: Callable[[], bool] = lambda: False) -> bool:
+        """Ask to be admitted to a training loop, and wait for it.
+
+        Args:
+            loop: Which.
+            is_late: Whether it is too late; looks at the store.
+
+        Returns:
+            Whether it came to that before it was too late.
+
+        Raises:
+            StoreLost: if the store is.
+        """
+        self.store.put(f"join/{self.rank}", json.dumps({"loop": loop}))
+        generation = self.store.wait(lambda: self._my_generation() or (0 if is_late() else None))
+        self.store.delete(f"join/{self.rank}")
+        if not generation and not (generation := self._my_generation()):  # it may have come after all
+            return False
+        self._enter(generation)
+        return True
+
+    # -- acts
+
+    def _next_act(self) -> str:
+        self._act += 1
+        return f"g/{self.generation}/act/{self._act}/"
+
+    def _decide(self, vote: Vote, key: str) -> Any:
+        """Vote, and return what is decided."""
+        prefix = f"g/{self.generation}/act/{self._act}/"
+        self.store.put(f"{prefix}{self.rank}", json.dumps(asdict(vote)))
+
+        def look() -> str | None:
+            return self.store.get(key) or self._conclude(prefix, vote.act)
+
+        while (decided := self.store.get(key)) is None:
+            proposal = self.store.wait(look)
+            if proposal is not None and self.store.get(key) is None:
+                self.store.create(key, proposal)
+                self.store.wait(lambda: self.store.get(key))
+        return json.loads(decided)
+
+    def _conclude(self, prefix: str, act: str) -> str | None:
+        """Return what follows from the votes, None as long as one is missing."""
+        votes = {int(k): Vote(**json.loads(v)) for k, v in self.store.under(prefix).items() if k != "decision"}
+        dead = set(self.dead())
+        if any(rank not in votes and rank not in dead for rank in self.members):
+            return None
+        if mixed := sorted(rank for rank, vote in votes.items() if vote.act != act):
+            msg = f"worker {self.rank} is in {act}, workers {mixed} are not, in act {prefix}"
+            raise InternalError(msg)
+        if act == "agree":
+            return json.dumps(not dead and all(vote.flag for vote in votes.values()))
+        stay = [rank for rank, vote in votes.items() if rank not in dead and not vote.leaves]
+        loops = {vote.admits for rank, vote in votes.items() if rank not in dead}
+        admitted = self.newcomers(loops.pop()) if len(loops) == 1 else ()
+        return json.dumps(sorted({*stay, *admitted}))
+
+    # -- generations
+
+    @staticmethod
+    def _members_key(generation: int) -> str:
+        return f"g/{generation}/members"
+
+    def _my_generation(self) -> int | None:
+        """Return the newest generation that this newcomer is in."""
+        found = [
+            int(generation)
+            for key, members in self.store.under("g/").items()
+            if key.endswith("/members") and self.rank in json.loads(members)
+            for generation in [key.partition("/")[0]]
+        ]
+        return max(found, default=None)
+
+    def _enter(self, generation: int, *, leaves: bool = False) -> None:
+        members = self.store.wait(lambda: self.store.get(self._members_key(generation)))
+        assert members is not None
+        self.members = tuple(json.loads(members))
+        self.generation, self._act, self._seen = generation, 0, -1
+        if self.rank not in self.members and not leaves:
+            msg = f"worker {self.rank} was voted out: generation {generation} is {list(self.members)}; it was cut off, or too slow to answer, and must stop"
+            raise VotedOut(msg)
