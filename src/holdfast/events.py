@@ -47,6 +47,11 @@ class MembersChange(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class ChangesWait(Event):
+    """Everybody heard in the last closing sum that the job is to go on otherwise than before, from the next step on."""
+
+
+@dataclass(frozen=True, slots=True)
 class Computed(Event):
     """The gradients of this worker's slices of the step are ready."""
 
@@ -273,6 +278,11 @@ class Install(Action):
 
 
 @dataclass(frozen=True, slots=True)
+class TakeChanges(Action):
+    """Take the new settings, the same at all workers."""
+
+
+@dataclass(frozen=True, slots=True)
 class SaveAndStop(Action):
     """Save the state before the step in progress and stop: too few workers are left."""
 
@@ -476,6 +486,45 @@ class WorkerEnded(Record):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StragglerSeen(Record):
+    """``rank`` has been slower than the others for some time.
+
+    Args:
+        score: What it takes to compute a slice, over the median of the others.
+        policy: What is done about it: ``"warn"``, ``"rebalance"`` or ``"replace"``.
+    """
+
+    score: float
+    policy: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SettingChanged(Record):
+    """The running job goes on otherwise from ``step`` on. Written by every worker.
+
+    Args:
+        name: Of what was changed.
+        value: The new value, as JSON.
+    """
+
+    name: str
+    value: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerFenced(Record):
+    """The launcher ends ``rank`` by SIGKILL: it is there and gets no further. Written just before.
+
+    Args:
+        silent_s: For how long it had given no sign.
+        reason: Why it was taken to be stuck.
+    """
+
+    silent_s: float
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class JobRestarted(Record):
     """The launcher starts the whole job again.
 
@@ -503,6 +552,9 @@ RECORDS: dict[str, type[Record]] = {
         Finished,
         ScriptFailed,
         WorkerEnded,
+        WorkerFenced,
+        SettingChanged,
+        StragglerSeen,
         JobRestarted,
     )
 }

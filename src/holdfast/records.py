@@ -11,6 +11,8 @@ import json
 import mmap
 import os
 import struct
+import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +20,9 @@ from typing import Any, Protocol
 
 from holdfast.errors import ConfigError
 from holdfast.events import Record, record_from_dict, record_to_dict
+
+_NEW_STEP_COUNTS = 0.1
+"""How much the newest step counts in the average of what a worker takes to compute."""
 
 PHASES = ("start", "forward", "backward", "allreduce", "optimizer", "recovery", "checkpoint", "gate", "script")
 """Where a worker can be. ``script``: outside the training loop, before it or after."""
@@ -88,6 +93,9 @@ class Position:
         phase: One of :data:`PHASES`.
         pid: Its process.
         samples: Ids of the samples of the slice being computed (the first :data:`Beacon.MAX_SAMPLES`).
+        pulse: Grows, in a thread of its own, for as long as the interpreter runs; 0 if there is no such thread.
+        busy: The script said that what it does may take long.
+        compute_s: What this worker takes to compute a slice, as a moving average over steps; 0 before the first.
     """
 
     beats: int
@@ -96,23 +104,31 @@ class Position:
     phase: str
     pid: int
     samples: tuple[int, ...]
+    pulse: int = 0
+    busy: bool = False
+    compute_s: float = 0.0
 
 
 class Beacon:
     """A worker's place in the run, readable by others at any moment, also after its death.
 
-    Layout, little-endian int64: beats, step, slice, phase, pid, number of samples, samples.
+    Layout, little-endian int64: beats, step, slice, phase, pid, number of samples, samples; pulse, busy; and as float64
+    the seconds of computing. Each part has one writer, so that none waits for another.
     """
 
     MAX_SAMPLES = 500
     _HEAD = struct.Struct("<6q")
-    _SIZE = _HEAD.size + 8 * MAX_SAMPLES
+    _TAIL = struct.Struct("<2qd")
+    _TAIL_AT = _HEAD.size + 8 * MAX_SAMPLES
+    _SIZE = _TAIL_AT + _TAIL.size
 
     def __init__(self, path: Path) -> None:
         path.write_bytes(bytes(self._SIZE))
         with path.open("r+b") as file:
             self._map = mmap.mmap(file.fileno(), self._SIZE)
         self._beats = 0
+        self._pulses = 0
+        self._compute_s = 0.0
         self._pid = os.getpid()
 
     def mark(self, phase: str, step: int, slice_: int = -1, samples: Any = ()) -> None:
@@ -122,6 +138,21 @@ class Beacon:
         if count:
             struct.pack_into(f"<{count}q", self._map, self._HEAD.size, *samples[:count])
         self._HEAD.pack_into(self._map, 0, self._beats, step, slice_, PHASES.index(phase), self._pid, count)
+
+    def pulse(self) -> None:
+        """Show that the interpreter runs."""
+        self._pulses += 1
+        struct.pack_into("<q", self._map, self._TAIL_AT, self._pulses)
+
+    def say_busy(self, *, busy: bool) -> None:
+        """Say whether what is done now may take long."""
+        struct.pack_into("<q", self._map, self._TAIL_AT + 8, busy)
+
+    def say_computed(self, seconds: float) -> None:
+        """Say how long computing a slice took, as a mean over those of a step."""
+        kept = self._compute_s
+        self._compute_s = seconds if kept == 0.0 else kept + _NEW_STEP_COUNTS * (seconds - kept)
+        struct.pack_into("<d", self._map, self._TAIL_AT + 16, self._compute_s)
 
     @classmethod
     def read(cls, path: Path) -> Position | None:
@@ -136,11 +167,48 @@ class Beacon:
         if beats == 0:
             return None
         samples = struct.unpack_from(f"<{count}q", data, cls._HEAD.size)
-        return Position(beats=beats, step=step, slice=slice_, phase=PHASES[phase], pid=pid, samples=samples)
+        pulse, busy, compute_s = cls._TAIL.unpack_from(data, cls._TAIL_AT)
+        return Position(
+            beats=beats,
+            step=step,
+            slice=slice_,
+            phase=PHASES[phase],
+            pid=pid,
+            samples=samples,
+            pulse=pulse,
+            busy=bool(busy),
+            compute_s=compute_s,
+        )
+
+
+class Pulse:
+    """Lets a beacon pulse for as long as the interpreter runs: a stopped process does not, nor one that keeps Python's lock.
+
+    Args:
+        beacon: Whose.
+        every_s: How often.
+    """
+
+    def __init__(self, beacon: Beacon, every_s: float) -> None:
+        self._beacon = beacon
+        self._every_s = every_s
+        beacon.pulse()
+        threading.Thread(target=self._run, name="holdfast-pulse", daemon=True).start()
+
+    def _run(self) -> None:
+        while True:
+            time.sleep(self._every_s)
+            self._beacon.pulse()
 
 
 class NoBeacon:
     """Says nothing."""
+
+    def say_busy(self, *, busy: bool) -> None:
+        """Forget it."""
+
+    def say_computed(self, seconds: float) -> None:
+        """Forget it."""
 
     def mark(self, phase: str, step: int, slice_: int = -1, samples: Any = ()) -> None:
         """Forget it."""
@@ -154,3 +222,8 @@ def beacon_path(run_dir: Path, rank: int) -> Path:
 def stop_path(run_dir: Path) -> Path:
     """Return the file that is there when the whole job was told to stop, not only the worker that is sent a SIGTERM."""
     return run_dir / "stop"
+
+
+def requests_path(run_dir: Path) -> Path:
+    """Return the file whose lines ask for changes to the running job: JSON objects, see ``train/requests.py``."""
+    return run_dir / "requests.jsonl"

@@ -7,6 +7,7 @@ One precedence everywhere: what the script passes to :class:`holdfast.Session`, 
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -85,6 +86,8 @@ class Settings:
     """Checkpoints of steps that it divides are kept, too."""
     mtbf_s: float = 86400.0
     """Mean time between failures of the whole job that is believed in until failures are seen; for ``checkpoint_auto``."""
+    hang_timeout_s: float = 30.0
+    """A worker that has given no sign for so long, or for three times as long as ever before, is ended; 0 ends none."""
     resume: bool = False
     """Go on from the newest intact checkpoint in ``checkpoint_dir``, if there is one."""
     faults: str = ""
@@ -116,6 +119,9 @@ class Settings:
                 raise ConfigError(msg)
         if self.keep_last < 0 or self.keep_last == 1:
             msg = f"keep_last must be at least 2, or 0 to keep all, got {self.keep_last}: the newest may be damaged"
+            raise ConfigError(msg)
+        if not 0 <= self.hang_timeout_s < math.inf:
+            msg = f"hang_timeout_s must be at least 0 and finite, got {self.hang_timeout_s}"
             raise ConfigError(msg)
         if not self.mtbf_s > 0:
             msg = f"mtbf_s must be positive, got {self.mtbf_s}"

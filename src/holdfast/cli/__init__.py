@@ -10,6 +10,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from holdfast.cli.ckpt import ckpt
+from holdfast.cli.control import scale, set_
 from holdfast.cli.demo import demo
 from holdfast.cli.report import report
 from holdfast.cli.run import run
@@ -26,6 +27,8 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 app.command(context_settings={"allow_interspersed_args": False})(run)
+app.command()(scale)
+app.command(name="set")(set_)
 app.command()(report)
 app.command()(demo)
 app.command()(study)

@@ -56,6 +56,14 @@ def run(
     stall_timeout: Annotated[
         float, typer.Option(metavar="SECONDS", help="Start again if all workers wait for each other this long.")
     ] = 60.0,
+    hang_timeout: Annotated[
+        float | None,
+        typer.Option(metavar="SECONDS", help="End a worker that gives no sign for so long [30]; 0: never."),
+    ] = None,
+    stragglers: Annotated[
+        str, typer.Option(metavar="ignore|warn|rebalance|replace", help="What to do about slow workers.")
+    ] = "warn",
+    straggler_factor: Annotated[float, typer.Option(metavar="X", help="Slow: X times the median of the others.")] = 2.0,
     inject: Annotated[
         list[str] | None,
         typer.Option(metavar="SPEC", help="Break something: kill:rank=1,step=20[,phase=allreduce[,bucket=2]]."),
@@ -127,6 +135,7 @@ def run(
         keep_last=keep_last,
         keep_every=keep_every,
         mtbf_s=expected_mtbf,
+        hang_timeout_s=hang_timeout,
         resume=resume or None,
     )
     settings = dataclasses.replace(
@@ -144,6 +153,8 @@ def run(
         settings=settings,
         max_restarts=max_restarts,
         max_respawns=max_respawns if respawn else 0,
+        stragglers=stragglers,
+        straggler_factor=straggler_factor,
         stall_timeout_s=stall_timeout,
         mtbf_s=mtbf or 0.0,
         grace_s=grace,

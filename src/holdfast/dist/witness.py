@@ -12,7 +12,7 @@ from holdfast.clock import SystemClock
 from holdfast.errors import ConfigError
 from holdfast.events import FailureSeen, FaultFired, Finished, Recovered, RunStarted, StepCommitted
 from holdfast.faults.plan import Fault, FaultPlan
-from holdfast.faults.process import Injector, NoFaults, PlannedFaults
+from holdfast.faults.process import Injector, NoFaults, PlannedFaults, strike
 from holdfast.records import Beacon, FileRecorder, NoBeacon, NoRecorder, beacon_path, records_path
 from holdfast.settings import Settings
 from holdfast.train import exits
@@ -186,7 +186,7 @@ class Witness:
                 )
             )
 
-        return PlannedFaults(plan, lambda rank, phase: exits.kill_self(), announce)
+        return PlannedFaults(plan, strike, announce)
 
 
 def _has_session() -> bool:

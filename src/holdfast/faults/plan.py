@@ -9,17 +9,21 @@ from __future__ import annotations
 import json
 import math
 import random
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn, Self
 
 from holdfast.errors import ConfigError
 
-KINDS = ("kill",)
-PHASES = ("forward", "backward", "allreduce", "optimizer", "recovery", "checkpoint")
+ENDS = ("kill", "segfault", "oom")
+"""Kinds that end the process at once."""
+STUCK = ("hang", "gil", "spin", "deadlock")
+"""Kinds after which the process is there and gets no further, for some seconds or for ever."""
+KINDS = (*ENDS, *STUCK, "slow", "leave")
+PHASES = ("forward", "backward", "allreduce", "optimizer", "recovery", "checkpoint", "rejoin")
 
 _NUMBERS = ("rank", "step", "bucket")
-_KEYS = ("rank", "step", "phase", "bucket")
+_KEYS = ("rank", "step", "phase", "bucket", "seconds")
 
 _Place = tuple[int, int, str, int | None]
 
@@ -29,12 +33,17 @@ class Fault:
     """One thing that goes wrong.
 
     Args:
-        kind: ``"kill"``: the process ends by SIGKILL.
+        kind: ``kill``: the process ends by SIGKILL; ``oom``: the same, from outside, as the kernel does it;
+            ``segfault``: by SIGSEGV. ``hang``: it is stopped (SIGSTOP); ``gil``: a thread keeps Python's lock; ``spin``: it
+            computes nothing, busily; ``deadlock``: it waits for a lock that it has. ``slow``: the step takes ``seconds``
+            longer. ``leave``: it is told to leave (SIGTERM), as on a machine that will be taken away.
         rank: Whom it strikes; the number of the first world, kept for life.
         step: In which step, counted from 0.
         phase: Where in the step, one of :data:`PHASES`.
         bucket: Only with ``allreduce``: the fault strikes after this bucket was summed, in the middle of the
             sum that follows. None: in the middle of the step's first sum.
+        seconds: How long it lasts, more than 0; ``slow`` needs it, ``kill`` and its like do not have it, others last for
+            ever without it.
 
     Raises:
         ConfigError: if a value is not allowed.
@@ -45,6 +54,7 @@ class Fault:
     step: int
     phase: str = "forward"
     bucket: int | None = None
+    seconds: float | None = None
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -59,12 +69,19 @@ class Fault:
             _refuse(f"phase must be one of {', '.join(PHASES)}, got {self.phase!r}")
         if self.bucket is not None and self.phase != "allreduce":
             _refuse(f"bucket is only allowed with phase=allreduce, got phase={self.phase}")
+        if self.seconds is not None and not (type(self.seconds) in (int, float) and 0 < self.seconds < math.inf):
+            _refuse(f"seconds must be a number of more than 0, got {self.seconds!r}")
+        if self.seconds is None and self.kind == "slow":
+            _refuse("slow needs seconds, as in slow:rank=1,step=20,seconds=0.5")
+        if self.seconds is not None and self.kind not in (*STUCK, "slow"):
+            _refuse(f"seconds is only allowed with {', '.join((*STUCK, 'slow'))}, got {self.kind}")
 
     def to_spec(self) -> str:
         """Return the text that :func:`parse` reads as this fault."""
         phase = "" if self.phase == "forward" else f",phase={self.phase}"
         bucket = "" if self.bucket is None else f",bucket={self.bucket}"
-        return f"{self.kind}:rank={self.rank},step={self.step}{phase}{bucket}"
+        seconds = "" if self.seconds is None else f",seconds={self.seconds:g}"
+        return f"{self.kind}:rank={self.rank},step={self.step}{phase}{bucket}{seconds}"
 
 
 def parse(spec: str) -> Fault:
@@ -96,7 +113,7 @@ def _parse_values(text: str) -> dict[str, Any]:
             _refuse(f"{key} needs a value, as in {key}={'forward' if key == 'phase' else '1'}")
         if key in values:
             _refuse(f"{key} is given twice; give it once")
-        values[key] = _parse_number(key, value) if key in _NUMBERS else value
+        values[key] = _PARSERS[key](key, value) if key in _PARSERS else value
     for key in ("rank", "step"):
         if key not in values:
             _refuse(f"{key} is missing; rank and step are needed")
@@ -108,6 +125,15 @@ def _parse_number(key: str, text: str) -> int:
     if not (text.isascii() and text.isdigit() and len(text) <= 18):
         _refuse(f"{key} must be a whole number of at least 0, got {text!r}")
     return int(text)
+
+
+def _parse_seconds(key: str, text: str) -> float:
+    if not (text.isascii() and text.replace(".", "", 1).isdigit() and len(text) <= 18):
+        _refuse(f"{key} must be a number of more than 0, got {text!r}")
+    return float(text)
+
+
+_PARSERS: dict[str, Callable[[str, str], Any]] = dict.fromkeys(_NUMBERS, _parse_number) | {"seconds": _parse_seconds}
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,9 +207,7 @@ class FaultPlan:
 
     def to_json(self) -> str:
         """Return the plan in one line."""
-        faults = [
-            {"kind": f.kind, "rank": f.rank, "step": f.step, "phase": f.phase, "bucket": f.bucket} for f in self.faults
-        ]
+        faults = [{"kind": f.kind, **{key: getattr(f, key) for key in _KEYS}} for f in self.faults]
         return json.dumps({"seed": self.seed, "faults": faults, "fired": sorted(self.fired)})
 
     @classmethod

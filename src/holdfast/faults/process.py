@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
 from collections.abc import Callable
 from typing import Protocol
 
 from holdfast.faults.plan import Fault, FaultPlan
+
+_FOR_EVER_S = 1e6
 
 
 class Injector(Protocol):
@@ -36,27 +45,76 @@ class PlannedFaults:
 
     Args:
         plan: What is due when.
-        kill: Ends a worker that is in a phase: for real, or in the virtual world.
+        strike: Makes a fault happen to the worker that it names: for real (:func:`strike`), or in the virtual world.
         announce: Called just before a fault strikes, with its number in the plan.
     """
 
     def __init__(
-        self, plan: FaultPlan, kill: Callable[[int, str], None], announce: Callable[[int, Fault], None]
+        self, plan: FaultPlan, strike: Callable[[Fault], None], announce: Callable[[int, Fault], None]
     ) -> None:
         self._plan = plan
-        self._kill = kill
+        self._strike = strike
         self._announce = announce
 
     def reach(self, phase: str, step: int, rank: int, bucket: int | None = None) -> None:
-        """Kill ``rank`` if the plan says so."""
+        """Strike if the plan says so."""
         due = self._plan.due(rank, step, phase, bucket)
         if due is None:
             return
         number, fault = due
         self._plan = self._plan.without([number])
         self._announce(number, fault)
-        self._kill(rank, phase)
+        self._strike(fault)
 
     def waits_for(self, phase: str, step: int, rank: int) -> bool:
         """Return whether a fault is due there."""
         return self._plan.due(rank, step, phase) is not None
+
+
+def strike(fault: Fault) -> None:
+    """Make a fault happen to this process; see :class:`~holdfast.faults.plan.Fault`."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    limit_s = fault.seconds or _FOR_EVER_S
+    match fault.kind:
+        case "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "oom":
+            subprocess.run(["kill", "-KILL", str(os.getpid())], check=False)
+        case "segfault":
+            os.kill(os.getpid(), signal.SIGSEGV)
+        case "hang":
+            _hang(fault.seconds)
+        case "gil":
+            _keep_lock(limit_s)
+        case "spin":
+            ends_s = time.monotonic() + limit_s
+            while time.monotonic() < ends_s:
+                pass
+        case "deadlock":
+            lock = threading.Lock()
+            lock.acquire()
+            lock.acquire(timeout=limit_s)
+        case "slow":
+            time.sleep(limit_s)
+        case "leave":
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _hang(seconds: float | None) -> None:
+    """Stop this process; somebody else must wake it."""
+    if seconds is not None:
+        subprocess.Popen(["sh", "-c", f"sleep {seconds:g}; kill -CONT {os.getpid()}"], start_new_session=True)
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def _keep_lock(seconds: float) -> None:
+    """Keep Python's lock: a function of ``PyDLL`` is called without letting go of it."""
+    nap = ctypes.PyDLL(None).usleep
+    nap.argtypes = [ctypes.c_uint]
+    switch_s = sys.getswitchinterval()
+    sys.setswitchinterval(_FOR_EVER_S)  # between two calls, too
+    ends_s = time.monotonic() + seconds
+    while time.monotonic() < ends_s:
+        nap(min(int(1e6 * seconds), 900_000))
+    sys.setswitchinterval(switch_s)

@@ -20,7 +20,7 @@ from holdfast.events import Record, WorkerEnded
 from holdfast.launch.job import Job, find_mpirun
 from holdfast.launch.processes import Pair, Process, end, pair_path, start
 from holdfast.launch.tail import LineTail, RecordTail
-from holdfast.launch.worker import LAUNCHER, LOG_DIR
+from holdfast.launch.worker import GRACE_S, LAUNCHER, LOG_DIR
 from holdfast.records import Beacon, Position, beacon_path, records_path
 from holdfast.settings import Settings
 
@@ -98,7 +98,7 @@ class Attempt:
             for stale in (beacon_path(run_dir, rank), pair_path(run_dir, rank)):
                 stale.unlink(missing_ok=True)
         self._log = places.log_dir / "mpirun.log"
-        self._env = _environment(settings, places)
+        self._env = _environment(settings, places, job.grace_s)
         self._command = _command(job, len(ranks))
         self._started: list[subprocess.Popen[bytes]] = []
         if job.settings.fabric == "gloo":
@@ -204,9 +204,9 @@ def mpirun_command(num_workers: int) -> list[str]:
 _ALLOCATOR = {"MALLOC_TRIM_THRESHOLD_": str(4 << 30), "MALLOC_MMAP_THRESHOLD_": str(32 << 20)}
 
 
-def _environment(settings: Settings, places: Places) -> dict[str, str]:
-    ours = {f"HOLDFAST_{field.name.upper()}" for field in dataclasses.fields(Settings)}
-    env = {name: value for name, value in os.environ.items() if name not in ours and not name.startswith(_NESTED)}
+def _environment(settings: Settings, places: Places, grace_s: float) -> dict[str, str]:
+    theirs = {f"HOLDFAST_{field.name.upper()}" for field in dataclasses.fields(Settings)}
+    env = {name: value for name, value in os.environ.items() if name not in theirs and not name.startswith(_NESTED)}
     env.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does; a number that followed the workers would change bits
     env.setdefault("MASTER_PORT", str(_free_port()))
     if not any(name in env for name in _ALLOCATOR):
@@ -214,7 +214,8 @@ def _environment(settings: Settings, places: Places) -> dict[str, str]:
     if places.memory_dir is not None:
         for name in _MEMORY_VARIABLES:
             env.setdefault(name, str(places.memory_dir))
-    return env | settings.to_env() | {LOG_DIR: str(places.log_dir), LAUNCHER: str(Process.of(os.getpid()))}
+    ours = {LOG_DIR: str(places.log_dir), LAUNCHER: str(Process.of(os.getpid())), GRACE_S: f"{grace_s:g}"}
+    return env | settings.to_env() | ours
 
 
 def _free_port() -> int:

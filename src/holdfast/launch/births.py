@@ -36,6 +36,11 @@ class Births:
         self._planned.append((now_s + wait_s, self.next_rank))
         self.next_rank += 1
 
+    def ask(self, count: int, now_s: float) -> None:
+        """Plan workers that are wanted, though nobody died."""
+        self._planned += [(now_s, self.next_rank + i) for i in range(count)]
+        self.next_rank += count
+
     def due(self, now_s: float) -> list[int]:
         """Return who is to be started now; each is named once."""
         ready = [rank for at_s, rank in self._planned if at_s <= now_s]

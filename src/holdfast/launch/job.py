@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 
 from holdfast.errors import ConfigError
 from holdfast.events import Record
+from holdfast.launch.stragglers import POLICIES
 from holdfast.settings import Settings
 
 _MAX_RESTARTS = 3
@@ -36,6 +37,8 @@ class Job:
         stall_timeout_s: After this long in a sum with no sign of life from any worker the job counts as lost.
         grace_s: How long workers may take to finish their step and save when they are asked to stop.
         max_respawns: How many workers may be started in the place of those that died; 0 starts none.
+        stragglers: What to do about workers that are slower than the rest, one of :data:`~holdfast.launch.stragglers.POLICIES`.
+        straggler_factor: How many times the median of the others makes a worker a straggler.
         mtbf_s: Kill random workers, on average one in so many seconds; 0 kills none.
         log_dir: Where each worker's output goes; None keeps it only until the run is over.
         report_dir: Where the report goes; None writes none.
@@ -46,6 +49,8 @@ class Job:
     settings: Settings
     max_restarts: int = _MAX_RESTARTS
     max_respawns: int = 0
+    stragglers: str = "warn"
+    straggler_factor: float = 2.0
     stall_timeout_s: float = 60.0
     mtbf_s: float = 0.0
     grace_s: float = _GRACE_S
@@ -138,6 +143,10 @@ def _local(place: str) -> str:
 def _check_amounts(job: Job) -> None:
     if job.max_restarts < 0:
         _refuse(f"--max-restarts must be at least 0, got {job.max_restarts}")
+    if job.stragglers not in POLICIES:
+        _refuse(f"--stragglers must be one of {', '.join(POLICIES)}, got {job.stragglers!r}")
+    if not 1 < job.straggler_factor < math.inf:
+        _refuse(f"--straggler-factor must be more than 1 and finite, got {job.straggler_factor:g}")
     if job.max_respawns and job.settings.fabric != "gloo":
         _refuse(
             f"--respawn needs --fabric gloo: the {job.settings.fabric} fabric cannot take in workers while it runs; --spares can wait there"
@@ -217,6 +226,7 @@ _OPTIONS = (
     ("--keep-last", "keep_last"),
     ("--keep-every", "keep_every"),
     ("--expected-mtbf", "mtbf_s"),
+    ("--hang-timeout", "hang_timeout_s"),
 )
 
 
@@ -237,6 +247,8 @@ def command_line(job: Job, *, faults: Sequence[str] = ()) -> str:
     words += ["--max-restarts", str(job.max_restarts)] if job.max_restarts != _MAX_RESTARTS else []
     words += ["--respawn"] if job.max_respawns else []
     words += ["--max-respawns", str(job.max_respawns)] if job.max_respawns not in (0, MAX_RESPAWNS) else []
+    words += ["--stragglers", job.stragglers] if job.stragglers != "warn" else []
+    words += ["--straggler-factor", f"{job.straggler_factor:g}"] if job.straggler_factor != 2.0 else []
     words += ["--grace", f"{job.grace_s:g}"] if job.grace_s != _GRACE_S else []
     words += ["--mtbf", f"{job.mtbf_s:g}"] if job.mtbf_s else []
     words += ["--report", str(job.report_dir)] if job.report_dir is not None else []

@@ -17,6 +17,7 @@ from holdfast.events import (
     StepCommitted,
     WorkerEnded,
 )
+from holdfast.faults.plan import ENDS
 from holdfast.records import Position
 
 POISON_DEATHS = 3
@@ -77,6 +78,7 @@ class _Start:
     lost: set[int] = field(default_factory=set)
     left: set[int] = field(default_factory=set)
     waiting: set[int] = field(default_factory=set)
+    committed: bool = False
     ended: dict[int, WorkerEnded] = field(default_factory=dict)
     finished: dict[int, Finished] = field(default_factory=dict)
     failed: list[ScriptFailed] = field(default_factory=list)
@@ -117,6 +119,16 @@ class Judge:
         self._highest = max(self._highest, rank)
 
     @property
+    def waiting(self) -> set[int]:
+        """Newcomers that are started and were not let in yet."""
+        return set(self._start.waiting)
+
+    @property
+    def has_committed(self) -> bool:
+        """Whether a step was committed in this start of the job."""
+        return self._start.committed
+
+    @property
     def highest(self) -> int:
         """The highest number that a worker was given."""
         return self._highest
@@ -132,9 +144,10 @@ class Judge:
                 self.last_step = max(self.last_step, record.step)
             case CheckpointSaved():
                 self.saved = record
-            case FaultFired(kind="kill"):
-                self.killed.add(record.rank)
+            case FaultFired():
                 self.fired.add(record.fault)
+                if record.kind in ENDS:
+                    self.killed.add(record.rank)
         if not self._closed:
             self._hear_of_start(record, position)
 
@@ -152,6 +165,8 @@ class Judge:
                 start.ranks = tuple(sorted({*start.ranks, *record.joined}))
                 if not self._virtual:
                     start.processes = tuple(sorted({*start.processes, *record.joined}))
+            case StepCommitted():
+                start.committed = True
             case Finished(outcome="left"):
                 start.left.add(record.rank)
             case Finished():

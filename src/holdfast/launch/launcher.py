@@ -7,11 +7,12 @@ import secrets
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from types import FrameType, TracebackType
 from typing import Any, Self
 
 from holdfast.clock import SystemClock
+from holdfast.errors import ConfigError
 from holdfast.events import (
     FaultFired,
     JobRestarted,
@@ -19,16 +20,22 @@ from holdfast.events import (
     RunStarted,
     ScriptFailed,
     StepCommitted,
+    StragglerSeen,
     WorkerEnded,
+    WorkerFenced,
 )
 from holdfast.faults.plan import FaultPlan, mtbf_schedule
 from holdfast.launch.attempt import Attempt, Files, Places
 from holdfast.launch.births import Births
+from holdfast.launch.control import Asked, announce, append
+from holdfast.launch.control import check as check_changes
+from holdfast.launch.hangs import Hangs
 from holdfast.launch.job import Job, Outcome, check, resume_command
 from holdfast.launch.judge import Broken, Completed, Judge, Lost, Verdict, cause_of_death
 from holdfast.launch.live import NoView, Status, Story, View
+from holdfast.launch.stragglers import Stragglers
 from holdfast.membership import Hub, HubStore
-from holdfast.records import FileRecorder, read_run, records_path, stop_path
+from holdfast.records import FileRecorder, Position, read_run, records_path, requests_path, stop_path
 from holdfast.report.history import is_distributed
 from holdfast.settings import Settings
 
@@ -71,6 +78,8 @@ class Launcher:
         self._hub: Hub | None = None
         self._store: HubStore | None = None
         self._births = Births(job.max_respawns, 0)
+        self._stragglers = Stragglers(job.straggler_factor)
+        self._hangs = Hangs(0.0 if job.is_virtual else job.settings.hang_timeout_s)
         self._token = job.settings.token or secrets.token_hex(16)
         self._restarts = 0
         self._signals = 0
@@ -90,6 +99,8 @@ class Launcher:
         self._places = places = Places.make(job.log_dir or report_logs)
         self._recorder = FileRecorder(records_path(places.run_dir, "launcher"))
         self._files = Files(places)
+        self._asked = Asked(places.run_dir)
+        announce(places.run_dir, script=job.script.name, fabric=job.settings.fabric, workers=job.settings.workers)
         if job.settings.fabric == "gloo":
             self._hub = Hub(self._token)
         self._handlers = self._take_signals()
@@ -126,6 +137,8 @@ class Launcher:
     def _run_once(self, ranks: tuple[int, ...]) -> Verdict:
         self._judge.begin(ranks)
         self._births.begin_again(self._judge.highest + 1)
+        self._hangs.begin()
+        self._stragglers.begin()
         processes = ranks[:1] if self._job.is_virtual else ranks
         self._files.follow(ranks, processes)
         self._open_store()
@@ -277,12 +290,62 @@ class Launcher:
         now_s = self._clock.now_s()
         if now_s < self._look_at_s:
             return
-        self._look_at_s = now_s + _LOOK_S
+        self._look_at_s = now_s + min(_LOOK_S, self._hangs.look_every_s or _LOOK_S)
         living = self._judge.living()
         positions = {rank: p for rank in living if (p := attempt.position(rank)) is not None}
         self._judge.watch(positions, now_s)
+        self._end_stuck(attempt, positions, now_s)
+        self._look_for_stragglers(attempt, positions, now_s)
+        for changes in self._asked.new():
+            self._change(attempt, changes, now_s)
         self._status = dataclasses.replace(self._status, alive=attempt.pids(living))
         self._view.show(self._status)
+
+    def _end_stuck(self, attempt: Attempt, positions: Mapping[int, Position], now_s: float) -> None:
+        for stuck in self._hangs.look(positions, now_s, committed=self._judge.has_committed):
+            pair = attempt.pair(stuck.rank)
+            if pair is None or not pair.worker.is_alive():
+                continue
+            position = positions[stuck.rank]
+            self._note(
+                WorkerFenced(
+                    t_s=now_s, rank=stuck.rank, step=position.step, silent_s=stuck.silent_s, reason=stuck.reason
+                )
+            )
+            pair.worker.send(signal.SIGKILL)
+
+    def _look_for_stragglers(self, attempt: Attempt, positions: Mapping[int, Position], now_s: float) -> None:
+        policy = self._job.stragglers
+        if policy == "ignore" or self._job.is_virtual:
+            return
+        for rank, score in self._stragglers.look(positions).items():
+            step = positions[rank].step
+            self._note(StragglerSeen(t_s=now_s, rank=rank, step=step, score=score, policy=policy))
+            if policy == "replace":  # it leaves in order, so that nothing of its work is lost
+                attempt.send(rank, signal.SIGTERM)
+                self._births.died(now_s)
+        if policy == "rebalance" and (speeds := self._stragglers.new_speeds(positions)) is not None:
+            append(requests_path(self._places.run_dir), {"speeds": speeds})
+
+    # --- changes on request
+
+    def _change(self, attempt: Attempt, changes: dict[str, Any], now_s: float) -> None:
+        try:
+            check_changes(changes, self._job.settings.fabric)
+        except ConfigError as error:
+            self._view.say(f"not changed: {error}")
+            return
+        if "workers" in changes:
+            self._scale(attempt, changes["workers"], now_s)
+        append(requests_path(self._places.run_dir), changes)
+
+    def _scale(self, attempt: Attempt, wanted: int, now_s: float) -> None:
+        """Start workers that are missing; tell those with the highest numbers to leave that are too many."""
+        wanted += self._job.settings.spares
+        there = sorted(set(attempt.processes) & set(self._judge.living()) | self._judge.waiting)
+        self._births.ask(wanted - len(there), now_s) if wanted > len(there) else None
+        for rank in there[wanted:]:
+            attempt.send(rank, signal.SIGTERM)
 
     # --- stopping on request
 

@@ -17,8 +17,11 @@ from holdfast.events import (
     Recovered,
     RunStarted,
     SamplesLost,
+    SettingChanged,
     StepCommitted,
+    StragglerSeen,
     WorkerEnded,
+    WorkerFenced,
 )
 from holdfast.launch.judge import cause_of_death
 from holdfast.report.history import is_distributed
@@ -216,6 +219,21 @@ class Story:
                     "fault",
                     record.fault,
                 ), f"{record.kind} of rank {record.rank} at step {record.step}, {record.phase}"
+            case WorkerFenced():
+                return ("fenced", record.rank), f"rank {record.rank} is ended: {record.reason}"
+            case SettingChanged():
+                return ("set", record.step, record.name), f"from step {record.step} on: {record.name} is {record.value}"
+            case StragglerSeen():
+                done = {"warn": "", "rebalance": "; it gets less to do", "replace": "; it is told to leave"}[
+                    record.policy
+                ]
+                return (
+                    "slow",
+                    record.rank,
+                    record.step,
+                ), f"rank {record.rank} takes {record.score:.1f} times as long as the others{done}"
+            case Finished(outcome="left"):
+                return ("left", record.rank), f"rank {record.rank} left before step {record.step}, as it was told to"
             case WorkerEnded() if record.exit_code < 0 and record.rank not in self._injected:
                 where = f" at step {record.step}" if record.step >= 0 else ""
                 return ("end", record.rank), f"rank {record.rank} died{where}: {cause_of_death(record.exit_code)}"

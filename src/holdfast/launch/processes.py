@@ -6,7 +6,7 @@ import ctypes
 import os
 import signal
 import subprocess
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -123,7 +123,10 @@ _LIBC = ctypes.CDLL(None)
 
 
 def start(command: Sequence[str], env: Mapping[str, str], log: Path) -> subprocess.Popen[bytes]:
-    """Start ``command`` in a process group of its own, its output appended to ``log``; it ends when we do."""
+    """Start ``command`` in a process group of its own, its output appended to ``log``.
+
+    It does not end with us: the watchers of the workers see that we are gone, and have them save and end.
+    """
     with log.open("ab") as output:
         return subprocess.Popen(
             command,
@@ -132,13 +135,7 @@ def start(command: Sequence[str], env: Mapping[str, str], log: Path) -> subproce
             stdout=output,
             stderr=output,
             process_group=0,  # Ctrl-C is for us: the workers are to finish their step
-            preexec_fn=_preparation(os.getpid()),
         )
-
-
-def _preparation(parent: int) -> Callable[[], None]:
-    # SIGTERM, not SIGKILL: mpirun then removes its files in /dev/shm.
-    return lambda: die_with_parent(signal.SIGTERM, parent)
 
 
 def end(processes: Sequence[subprocess.Popen[bytes]], pairs: Sequence[Pair]) -> None:

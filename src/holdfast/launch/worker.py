@@ -42,9 +42,15 @@ def mpi_rank() -> int:
     return next((int(os.environ[name]) for name in _RANK_VARIABLES if name in os.environ), 0)
 
 
+GRACE_S = "HOLDFAST_GRACE_S"
+"""How long workers may take to save and end when the launcher is gone, in seconds."""
+
+
 def main() -> NoReturn:
     """Fork, run the script in the child, watch it in the parent."""
-    die_with_parent(signal.SIGKILL)
+    launcher = _launcher()
+    if launcher is None or os.getppid() != launcher.pid:  # what happens when the launcher dies is told in _wait
+        die_with_parent(signal.SIGKILL)
     watcher = os.getpid()
     pid = os.fork()  # before MPI and torch are loaded: neither survives a fork
     if pid == 0:
@@ -92,20 +98,37 @@ def _note_pair(run_dir: Path, rank: int, pid: int) -> None:
 
 
 def _wait(pid: int) -> int:
-    """Return the exit code of the worker ``pid``; end with the launcher if that ends first."""
-    launcher = Process.parse(os.environ.get(LAUNCHER, ""))
+    """Return the exit code of the worker ``pid``; if the launcher ends first, have the worker save and end."""
+    launcher = _launcher()
     if launcher is not None:
-        ended = select.poll()
-        ended.register(os.pidfd_open(pid), select.POLLIN)
-        handle = launcher.open()
-        if handle is None:
-            os.kill(os.getpid(), signal.SIGKILL)
-        else:
-            ended.register(handle, select.POLLIN)
-        if all(number == handle for number, _ in ended.poll()):
-            os.kill(os.getpid(), signal.SIGKILL)
+        worker, handle = os.pidfd_open(pid), launcher.open()
+        either = select.poll()
+        either.register(worker, select.POLLIN)
+        if handle is not None:
+            either.register(handle, select.POLLIN)
+        if handle is None or all(number == handle for number, _ in either.poll()):
+            _stop_without_launcher(pid, worker)
     _, status = os.waitpid(pid, 0)
     return os.waitstatus_to_exitcode(status)
+
+
+def _launcher() -> Process | None:
+    return Process.parse(os.environ.get(LAUNCHER, ""))
+
+
+def _stop_without_launcher(pid: int, worker: int) -> None:
+    """Tell the worker ``pid`` to stop with all the others, and see to it that it ends."""
+    from holdfast.records import stop_path
+
+    settings, _ = _who()
+    run_dir = Path(settings.run_dir)
+    if settings.run_dir and run_dir.is_dir():
+        stop_path(run_dir).touch()
+    os.kill(pid, signal.SIGTERM)
+    ended = select.poll()
+    ended.register(worker, select.POLLIN)
+    if not ended.poll(1000 * float(os.environ.get(GRACE_S, "30"))):
+        os.kill(pid, signal.SIGKILL)
 
 
 def _prepare_to_tell(settings: Settings, rank: int, pid: int) -> Callable[[int], None]:

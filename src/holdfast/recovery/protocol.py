@@ -37,6 +37,7 @@ from holdfast.events import (
     ApplyStep,
     BucketSummed,
     CatchUp,
+    ChangesWait,
     CheckpointLoaded,
     CloseStep,
     Computed,
@@ -66,6 +67,7 @@ from holdfast.events import (
     StepApplied,
     StepClosed,
     SumBucket,
+    TakeChanges,
     Welcome,
 )
 from holdfast.recovery.strategy import Strategy
@@ -115,6 +117,10 @@ class Protocol:
         self._known: ProgressKnown | None = None
         self._orders: tuple[Action, ...] = ()
 
+    def set_strategy(self, strategy: Strategy) -> None:
+        """Let another strategy decide from now on; all workers do so before the same step."""
+        self._strategy = strategy
+
     @property
     def state(self) -> State:
         """What the worker is waiting for."""
@@ -156,6 +162,9 @@ class Protocol:
                 return self._enter(State.FENCE, Agree(flag=True))
             case State.COMPUTE, MembersChange():
                 return self._enter(State.HEARD, Agree(flag=False))  # a peer may be recovering, and meets us there
+            case State.COMPUTE, ChangesWait():
+                self._state, self._orders = State.ACT, (TakeChanges(),)
+                return self._next_order()
             case State.COMPUTE, Computed():
                 self._computed = True
                 return self._sum_next()
@@ -283,7 +292,7 @@ class Protocol:
                 case SaveAndStop():
                     self._stopping = True
                     return [order]
-                case HandOver() | Welcome():
+                case HandOver() | Welcome() | TakeChanges():
                     return [order]
                 case Agree():
                     return self._enter(State.WELCOMED, order)

@@ -155,6 +155,10 @@ class Life:
             yield deaths[0]
 
 
+_ENDS = ("kill", "segfault", "oom")
+"""Kinds of injected faults that end a process at once."""
+
+
 def is_distributed(start: RunStarted) -> bool:
     """Return whether the ``torch.distributed`` backend wrote ``start``; it knows neither the model nor a plan."""
     return start.parameters == 0 and start.steps_planned == 0
@@ -280,7 +284,7 @@ class History:
     def _unanswered(self, life: Life, explained: set[int]) -> Iterator[Failure]:
         """Yield those that died in ``life`` without the survivors deciding about it."""
         for fault in life.of(FaultFired):
-            if fault.kind == "kill" and fault.rank not in explained:
+            if fault.kind in _ENDS and fault.rank not in explained:
                 explained.add(fault.rank)
                 seen = [r for r in life.of(FailureSeen) if r.t_s >= fault.t_s and r.rank != fault.rank]
                 yield dataclasses.replace(_injected(fault), known_s=seen[0].t_s if seen else None)
@@ -316,7 +320,7 @@ class History:
 
 def _struck(life: Life, recovery: Recovery, rank: int) -> Failure:
     """Say how ``rank`` was lost, as far as it is known before the recovery."""
-    faults = [f for f in life.of(FaultFired) if f.rank == rank and f.t_s <= recovery.last_s]
+    faults = [f for f in life.of(FaultFired) if f.rank == rank and f.t_s <= recovery.last_s and f.kind != "slow"]
     if faults:
         return _injected(faults[-1])
     first = recovery.seen[0] if recovery.seen else None

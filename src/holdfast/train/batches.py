@@ -5,8 +5,8 @@ All of it is a function of (seed, position, survivors), so workers need no messa
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -76,6 +76,8 @@ class Plan:
         world: The workers that the job was started with, without its spares.
         split: ``"slices"`` or ``"even"``, see :class:`holdfast.settings.Settings`.
         batch: ``"global"`` or ``"local"``.
+        workers: How many of the living share the work; -1 is as many as ``world`` has.
+        speeds: How fast workers compute, by rank, relative to each other; who is not named counts as 1.
     """
 
     num_samples: int
@@ -89,6 +91,13 @@ class Plan:
     world: tuple[int, ...]
     split: str
     batch: str
+    workers: int = -1
+    speeds: Mapping[int, float] = field(default_factory=dict)
+
+    @property
+    def seats(self) -> int:
+        """How many share the work as long as nobody is missing."""
+        return len(self.world) if self.workers < 0 else self.workers
 
     @property
     def start(self) -> Cursor:
@@ -150,25 +159,40 @@ class Batches:
         The lowest share the work; spares have higher numbers, and come in when somebody below them has died.
         """
         plan = self._plan
-        active = list(members[: len(plan.world)])
-        if len(active) < len(plan.world):
+        active = list(members[: plan.seats])
+        if len(active) < plan.seats:
             if plan.batch == "local":
                 kept = [rank for rank in _runs(plan.slices, self._seats(active)) if rank >= 0]
                 return (len(kept), kept) if kept else (len(active), active)
             if plan.split == "even":
                 return len(active), active
+        if plan.speeds:
+            return plan.slices, _fair_runs(plan.slices, active, plan.speeds)
         return plan.slices, _runs(plan.slices, active)
 
     def _seats(self, active: Sequence[int]) -> list[int]:
         """Return who sits where the workers of the first world sat, -1 where nobody does."""
-        spares = iter([rank for rank in active if rank not in self._plan.world])
-        return [rank if rank in active else next(spares, -1) for rank in self._plan.world]
+        first = self._plan.world[: self._plan.seats]
+        others = iter([rank for rank in active if rank not in first])
+        seats = [*first, *[-1] * (self._plan.seats - len(first))]
+        return [rank if rank in active else next(others, -1) for rank in seats]
 
     def _order_of(self, epoch: int) -> Ids:
         if epoch != self._epoch:
             self._epoch, self._order = epoch, self._plan.order(epoch)
         order: Ids = self._order
         return order
+
+
+def _fair_runs(slices: int, ranks: Sequence[int], speeds: Mapping[int, float]) -> list[int]:
+    """Return the rank that holds each slice, so that the last to finish finishes as early as can be.
+
+    Each slice goes to whoever would have finished it first. Runs are contiguous, as :func:`_runs` has them.
+    """
+    counts = dict.fromkeys(ranks, 0)
+    for _ in range(slices):
+        counts[min(ranks, key=lambda rank: ((counts[rank] + 1) / speeds.get(rank, 1.0), rank))] += 1
+    return [rank for rank in ranks for _ in range(counts[rank])]
 
 
 def _runs(slices: int, ranks: Sequence[int]) -> list[int]:

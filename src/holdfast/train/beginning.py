@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import secrets
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -96,8 +97,12 @@ class Beginning:
             "totals": dataclasses.asdict(world.totals),
         }
 
-    def welcome(self, newcomers: tuple[int, ...]) -> None:
+    def welcome(self, newcomers: tuple[int, ...], changes: dict[str, Any]) -> None:
         """Give the state to newcomers, or take it and keep it aside.
+
+        Args:
+            newcomers: Who they are.
+            changes: What was changed since the job began, for them to take too.
 
         Raises:
             PeerFailed: if somebody died meanwhile.
@@ -106,15 +111,20 @@ class Beginning:
         if world.comm.here[0] in newcomers:
             self._given = take_state(world.comm, newcomers)
             return
-        extra = {"step": world.step, "keeper": world.keeper.state()}
+        extra = {"step": world.step, "keeper": world.keeper.state(), "changes": changes}
         give_state(world.comm, newcomers, self._state(), self._info() | extra)
 
-    def install(self) -> None:
-        """Go on from the state that was given to this worker, if one was."""
+    def install(self, catch_up: Callable[[dict[str, Any]], None]) -> None:
+        """Go on from the state that was given to this worker, if one was.
+
+        Args:
+            catch_up: Takes the changes that came with it.
+        """
         if self._given is None:
             return
         state, info = self._given
         self._given = None
+        catch_up(info["changes"])
         if self._world.settings.strategy == "restart":
             self._initial = clone(self._replica.state_dict())
         self._restore(Loaded(step=info["step"], state=state, info=info, generation=self._world.comm.generation))

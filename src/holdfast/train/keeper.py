@@ -131,6 +131,10 @@ class Keeper:
         # What was begun is begun again for want of this worker, by all alike.
         self._token, self._begun = state["token"], (state["begun"], -1)
 
+    def set_interval(self, steps: int) -> None:
+        """Save every so many steps from now on, by the number of steps."""
+        self._every, self.adaptive = steps if self._named else 0, None
+
     def note_alive(self, members: Collection[int]) -> None:
         """Hear who is left: nobody waits for the parts of the dead."""
         self._alive = frozenset(members)

@@ -26,6 +26,21 @@ class Place:
         self.plan = plan
         self.begin_again()
 
+    def change(self, **values: Any) -> None:
+        """Cut what follows otherwise: with another ``batch_size``, number of ``workers``, or their ``speeds``."""
+        self.plan = dataclasses.replace(self.plan, **values)
+        self._batches = Batches(self.plan)
+
+    def changes(self) -> dict[str, Any]:
+        """Return what :meth:`change` may have changed, as plain JSON; see :meth:`take_changes`."""
+        plan = self.plan
+        speeds = {str(rank): speed for rank, speed in plan.speeds.items()}
+        return {"batch_size": plan.batch_size, "workers": plan.workers, "speeds": speeds}
+
+    def take_changes(self, changes: dict[str, Any]) -> None:
+        """Cut as the worker does that returned ``changes``."""
+        self.change(**(changes | {"speeds": {int(rank): speed for rank, speed in changes["speeds"].items()}}))
+
     def begin_again(self) -> None:
         """Go back to before the first step."""
         self._batches = Batches(self.plan)

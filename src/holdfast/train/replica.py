@@ -199,6 +199,15 @@ class Replica:
         else:
             self._scheduler.step()
 
+    def set_learning_rate(self, value: float) -> None:
+        """Go on with another learning rate in all parameter groups; a scheduler goes on from it."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = value
+            if "initial_lr" in group:
+                group["initial_lr"] = value
+        if hasattr(self._scheduler, "base_lrs"):
+            self._scheduler.base_lrs = [value] * len(self._scheduler.base_lrs)
+
     # -- the state as a whole
 
     def state_dict(self) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from holdfast.events import (
     Agreed,
     ApplyStep,
     BucketSummed,
+    ChangesWait,
     CheckpointLoaded,
     CloseStep,
     Computed,
@@ -47,6 +48,7 @@ from holdfast.events import (
     StepApplied,
     StepClosed,
     SumBucket,
+    TakeChanges,
     Welcome,
 )
 from holdfast.recovery import Protocol, make_strategy
@@ -57,11 +59,12 @@ from holdfast.train.data import fetch
 from holdfast.train.ledger import Account
 from holdfast.train.place import Place
 from holdfast.train.replica import Replica
+from holdfast.train.requests import Requests
 from holdfast.train.scribe import Scribe
 from holdfast.train.seeds import seed_slice
 from holdfast.train.state import RotatingDigest, model_sha256, state_sha256
 from holdfast.train.step import Step
-from holdfast.train.world import CHANGE, LEAVE, SAVE, STOP, World
+from holdfast.train.world import ASK, CHANGE, LEAVE, SAVE, STOP, World
 
 
 @dataclass(slots=True)
@@ -110,6 +113,7 @@ class Run:
         self._announced = False
         self._recovery: _Recovery | None = None
         self._is_newcomer = is_newcomer
+        self._requests = Requests(world, replica, self._place, self._protocol.set_strategy)
 
     def _get_sum(self) -> OrderedSum:
         """Return the sum that the world keeps, with its memory, from one training loop to the next."""
@@ -139,14 +143,19 @@ class Run:
                     case ComputeStep() if self._heard & CHANGE:
                         self._meet()
                         event = MembersChange()
+                    case ComputeStep() if self._heard & ASK:
+                        event = ChangesWait()
                     case ComputeStep(step=step):
                         batch = self._next_batch(step)
                         if batch is None:
                             event = RanOut()
                             continue
+                        begun_s = self._world.clock.now_s()
                         attempt = self._begin_attempt(batch)
                         yield attempt
                         attempt.check_computed()
+                        if attempt.slices:
+                            self._world.beacon.say_computed((self._world.clock.now_s() - begun_s) / len(attempt.slices))
                         event = Computed()
                     case Leave():
                         self._leave()
@@ -190,8 +199,7 @@ class Run:
                     return Parted()
                 comm.announce(self._world.loop)
                 self._world.keeper.note_alive(comm.members)
-                for rank in comm.here:
-                    self._world.faults.reach("recovery", self._world.step, rank)
+                self._reach_everywhere("recovery")
                 return Shrunk()
             case ShareProgress(progress=progress):
                 known = comm.share_progress(dataclasses.replace(progress, flags=self._heard | SAVE * self._save_due))
@@ -205,10 +213,16 @@ class Run:
                 self._hand_over(bucket, source)
                 return HandedOver(order.step, bucket)
             case Welcome(newcomers=newcomers):
-                self._beginning.welcome(newcomers)
+                self._reach_everywhere("rejoin")
+                self._beginning.welcome(newcomers, self._requests.state())
                 return ActDone()
             case Install():
-                self._beginning.install()
+                self._beginning.install(self._requests.catch_up)
+                return ActDone()
+            case TakeChanges():
+                self._note_recovery()
+                self._requests.take()
+                self._heard &= ~ASK
                 return ActDone()
             case LoadCheckpoint():
                 return CheckpointLoaded(self._load())
@@ -311,16 +325,18 @@ class Run:
         asked = self._world.asked  # a maximum of flags is not all of them: each is sent by itself
         parts = int(self._world.parts)
         changes = CHANGE * bool(parts or self._world.comm.newcomers(self._world.loop))
-        flags = (asked & STOP, asked & LEAVE, changes, 1 - parts)
+        flags = (asked & STOP, asked & LEAVE, changes, 1 - parts, ASK * self._requests.are_due())
         sent = (digest, ~digest, step, ~step, *flags, *self._wants_to_save())
-        high, low, last, first, stop, leave, changes, stays, *saves = self._sum.maximum(sent)
+        high, low, last, first, stop, leave, changes, stays, asks, *saves = self._sum.maximum(sent)
         if last != ~first:
             msg = f"workers closed different steps, {~first} and {last}"
             raise InternalError(msg)
         if high != ~low:
             msg = f"the replicas differ before step {step}: a worker computed wrong bits, or its weights were changed by hand"
             raise ReplicasDiffer(msg)
-        self._heard |= stop | leave | (changes if stays else LEAVE)  # where all would leave, nobody goes on: all stop
+        self._heard |= (
+            stop | leave | asks | (changes if stays else LEAVE)
+        )  # where all would leave, nobody goes on: all stop
         self._save_due = any(saves)
 
     def _wants_to_save(self) -> tuple[int, ...]:
@@ -357,6 +373,10 @@ class Run:
             world = self._world
             self._recovery = _Recovery(world.comm.members, "grow", held_since_s=world.clock.now_s())
             self._scribe.mark("recovery")
+
+    def _reach_everywhere(self, phase: str) -> None:
+        for rank in self._world.comm.here:
+            self._world.faults.reach(phase, self._world.step, rank)
 
     def _see_failure(self) -> None:
         if self._recovery is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import signal
 import threading
@@ -17,8 +18,8 @@ from holdfast.comm import Communicator, VirtualCommunicator, connect
 from holdfast.errors import ConfigError, ScriptError
 from holdfast.events import FaultFired
 from holdfast.faults.plan import Fault, FaultPlan
-from holdfast.faults.process import Injector, NoFaults, PlannedFaults
-from holdfast.records import Beacon, FileRecorder, NoBeacon, NoRecorder, beacon_path, records_path, stop_path
+from holdfast.faults.process import Injector, NoFaults, PlannedFaults, strike
+from holdfast.records import Beacon, FileRecorder, NoBeacon, NoRecorder, Pulse, beacon_path, records_path, stop_path
 from holdfast.settings import Settings
 from holdfast.train import exits
 from holdfast.train.batches import Plan
@@ -182,6 +183,19 @@ class Session:
         for record in world.finished:
             world.recorder.write(record)
 
+    @contextlib.contextmanager
+    def busy(self) -> Iterator[None]:
+        """Say that what follows may take long, so that nobody takes this worker for stuck meanwhile.
+
+        For what one worker does while the others wait for it, such as an evaluation by the lead alone.
+        """
+        beacon = self._connect().beacon
+        beacon.say_busy(busy=True)
+        try:
+            yield
+        finally:
+            beacon.say_busy(busy=False)
+
     @property
     def rank(self) -> int:
         """This worker's number, for life; with virtual workers the lowest one's."""
@@ -249,6 +263,8 @@ class Session:
             raise ConfigError(msg)
         if real and not settings.run_dir:
             exits.end_job_on_errors(self.check_finished)
+        if isinstance(world.beacon, Beacon) and real and settings.hang_timeout_s:
+            Pulse(world.beacon, settings.hang_timeout_s / 10)
         if settings.faults:
             world.faults = self._make_faults(world)
             points.arm(lambda name: _reach_point(world, name))
@@ -269,13 +285,16 @@ class Session:
                 )
             )
 
-        def kill(rank: int, phase: str) -> None:
-            if isinstance(world.comm, VirtualCommunicator):
-                world.comm.fail(rank, entered=phase == "allreduce")
-            else:
-                exits.kill_self()
+        def fail(fault: Fault) -> None:
+            assert isinstance(world.comm, VirtualCommunicator)
+            world.comm.fail(fault.rank, entered=fault.phase == "allreduce")
 
-        return PlannedFaults(plan, kill, announce)
+        if not isinstance(world.comm, VirtualCommunicator):
+            return PlannedFaults(plan, strike, announce)
+        if other := [fault for fault in plan.faults if fault.kind != "kill"]:
+            msg = f"--inject {other[0].to_spec()}: with --fabric virtual all workers are one process, which can only be made to lose some: kill"
+            raise ConfigError(msg)
+        return PlannedFaults(plan, fail, announce)
 
     def _plan(
         self, world: World, num_samples: int, batch_size: int, epochs: int, *, shuffle: bool, drop_last: bool

@@ -18,6 +18,8 @@ STOP = 1
 """Flag in the closing sum: a script asked to stop after this step."""
 LEAVE = 2
 """Flag in the closing sum: a worker was told to leave (SIGTERM)."""
+ASK = 16
+"""Flag in the closing sum: somebody knows of changes that the running job is to take."""
 CHANGE = 8
 """Flag in the closing sum: somebody waits to join, or was told to leave the others (SIGTERM)."""
 SAVE = 4
@@ -42,6 +44,7 @@ class World:
         loop: Number of training loops before this one.
         asked: Flags that this worker wants in the next closing sum.
         parts: This worker was told to leave the others.
+        requests_taken: How many changes to the running job were taken.
         metrics: Of the last committed step.
         slices: Pieces of a mini-batch, fixed for the job.
         first_step_of_loop: Steps committed before this loop.
@@ -65,6 +68,7 @@ class World:
     loop: int = 0
     asked: int = 0
     parts: bool = False
+    requests_taken: int = 0
     metrics: dict[str, float] = field(default_factory=dict)
     first_step_of_loop: int = 0
     loaded: Loaded | None = None

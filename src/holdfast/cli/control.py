@@ -1,0 +1,48 @@
+"""``holdfast scale`` and ``holdfast set``: change a job while it runs."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+_Job = Annotated[int | None, typer.Option("--job", metavar="PID", help="Process of its launcher, if several jobs run.")]
+
+
+def scale(
+    workers: Annotated[int, typer.Argument(metavar="WORKERS", help="How many are to share the work.")],
+    *,
+    job: _Job = None,
+) -> int:
+    """Let a running job go on with more or fewer workers.
+
+    New workers join, and those that are too many leave, between two steps; nothing is lost or done again.
+
+    Example: holdfast scale 6
+    """
+    return _ask(job, workers=workers)
+
+
+def set_(
+    *,
+    job: _Job = None,
+    lr: Annotated[float | None, typer.Option(metavar="RATE", help="Learning rate, of all parameter groups.")] = None,
+    batch_size: Annotated[int | None, typer.Option(metavar="N", help="Samples of a step, over all workers.")] = None,
+    strategy: Annotated[str | None, typer.Option(metavar="NAME", help="What survivors do.")] = None,
+    checkpoint_every: Annotated[int | None, typer.Option(metavar="STEPS", help="Steps between checkpoints.")] = None,
+) -> int:
+    """Let a running job go on with other settings, from the same step on at all workers.
+
+    Example: holdfast set --lr 0.01
+    """
+    given = {"lr": lr, "batch_size": batch_size, "strategy": strategy, "checkpoint_every": checkpoint_every}
+    return _ask(job, **{name: value for name, value in given.items() if value is not None})
+
+
+def _ask(pid: int | None, **changes: float | str) -> int:
+    from holdfast.launch.control import ask, find
+
+    job = find(pid)
+    ask(job, **changes)
+    print(f"asked job {job.pid} ({job.script}): {', '.join(f'{name}={value}' for name, value in changes.items())}")
+    return 0

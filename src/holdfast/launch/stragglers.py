@@ -1,0 +1,72 @@
+"""Which workers are slower than the rest, and by how much. Pure: no clock, process or file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from statistics import median
+
+from holdfast.records import Position
+
+POLICIES = ("ignore", "warn", "rebalance", "replace")
+
+_STEPS = 20
+"""So many steps in a row a worker must have been slow before it is called a straggler."""
+_NEWS = 0.15
+"""Speeds that have changed by less than this share are no news."""
+
+
+@dataclass(slots=True)
+class Stragglers:
+    """Compares what the workers take to compute a slice.
+
+    Args:
+        factor: A worker that takes so many times the median of the others is a straggler, more than 1.
+    """
+
+    factor: float
+    _slow_since: dict[int, int] = field(default_factory=dict)
+    _named: set[int] = field(default_factory=set)
+    _speeds: dict[int, float] = field(default_factory=dict)
+
+    def begin(self) -> None:
+        """Hear that the job is started anew."""
+        self._slow_since.clear()
+        self._named.clear()
+        self._speeds.clear()
+
+    def scores(self, positions: Mapping[int, Position]) -> dict[int, float]:
+        """Return what each worker takes, over the median of the others; 1 is as fast as they are."""
+        taken = {rank: p.compute_s for rank, p in positions.items() if p.compute_s > 0}
+        return {
+            rank: seconds / median(others)
+            for rank, seconds in taken.items()
+            if (others := [s for other, s in taken.items() if other != rank])
+        }
+
+    def look(self, positions: Mapping[int, Position]) -> dict[int, float]:
+        """Return the stragglers that were none before, with their scores."""
+        found = {}
+        for rank, score in self.scores(positions).items():
+            if score < self.factor:
+                self._slow_since.pop(rank, None)
+                self._named.discard(rank)
+                continue
+            since = self._slow_since.setdefault(rank, positions[rank].step)
+            if positions[rank].step - since >= _STEPS and rank not in self._named:
+                self._named.add(rank)
+                found[rank] = score
+        return found
+
+    def new_speeds(self, positions: Mapping[int, Position]) -> dict[int, float] | None:
+        """Return how fast each worker is, relative to the median; None if that is no news."""
+        taken = {rank: p.compute_s for rank, p in positions.items() if p.compute_s > 0}
+        if not taken or not (self._named or self._speeds):
+            return None
+        middle = median(taken.values())
+        speeds = {rank: round(middle / seconds, 2) for rank, seconds in taken.items()}
+        old = self._speeds
+        if all(abs(speed - old.get(rank, 1.0)) < _NEWS * old.get(rank, 1.0) for rank, speed in speeds.items()):
+            return None
+        self._speeds = speeds
+        return speeds

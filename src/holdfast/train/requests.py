@@ -1,0 +1,152 @@
+"""Changes to a running job: asked for in a file, taken by all workers before the same step.
+
+Whoever runs the job appends lines to ``requests.jsonl``. A worker that sees a line which was not taken yet says so in the
+closing sum; before the next step the one with the most lines gives the new ones to all. A line is taken once: its number
+is its place in the file.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from holdfast.checkpoint.format import tensor_bytes
+from holdfast.comm import Communicator
+from holdfast.events import SettingChanged
+from holdfast.records import requests_path
+from holdfast.recovery import Strategy, make_strategy
+from holdfast.train.place import Place
+from holdfast.train.replica import Replica
+from holdfast.train.world import World
+
+_MOST_RANKS = 1 << 20
+
+
+class Requests:
+    """Looks for changes, and makes them.
+
+    Args:
+        world: Whose.
+        replica: Takes a new learning rate.
+        place: Takes a new size of the mini-batch, and who computes how much of it.
+        set_strategy: Takes a new strategy.
+    """
+
+    def __init__(self, world: World, replica: Replica, place: Place, set_strategy: Callable[[Strategy], None]) -> None:
+        self._world = world
+        self._replica = replica
+        self._place = place
+        self._set_strategy = set_strategy
+        run_dir = world.settings.run_dir
+        self._path = requests_path(Path(run_dir)) if run_dir else None
+        self._seen_bytes = 0
+        self._lines: list[str] = []
+
+    def are_due(self) -> bool:
+        """Return whether there is a line that was not taken; costs a look at the size of a file."""
+        self._read()
+        return len(self._lines) > self._world.requests_taken
+
+    def take(self) -> None:
+        """Take what is new, at all workers at the same time.
+
+        Raises:
+            PeerFailed: if somebody died; nothing was taken here then.
+        """
+        world, comm = self._world, self._world.comm
+        me = comm.here[0]
+        best, least = comm.maximum([len(self._lines) * _MOST_RANKS - me, -world.requests_taken])
+        count = -(-best // _MOST_RANKS)
+        text = _share(comm, count * _MOST_RANKS - best, json.dumps(self._lines[-least:count]).encode())
+        for number, line in enumerate(json.loads(text), start=-least):
+            if number >= world.requests_taken:
+                world.requests_taken = number + 1
+                self._make(json.loads(line))
+
+    def state(self) -> dict[str, Any]:
+        """Return what a newcomer must know; plain JSON."""
+        world = self._world
+        kept = {"taken": world.requests_taken, "place": self._place.changes()}
+        return kept | {"strategy": world.settings.strategy, "checkpoint_every": world.settings.checkpoint_every}
+
+    def catch_up(self, state: Mapping[str, Any]) -> None:
+        """Be as far as the others, as a newcomer."""
+        self._world.requests_taken = state["taken"]
+        self._place.take_changes(state["place"])
+        if state["strategy"] != self._world.settings.strategy:
+            self._strategy(state["strategy"])
+        if state["checkpoint_every"] != self._world.settings.checkpoint_every:
+            self._checkpoint_every(state["checkpoint_every"])
+
+    def _read(self) -> None:
+        if self._path is None:
+            return
+        try:
+            size = self._path.stat().st_size
+        except FileNotFoundError:
+            return
+        if size != self._seen_bytes:
+            self._seen_bytes = size
+            self._lines = self._path.read_text().splitlines()
+
+    def _make(self, request: Mapping[str, Any]) -> None:
+        for name, value in request.items():
+            _CHANGES[name](self, value)
+            self._world.recorder.write(
+                SettingChanged(
+                    t_s=self._world.clock.now_s(),
+                    rank=self._world.comm.here[0],
+                    step=self._world.step,
+                    name=name,
+                    value=json.dumps(value),
+                )
+            )
+
+    def _set(self, **values: Any) -> None:
+        self._world.settings = dataclasses.replace(self._world.settings, **values)
+
+    def _lr(self, value: float) -> None:
+        self._replica.set_learning_rate(value)
+
+    def _batch_size(self, value: int) -> None:
+        self._place.change(batch_size=value)
+
+    def _strategy(self, name: str) -> None:
+        self._set(strategy=name)
+        self._set_strategy(make_strategy(name, min_workers=self._world.settings.min_workers))
+
+    def _checkpoint_every(self, value: int) -> None:
+        self._set(checkpoint_every=value, checkpoint_auto=False)
+        self._world.keeper.set_interval(value)
+
+    def _workers(self, value: int) -> None:
+        self._place.change(workers=value)
+
+    def _speeds(self, value: Mapping[str, float]) -> None:
+        self._place.change(speeds={int(rank): speed for rank, speed in value.items()})
+
+
+_CHANGES: dict[str, Callable[[Requests, Any], None]] = {
+    "lr": Requests._lr,
+    "batch_size": Requests._batch_size,
+    "strategy": Requests._strategy,
+    "checkpoint_every": Requests._checkpoint_every,
+    "workers": Requests._workers,
+    "speeds": Requests._speeds,
+}
+
+
+def _share(comm: Communicator, root: int, mine: bytes) -> bytes:
+    """Return the bytes of one worker."""
+    is_root = root in comm.here
+    (length,) = comm.maximum([len(mine) if is_root else 0])
+    data = torch.zeros(length, dtype=torch.uint8)
+    if is_root:
+        tensor_bytes(data)[:] = mine
+    comm.broadcast(data, root)
+    return bytes(tensor_bytes(data))
