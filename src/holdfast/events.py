@@ -385,7 +385,6 @@ class Recovered(Record):
         redone_steps: Steps (the one in progress included) whose work is done again.
         generation: How many communicators there have been.
         joined: Ranks alive that were not there before.
-        left: Ranks of ``lost`` that left in order: they had been told to.
         held_s: How long the giver of this record was kept from computing for newcomers; 0 where none came.
     """
 
@@ -395,8 +394,12 @@ class Recovered(Record):
     redone_steps: int
     generation: int
     joined: tuple[int, ...] = ()
-    left: tuple[int, ...] = ()
     held_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Left(Record):
+    """``rank`` leaves the others before ``step``, as it was told to (SIGTERM): all that it did is in the weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -547,6 +550,7 @@ RECORDS: dict[str, type[Record]] = {
         FaultFired,
         FailureSeen,
         Recovered,
+        Left,
         SamplesLost,
         CheckpointSaved,
         Finished,

@@ -26,6 +26,15 @@ def run(
     args: Annotated[list[str] | None, typer.Argument(metavar="[ARGS]...", help="Handed on to the script.")] = None,
     *,
     workers: Annotated[int, typer.Option("--workers", "-n", metavar="N", help="Workers on this machine.")] = 1,
+    nnodes: Annotated[int, typer.Option(metavar="N", help="Machines, each with a launcher and so many workers.")] = 1,
+    node_rank: Annotated[int, typer.Option(metavar="R", help="Which of them this is, from 0.")] = 0,
+    rdzv: Annotated[
+        str | None, typer.Option(metavar="URL", help="Where they meet: holdfast://HOST:PORT or etcd://HOST:PORT/JOB.")
+    ] = None,
+    rdzv_token: Annotated[
+        str | None, typer.Option(metavar="SECRET", envvar="HOLDFAST_TOKEN", help="What all nodes must know.")
+    ] = None,
+    rdzv_timeout: Annotated[float, typer.Option(metavar="SECONDS", help="How long to wait for the others.")] = 300.0,
     fabric: Annotated[str | None, typer.Option(metavar=_one_of(FABRICS), help="How they talk [ulfm].")] = None,
     strategy: Annotated[
         str | None, typer.Option(metavar=_one_of(STRATEGIES), help="What survivors do [rollback].")
@@ -141,10 +150,11 @@ def run(
     settings = dataclasses.replace(
         settings,
         fabric=settings.fabric or "ulfm",
-        faults=_plan(inject or [], settings),
+        faults=_plan(inject or [], settings, nnodes),
         ranks="",
         rank=-1,
         store="",
+        token=rdzv_token or "",
         run_dir="",
     )
     job = Job(
@@ -153,6 +163,10 @@ def run(
         settings=settings,
         max_restarts=max_restarts,
         max_respawns=max_respawns if respawn else 0,
+        nnodes=nnodes,
+        node_rank=node_rank,
+        rdzv=rdzv or "",
+        rdzv_timeout_s=rdzv_timeout,
         stragglers=stragglers,
         straggler_factor=straggler_factor,
         stall_timeout_s=stall_timeout,
@@ -213,7 +227,7 @@ def _split_off_report(args: list[str]) -> tuple[tuple[str, ...], Path | None]:
             return tuple(args), None
 
 
-def _plan(specs: list[str], settings: Settings) -> str:
+def _plan(specs: list[str], settings: Settings, nnodes: int) -> str:
     """Return the fault plan as JSON; that of the environment if there are no ``specs``."""
     if not specs:
         return settings.faults
@@ -221,7 +235,7 @@ def _plan(specs: list[str], settings: Settings) -> str:
 
     try:
         plan = FaultPlan(tuple(parse(spec) for spec in specs), settings.seed)
-        plan.check(range(settings.workers + settings.spares))
+        plan.check(range(nnodes * (settings.workers + settings.spares)))
     except ConfigError as error:
         msg = f"--inject {error}"
         raise ConfigError(msg) from error

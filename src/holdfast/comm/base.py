@@ -151,6 +151,11 @@ class Communicator(Exchange, Protocol):
         """
         ...
 
+    @property
+    def is_stranded(self) -> bool:
+        """Whether the members can go on only as they are: nothing could be agreed on after a failure."""
+        ...
+
     def join(self, loop: int) -> bool:
         """Wait to be let into a training loop, for a worker that the job did not start with: it has no members before.
 

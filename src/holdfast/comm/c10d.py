@@ -251,6 +251,11 @@ class C10dCommunicator:
         if self._me == self.members[0] and not self._store.lost:
             self._store.put("loop", str(loop))
 
+    @property
+    def is_stranded(self) -> bool:
+        """Whether the store is lost; see :attr:`Communicator.is_stranded`."""
+        return bool(self._store.lost)
+
     def join(self, loop: int) -> bool:
         """Wait to be let into a training loop, for a worker that the job did not start with.
 

@@ -223,6 +223,11 @@ class UlfmCommunicator:
         self._shrunk_s = time.monotonic()
         return True
 
+    @property
+    def is_stranded(self) -> bool:
+        """No: agreements need no store."""
+        return False
+
     def join(self, loop: int) -> bool:
         """Refuse: everybody is here from the beginning.
 

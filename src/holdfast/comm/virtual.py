@@ -143,6 +143,11 @@ class VirtualCommunicator:
             raise JobError(msg)
         return True
 
+    @property
+    def is_stranded(self) -> bool:
+        """No: agreements need no store."""
+        return False
+
     def join(self, loop: int) -> bool:
         """Refuse: everybody is here from the beginning.
 

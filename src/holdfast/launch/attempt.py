@@ -20,7 +20,7 @@ from holdfast.events import Record, WorkerEnded
 from holdfast.launch.job import Job, find_mpirun
 from holdfast.launch.processes import Pair, Process, end, pair_path, start
 from holdfast.launch.tail import LineTail, RecordTail
-from holdfast.launch.worker import GRACE_S, LAUNCHER, LOG_DIR
+from holdfast.launch.worker import ALL_STOP, GRACE_S, LAUNCHER, LOG_DIR
 from holdfast.records import Beacon, Position, beacon_path, records_path
 from holdfast.settings import Settings
 
@@ -89,9 +89,12 @@ class Attempt:
         settings: For this start: ``workers``, ``ranks``, ``resume`` and ``faults`` may differ from the job's.
         ranks: The workers' numbers.
         places: Where they write.
+        all_stop: All workers of the job stop when this launcher dies, not only these.
     """
 
-    def __init__(self, job: Job, settings: Settings, ranks: Sequence[int], places: Places) -> None:
+    def __init__(
+        self, job: Job, settings: Settings, ranks: Sequence[int], places: Places, *, all_stop: bool = True
+    ) -> None:
         self._run_dir = run_dir = places.run_dir
         self.processes = tuple(ranks[:1] if job.is_virtual else ranks)
         for rank in ranks:
@@ -99,6 +102,7 @@ class Attempt:
                 stale.unlink(missing_ok=True)
         self._log = places.log_dir / "mpirun.log"
         self._env = _environment(settings, places, job.grace_s)
+        self._env[ALL_STOP] = str(int(all_stop))
         self._command = _command(job, len(ranks))
         self._started: list[subprocess.Popen[bytes]] = []
         if job.settings.fabric == "gloo":

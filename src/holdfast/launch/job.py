@@ -37,6 +37,10 @@ class Job:
         stall_timeout_s: After this long in a sum with no sign of life from any worker the job counts as lost.
         grace_s: How long workers may take to finish their step and save when they are asked to stop.
         max_respawns: How many workers may be started in the place of those that died; 0 starts none.
+        nnodes: Machines that take part, each with a launcher of its own and ``settings.workers`` workers.
+        node_rank: Which of them this is.
+        rdzv: The store where they meet; "" for a single node.
+        rdzv_timeout_s: How long to wait for it.
         stragglers: What to do about workers that are slower than the rest, one of :data:`~holdfast.launch.stragglers.POLICIES`.
         straggler_factor: How many times the median of the others makes a worker a straggler.
         mtbf_s: Kill random workers, on average one in so many seconds; 0 kills none.
@@ -49,6 +53,10 @@ class Job:
     settings: Settings
     max_restarts: int = _MAX_RESTARTS
     max_respawns: int = 0
+    nnodes: int = 1
+    node_rank: int = 0
+    rdzv: str = ""
+    rdzv_timeout_s: float = 300.0
     stragglers: str = "warn"
     straggler_factor: float = 2.0
     stall_timeout_s: float = 60.0
@@ -63,9 +71,25 @@ class Job:
         return self.settings.fabric == "virtual"
 
     @property
+    def workers(self) -> int:
+        """How many share the work, on all nodes."""
+        return self.nnodes * self.settings.workers
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """All workers and spares that the job begins with."""
+        return tuple(range(self.workers + self.nnodes * self.settings.spares))
+
+    def home(self, rank: int) -> int:
+        """Return the node of a worker that the job begins with."""
+        if rank < self.workers:
+            return rank // self.settings.workers
+        return (rank - self.workers) // self.settings.spares if rank in self.ranks else 0
+
+    @property
     def slices(self) -> int:
         """Slices of a mini-batch, the same for the whole job; 0 leaves it to the checkpoint that is resumed."""
-        return self.settings.slices or (0 if self.settings.resume else self.settings.workers)
+        return self.settings.slices or (0 if self.settings.resume else self.workers)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,15 +122,15 @@ def check(job: Job) -> None:
     settings = job.settings
     if not job.script.is_file():
         _refuse(f"there is no script {str(job.script)!r}")
-    if settings.min_workers > settings.workers:
-        _refuse(f"--min-workers must be at most the number of workers ({settings.workers}), got {settings.min_workers}")
+    if settings.min_workers > job.workers:
+        _refuse(f"--min-workers must be at most the number of workers ({job.workers}), got {settings.min_workers}")
     if settings.resume and not settings.checkpoint_dir:
         _refuse("--resume needs --checkpoint-dir: where are the checkpoints to go on from?")
     _check_checkpoints(settings)
     if settings.strategy == "restart" and not settings.checkpoint_dir:
         _refuse("--strategy restart needs --checkpoint-dir: it goes back to the newest checkpoint after every failure")
     _check_amounts(job)
-    check_plan(settings)
+    check_plan(job)
     for folder, option in ((job.report_dir, "--report"), (job.log_dir, "--log-dir")):
         if folder is not None:
             _check_writable(folder, option)
@@ -161,16 +185,16 @@ def _check_amounts(job: Job) -> None:
         _refuse(f"--mtbf must be more than 0 seconds and finite, got {job.mtbf_s:g}")
 
 
-def check_plan(settings: Settings) -> None:
+def check_plan(job: Job) -> None:
     """Look whether the fault plan fits the workers.
 
     Raises:
         ConfigError: if not.
     """
-    if settings.faults:
+    if job.settings.faults:
         from holdfast.faults.plan import FaultPlan
 
-        FaultPlan.from_json(settings.faults).check(range(settings.workers + settings.spares))
+        FaultPlan.from_json(job.settings.faults).check(job.ranks)
 
 
 def _check_writable(folder: Path, option: str) -> None:
@@ -247,6 +271,8 @@ def command_line(job: Job, *, faults: Sequence[str] = ()) -> str:
     words += ["--max-restarts", str(job.max_restarts)] if job.max_restarts != _MAX_RESTARTS else []
     words += ["--respawn"] if job.max_respawns else []
     words += ["--max-respawns", str(job.max_respawns)] if job.max_respawns not in (0, MAX_RESPAWNS) else []
+    words += ["--nnodes", str(job.nnodes), "--node-rank", str(job.node_rank)] if job.nnodes > 1 else []
+    words += ["--rdzv", job.rdzv] if job.rdzv else []
     words += ["--stragglers", job.stragglers] if job.stragglers != "warn" else []
     words += ["--straggler-factor", f"{job.straggler_factor:g}"] if job.straggler_factor != 2.0 else []
     words += ["--grace", f"{job.grace_s:g}"] if job.grace_s != _GRACE_S else []

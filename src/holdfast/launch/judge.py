@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from holdfast.events import (
     CheckpointSaved,
     FaultFired,
     Finished,
+    Left,
     Record,
     Recovered,
     RunStarted,
@@ -38,6 +39,11 @@ class Completed(Verdict):
     """Everybody alive passed the gate; ``finished`` is the word of one of them."""
 
     finished: Finished
+
+
+@dataclass(frozen=True, slots=True)
+class Departed(Verdict):
+    """The workers of this node have left in order; the job goes on without it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +139,10 @@ class Judge:
         """The highest number that a worker was given."""
         return self._highest
 
+    def lose(self, ranks: Iterable[int]) -> None:
+        """Hear that a node is lost, with these workers."""
+        self._start.lost.update(ranks)
+
     def close(self) -> None:
         """Hear that the launcher ends what is left: deaths from now on are its own."""
         self._closed = True
@@ -167,7 +177,7 @@ class Judge:
                     start.processes = tuple(sorted({*start.processes, *record.joined}))
             case StepCommitted():
                 start.committed = True
-            case Finished(outcome="left"):
+            case Left():
                 start.left.add(record.rank)
             case Finished():
                 start.finished[record.rank] = record
@@ -202,7 +212,7 @@ class Judge:
     def ranks_left(self) -> tuple[int, ...]:
         """Return the workers to start the job again with: those whose machine may be well, or one new number."""
         start = self._start
-        gone = start.lost | self.killed
+        gone = start.lost | start.left | self.killed
         if not self._virtual:
             gone = gone | {r for r, end in start.ended.items() if end.exit_code == -signal.SIGKILL}
         return tuple(rank for rank in start.ranks if rank not in gone) or (self._highest + 1,)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import secrets
 import signal
 import threading
 import time
@@ -31,10 +30,10 @@ from holdfast.launch.control import Asked, announce, append
 from holdfast.launch.control import check as check_changes
 from holdfast.launch.hangs import Hangs
 from holdfast.launch.job import Job, Outcome, check, resume_command
-from holdfast.launch.judge import Broken, Completed, Judge, Lost, Verdict, cause_of_death
+from holdfast.launch.judge import Broken, Completed, Departed, Judge, Lost, Verdict, cause_of_death
 from holdfast.launch.live import NoView, Status, Story, View
+from holdfast.launch.nodes import Nodes, check_nodes
 from holdfast.launch.stragglers import Stragglers
-from holdfast.membership import Hub, HubStore
 from holdfast.records import FileRecorder, Position, read_run, records_path, requests_path, stop_path
 from holdfast.report.history import is_distributed
 from holdfast.settings import Settings
@@ -56,6 +55,7 @@ def launch(job: Job, view: View | None = None) -> Outcome:
         ConfigError: if the job cannot be started as it is; nothing was started.
     """
     check(job)
+    check_nodes(job)
     with Launcher(job, NoView() if view is None else view) as launcher:
         return launcher.run()
 
@@ -75,12 +75,10 @@ class Launcher:
         self._judge = Judge(job.script.name, virtual=job.is_virtual, stall_timeout_s=job.stall_timeout_s)
         self._plan = FaultPlan.from_json(job.settings.faults) if job.settings.faults else FaultPlan()
         self._attempt: Attempt | None = None
-        self._hub: Hub | None = None
-        self._store: HubStore | None = None
+        self._nodes: Nodes | None = None
         self._births = Births(job.max_respawns, 0)
         self._stragglers = Stragglers(job.straggler_factor)
         self._hangs = Hangs(0.0 if job.is_virtual else job.settings.hang_timeout_s)
-        self._token = job.settings.token or secrets.token_hex(16)
         self._restarts = 0
         self._signals = 0
         self._stop_at_once = False
@@ -92,17 +90,17 @@ class Launcher:
         self._look_at_s = 0.0
 
     def __enter__(self) -> Self:
-        self._origin_s = time.monotonic()
-        self._clock = SystemClock(self._origin_s)
         job = self._job
+        if job.settings.fabric == "gloo":
+            self._nodes = Nodes(job)
+        self._origin_s = time.monotonic() if self._nodes is None else self._nodes.origin_s()
+        self._clock = SystemClock(self._origin_s)
         report_logs = None if job.report_dir is None else job.report_dir / "logs"
         self._places = places = Places.make(job.log_dir or report_logs)
         self._recorder = FileRecorder(records_path(places.run_dir, "launcher"))
         self._files = Files(places)
         self._asked = Asked(places.run_dir)
         announce(places.run_dir, script=job.script.name, fabric=job.settings.fabric, workers=job.settings.workers)
-        if job.settings.fabric == "gloo":
-            self._hub = Hub(self._token)
         self._handlers = self._take_signals()
         return self
 
@@ -111,10 +109,8 @@ class Launcher:
     ) -> None:
         if self._attempt is not None:
             self._attempt.end()
-        if self._store is not None:
-            self._store.close()
-        if self._hub is not None:
-            self._hub.close()
+        if self._nodes is not None:
+            self._nodes.close()
         self._view.close()
         self._files.close()
         for number, handler in self._handlers.items():
@@ -123,14 +119,47 @@ class Launcher:
 
     def run(self) -> Outcome:
         """Start the job, as often as it takes and is allowed, and return how it ended."""
-        ranks = tuple(range(self._job.settings.workers + self._job.settings.spares))
+        ranks = self._job.ranks
         while True:
             verdict: Verdict | None = self._run_once(ranks)
             if isinstance(verdict, Lost):
-                ranks = self._judge.ranks_left()
+                ranks = self._ranks_left()
                 verdict = self._restart(verdict, ranks)
             if verdict is not None:
                 return self._finish(verdict)
+
+    def _ranks_left(self) -> tuple[int, ...]:
+        """Return whom to start the job again with, the same at all launchers."""
+        ranks = self._judge.ranks_left()
+        if self._job.max_respawns:
+            missing = len(self._job.ranks) - len(ranks)
+            ranks += tuple(range(self._judge.highest + 1, self._judge.highest + 1 + missing))
+        if self._nodes is not None and not self._nodes.store_lost and self._restarts < self._job.max_restarts:
+            ranks = self._nodes.agree_on_restart(self._restarts + 1, ranks)
+        return ranks
+
+    def _others_say(self) -> Verdict | None:
+        """Return what the other launchers, or their silence, mean for this one."""
+        nodes, attempt = self._nodes, self._attempt
+        if nodes is None or attempt is None:
+            return None
+        if nodes.store_lost:
+            if self._stop_by_s is None:
+                self._view.say(
+                    f"stopping: {nodes.store_lost}; the workers finish their step and save, within {self._job.grace_s:g} s"
+                )
+                self._stop_by_s = self._clock.now_s() + self._job.grace_s
+                stop_path(self._places.run_dir).touch()
+                for rank in attempt.processes:
+                    attempt.send(rank, signal.SIGTERM)
+            return None if attempt.is_running() else Broken(f"the store was lost: {nodes.store_lost}")
+        if self._job.nnodes > 1 and nodes.is_restarted(self._restarts + 1):
+            return Lost("the job was lost, another launcher says")
+        if nodes.is_stopping() and not self._signals:
+            self._signals = 1
+        if self._signals and self._job.nnodes > 1 and not attempt.is_running() and self._judge.living():
+            return Departed()
+        return None
 
     # --- one start of the job
 
@@ -139,11 +168,16 @@ class Launcher:
         self._births.begin_again(self._judge.highest + 1)
         self._hangs.begin()
         self._stragglers.begin()
-        processes = ranks[:1] if self._job.is_virtual else ranks
-        self._files.follow(ranks, processes)
-        self._open_store()
-        settings = self._settings(ranks)
-        self._attempt = attempt = Attempt(self._job, settings, ranks, self._places)
+        own = tuple(rank for rank in ranks if self._job.home(rank) == self._job.node_rank)
+        self._files.follow(own, own[:1] if self._job.is_virtual else own)
+        store = "" if self._nodes is None else self._nodes.begin(self._restarts, own)
+        self._attempt = attempt = Attempt(
+            self._job,
+            self._settings(ranks, store),
+            own,
+            self._places,
+            all_stop=self._job.nnodes == 1 or (self._nodes is not None and self._nodes.is_host),
+        )
         verdict = None
         while verdict is None:
             running = attempt.is_running()  # before the records are read: who is gone has written everything
@@ -151,7 +185,9 @@ class Launcher:
             self._answer_signals(attempt)
             self._look(attempt)
             self._start_newcomers(attempt)
-            verdict = self._timed_out() or self._judge.verdict(self._clock.now_s(), running=running)
+            verdict = (
+                self._timed_out() or self._others_say() or self._judge.verdict(self._clock.now_s(), running=running)
+            )
             if verdict is None and not self._inject(attempt):
                 time.sleep(POLL_S)
         self._judge.close()
@@ -161,18 +197,18 @@ class Launcher:
         self._read(last=True)
         return verdict
 
-    def _settings(self, ranks: tuple[int, ...]) -> Settings:
+    def _settings(self, ranks: tuple[int, ...], store: str) -> Settings:
         given = self._job.settings
         again = self._restarts > 0
         goes_on = again and self._has_begun() and (bool(given.checkpoint_dir) or self._judge.saved is not None)
         fired = self._judge.fired & set(range(len(self._plan.faults)))
         return dataclasses.replace(
             given,
-            workers=min(given.workers, len(ranks)),
-            spares=max(0, len(ranks) - given.workers),
-            ranks=",".join(map(str, ranks)) if again or self._hub is not None else "",
-            store="" if self._hub is None else f"holdfast://{self._hub.address}/{self._restarts}",
-            token=self._token,
+            workers=min(self._job.workers, len(ranks)),
+            spares=max(0, len(ranks) - self._job.workers),
+            ranks=",".join(map(str, ranks)) if again or store else "",
+            store=store,
+            token="" if self._nodes is None else self._nodes.token,
             slices=self._slices(),
             resume=given.resume or goes_on,
             mtbf_s=self._mtbf_s(),
@@ -182,17 +218,11 @@ class Launcher:
         )
 
     def _start_newcomers(self, attempt: Attempt) -> None:
-        for rank in self._births.due(self._clock.now_s()) if not self._signals else ():
+        for due in self._births.due(self._clock.now_s()) if not self._signals else ():
+            rank = due if self._nodes is None else self._nodes.free_number(due)
             self._files.follow([rank], [rank])
             self._judge.wait_for(rank)
             attempt.add(rank)
-
-    def _open_store(self) -> None:
-        """Begin a new book of members: a job that is started again has nothing to do with the one before."""
-        if self._hub is not None:
-            if self._store is not None:
-                self._store.close()
-            self._store = HubStore(self._hub.address, self._token, str(self._restarts))
 
     def _began(self) -> list[RunStarted]:
         return [record for record in read_run(self._places.run_dir) if isinstance(record, RunStarted)]
@@ -246,19 +276,34 @@ class Launcher:
 
     def _read(self, *, last: bool = False) -> None:
         """Take in what is new. Output first: a traceback's record is written before its output, so it is known."""
-        output = self._files.output(last=last)
+        output, own = self._files.output(last=last), list[Record]()
         for record in self._files.records():
             self._hear(record)
+            own.append(record)
+        self._exchange(own)
         for rank, line in output:
             if not self._is_kept_for_later(rank, line):
                 self._view.output(rank, line)
 
+    def _exchange(self, own: list[Record]) -> None:
+        """Tell the other launchers what is new here, and hear them."""
+        nodes = self._nodes
+        if nodes is None or nodes.store_lost:
+            return
+        nodes.tell(own)
+        for record in nodes.hear():
+            self._recorder.write(record)
+            self._hear(record)
+        for node, ranks in nodes.look().items():
+            self._judge.lose(ranks)
+            self._view.say(f"node {node} is lost, and with it {', '.join(f'rank {rank}' for rank in ranks)}")
+
     def _hear(self, record: Record) -> None:
         position = None
-        if isinstance(record, WorkerEnded) and self._attempt is not None:
+        if isinstance(record, WorkerEnded) and self._attempt is not None and record.rank in self._attempt.processes:
             position = self._attempt.position(record.rank)
-            if record.exit_code and self._store is not None:
-                self._store.put(f"dead/{record.rank}", cause_of_death(record.exit_code))
+            if record.exit_code and self._nodes is not None:
+                self._nodes.died(record.rank, cause_of_death(record.exit_code))
             if record.exit_code:
                 self._births.died(self._clock.now_s())
         self._judge.hear(record, position)
@@ -291,7 +336,7 @@ class Launcher:
         if now_s < self._look_at_s:
             return
         self._look_at_s = now_s + min(_LOOK_S, self._hangs.look_every_s or _LOOK_S)
-        living = self._judge.living()
+        living = [rank for rank in self._judge.living() if rank in attempt.processes]
         positions = {rank: p for rank in living if (p := attempt.position(rank)) is not None}
         self._judge.watch(positions, now_s)
         self._end_stuck(attempt, positions, now_s)
@@ -365,8 +410,12 @@ class Launcher:
         self._stop_by_s = self._clock.now_s() + self._job.grace_s
         what = "the ranks are sent a SIGTERM" if self._distributed else "the workers finish their step and save"
         self._view.say(f"stopping: {what}, within {self._job.grace_s:g} s (Ctrl-C to stop at once)")
-        stop_path(self._places.run_dir).touch()
-        for rank in self._judge.living():
+        alone = self._nodes is None or self._job.nnodes == 1
+        if self._nodes is not None and self._nodes.is_host:
+            self._nodes.ask_all_to_stop()
+        if alone or (self._nodes is not None and self._nodes.is_stopping()):
+            stop_path(self._places.run_dir).touch()
+        for rank in attempt.processes:
             attempt.send(rank, signal.SIGTERM)
 
     def _timed_out(self) -> Verdict | None:
@@ -437,6 +486,12 @@ class Launcher:
         match verdict:
             case Completed(finished=finished) if finished.outcome == "done":
                 return 0, "", ""
+            case Departed():
+                return (
+                    0,
+                    f"the workers of node {self._job.node_rank} have left, as they were told to; the job goes on",
+                    "",
+                )
             case Completed(finished=finished):
                 return self._explain_early_end(finished.outcome, finished.checkpoint, finished.step)
             case Broken(exit_code=2):

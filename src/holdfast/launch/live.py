@@ -13,6 +13,7 @@ from holdfast.events import (
     FaultFired,
     Finished,
     JobRestarted,
+    Left,
     Record,
     Recovered,
     RunStarted,
@@ -232,7 +233,7 @@ class Story:
                     record.rank,
                     record.step,
                 ), f"rank {record.rank} takes {record.score:.1f} times as long as the others{done}"
-            case Finished(outcome="left"):
+            case Left():
                 return ("left", record.rank), f"rank {record.rank} left before step {record.step}, as it was told to"
             case WorkerEnded() if record.exit_code < 0 and record.rank not in self._injected:
                 where = f" at step {record.step}" if record.step >= 0 else ""

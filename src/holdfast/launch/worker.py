@@ -42,6 +42,9 @@ def mpi_rank() -> int:
     return next((int(os.environ[name]) for name in _RANK_VARIABLES if name in os.environ), 0)
 
 
+ALL_STOP = "HOLDFAST_ALL_STOP"
+"""Says whether all workers of the job stop when the launcher is gone, not only those of this node."""
+
 GRACE_S = "HOLDFAST_GRACE_S"
 """How long workers may take to save and end when the launcher is gone, in seconds."""
 
@@ -117,12 +120,12 @@ def _launcher() -> Process | None:
 
 
 def _stop_without_launcher(pid: int, worker: int) -> None:
-    """Tell the worker ``pid`` to stop with all the others, and see to it that it ends."""
+    """Tell the worker ``pid`` to save and stop, with all or to leave the others, and see to it that it ends."""
     from holdfast.records import stop_path
 
     settings, _ = _who()
     run_dir = Path(settings.run_dir)
-    if settings.run_dir and run_dir.is_dir():
+    if os.environ.get(ALL_STOP) == "1" and settings.run_dir and run_dir.is_dir():
         stop_path(run_dir).touch()
     os.kill(pid, signal.SIGTERM)
     ended = select.poll()

@@ -16,6 +16,7 @@ from holdfast.events import (
     FaultFired,
     Finished,
     JobRestarted,
+    Left,
     Record,
     Recovered,
     RunStarted,
@@ -245,9 +246,10 @@ class History:
         recoveries = 0
         for life in self.lives:
             explained: set[int] = set()
+            left = {record.rank for record in life.of(Left)}
             for recovery in life.recoveries:
                 explained |= set(recovery.lost)
-                for rank in recovery.lost:
+                for rank in sorted(set(recovery.lost) - left):
                     yield self._recovered(life, recovery, rank, recoveries)
                 recoveries += 1
             yield from self._unrecovered(life, explained, recoveries)

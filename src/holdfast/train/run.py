@@ -322,6 +322,8 @@ class Run:
         self._scribe.mark("allreduce")
         self._reach_in_sum(step, len(self._replica.buckets))
         digest = self._digest.of_step(step)
+        if self._world.comm.is_stranded:
+            self._world.asked |= LEAVE  # while all are there to do so together
         asked = self._world.asked  # a maximum of flags is not all of them: each is sent by itself
         parts = int(self._world.parts)
         changes = CHANGE * bool(parts or self._world.comm.newcomers(self._world.loop))
@@ -475,15 +477,15 @@ class Run:
 
     def _leave(self) -> None:
         world, replica = self._world, self._replica
+        if self._outcome == "left":
+            self._scribe.left()
+            raise SystemExit(0)
         self._note_recovery()
         self._scribe.finished(
             self._outcome, model_sha256(replica.model), state_sha256(replica.model, replica.optimizer), self.account()
         )
         self._scribe.mark("script")
         world.asked &= ~STOP
-        if self._outcome == "left":
-            self._scribe.say(f"left before step {world.step}, as it was told to; the others go on")
-            raise SystemExit(0)
         if self._outcome == "gave-up":
             alive, least = len(world.comm.members), world.settings.min_workers
             msg = f"{alive} of at least {least} workers are left; the state before step {world.step} is in {world.keeper.url}"

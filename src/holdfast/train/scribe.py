@@ -12,6 +12,7 @@ from holdfast.events import (
     CheckpointSaved,
     FailureSeen,
     Finished,
+    Left,
     Record,
     Recovered,
     RunStarted,
@@ -120,6 +121,12 @@ class Scribe:
                 )
             )
         self.say(f"lost {list(lost)} at step {world.step}; {len(members)} workers go on ({decision})")
+
+    def left(self) -> None:
+        """This worker leaves the others."""
+        world = self._world
+        world.recorder.write(Left(t_s=world.clock.now_s(), rank=world.comm.here[0], step=world.step))
+        sys.stderr.write(f"holdfast: worker {world.comm.here[0]}: left before step {world.step}, as it was told to\n")
 
     def saved(self, outcome: Outcome) -> None:
         """A checkpoint counts, or could not be written."""

@@ -160,7 +160,11 @@ class Session:
         world.first_step_of_loop = world.step
         run = Run(world, self._replica, plan, dataset, collate, is_newcomer=is_newcomer)
         with _sigterm(lambda: self._ask_to_leave(world)):
-            yield from run.drive()
+            try:
+                yield from run.drive()
+            except SystemExit:  # it has left, or all have stopped: training is over here
+                self._training = False
+                raise
         world.totals = run.account()
         world.loop, world.epoch = world.loop + 1, world.epoch + plan.epochs
         self._training = False
