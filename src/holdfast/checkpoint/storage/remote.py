@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from holdfast.checkpoint.blocks import BLOCK_BYTES, run
+from holdfast.checkpoint.manifest import MAX_BYTES
 from holdfast.checkpoint.storage.local import explained
 from holdfast.checkpoint.storage.objects import Objects
 from holdfast.checkpoint.storage.staging import Staging
@@ -63,6 +64,10 @@ class RemoteStorage:
     def read(self, path: str) -> bytes | None:
         """See :meth:`Storage.read`."""
         try:
+            size = self._ask("read", path, self._objects.size, path)
+            if size > MAX_BYTES:
+                msg = f"{path} has {size} bytes, at most {MAX_BYTES} are allowed"
+                raise CheckpointCorrupt(msg)
             return self._ask("read", path, self._objects.get, path)
         except _NotThere:
             return None
