@@ -75,7 +75,13 @@ class CheckpointCost:
         }
 
     def tasks(self, options: Options) -> list[Task]:
-        """See :meth:`Study.tasks`."""
+        """See :meth:`Study.tasks`.
+
+        Raises:
+            ConfigError: if the data are not there; better now than after the first hour.
+        """
+        if options.data is not None:
+            load_dataset("fashion", data_dir=options.data, limit=1)
         return _Plan(options).tasks()
 
     def left_out(self, options: Options) -> list[str]:
