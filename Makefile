@@ -18,10 +18,10 @@ STUDY_PEERS := chainer tensorflow orbax
 STUDY_MPI := 'mpi4py>=4.1,<5' 'openmpi>=5.0.10,<6'
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check chaos bench bench-peers study-peers clean
+.PHONY: help setup demo test check chaos chaos-20 bench bench-peers study-peers clean
 
 help:  ## List the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: $(READY)  ## Create .venv with everything in it (safe to repeat, quick when nothing changed)
 
@@ -37,8 +37,11 @@ check: $(READY)  ## Style, format, types, and the tests that start no job: a min
 	$(VENV)/bin/mypy
 	$(PY) -m pytest -m "not chaos and not soak"
 
-chaos: $(READY)  ## The long random campaigns
+chaos: $(READY)  ## The long random campaigns: hours
 	$(PY) -m pytest -m soak
+
+chaos-20: $(READY)  ## Twenty minutes of random faults over both fabrics
+	$(PY) tests/support/soak.py --minutes 20
 
 bench: $(READY) bench-peers  ## The benchmarks, beside DDP, torchft, DCP and Orbax, as tables
 	@failed=0; for name in $(BENCHMARKS); do echo; $(PY) benchmarks/$$name.py || failed=1; done; exit $$failed

@@ -7,7 +7,8 @@ first survivor knows; ``agree + rebuild``, until the survivors go on; ``redo``, 
 digits CNN, 128 samples a step, and their victims die at random ranks in the same four places of a step, by their own
 SIGKILL, written down just before. Where a system computes steps again (``restart``, torchrun), they count as ``redo``.
 
-rollback, forward, restart   Holdfast, one kill a job; ``restart`` with a checkpoint every ten steps
+rollback, forward, restart   Holdfast over Open MPI, one kill a job; ``restart`` with a checkpoint every ten steps
+rollback-gloo, ...           the same over Gloo
 torchft                      0.2.0 on Gloo, replica groups of one worker, its lighthouse at defaults
 torchft-tuned                ``--heartbeat_timeout_ms 500`` and the best of several ``--join_timeout_ms``
 torchrun                     plain DDP on Gloo, all workers started again, torch.save every ten steps
@@ -38,7 +39,13 @@ from peers.driver import Job, Line, Torchft, Torchrun, commits, missing
 
 PHASES = ("forward", "backward", "allreduce", "optimizer")
 STRATEGIES = ("rollback", "forward", "restart")
-SYSTEMS = (*STRATEGIES, "torchft", "torchft-tuned", "torchrun")
+FABRICS = ("ulfm", "gloo")
+HOLDFAST = {
+    strategy if fabric == "ulfm" else f"{strategy}-{fabric}": (strategy, fabric)
+    for strategy in STRATEGIES
+    for fabric in FABRICS
+}
+SYSTEMS = (*HOLDFAST, "torchft", "torchft-tuned", "torchrun")
 JOIN_TIMEOUTS_MS = (100, 200, 500, 1000, 2000)
 SWEEP_KILLS = 2
 """One that strikes between sums, and one in the backward pass, which leaves others waiting in a sum."""
@@ -80,24 +87,29 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--systems", type=lambda text: text.split(","), default=list(SYSTEMS))
     parser.add_argument("--strategy", choices=STRATEGIES, help="only Holdfast, with this strategy")
+    parser.add_argument("--fabric", choices=FABRICS, help="only Holdfast, over this")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", metavar="FILE")
     options = parser.parse_args()
-    if options.strategy:
-        options.systems = [options.strategy]
+    if options.strategy or options.fabric:
+        options.systems = [
+            system
+            for system, (strategy, fabric) in HOLDFAST.items()
+            if options.strategy in (None, strategy) and options.fabric in (None, fabric)
+        ]
     if odd := set(options.systems) - set(SYSTEMS):
         parser.error(f"--systems must be of {', '.join(SYSTEMS)}, got {', '.join(sorted(odd))}")
-    if missing() and set(options.systems) - set(STRATEGIES):
+    if missing() and set(options.systems) - set(HOLDFAST):
         print(missing(), file=sys.stderr)
-        options.systems = [system for system in options.systems if system in STRATEGIES]
+        options.systems = [system for system in options.systems if system in HOLDFAST]
     return options
 
 
 def measure(system: str, options: argparse.Namespace, sweep: dict[int, list[Row]]) -> list[Row]:
     """Return a row for each kill of the system."""
     faults = draw(options.seed, options.workers, options.kills)
-    if system in STRATEGIES:
-        return [told(system, kill_once(system, options.workers, fault)) for fault in faults]
+    if system in HOLDFAST:
+        return [told(system, kill_once(*HOLDFAST[system], options.workers, fault)) for fault in faults]
     if system == "torchrun":
         return kill_peer(system, lambda: Torchrun(options.workers), torchrun_times, faults)
     if system == "torchft":
@@ -161,7 +173,7 @@ def as_row(
 # Holdfast
 
 
-def kill_once(strategy: str, workers: int, fault: dict[str, Any]) -> Row:
+def kill_once(strategy: str, fabric: str, workers: int, fault: dict[str, Any]) -> Row:
     """Run one job with one kill, and return what it cost."""
     from holdfast.faults.plan import Fault, FaultPlan
     from holdfast.launch.job import Job as HoldfastJob
@@ -171,7 +183,7 @@ def kill_once(strategy: str, workers: int, fault: dict[str, Any]) -> Row:
     with tempfile.TemporaryDirectory() as folder:
         saving = {"checkpoint_dir": folder, "checkpoint_every": CHECKPOINT_EVERY} if strategy == "restart" else {}
         plan = FaultPlan((Fault("kill", **fault),)).to_json()
-        settings = Settings(fabric="ulfm", workers=workers, strategy=strategy, faults=plan, **saving)
+        settings = Settings(fabric=fabric, workers=workers, strategy=strategy, faults=plan, **saving)
         script = Path(__file__).with_name("digits_cnn.py")
         outcome = launch(HoldfastJob(script=script, settings=settings))
     if outcome.exit_code:

@@ -21,6 +21,9 @@ LOADING = -1
 JOINING = -2
 """``completed`` of a newcomer that has been admitted and has not got the others' state yet."""
 
+CALM = 32
+"""Flag in :class:`Progress`: this worker came because members change, and has seen no failure."""
+
 
 # ---------------------------------------------------------------------------------------------
 # Events: what happened
@@ -279,7 +282,12 @@ class Install(Action):
 
 @dataclass(frozen=True, slots=True)
 class TakeChanges(Action):
-    """Take the new settings, the same at all workers."""
+    """Get the new settings, the same at all workers, and keep them aside."""
+
+
+@dataclass(frozen=True, slots=True)
+class MakeChanges(Action):
+    """Everybody knows that everybody has the new settings: they count from now on."""
 
 
 @dataclass(frozen=True, slots=True)

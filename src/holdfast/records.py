@@ -13,16 +13,18 @@ import os
 import struct
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any, Protocol
 
 from holdfast.errors import ConfigError
 from holdfast.events import Record, record_from_dict, record_to_dict
 
-_NEW_STEP_COUNTS = 0.1
-"""How much the newest step counts in the average of what a worker takes to compute."""
+_COMPUTED_STEPS = 15
+"""What a worker takes to compute is the median over so many steps: one that held an evaluation does not count."""
 
 PHASES = ("start", "forward", "backward", "allreduce", "optimizer", "recovery", "checkpoint", "gate", "script")
 """Where a worker can be. ``script``: outside the training loop, before it or after."""
@@ -94,8 +96,10 @@ class Position:
         pid: Its process.
         samples: Ids of the samples of the slice being computed (the first :data:`Beacon.MAX_SAMPLES`).
         pulse: Grows, in a thread of its own, for as long as the interpreter runs; 0 if there is no such thread.
+        applied: Steps that this worker has applied, or begun to.
         busy: The script said that what it does may take long.
-        compute_s: What this worker takes to compute a slice, as a moving average over steps; 0 before the first.
+        waits: The worker waits for others.
+        compute_s: What this worker takes to compute a slice, the median over its last steps; 0 before the first.
     """
 
     beats: int
@@ -105,39 +109,47 @@ class Position:
     pid: int
     samples: tuple[int, ...]
     pulse: int = 0
+    applied: int = 0
     busy: bool = False
+    waits: bool = False
     compute_s: float = 0.0
 
 
 class Beacon:
     """A worker's place in the run, readable by others at any moment, also after its death.
 
-    Layout, little-endian int64: beats, step, slice, phase, pid, number of samples, samples; pulse, busy; and as float64
-    the seconds of computing. Each part has one writer, so that none waits for another.
+    Layout, little-endian int64: beats, step, slice, phase, pid, applied, number of samples, samples; pulse, busy, waits; and
+    as float64 the seconds of computing. Each of these has one thread that writes it, so that none waits for another.
     """
 
     MAX_SAMPLES = 500
-    _HEAD = struct.Struct("<6q")
-    _TAIL = struct.Struct("<2qd")
+    _HEAD = struct.Struct("<7q")
+    _TAIL = struct.Struct("<3qd")
     _TAIL_AT = _HEAD.size + 8 * MAX_SAMPLES
     _SIZE = _TAIL_AT + _TAIL.size
 
     def __init__(self, path: Path) -> None:
-        path.write_bytes(bytes(self._SIZE))
-        with path.open("r+b") as file:
+        draft = path.with_suffix(".draft")
+        draft.write_bytes(bytes(self._SIZE))
+        with draft.open("r+b") as file:
             self._map = mmap.mmap(file.fileno(), self._SIZE)
+        draft.replace(path)  # one that was there before may still be written to: it must not be cut off under its writer
         self._beats = 0
+        self._applied = 0
         self._pulses = 0
-        self._compute_s = 0.0
+        self._busy = 0
+        self._computed_s: deque[float] = deque(maxlen=_COMPUTED_STEPS)
         self._pid = os.getpid()
 
     def mark(self, phase: str, step: int, slice_: int = -1, samples: Any = ()) -> None:
         """Say where this worker is."""
         self._beats += 1
+        self._applied += phase == "optimizer"
         count = min(len(samples), self.MAX_SAMPLES)
         if count:
             struct.pack_into(f"<{count}q", self._map, self._HEAD.size, *samples[:count])
-        self._HEAD.pack_into(self._map, 0, self._beats, step, slice_, PHASES.index(phase), self._pid, count)
+        place = (self._beats, step, slice_, PHASES.index(phase), self._pid, self._applied, count)
+        self._HEAD.pack_into(self._map, 0, *place)
 
     def pulse(self) -> None:
         """Show that the interpreter runs."""
@@ -145,14 +157,18 @@ class Beacon:
         struct.pack_into("<q", self._map, self._TAIL_AT, self._pulses)
 
     def say_busy(self, *, busy: bool) -> None:
-        """Say whether what is done now may take long."""
-        struct.pack_into("<q", self._map, self._TAIL_AT + 8, busy)
+        """Say that something begins that may take long, or that it is over; one may lie within another."""
+        self._busy += 1 if busy else -1
+        struct.pack_into("<q", self._map, self._TAIL_AT + 8, self._busy)
+
+    def say_waits(self, waits: bool) -> None:
+        """Say whether this worker waits for others."""
+        struct.pack_into("<q", self._map, self._TAIL_AT + 16, waits)
 
     def say_computed(self, seconds: float) -> None:
         """Say how long computing a slice took, as a mean over those of a step."""
-        kept = self._compute_s
-        self._compute_s = seconds if kept == 0.0 else kept + _NEW_STEP_COUNTS * (seconds - kept)
-        struct.pack_into("<d", self._map, self._TAIL_AT + 16, self._compute_s)
+        self._computed_s.append(seconds)
+        struct.pack_into("<d", self._map, self._TAIL_AT + 24, median(self._computed_s))
 
     @classmethod
     def read(cls, path: Path) -> Position | None:
@@ -163,11 +179,11 @@ class Beacon:
             return None
         if len(data) < cls._SIZE:
             return None
-        beats, step, slice_, phase, pid, count = cls._HEAD.unpack_from(data)
+        beats, step, slice_, phase, pid, applied, count = cls._HEAD.unpack_from(data)
         if beats == 0:
             return None
         samples = struct.unpack_from(f"<{count}q", data, cls._HEAD.size)
-        pulse, busy, compute_s = cls._TAIL.unpack_from(data, cls._TAIL_AT)
+        pulse, busy, waits, compute_s = cls._TAIL.unpack_from(data, cls._TAIL_AT)
         return Position(
             beats=beats,
             step=step,
@@ -176,7 +192,9 @@ class Beacon:
             pid=pid,
             samples=samples,
             pulse=pulse,
+            applied=applied,
             busy=bool(busy),
+            waits=bool(waits),
             compute_s=compute_s,
         )
 
@@ -207,6 +225,9 @@ class NoBeacon:
     def say_busy(self, *, busy: bool) -> None:
         """Forget it."""
 
+    def say_waits(self, waits: bool) -> None:
+        """Forget it."""
+
     def say_computed(self, seconds: float) -> None:
         """Forget it."""
 
@@ -222,6 +243,11 @@ def beacon_path(run_dir: Path, rank: int) -> Path:
 def stop_path(run_dir: Path) -> Path:
     """Return the file that is there when the whole job was told to stop, not only the worker that is sent a SIGTERM."""
     return run_dir / "stop"
+
+
+def gone_path(run_dir: Path) -> Path:
+    """Return the file that is there when the launcher is gone, and the whole job stops for that."""
+    return run_dir / "gone"
 
 
 def requests_path(run_dir: Path) -> Path:

@@ -1,4 +1,4 @@
-"""One worker of the tests between hosts: ``hosts_worker.py contract|deaths|traffic``, see test_hosts.py."""
+"""One worker of the tests between hosts: ``hosts_worker.py contract|deaths|traffic``, see test_hosts.py and test_hosts_gloo.py."""
 
 import hashlib
 import os
@@ -9,6 +9,7 @@ import torch
 
 from holdfast.comm import OrderedSum, Span, adding, connect
 from holdfast.errors import PeerFailed
+from holdfast.settings import Settings
 from holdfast.testing.contract import check_communicator
 from holdfast.testing.counting import CountingCommunicator
 
@@ -59,7 +60,10 @@ def make_sum(order, counting=None, **arguments):
 
 
 def report(*words):
-    print("says", comm.here[0], *words, flush=True)
+    sys.stdout.write(
+        " ".join(map(str, ("says", comm.here[0], *words))) + "\n"
+    )  # at once: others write to the same pipe
+    sys.stdout.flush()
 
 
 def taken(add):
@@ -130,7 +134,9 @@ def sent_on_wire():
         return sum(int(line.split(":")[1].split()[8]) for line in table if line.strip().startswith("eth0"))
 
 
-comm = connect("ulfm", 0, "")
+settings = Settings.from_env()
+at = {"rank": settings.rank, "store": settings.store, "token": settings.token}
+comm = connect(settings.fabric or "ulfm", settings.workers, settings.ranks, **at)
 {"contract": contract, "deaths": deaths, "traffic": traffic}[sys.argv[1]](*sys.argv[2:])
 while not comm.agree(True):
     recover()

@@ -47,7 +47,7 @@ def mpirun(*args, workers=3, **env):
         env=clean_env(**env),
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=150,
         check=False,
     )
 

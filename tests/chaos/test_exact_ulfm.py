@@ -1,25 +1,12 @@
 """The same bits, whatever happens: real processes over real MPI, really killed, against the torch-only reference."""
 
-import functools
 import shlex
-from pathlib import Path
 
 import pytest
-import reference
+from exact import SCRIPT, check_forward_lost_one_slice, check_nothing_lost, reference_hash
 from jobs import assert_landed, exit_codes, run_report
 
 pytestmark = pytest.mark.chaos
-
-SCRIPT = Path(__file__).parents[1] / "support" / "train_reference.py"
-reference_hash = functools.cache(reference.train)
-
-
-def check_nothing_lost(report, state, survivors):
-    assert report["replicas"]["state_sha256"] == state
-    assert report["replicas"]["identical"] is True
-    assert report["samples"] == {"planned": 406, "committed": 406, "lost": 0, "repeated": 0}
-    assert report["steps"] == reference.STEPS
-    assert report["workers"]["ranks_finished"] == survivors
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3, 4])
@@ -89,14 +76,7 @@ def test_forward_goes_on_over_the_survivors_and_lists_what_it_lost(tmp_path):
     )  # fmt: skip
 
     assert_landed(report, 1)
-    assert report["replicas"]["identical"] is True
-    assert report["samples"] == {"planned": 406, "committed": 398, "lost": 8, "repeated": 0}
-    assert report["failures"][0]["lost_samples"] == 8
-    assert report["failures"][0]["redone_steps"] == 0
-    (lost,) = report["lost"]
-    assert lost["step"] == 4
-    assert len(set(lost["ids"])) == 8
-    assert lost["buckets"] == [1], "bucket 0 was summed with everybody"
+    check_forward_lost_one_slice(report)
 
 
 def test_a_sample_that_kills_whoever_reads_it_stops_the_job_and_is_named(tmp_path):

@@ -1,13 +1,5 @@
-"""Workers on several hosts, made of namespaces: each has a network, an address and a host name of its own.
+"""Workers on several hosts under mpirun: memory is shared inside a host only, and what goes over the wire; see ``netns.py``."""
 
-They need root and iproute2, and are left out elsewhere. The clock, the disk and /proc are shared, so these are not
-machines that fail alone; what they show is that memory is shared inside a host only, and what goes over the wire.
-"""
-
-import contextlib
-import os
-import shutil
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +7,7 @@ from pathlib import Path
 import pytest
 import reference
 from jobs import MPIRUN, ROOT, clean_env
+from netns import make_hosts
 from train_reference import train
 
 from holdfast.events import Finished, WorkerEnded
@@ -24,76 +17,30 @@ from holdfast.records import read_run
 pytestmark = pytest.mark.chaos
 
 WORKER = Path(__file__).with_name("hosts_worker.py")
-NET = "10.201.0"
-AGENT = """#!/bin/sh
-# What Open MPI starts instead of ssh: HOST COMMAND...
-name={prefix}${{1##*.}}
-shift
-exec ip netns exec "$name" unshare --uts sh -c 'hostname "$0" && exec sh -c "$1"' "$name" "$*"
-"""
 
 
-def ip(*words):
-    subprocess.run(["ip", *words], capture_output=True, text=True, timeout=20, check=True)
+class Jobs:
+    """Starts workers on hosts."""
 
-
-class Hosts:
-    """Hosts on one switch, numbered from 1; each is a network namespace."""
-
-    def __init__(self, count, folder):
-        self.prefix = f"holdfast{os.getpid()}-"
-        self._switch = f"{self.prefix}0"
-        self._numbers = range(1, count + 1)
-        self._agent = Path(folder, "agent.sh")
-
-    def make(self):
-        """Make them, or nothing."""
-        try:
-            ip("netns", "add", self._switch)
-            ip("-n", self._switch, "link", "add", "name", "bridge0", "type", "bridge")
-            ip("-n", self._switch, "link", "set", "bridge0", "up")
-            for number in self._numbers:
-                self._plug_in(number)
-        except BaseException:
-            self.remove()
-            raise
-        self._agent.write_text(AGENT.format(prefix=self.prefix))
-        self._agent.chmod(0o755)
-
-    def _plug_in(self, number):
-        name, port = f"{self.prefix}{number}", f"port{number}"
-        ip("netns", "add", name)
-        ip("-n", name, "link", "set", "lo", "up")
-        ip("-n", name, "link", "add", "eth0", "type", "veth", "peer", "name", port, "netns", self._switch)
-        ip("-n", self._switch, "link", "set", port, "master", "bridge0", "up")
-        ip("-n", name, "addr", "add", f"{NET}.{number}/24", "dev", "eth0")
-        ip("-n", name, "link", "set", "eth0", "up")
-
-    def remove(self):
-        """Take away the namespaces, and with them everything that is in them, processes too."""
-        for number in (*self._numbers, 0):
-            name = f"{self.prefix}{number}"
-            listed = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True, check=False)
-            for pid in listed.stdout.split():
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(int(pid), signal.SIGKILL)
-            subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
+    def __init__(self, made, agent):
+        self.made = made
+        self._agent = agent
+        made.write_agent(agent)
 
     def run(self, workers, *command, timeout=100, **env):
         """Start ``holdfast.launch.worker COMMAND`` on so many workers a host; mpirun runs on the first one."""
-        first, net = f"{self.prefix}1", f"{NET}.0/24"
-        inside = ["ip", "netns", "exec", first, "unshare", "--uts", "sh", "-c", 'hostname "$0" && exec "$@"', first]
+        net = f"{self.made.net}.0/24"
         # With --oversubscribe Open MPI would put all workers on the first host. It takes the cores of these hosts for
         # different ones, and so does not see that there are too few: idle workers must be told to yield.
         where = ["--map-by", "slot:OVERSUBSCRIBE", "--bind-to", "none", "--mca", "mpi_yield_when_idle", "1"]
         where += ["-n", str(sum(workers))]
-        where += ["--host", ",".join(f"{NET}.{i}:{n}" for i, n in enumerate(workers, 1))]
+        where += ["--host", ",".join(f"{self.made.address(i)}:{n}" for i, n in enumerate(workers, 1))]
         nets = ["--prtemca", "prte_if_include", net, "--mca", "btl_tcp_if_include", net]
         agent = ["--prtemca", "plm_ssh_agent", str(self._agent)]
         mpirun = [word for word in MPIRUN if word != "--oversubscribe"]
         return subprocess.run(
             [
-                *inside,
+                *self.made.inside(1),
                 *mpirun,
                 *agent,
                 *nets,
@@ -113,14 +60,8 @@ class Hosts:
 
 @pytest.fixture(scope="module")
 def hosts(tmp_path_factory):
-    if os.getuid() != 0 or not all(map(shutil.which, ("ip", "unshare", "hostname"))):
-        pytest.skip("hosts are made of namespaces, which needs root, ip, unshare and hostname")
-    made = Hosts(3, tmp_path_factory.mktemp("hosts"))
-    try:
-        made.make()
-    except subprocess.CalledProcessError as error:
-        pytest.skip(f"this machine lets nobody make network namespaces: {error.stderr.strip()}")
-    yield made
+    made = make_hosts(3)
+    yield Jobs(made, tmp_path_factory.mktemp("hosts") / "agent.sh")
     made.remove()
 
 

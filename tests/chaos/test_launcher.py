@@ -101,7 +101,7 @@ def test_a_job_without_failures_is_done(shell, tmp_path):
 
     assert done.code == 0, done.err
     assert report(tmp_path / "out")["workers"] == {
-        "started": 2, "ranks_started": [0, 1], "finished": 2, "ranks_finished": [0, 1],
+        "started": 2, "ranks_started": [0, 1], "spares": 0, "ranks_spare": [], "finished": 2, "ranks_finished": [0, 1],
     }  # fmt: skip
     assert (tmp_path / "out" / "logs" / "rank-1.log").exists()
     assert (tmp_path / "out" / "index.html").exists()
@@ -153,8 +153,19 @@ def test_a_worker_that_ends_too_early_ends_the_job(shell, deed, message):
     assert done.err.splitlines()[-1] == f"error: {message}"
 
 
+MEET = """
+import os, time
+open(f"here-{os.environ['RANK']}", "w").close()
+ends_s = time.monotonic() + 60
+while not all(os.path.exists(f"here-{rank}") for rank in range(2)):
+    assert time.monotonic() < ends_s
+    time.sleep(0.01)
+"""
+"""Ends no worker before the other one has printed: the first that ends without training ends the job."""
+
+
 def test_a_script_that_does_not_train_is_told_so(shell):
-    shell.script.write_text("print('hello')\n")
+    shell.script.write_text(f"print('hello')\n{MEET}")
 
     done = shell.run("-n", 2)
 
@@ -168,7 +179,7 @@ def test_a_script_finds_what_torchrun_gives_it_and_what_python_does(shell):
         "import os, sys\n"
         "names = 'RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR'.split()\n"
         "print(*[os.environ[name] for name in names], __name__, sys.argv[1:], sys.path[0])\n"
-        "print(int(os.environ['MASTER_PORT']) > 0)\n"
+        f"print(int(os.environ['MASTER_PORT']) > 0)\n{MEET}"
     )
 
     done = shell.run("-n", 2, script=("--epochs", 3))
@@ -263,12 +274,11 @@ def test_random_kills_leave_one_worker_and_are_written_down(shell, tmp_path):
     assert len(plan["specs"]) == len(report(tmp_path / "out")["failures"]) == 2
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_job_stops_on_request_with_its_state_saved(shell, tmp_path, number):
+def test_a_job_stops_on_request_with_its_state_saved(shell, tmp_path):
     job = shell.start("-n", 2, "--checkpoint-dir", tmp_path / "ckpt", script=("--steps", 5000))
     shell.wait_for(job, "checkpoint before step 2")
 
-    job.send_signal(number)
+    job.send_signal(signal.SIGINT)  # SIGTERM is in test_preemption.py
     done = shell.finish(job)
 
     assert done.code == 4, done.err

@@ -1,4 +1,7 @@
-"""SIGTERM, the notice that a machine is about to be taken away: the step is finished, the state saved, exit code 4."""
+"""SIGTERM, the notice that a machine is about to be taken away.
+
+To one worker: it finishes the step and leaves the others in order. To the launcher: all save and stop, exit code 4.
+"""
 
 from __future__ import annotations
 
@@ -42,15 +45,72 @@ def resume_command(report):
     return shlex.split(line)
 
 
+def left(report):
+    """Who left in order, by rank: before which step."""
+    return {event["rank"]: event["step"] for event in report["_events"] if event["event"] == "Left"}
+
+
+@pytest.mark.parametrize("fabric", ["gloo", "ulfm"])
+def test_workers_that_are_told_to_leave_do_so_in_order_and_the_others_go_on_to_the_same_bits(tmp_path, fabric):
+    report = run(
+        tmp_path, "-n", 3, "--fabric", fabric, deeds=["term:-1:2", "term:8:0"]
+    )  # before training, and the lead
+
+    assert left(report) == {2: 1, 0: 9}
+    assert exit_codes(report) == {0: 0, 1: 0, 2: 0}
+    assert report["failures"] == []
+    assert report["samples"] == {"planned": 180, "committed": 180, "lost": 0, "repeated": 0}
+    assert report["replicas"]["state_sha256"] == undisturbed()
+
+
+@pytest.mark.parametrize("fabric", ["gloo", "ulfm"])
+def test_a_worker_that_is_told_to_leave_during_a_save_or_a_recovery_is_no_failure_either(tmp_path, fabric):
+    deeds = ["term@checkpoint.tensors:6:0", "die:9:1", "term@shrink:9:2"]
+
+    report = run(tmp_path, "-n", 4, "--fabric", fabric, "--checkpoint-every", 6, deeds=deeds, script=("--step-s", 0.02))
+
+    assert left(report).keys() == {0, 2}
+    assert exit_codes(report) == {0: 0, 1: -9, 2: 0, 3: 0}
+    assert [failure["rank"] for failure in report["failures"]] == [1]
+    assert {6, 12} <= set(steps(tmp_path / "c"))
+    assert report["replicas"]["state_sha256"] == undisturbed()
+
+
+def test_the_last_ones_that_are_told_to_leave_save_the_state_and_stop(tmp_path):
+    deeds = ["term:3:0", "term:7:1", "term:7:2"]
+
+    stopped = run(tmp_path, "-n", 3, "--fabric", "gloo", deeds=deeds, exit_code=4)
+
+    assert left(stopped) == {0: 4}
+    assert "stopped on request before step 8. The state before step 8 is saved in" in stopped["_stderr"]
+    resumed = Training(workers=3, checkpoint_dir=str(tmp_path / "c"), resume=True).run()
+    assert resumed.sha256 == undisturbed()
+
+
+@pytest.mark.parametrize("fabric", ["gloo", "ulfm"])
+def test_where_too_few_stay_the_state_is_saved(tmp_path, fabric):
+    options = ("-n", 2, "--fabric", fabric, "--min-workers", 2)
+
+    stopped = run(tmp_path, *options, deeds=["term:7:1"], exit_code=1)
+
+    assert left(stopped) == {1: 8}
+    assert "too few workers are left to go on at step 8 (--min-workers 2)" in stopped["_stderr"]
+    resumed = Training(workers=3, checkpoint_dir=str(tmp_path / "c"), resume=True).run()
+    assert resumed.sha256 == undisturbed()
+
+
 NOTICES = {
-    "to the launcher": (["term-launcher:7:0"], []),
-    "to a worker": (["term:7:1"], []),
-    "to every process, and again": (["term:7:all", "term-launcher:7:0", "term-launcher:7:1", "term:8:1"], []),
-    "while a checkpoint is written": (["term-launcher@checkpoint.tensors:6:0"], ["--checkpoint-every", 6]),
-    "in the last step of a loop": (["term-launcher:5:0", "pause:5:all"], []),
-    "and a worker is gone at once": (["term-and-die:7:1"], []),
-    "and the lead is gone at once": (["term-and-die:7:0"], []),
+    "to the launcher and to workers, again and again": (
+        "gloo",
+        ["term-launcher:7:0", "term-launcher:7:1", "term:7:0", "term:8:1"],
+        [],
+    ),
+    "while a checkpoint is written": ("ulfm", ["term-launcher@checkpoint.tensors:6:0"], ["--checkpoint-every", 6]),
+    "in the last step of a loop": ("gloo", ["term-launcher:5:0", "pause:5:all"], []),
+    "and a worker is gone at once": ("gloo", ["term-and-die:7:1"], []),
+    "and the lead is gone at once": ("ulfm", ["term-and-die:7:0"], []),
     "and the lead is gone while it saves": (
+        "ulfm",
         ["term-launcher:7:1", "pause:7:all", "die@checkpoint.rename:8:0"],
         [],
     ),
@@ -59,9 +119,9 @@ NOTICES = {
 
 @pytest.mark.parametrize("notice", NOTICES)
 def test_a_notice_ends_the_run_with_its_state_saved_and_it_goes_on_to_the_same_bits(tmp_path, notice):
-    deeds, options = NOTICES[notice]
+    fabric, deeds, options = NOTICES[notice]
 
-    stopped = run(tmp_path, "-n", 2, *options, deeds=deeds, script=("--step-s", 0.02), exit_code=4)
+    stopped = run(tmp_path, "-n", 2, "--fabric", fabric, *options, deeds=deeds, script=("--step-s", 0.02), exit_code=4)
 
     newest = steps(tmp_path / "c")[-1]
     verify(tmp_path / "c", newest)
@@ -72,7 +132,7 @@ def test_a_notice_ends_the_run_with_its_state_saved_and_it_goes_on_to_the_same_b
 
 
 def test_the_command_that_a_stopped_run_names_goes_on_to_the_same_bits(tmp_path):
-    stopped = run(tmp_path, "-n", 2, deeds=["term:7:1"], exit_code=4)
+    stopped = run(tmp_path, "-n", 2, deeds=["term:7:all"], exit_code=4)
     words = resume_command(stopped)
     script = words.index(str(SCRIPT))
 
@@ -97,7 +157,7 @@ def test_a_step_that_outlasts_the_grace_ends_the_run_with_an_older_checkpoint(tm
 def test_a_state_that_cannot_be_saved_on_request_ends_the_run_with_an_error(tmp_path, fabric):
     how = {"ulfm": ("-n", 2, "--fabric", "ulfm"), "virtual": ("-n", 2, "--fabric", "virtual")}[fabric]
 
-    report = run(tmp_path, *how, deeds=["block:0:0", "term:3:0"], exit_code=1)
+    report = run(tmp_path, *how, deeds=["block:0:0", "term:3:all"], exit_code=1)
 
     assert "training stops before step 4, but its state could not be saved: cannot write" in report["_stderr"]
     assert "go on with" not in report["_stderr"]
@@ -106,7 +166,7 @@ def test_a_state_that_cannot_be_saved_on_request_ends_the_run_with_an_error(tmp_
 def test_a_notice_in_a_run_without_a_place_for_checkpoints_finds_one(tmp_path):
     command = ("run", "-n", 2, "--slices", 3, "--seed", 11)
 
-    stopped = holdfast(*command, SCRIPT, "--deed", "term:7:1", cwd=tmp_path)
+    stopped = holdfast(*command, SCRIPT, "--deed", "term:7:all", cwd=tmp_path)
     resumed = holdfast(
         *command, "--checkpoint-dir", "holdfast-checkpoint", "--resume", "--report", "out", SCRIPT, cwd=tmp_path
     )
@@ -117,8 +177,8 @@ def test_a_notice_in_a_run_without_a_place_for_checkpoints_finds_one(tmp_path):
     assert undisturbed() in (tmp_path / "out" / "report.json").read_text()
 
 
-def test_negative_control_without_a_notice_the_run_does_not_stop(tmp_path):
-    report = run(tmp_path, "-n", 2)
+def test_negative_control_without_a_notice_the_run_does_not_stop_even_if_the_launcher_stands_still(tmp_path):
+    report = run(tmp_path, "-n", 2, "--fabric", "gloo", deeds=["stop-launcher:7:0"])
 
     assert report["outcome"] == "done"
     assert exit_codes(report) == {0: 0, 1: 0}

@@ -11,7 +11,25 @@ from holdfast.cli import main
 
 BAD = {
     "unknown strategy": (["--strategy", "hope"], "strategy must be one of rollback, forward, restart, got 'hope'"),
-    "unknown fabric": (["--fabric", "smoke"], "fabric must be one of ulfm, virtual, got 'smoke'"),
+    "unknown fabric": (["--fabric", "smoke"], "fabric must be one of ulfm, gloo, virtual, got 'smoke'"),
+    "replacing the dead where nobody can join": (["--respawn"], "--respawn needs --fabric gloo"),
+    "less than no spares": (["--spares", "-1"], "spares must be at least 0, got -1"),
+    "a hang before it began": (["--hang-timeout", "-1"], "hang_timeout_s must be at least 0 and finite, got -1"),
+    "unknown policy": (
+        ["--stragglers", "shoot"],
+        "--stragglers must be one of ignore, warn, rebalance, replace, got 'shoot'",
+    ),
+    "slower than as fast": (["--straggler-factor", "1"], "--straggler-factor must be more than 1 and finite, got 1"),
+    "nodes that cannot meet": (["--fabric", "gloo", "--nnodes", "2"], "--nnodes needs --rdzv"),
+    "nodes of Open MPI": (["--nnodes", "2", "--rdzv", "holdfast://h:1"], "--nnodes and --rdzv need --fabric gloo"),
+    "a node too many": (
+        ["--fabric", "gloo", "--nnodes", "2", "--node-rank", "2", "--rdzv", "holdfast://127.0.0.1:29400"],
+        "--node-rank must be from 0 to 1",
+    ),
+    "an open door": (
+        ["--fabric", "gloo", "--nnodes", "2", "--rdzv", "holdfast://h:1"],
+        "needs a secret that all nodes share",
+    ),
     "no workers": (["-n", "0"], "--workers must be at least 1, got 0"),
     "workers not a number": (["-n", "two"], "Invalid value for '--workers' / '-n'"),
     "unknown option": (["--hope"], "No such option: --hope"),

@@ -4,7 +4,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import gloo
 import pytest
+import torch
 from jobs import MPIRUN, clean_env
 
 from holdfast.comm import VirtualCommunicator
@@ -51,6 +53,60 @@ def test_real_workers_keep_the_contract_while_two_are_killed(tmp_path):
     ], done.stdout + done.stderr
     ended = {record.rank: record.exit_code for record in read_run(tmp_path) if isinstance(record, WorkerEnded)}
     assert ended == {0: -9, 1: 0, 2: -9, 3: 0}
+
+
+def run_gloo(tmp_path, workers, scene):
+    """Start so many workers of gloo_worker.py; return who passed as whom, and how each ended."""
+    worker = gloo.command(Path(__file__).with_name("gloo_worker.py"), scene)
+
+    done = subprocess.run(
+        gloo.launcher([worker] * workers),
+        env=clean_env(HOLDFAST_RUN_DIR=str(tmp_path)),
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+
+    passed = sorted(line for line in done.stdout.splitlines() if line.startswith("passed"))
+    assert passed, done.stdout + done.stderr
+    return passed, {r.rank: r.exit_code for r in read_run(tmp_path) if isinstance(r, WorkerEnded)}
+
+
+@pytest.mark.chaos
+def test_workers_over_gloo_keep_the_contract_while_two_are_killed(tmp_path):
+    passed, ended = run_gloo(tmp_path, 4, "contract")
+
+    assert passed == ["passed 1 of (1, 3)", "passed 3 of (1, 3)"]
+    assert ended == {0: -9, 1: 0, 2: -9, 3: 0}
+
+
+@pytest.mark.chaos
+def test_a_worker_that_dies_while_the_group_is_made_keeps_nobody_waiting(tmp_path):
+    passed, ended = run_gloo(tmp_path, 4, "building")
+
+    assert passed == [f"passed {rank} of (0, 2, 3)" for rank in (0, 2, 3)]
+    assert ended == {0: 0, 1: -9, 2: 0, 3: 0}
+
+
+@pytest.mark.chaos
+def test_groups_that_were_given_up_leave_no_thread_and_no_file_behind(tmp_path):
+    passed, ended = run_gloo(tmp_path, 3, "rebuilding")
+
+    assert passed == [f"passed {rank} of (0, 1, 2)" for rank in range(3)]
+    assert ended == {0: 0, 1: 0, 2: 0}
+
+
+@pytest.mark.chaos
+@pytest.mark.skipif(
+    not torch.distributed.is_nccl_available() or torch.cuda.device_count() < 3,
+    reason="needs three GPUs and a torch with NCCL, which lets no two workers share a GPU",
+)
+def test_tensors_on_gpus_are_exchanged_by_nccl_before_and_after_a_death(tmp_path):
+    passed, ended = run_gloo(tmp_path, 3, "on-gpus")
+
+    assert passed == ["passed 1 of (1, 2)", "passed 2 of (1, 2)"]
+    assert ended == {0: -9, 1: 0, 2: 0}
 
 
 def test_a_communicator_that_forgets_a_death_is_found_out():

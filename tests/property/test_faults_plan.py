@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.errors import ConfigError
-from holdfast.faults.plan import PHASES, Fault, FaultPlan, mtbf_schedule, parse
+from holdfast.faults.plan import KINDS, PHASES, STUCK, Fault, FaultPlan, mtbf_schedule, parse
 
 _numbers = st.integers(0, 10**6)
 
@@ -15,7 +15,10 @@ _numbers = st.integers(0, 10**6)
 def faults(draw):
     phase = draw(st.sampled_from(PHASES))
     bucket = draw(st.none() | _numbers) if phase == "allreduce" else None
-    return Fault("kill", draw(_numbers), draw(_numbers), phase, bucket)
+    kind = draw(st.sampled_from(KINDS))
+    some_s = st.floats(0.001, 1e6) | st.integers(1, 10**6)
+    lasts = {"slow": some_s} | dict.fromkeys(STUCK, st.none() | some_s)
+    return Fault(kind, draw(_numbers), draw(_numbers), phase, bucket, draw(lasts.get(kind, st.none())))
 
 
 @st.composite
@@ -31,7 +34,11 @@ def test_a_plan_survives_json_and_specs(plan):
     assert tuple(map(parse, plan.to_specs())) == plan.faults
 
 
-@given(st.text() | st.text("kilrankstepbucketphase=:,0123456789-").map("kill:".__add__))
+@given(
+    st.text()
+    | st.text("kilrankstepbucketphase=:,0123456789-").map("kill:".__add__)
+    | st.text("0123456789.e-+_,").map("slow:rank=1,step=2,seconds=".__add__)
+)
 def test_any_text_is_a_fault_or_is_refused_in_one_line(text):
     try:
         fault = parse(text)

@@ -8,6 +8,7 @@ import pytest
 from holdfast.errors import InternalError
 from holdfast.events import (
     Action,
+    Admitted,
     Agree,
     Agreed,
     ApplyStep,
@@ -15,8 +16,11 @@ from holdfast.events import (
     ContinueStep,
     Event,
     HandOver,
+    Install,
     Leave,
     LoadCheckpoint,
+    MakeChanges,
+    MembersChange,
     PeerLost,
     ProgressKnown,
     Publish,
@@ -27,10 +31,11 @@ from holdfast.events import (
     Shrunk,
     StepApplied,
     StepClosed,
+    Welcome,
 )
 from holdfast.recovery import Forward, Protocol, Restart, Rollback, Strategy
 from holdfast.recovery.protocol import State
-from holdfast.testing.explorer import World, explore
+from holdfast.testing.explorer import Lapse, World, explore
 
 STRATEGIES = [Rollback(), Forward(), Restart()]
 NAMES = ["rollback", "forward", "restart"]
@@ -109,6 +114,69 @@ def test_the_same_world_gives_the_same_trace():
     world = World(make_protocol=WithoutRevoke)
 
     assert explore(Rollback(), world) == explore(Rollback(), world)
+
+
+# -- it holds too when workers come and leave, and the running job is changed
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=NAMES)
+@pytest.mark.parametrize(
+    ("workers", "newcomers", "deaths"),
+    [
+        (1, 1, 1),
+        (2, 2, 1),
+        (3, 1, 2),
+        pytest.param(3, 2, 2, marks=[pytest.mark.soak, pytest.mark.timeout(1800)]),
+    ],
+)
+def test_newcomers_get_what_the_others_have_or_nobody_goes_on(strategy, workers, newcomers, deaths):
+    states = must_hold(strategy, World(workers=workers, newcomers=newcomers, deaths=deaths, lossy=lossy(strategy)))
+
+    assert states > 100
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=NAMES)
+@pytest.mark.parametrize("leavers", [{0}, {0, 1, 2}], ids=str)
+def test_workers_leave_in_order_and_where_all_would_all_stop(strategy, leavers):
+    must_hold(strategy, World(leavers=frozenset(leavers), lossy=lossy(strategy)))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "other"),
+    [(Rollback(), Restart()), (Rollback(), Forward()), (Forward(), Restart()), (Restart(), Rollback())],
+)
+def test_changes_count_before_the_same_step_everywhere(strategy, other):
+    must_hold(strategy, World(changes=(other,), lossy=lossy(strategy) or lossy(other)))
+
+
+def test_one_change_may_follow_the_other():
+    must_hold(Rollback(), World(deaths=1, changes=(Restart(), Forward()), lossy=True))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=NAMES)
+def test_all_that_at_once(strategy):
+    world = World(workers=2, deaths=1, newcomers=1, leavers=frozenset({0}), changes=(Restart(),), lossy=lossy(strategy))
+
+    must_hold(strategy, world)
+
+
+def test_coming_leaving_and_changing_do_no_harm_when_no_moves_are_joined():
+    world = World(workers=2, deaths=1, atomic=False)
+
+    must_hold(Rollback(), dataclasses.replace(world, newcomers=1))
+    must_hold(Rollback(), dataclasses.replace(world, leavers=frozenset({0, 1})))
+    must_hold(Rollback(), dataclasses.replace(world, changes=(Restart(),)))
+
+
+@pytest.mark.parametrize("kind", [Rollback, Forward, Restart], ids=NAMES)
+def test_with_newcomers_that_are_too_few_all_stop_with_the_same_state(kind):
+    world = World(workers=3, deaths=1, newcomers=1, leavers=frozenset({0}), lossy=kind is Forward)
+
+    must_hold(kind(min_workers=3), world)
+
+
+def test_newcomers_are_told_of_every_stable_step_after_they_came():
+    must_hold(Rollback(), World(workers=2, newcomers=1, all_publish=True))
 
 
 # -- without one of its lines
@@ -293,7 +361,141 @@ def test_forward_and_restart_may_publish_at_once_because_what_one_closed_all_hol
     must_hold(Restart(), World(make_protocol=PublishesAtOnce))
 
 
+# -- without one of the lines by which workers come and leave
+
+
+class MeetsInSilence(Protocol):
+    """Shrinks at once when members change: does not wait for those who have not heard of it."""
+
+    def handle(self, event: Event) -> list[Action]:
+        if self.state is State.COMPUTE and event == MembersChange():
+            return self._enter(State.SHRINK, Shrink())
+        return super().handle(event)
+
+
+class WithoutAgreeingOn(Protocol):
+    """What was given counts at once, whoever else has it."""
+
+    def _next_order(self) -> list[Action]:
+        self._orders = tuple(order for order in self._orders if order != Agree(flag=True))
+        return super()._next_order()
+
+
+class WithoutInstalling(Protocol):
+    """A newcomer goes on without what it was given."""
+
+    def _next_order(self) -> list[Action]:
+        match self._orders:
+            case [Install(step=step), *rest]:
+                self._completed, self._orders = step * self._sums, tuple(rest)
+        return super()._next_order()
+
+
+class InstallsBeforeAgreeing(Protocol):
+    """What was given counts at once, but nobody goes on before all have agreed."""
+
+    def _next_order(self) -> list[Action]:
+        match self._orders:
+            case [Agree(), (Install() | MakeChanges()) as counts, *rest]:
+                self._orders = (counts, Agree(flag=True), *rest)
+        return super()._next_order()
+
+
+class CountsNewcomers(Protocol):
+    """Lets the strategy decide with those in view who have no state yet."""
+
+    def _decide(self) -> list[Action]:
+        self._orders = tuple(self._strategy.handle(self._known))
+        self._state = State.ACT
+        return self._next_order()
+
+
+class SaysThatItIsAtTheStart(Protocol):
+    """A newcomer does not say that it has no state."""
+
+    def handle(self, event: Event) -> list[Action]:
+        orders = super().handle(event)
+        if isinstance(event, Admitted):
+            self._completed = 0
+        return orders
+
+
+class EntersWithoutFence(Protocol):
+    """A newcomer does not wait until everybody has left the shrink."""
+
+    def handle(self, event: Event) -> list[Action]:
+        orders = super().handle(event)
+        return self._enter(State.SHARE, ShareProgress(self.progress)) if isinstance(event, Admitted) else orders
+
+
+class WelcomesOnce(Protocol):
+    """Takes newcomers for installed when they have been welcomed, also if that was interrupted."""
+
+    def _next_order(self) -> list[Action]:
+        if self._orders and isinstance(self._orders[0], Welcome) and self._completed < 0:
+            step = self._orders[0].step
+            orders = super()._next_order()
+            self._completed = step * self._sums
+            return orders
+        return super()._next_order()
+
+
+COMING = [
+    # What is wrong, strategy, workers, newcomers, deaths, what goes wrong.
+    (MeetsInSilence, Rollback(), 3, 1, 1, "agree meets shrink"),
+    (WithoutAgreeingOn, Rollback(), 2, 1, 1, "wrong state is given"),
+    (WithoutInstalling, Rollback(), 2, 1, 0, "wrong step"),
+    (CountsNewcomers, Rollback(), 2, 1, 0, "internal error: survivors are 5 sums apart"),
+    (SaysThatItIsAtTheStart, Rollback(), 2, 1, 0, "internal error: survivors are 3 sums apart"),
+    (EntersWithoutFence, Rollback(), 2, 1, 0, "deadlock"),
+    (WelcomesOnce, Rollback(), 2, 1, 1, "wrong step"),
+]
+
+
+@pytest.mark.parametrize(("broken", "strategy", "workers", "newcomers", "deaths", "kind"), COMING)
+def test_every_line_by_which_newcomers_come_is_needed(broken, strategy, workers, newcomers, deaths, kind):
+    world = World(workers=workers, newcomers=newcomers, deaths=deaths, make_protocol=broken)
+
+    must_break(strategy, world, kind)
+
+
+def test_all_must_agree_that_they_have_a_change_before_anybody_makes_it():
+    world = World(deaths=1, make_protocol=WithoutAgreeingOn)
+
+    must_break(Rollback(), dataclasses.replace(world, changes=(Restart(),)), "rubbish is summed")
+    must_hold(Rollback(), dataclasses.replace(world, changes=(Forward(),), lossy=True))  # both take the step back
+
+
+def test_a_newcomer_may_install_before_the_agreement_but_a_change_may_not_be_made_then():
+    world = World(deaths=1, make_protocol=InstallsBeforeAgreeing)
+
+    must_hold(Rollback(), dataclasses.replace(world, newcomers=1))
+    must_break(Rollback(), dataclasses.replace(world, changes=(Restart(),)), "rubbish is summed")
+
+
 # -- with an engine that breaks its contract
+
+
+def test_newcomers_are_not_admitted_where_somebody_has_not_heard_of_them():
+    world = World(deaths=1, newcomers=1, lapses=Lapse.ADMITS_EARLY)
+
+    must_break(Rollback(), world, "internal error: newcomers [3] were admitted by workers that were not all between")
+
+
+@pytest.mark.parametrize(("leavers", "deaths"), [({0, 1}, 0), ({0}, 1)], ids=["all are told", "the other dies"])
+def test_nobody_leaves_where_nobody_stays(leavers, deaths):
+    world = World(workers=2, deaths=deaths, leavers=frozenset(leavers))
+
+    must_hold(Rollback(), world)
+    must_break(Rollback(), dataclasses.replace(world, lapses=Lapse.ALL_LEAVE), "nobody stays")
+
+
+def test_who_has_heard_of_a_change_says_so_in_recovery():
+    must_break(Rollback(), World(deaths=1, changes=(Restart(),), lapses=Lapse.KEEPS_ASK), "rubbish is summed")
+
+
+def test_a_change_does_not_count_before_all_have_agreed_that_they_have_it():
+    must_break(Rollback(), World(deaths=1, changes=(Restart(),), lapses=Lapse.TAKES_AT_ONCE), "rubbish is summed")
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=NAMES)

@@ -1,5 +1,6 @@
 """What every strategy must keep to, whatever the survivors tell it; and long runs at random."""
 
+import dataclasses
 import random
 
 import pytest
@@ -8,6 +9,7 @@ from hypothesis import strategies as st
 
 from holdfast.errors import InternalError
 from holdfast.events import (
+    CALM,
     LOADING,
     Agreed,
     CatchUp,
@@ -22,7 +24,18 @@ from holdfast.events import (
     SaveAndStop,
 )
 from holdfast.recovery import Forward, Protocol, Restart, Rollback, make_strategy
-from holdfast.testing.explorer import World, walk
+from holdfast.testing.explorer import Lapse, World, walk
+
+BUSY = World(
+    workers=5,
+    newcomers=2,
+    leavers=frozenset({0, 3}),
+    changes=(Restart(), Forward(), Rollback()),
+    deaths=4,
+    steps=6,
+    lossy=True,
+)
+"""A job in which everything happens."""
 
 KINDS = [Rollback, Forward, Restart]
 each_kind = pytest.mark.parametrize("kind", KINDS, ids=["rollback", "forward", "restart"])
@@ -160,6 +173,26 @@ def test_survivors_more_than_one_sum_apart_are_not_believed(kind, event):
 
 
 @each_kind
+@given(who=ranks, step=st.integers(0, 9), buckets=st.integers(1, 4), min_workers=st.integers(1, 9))
+def test_where_members_change_and_nobody_saw_a_failure_nothing_is_taken_back(kind, who, step, buckets, min_workers):
+    calm = Progress(step * (buckets + 1), computed=False, flags=CALM)
+    orders = kind(min_workers=min_workers).handle(ProgressKnown(dict.fromkeys(who, calm), buckets))
+
+    assert orders == ([SaveAndStop()] if len(who) < min_workers else [])
+
+
+@each_kind
+@given(who=ranks, step=st.integers(0, 9), min_workers=st.integers(1, 9))
+def test_who_saw_a_failure_where_members_change_makes_it_one_for_all(kind, who, step, min_workers):
+    calm = {rank: Progress(step * 3, computed=False, flags=CALM) for rank in who}
+    told = calm | {who[0]: Progress(step * 3, computed=False)}
+    quiet = {rank: Progress(step * 3, computed=False) for rank in who}
+    strategy = kind(min_workers=min_workers)
+
+    assert strategy.handle(ProgressKnown(told, 2)) == strategy.handle(ProgressKnown(quiet, 2)) != []
+
+
+@each_kind
 @given(event=legal())
 def test_everything_but_news_of_progress_is_ignored(kind, event):
     strategy = kind()
@@ -212,6 +245,49 @@ def test_survivors_that_are_too_few_stop_with_the_same_history(name, seed, min_w
 
     assert found.violation is None, str(found)
     assert "left" in found.trace[-1]
+
+
+@pytest.mark.parametrize("name", ["rollback", "forward", "restart"])
+@settings(max_examples=40, deadline=None)
+@given(seed=st.integers(0, 2**32 - 1), death_rate=st.sampled_from([0.01, 0.05, 0.3]), atomic=st.booleans())
+def test_whoever_comes_and_leaves_all_have_the_same_history(name, seed, death_rate, atomic):
+    world = dataclasses.replace(BUSY, lossy=True, atomic=atomic)  # the strategies that follow may be lossy
+
+    found = walk(make_strategy(name), world, random.Random(seed), death_rate=death_rate)
+
+    assert found.violation is None, str(found)
+
+
+def test_in_the_random_runs_workers_do_come_and_leave_in_every_way():
+    """The control: without it the runs above could pass because nothing happens in them."""
+    runs = [walk(Rollback(), BUSY, random.Random(seed), death_rate=0.02) for seed in range(60)]
+    lines = [line for run in runs for line in run.trace]
+    at_the_end = [run.trace[-1] for run in runs]
+
+    for what in (
+        "waits to join",
+        "is told to leave",
+        "there are new settings",
+        "dies before it is admitted",
+        "dies in Welcome",
+        "fails in Welcome",
+        "dies in TakeChanges",
+        "fails in TakeChanges",
+        "ShareProgress(-2)",
+    ):
+        assert any(what in line for line in lines), f"never: {what}"
+    for newcomer in (5, 6):
+        assert any(f"{newcomer}: left" in line for line in at_the_end), f"{newcomer} never came to the end"
+    assert any("0: left, 1: SumBucket" in line for line in lines), "nobody left before the end"
+
+
+def test_the_random_runs_find_newcomers_that_are_let_in_too_early():
+    """The control: an engine that admits newcomers of whom not all have heard does not pass."""
+    world = dataclasses.replace(BUSY, lapses=Lapse.ADMITS_EARLY)
+
+    runs = [walk(Rollback(), world, random.Random(seed), death_rate=0.05) for seed in range(60)]
+
+    assert any(run.violation is not None and "were admitted by workers" in run.violation for run in runs)
 
 
 def test_the_random_runs_do_lose_workers_in_every_phase():

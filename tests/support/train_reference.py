@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -14,7 +15,7 @@ from torch.utils.data import TensorDataset
 import holdfast
 
 
-def train(model_name, optimizer_name, raise_at=-1, **session_arguments):
+def train(model_name, optimizer_name, raise_at=-1, pause=0.0, **session_arguments):
     """Train like the reference does; return the session and the hash of the state."""
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
@@ -28,6 +29,7 @@ def train(model_name, optimizer_name, raise_at=-1, **session_arguments):
     for step in session.steps(TensorDataset(*reference.data()), reference.BATCH, reference.EPOCHS):
         if step.number == raise_at and session.is_lead:
             raise ValueError("the script has a bug")
+        time.sleep(pause)
         for x, y in step:
             step.backward(F.cross_entropy(model(x), y))
     return session, reference.state_hash(model, optimizer)
@@ -45,10 +47,11 @@ if __name__ == "__main__":
     parser.add_argument("model", choices=reference.MODELS)
     parser.add_argument("optimizer", choices=reference.OPTIMIZERS)
     parser.add_argument("--no-recovery", action="store_true")
+    parser.add_argument("--pause", type=float, default=0.0, help="seconds before each step, for newcomers to come in")
     parser.add_argument("--raise-at", type=int, default=-1, help="the lowest worker raises in this step")
     options = parser.parse_args()
     if options.no_recovery:
         turn_recovery_off()
-    session, state = train(options.model, options.optimizer, raise_at=options.raise_at)
+    session, state = train(options.model, options.optimizer, raise_at=options.raise_at, pause=options.pause)
     if session.is_lead:
         print(f"state {state}")

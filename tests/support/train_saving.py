@@ -9,6 +9,7 @@ import random
 import resource
 import shutil
 import signal
+import subprocess
 import time
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from torch.utils.data import TensorDataset
 
 import holdfast
 from holdfast import points
+from holdfast.records import requests_path
 
 SAMPLES, BATCH, SLICES, SEED = 60, 10, 3, 11
 EPOCHS = (1, 2)
@@ -144,7 +146,10 @@ def kill(*pids):
 
 
 class Deeds:
-    """What is to go wrong: ``WHAT:STEP:WHO``, WHO being a rank or ``all``. In a step, or at a point of its checkpoint."""
+    """What is to go wrong: ``WHAT:STEP:WHO``, WHO being a rank or ``all``.
+
+    In a step; or at a point of its checkpoint, or in its recovery: ``WHAT@shrink:STEP:WHO``.
+    """
 
     def __init__(self, training, deeds):
         self.training = training
@@ -155,6 +160,18 @@ class Deeds:
         for what, when, who in self.deeds:
             if what.endswith(f"@{name}") and int(when) == step and who in (str(self.training.session.rank), "all"):
                 self.do(what.partition("@")[0])
+
+    def in_recovery(self):
+        """From now on, do what is due where the living are about to go on without the dead."""
+        session, shrink = self.training.session, self.training.session._world.comm.shrink
+
+        def shrink_after_deeds(**changes):
+            for what, when, who in self.deeds:
+                if what.endswith("@shrink") and int(when) == session.step and who in (str(session.rank), "all"):
+                    self.do(what.partition("@")[0])
+            return shrink(**changes)
+
+        session._world.comm.shrink = shrink_after_deeds
 
     def in_step(self, step):
         """Do what is due in the step, each deed once."""
@@ -181,12 +198,30 @@ class Deeds:
                 os.kill(launcher(), signal.SIGTERM)
                 time.sleep(0.3)
                 kill(os.getpid())
+            case "kill-launcher":
+                kill(launcher())
+            case "kill-launcher-and-die":
+                kill(launcher(), os.getpid())
+            case "stop-launcher":
+                os.kill(launcher(), signal.SIGSTOP)
+                wake = f"sleep 2; kill -CONT {launcher()}"
+                subprocess.Popen(["sh", "-c", wake], start_new_session=True)
+            case "hang":
+                os.kill(os.getpid(), signal.SIGSTOP)
             case "stop":
                 self.training.stop(step)
             case "sleep":
                 time.sleep(60)
             case "pause":
                 time.sleep(0.5)
+            case "await":
+                self.wait_until(lambda: self.world.comm.newcomers(self.world.loop))
+            case "await-2":
+                self.wait_until(lambda: len(self.world.comm.newcomers(self.world.loop)) == 2)
+            case "await-notice":
+                self.wait_until(lambda: self.world.parts)
+            case "await-request":
+                self.wait_until(requests_path(Path(os.environ["HOLDFAST_RUN_DIR"])).exists)
             case "block":  # what cannot be written to: root may write to any directory
                 shutil.rmtree(place, ignore_errors=True)
                 place.write_text("in the way")
@@ -194,6 +229,19 @@ class Deeds:
                 resource.setrlimit(resource.RLIMIT_FSIZE, (500_000, 500_000))
             case _:
                 raise ValueError(what)
+
+    @property
+    def world(self):
+        return self.training.session._world
+
+    def wait_until(self, ready):
+        """Wait for what comes from outside; the others wait for this worker meanwhile."""
+        ends_s = time.monotonic() + 120
+        with self.training.session.busy():
+            while not ready():
+                if time.monotonic() > ends_s:
+                    raise TimeoutError("what was waited for did not come")
+                time.sleep(0.01)
 
 
 if __name__ == "__main__":
@@ -203,12 +251,16 @@ if __name__ == "__main__":
     parser.add_argument("--deed", action="append", default=[], metavar="WHAT[@POINT]:STEP:WHO")
     parser.add_argument("--step-s", type=float, default=0.0)
     options = parser.parse_args()
-    training = Training(options.schedule, options.ballast)
+    if f"term:-1:{os.environ.get('RANK')}" in options.deed:  # before training
+        os.kill(os.getpid(), signal.SIGTERM)
+    training = Training(options.schedule, options.ballast, total_steps=LOOP_ENDS[-1])
     deeds = Deeds(training, options.deed)
     if any("@" in deed for deed in options.deed):
         points.arm(deeds.at_point)
 
     def each(step):
+        if step.number == 0 and any("@shrink" in deed for deed in options.deed):
+            deeds.in_recovery()
         time.sleep(options.step_s)
         deeds.in_step(step)
 

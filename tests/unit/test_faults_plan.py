@@ -6,7 +6,7 @@ import json
 import pytest
 
 from holdfast.errors import ConfigError
-from holdfast.faults.plan import Fault, FaultPlan, mtbf_schedule, parse
+from holdfast.faults.plan import ENDS, KINDS, PHASES, STUCK, Fault, FaultPlan, mtbf_schedule, parse
 
 
 @pytest.mark.parametrize(
@@ -17,6 +17,10 @@ from holdfast.faults.plan import Fault, FaultPlan, mtbf_schedule, parse
         ("kill:rank=0,step=0,phase=recovery", Fault("kill", 0, 0, "recovery")),
         ("kill:rank=2,step=3,phase=allreduce", Fault("kill", 2, 3, "allreduce", None)),
         ("kill:rank=2,step=3,bucket=0,phase=allreduce", Fault("kill", 2, 3, "allreduce", 0)),
+        ("hang:rank=1,step=2", Fault("hang", 1, 2)),
+        ("gil:rank=1,step=2,seconds=1.5", Fault("gil", 1, 2, seconds=1.5)),
+        ("slow:seconds=2,rank=0,step=9,phase=backward", Fault("slow", 0, 9, "backward", None, 2.0)),
+        ("leave:rank=3,step=4,phase=rejoin", Fault("leave", 3, 4, "rejoin")),
     ],
 )
 def test_a_spec_says_what_happens_to_whom_and_when(spec, fault):
@@ -26,14 +30,14 @@ def test_a_spec_says_what_happens_to_whom_and_when(spec, fault):
 @pytest.mark.parametrize(
     ("spec", "complaint"),
     [
-        ("", "the kind before the colon must be 'kill', got ''"),
+        ("", f"the kind before the colon must be one of {', '.join(KINDS)}, got ''"),
         ("kill", "after the kind there must be at least rank and step, as in kill:rank=1,step=20"),
         ("kill:", "after the kind there must be at least rank and step, as in kill:rank=1,step=20"),
-        ("maim:rank=1,step=2", "the kind before the colon must be 'kill', got 'maim'"),
+        ("maim:rank=1,step=2", f"the kind before the colon must be one of {', '.join(KINDS)}, got 'maim'"),
         ("kill:rank=1", "step is missing; rank and step are needed"),
         ("kill:step=1", "rank is missing; rank and step are needed"),
-        ("kill:rank=1,step=2,colour=red", "unknown key 'colour'; there are rank, step, phase, bucket"),
-        ("kill:rank=1,step=2,", "unknown key ''; there are rank, step, phase, bucket"),
+        ("kill:rank=1,step=2,colour=red", "unknown key 'colour'; there are rank, step, phase, bucket, seconds"),
+        ("kill:rank=1,step=2,", "unknown key ''; there are rank, step, phase, bucket, seconds"),
         ("kill:rank=,step=2", "rank needs a value, as in rank=1"),
         ("kill:rank,step=2", "rank needs a value, as in rank=1"),
         ("kill:rank=1,step=2,phase=", "phase needs a value, as in phase=forward"),
@@ -44,9 +48,20 @@ def test_a_spec_says_what_happens_to_whom_and_when(spec, fault):
         ("kill:rank=1,rank=2,step=3", "rank is given twice; give it once"),
         (
             "kill:rank=1,step=2,phase=lunch",
-            "phase must be one of forward, backward, allreduce, optimizer, recovery, checkpoint, got 'lunch'",
+            "phase must be one of forward, backward, allreduce, optimizer, recovery, checkpoint, rejoin, got 'lunch'",
         ),
         ("kill:rank=1,step=2,bucket=1", "bucket is only allowed with phase=allreduce, got phase=forward"),
+        ("slow:rank=1,step=2", "slow needs seconds, as in slow:rank=1,step=20,seconds=0.5"),
+        ("slow:rank=1,step=2,seconds=", "seconds needs a value, as in seconds=1"),
+        ("kill:rank=1,step=2,seconds=1", "seconds is only allowed with hang, gil, spin, deadlock, slow, got kill"),
+        ("leave:rank=1,step=2,seconds=1", "seconds is only allowed with hang, gil, spin, deadlock, slow, got leave"),
+        ("hang:rank=1,step=2,seconds=0", "seconds must be a number from 0.001 to 1000000, got 0.0"),
+        ("hang:rank=1,step=2,seconds=0.0009", "seconds must be a number from 0.001 to 1000000, got 0.0009"),
+        ("hang:rank=1,step=2,seconds=1000001", "seconds must be a number from 0.001 to 1000000, got 1000001.0"),
+        ("hang:rank=1,step=2,seconds=nan", "seconds must be a number from 0.001 to 1000000, got 'nan'"),
+        ("hang:rank=1,step=2,seconds=1e3", "seconds must be a number from 0.001 to 1000000, got '1e3'"),
+        ("hang:rank=1,step=2,seconds=1.2.3", "seconds must be a number from 0.001 to 1000000, got '1.2.3'"),
+        ("hang:rank=1,step=2,seconds=-1", "seconds must be a number from 0.001 to 1000000, got '-1'"),
     ],
 )
 def test_a_malformed_spec_is_refused_in_one_line_that_begins_with_it(spec, complaint):
@@ -113,7 +128,9 @@ def test_a_fault_after_a_bucket_that_there_is_not_is_refused():
         plan.check(range(2), num_buckets=3)
 
 
-_FAULT = '{"kind": "kill", "rank": 1, "step": 2, "phase": "forward", "bucket": null}'
+_FAULT = '{"kind": "kill", "rank": 1, "step": 2, "phase": "forward", "bucket": null, "seconds": null}'
+
+_SLOW = '{"kind": "slow", "rank": 1, "step": 2, "phase": "forward", "bucket": null, "seconds": 0.5}'
 
 
 def test_the_json_of_a_plan_is_what_its_readers_rely_on():
@@ -137,7 +154,14 @@ def test_the_json_of_a_plan_is_what_its_readers_rely_on():
         ('{"seed": 0, "faults": {}, "fired": []}', "faults of a fault plan must be a list"),
         ('{"seed": 0, "faults": [], "fired": [0]}', "fired must hold numbers of the 0 faults"),
         ('{"seed": 0, "faults": [1], "fired": []}', "fault 0 of the plan: it must be a JSON object"),
-        ('{"seed": 0, "faults": [{"kind": "kill"}], "fired": []}', "wrong or missing: bucket, phase, rank, step"),
+        (
+            '{"seed": 0, "faults": [{"kind": "kill"}], "fired": []}',
+            "wrong or missing: bucket, phase, rank, seconds, step",
+        ),
+        (f'{{"seed": 0, "faults": [{_SLOW.replace("0.5", "NaN")}], "fired": []}}', "seconds must be a number"),
+        (f'{{"seed": 0, "faults": [{_SLOW.replace("0.5", "true")}], "fired": []}}', "seconds must be a number"),
+        (f'{{"seed": 0, "faults": [{_SLOW.replace("0.5", "1e400")}], "fired": []}}', "seconds must be a number"),
+        (f'{{"seed": 0, "faults": [{_SLOW.replace("0.5", "null")}], "fired": []}}', "slow needs seconds"),
         (f'{{"seed": 0, "faults": [{_FAULT}], "fired": [0.0]}}', "fired must be whole numbers"),
         (
             f'{{"seed": 0, "faults": [{_FAULT.replace("2", "2.5")}], "fired": []}}',
@@ -166,6 +190,50 @@ def test_random_plans_reach_every_phase_and_several_deaths_at_once():
 
     assert phases == {"forward", "backward", "allreduce", "optimizer", "recovery", "checkpoint"}
     assert 10 < len(at_once) < 50
+
+
+def test_random_plans_of_one_kind_are_what_they_were_before_there_were_others():
+    plan = FaultPlan.random(3, workers=4, steps=10, kills=2, num_buckets=2)
+
+    assert plan.to_specs() == ["kill:rank=1,step=8,phase=backward", "kill:rank=2,step=8,phase=recovery"]
+    assert plan == FaultPlan.random(3, 4, 10, 2, 2, kinds=["kill"])
+
+
+def test_random_plans_draw_every_kind_and_only_what_can_be_asked_for():
+    plans = [FaultPlan.random(seed, 8, 20, 4, 3, kinds=KINDS, newcomers=3) for seed in range(100)]
+    faults = [fault for plan in plans for fault in plan.faults]
+
+    assert {fault.kind for fault in faults} == set(KINDS)
+    assert {fault.phase for fault in faults} == set(PHASES)
+    assert {fault.rank for fault in faults} == set(range(11))
+    assert any(fault.seconds is None for fault in faults if fault.kind in STUCK)
+    assert any(fault.seconds is not None for fault in faults if fault.kind in STUCK)
+    assert all(FaultPlan.from_json(plan.to_json()) == plan for plan in plans)
+    for plan in plans:
+        assert len({fault.rank for fault in plan.faults}) == len(plan.faults)
+        assert len([fault for fault in plan.faults if fault.rank < 8]) == 4
+
+
+def test_a_random_plan_of_ends_alone_ends_workers_alone():
+    plans = [FaultPlan.random(seed, 4, 20, 3, 1, kinds=ENDS) for seed in range(20)]
+
+    assert {fault.kind for plan in plans for fault in plan.faults} == set(ENDS)
+
+
+def test_a_random_plan_of_no_kind_is_refused():
+    with pytest.raises(ConfigError, match="kinds must name at least one kind"):
+        FaultPlan.random(0, 4, 10, 2, 1, kinds=[])
+    with pytest.raises(ConfigError, match="kind must be one of"):
+        FaultPlan.random(0, 4, 10, 2, 1, kinds=["maim"])
+
+
+def test_a_fault_in_rejoin_strikes_the_first_time_from_its_step_on():
+    plan = FaultPlan((parse("kill:rank=5,step=10,phase=rejoin"),))
+
+    assert plan.due(5, 9, "rejoin") is None
+    assert plan.due(4, 12, "rejoin") is None
+    assert plan.due(5, 12, "rejoin") == (0, plan.faults[0])
+    assert plan.without([0]).due(5, 12, "rejoin") is None
 
 
 def test_a_schedule_is_a_function_of_its_seed_and_spares_one():

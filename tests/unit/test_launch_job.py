@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import typer
 
 from holdfast.errors import ConfigError
 from holdfast.launch import job as jobs
@@ -38,6 +39,39 @@ def test_a_command_line_says_how_checkpoints_are_taken():
     )
 
 
+def test_a_command_line_says_how_workers_are_replaced_watched_and_found():
+    given = job(
+        fabric="gloo", spares=1, max_respawns=3, nnodes=2, node_rank=1, rdzv="etcd://h:2379/j", node_timeout_s=5.0,
+        hang_timeout_s=1.5, stragglers="replace", straggler_factor=3.0, stall_timeout_s=20.0, token="s3cret",  # noqa: S106
+    )  # fmt: skip
+
+    assert command_line(given) == (
+        "holdfast run -n 4 --fabric gloo --spares 1 --hang-timeout 1.5 --respawn --max-respawns 3 --nnodes 2 --node-rank 1 "
+        "--rdzv etcd://h:2379/j --node-timeout 5 --stragglers replace --straggler-factor 3 --stall-timeout 20 train.py"
+    )
+
+
+def test_every_option_is_said_again_but_for_the_secret():
+    from holdfast.cli import app
+
+    flags = {
+        max(p.opts, key=len) for p in typer.main.get_command(app).commands["run"].params if p.opts[0].startswith("-")
+    }
+    fields = {
+        "spares": 1, "strategy": "forward", "order": "tree", "split": "even", "batch": "local", "rescale": "original",
+        "min_workers": 2, "seed": 1, "slices": 9, "checkpoint_dir": "c", "checkpoint_every": 2, "checkpoint_format": "npz",
+        "keep_last": 2, "keep_every": 2, "hang_timeout_s": 1.0, "resume": True, "fabric": "gloo", "max_restarts": 1,
+        "max_respawns": 1, "nnodes": 2, "node_rank": 1, "rdzv": "r", "rdzv_timeout_s": 1.0, "node_timeout_s": 1.0,
+        "stragglers": "ignore", "straggler_factor": 3.0, "stall_timeout_s": 1.0, "grace_s": 1.0, "log_dir": Path("l"),
+        "report_dir": Path("r"), "token": "s3cret",
+    }  # fmt: skip
+    words = command_line(job(**fields), faults=["kill:rank=0,step=1"]).split()
+    words += command_line(Job(script=Path("s"), settings=Settings(mtbf_s=5.0), mtbf_s=2.0)).split()
+
+    assert flags - set(words) == {"--workers", "--rdzv-token", "--json"}
+    assert not any("s3cret" in word for word in words)
+
+
 def test_a_job_is_resumed_on_the_survivors_with_the_slices_that_it_had():
     assert resume_command(job(mtbf_s=3.0), 3, "ckpt") == (
         "holdfast run -n 3 --slices 4 --checkpoint-dir ckpt --resume train.py"
@@ -48,6 +82,39 @@ def test_a_job_is_resumed_on_as_many_as_it_needs():
     assert resume_command(job(min_workers=3), 2, "ckpt") == (
         "holdfast run -n 3 --min-workers 3 --slices 4 --checkpoint-dir ckpt --resume train.py"
     )
+
+
+def test_a_job_is_resumed_on_all_its_nodes_alike():
+    given = job(workers=2, fabric="gloo", nnodes=2, rdzv="holdfast://h:1")
+
+    assert resume_command(given, 3, "ckpt") == (
+        "holdfast run -n 2 --fabric gloo --slices 4 --checkpoint-dir ckpt --resume --nnodes 2 --rdzv holdfast://h:1 train.py"
+    )
+
+
+def test_a_spare_that_is_left_stays_one_when_a_job_is_resumed():
+    assert resume_command(job(spares=2), 5, "ckpt") == (
+        "holdfast run -n 4 --spares 2 --slices 4 --checkpoint-dir ckpt --resume train.py"
+    )
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("max_respawns", -1, "--max-respawns must be at least 0, got -1"),
+        ("max_respawns", 1, "--respawn needs --fabric gloo: the ulfm fabric cannot take in workers"),
+        ("rdzv_timeout_s", 0.0, "--rdzv-timeout must be more than 0 seconds and finite, got 0"),
+        ("stragglers", "shoot", "--stragglers must be one of ignore, warn, rebalance, replace, got 'shoot'"),
+        ("straggler_factor", 1.0, "--straggler-factor must be more than 1 and finite, got 1"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_anything_starts(tmp_path, field, value, message):
+    (tmp_path / "train.py").touch()
+
+    with pytest.raises(ConfigError) as caught:
+        check(job(tmp_path / "train.py", **{field: value}))
+
+    assert str(caught.value).startswith(message)
 
 
 def test_a_job_that_can_start_passes(tmp_path):

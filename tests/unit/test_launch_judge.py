@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from holdfast.events import FaultFired, Finished, Recovered, RunStarted, ScriptFailed, WorkerEnded
+from holdfast.events import FaultFired, Finished, Left, Recovered, RunStarted, ScriptFailed, WorkerEnded
 from holdfast.launch.judge import Broken, Completed, Judge, Lost
 from holdfast.records import Position
 
@@ -24,8 +24,8 @@ def finished(rank, outcome="done"):
     )  # fmt: skip
 
 
-def ended(rank, exit_code, step=4):
-    return WorkerEnded(t_s=5.0, rank=rank, step=step, exit_code=exit_code, pid=1)
+def ended(rank, exit_code, step=4, t_s=5.0):
+    return WorkerEnded(t_s=t_s, rank=rank, step=step, exit_code=exit_code, pid=1)
 
 
 def failed(rank, t_s=5.0, exit_code=1):
@@ -247,3 +247,138 @@ def test_a_virtual_job_that_dies_loses_no_worker():
 
     assert isinstance(judge.verdict(1.0, running=False), Lost)
     assert judge.ranks_left() == (0, 2)
+
+
+# ---------------------------------------------------------------------------------------------
+# Newcomers, those that leave, those that are given up
+
+
+def grown(rank, joined, survivors, t_s=5.0):
+    return Recovered(
+        t_s=t_s, rank=rank, step=4, lost=(), survivors=survivors, decision="grow", redone_steps=0, generation=2,
+        joined=joined, held_s=0.1,
+    )  # fmt: skip
+
+
+def left(rank):
+    return Left(t_s=5.0, rank=rank, step=4)
+
+
+def test_a_newcomer_counts_once_the_others_have_let_it_in(judge):
+    judge.wait_for(3)
+    assert (judge.waiting, judge.living(), judge.highest) == ({3}, (0, 1, 2), 3)
+
+    judge.hear(grown(0, (3,), (0, 1, 2, 3)))
+
+    assert (judge.waiting, judge.living(), judge.workers_alive()) == (set(), (0, 1, 2, 3), (0, 1, 2, 3))
+
+
+@pytest.mark.parametrize("end", [ended(3, -9), ended(3, 1), ended(3, 0), failed(3)])
+def test_what_befalls_a_newcomer_that_waits_is_no_fault_of_the_job(judge, end):
+    judge.wait_for(3)
+    judge.hear(end)
+
+    assert judge.verdict(1.0, running=True) is None
+    assert judge.waiting == ({3} if isinstance(end, ScriptFailed) else set())
+
+
+@pytest.mark.parametrize("alive", [(0, 1), (1, 2)])
+def test_a_newcomer_whose_end_is_heard_before_its_admission_is_not_waited_for(judge, alive):
+    judge.wait_for(3)
+    judge.hear(ended(3, -9))
+    judge.hear(grown(0, (3,), (0, 1, 2, 3)))
+    assert judge.living() == (0, 1, 2)
+
+    for rank in (0, 1, 2):
+        judge.hear(finished(rank) if rank in alive else ended(rank, -9))
+    for rank in alive:
+        judge.hear(ended(rank, 0))
+
+    assert judge.verdict(1.0, running=True) == Completed(finished(alive[0]))
+
+
+def test_a_newcomer_that_was_let_in_must_not_leave_training_early(judge):
+    judge.wait_for(3)
+    judge.hear(started(3))
+    judge.hear(grown(0, (3,), (0, 1, 2, 3)))
+    judge.hear(ended(3, 0))
+
+    assert isinstance(judge.verdict(1.0, running=True), Broken)
+
+
+def test_a_newcomer_that_still_waits_when_the_others_are_done_does_not_keep_the_job(judge):
+    judge.wait_for(3)
+    for rank in range(3):
+        judge.hear(finished(rank))
+        judge.hear(ended(rank, 0))
+
+    assert judge.verdict(1.0, running=True) == Completed(finished(0))
+
+
+def test_a_worker_that_leaves_in_order_is_no_failure(judge):
+    judge.hear(left(1))
+    judge.hear(ended(1, 0))
+
+    assert judge.verdict(1.0, running=True) is None
+    assert judge.living() == (0, 2)
+
+
+def test_a_worker_that_left_is_not_started_again(judge):
+    judge.hear(left(1))
+    judge.hear(ended(1, 0))
+    for rank in (0, 2):
+        judge.hear(ended(rank, -11))
+
+    assert isinstance(judge.verdict(1.0, running=True), Lost)
+    assert judge.ranks_left() == (0, 2)
+
+
+def test_a_job_that_replaces_the_dead_starts_again_with_as_many_as_it_had_each_with_a_number_of_its_own(judge):
+    judge.wait_for(3)
+    for rank in (0, 1, 2):
+        judge.hear(ended(rank, -9))
+    assert judge.ranks_left(3) == (4, 5, 6)
+
+    judge.begin((4, 5, 6))
+    judge.hear(ended(5, -9))
+    for rank in (4, 6):
+        judge.hear(ended(rank, -11))
+
+    assert judge.ranks_left(3) == (4, 6, 7)
+    assert judge.ranks_left() == (4, 6)
+
+
+def test_the_workers_of_a_lost_node_are_not_waited_for(judge):
+    judge.lose([1, 2])
+    assert (judge.living(), judge.workers_alive(), judge.ranks_left()) == ((0,), (0,), (0,))
+
+    judge.hear(finished(0))
+    judge.hear(ended(0, 0))
+
+    assert judge.verdict(1.0, running=True) == Completed(finished(0))
+
+
+@pytest.mark.parametrize("late", [failed(1, t_s=6.0), ended(1, 1, t_s=6.0), ended(1, 0, t_s=6.0)])
+def test_what_a_worker_says_after_it_was_given_up_does_not_end_the_job(judge, late):
+    judge.hear(recovered(0, lost=(1,)))
+    judge.hear(late)
+
+    assert judge.verdict(7.0, running=True) is None
+
+
+def test_an_exception_from_before_the_others_went_on_ends_the_job(judge):
+    judge.hear(recovered(0, lost=(1,)))
+    judge.hear(failed(1, t_s=4.9))
+    judge.hear(ended(1, 1, t_s=6.0))
+
+    assert judge.verdict(7.0, running=True) == Broken("rank 1, step 4: boom 1", 1, "T")
+
+
+def test_who_left_does_not_speak_for_those_that_were_lost_after(judge):
+    judge.hear(finished(1))  # of an earlier loop
+    judge.hear(left(1))
+    judge.hear(ended(1, 0))
+    for rank in (0, 2):
+        judge.hear(ended(rank, -9))
+
+    assert isinstance(judge.verdict(1.0, running=True), Lost)

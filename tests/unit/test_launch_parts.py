@@ -29,9 +29,9 @@ from holdfast.launch.job import Job
 from holdfast.launch.judge import Broken, Lost
 from holdfast.launch.launcher import Kills, Launcher
 from holdfast.launch.live import NoView, Status, Story, make_view
-from holdfast.launch.processes import Pair, Process
+from holdfast.launch.processes import Pair, Process, descendants_of, end_gently, wait_for_end
 from holdfast.launch.tail import LineTail, RecordTail
-from holdfast.launch.worker import describe
+from holdfast.launch.worker import LAUNCHER, describe
 from holdfast.records import FileRecorder
 from holdfast.settings import Settings
 
@@ -96,6 +96,97 @@ def test_a_pair_is_read_as_it_was_noted(tmp_path):
 
     assert Pair.read(tmp_path / "pair") == pair
     assert Pair.read(tmp_path / "none") is None
+
+
+def sleeper(before="", **env):
+    """A process that has done something, and sleeps now."""
+    code = f"{before}\nprint(flush=True)\nimport time\ntime.sleep(60)"
+    child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, env=os.environ | env)
+    assert child.stdout is not None
+    child.stdout.readline()
+    child.stdout.close()
+    return child
+
+
+def test_who_has_ended_is_told_and_nobody_before():
+    child = sleeper()
+    process = Process.of(child.pid)
+    assert process is not None
+    handle = process.open()
+    assert handle is not None
+
+    assert wait_for_end({"child": handle}, 0.0) == set()
+    child.kill()
+
+    assert wait_for_end({"child": handle}, 10) == {"child"}
+    os.close(handle)
+    child.wait(10)
+
+
+SLEEP = "import time; time.sleep(60)"
+STUBBORN = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)"
+
+
+@pytest.mark.parametrize(("before", "ended_by"), [("", signal.SIGTERM), (STUBBORN, signal.SIGKILL)])
+def test_a_process_is_asked_to_end_before_it_is_killed(monkeypatch, before, ended_by):
+    monkeypatch.setattr("holdfast.launch.processes._GRACE_S", 0.3)
+    child = sleeper(before)
+    process = Process.of(child.pid)
+    assert process is not None
+
+    end_gently(process)
+
+    assert child.wait(10) == -ended_by
+
+
+ORPHANS = """
+import os, subprocess, sys, time
+from holdfast.launch.processes import adopt_orphans, children_of, end_children
+adopt_orphans()
+leave = "import subprocess, sys; print(subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)']).pid, flush=True)"
+child = subprocess.Popen([sys.executable, "-c", leave], stdout=subprocess.PIPE, text=True)
+orphan = int(child.stdout.readline())
+child.wait()
+assert children_of(os.getpid()) == [orphan]
+end_children()
+assert children_of(os.getpid()) == []
+assert not os.path.exists(f"/proc/{orphan}")
+"""
+
+
+def test_what_a_child_leaves_behind_is_adopted_and_ended():
+    done = subprocess.run([sys.executable, "-c", ORPHANS], timeout=60, capture_output=True, text=True, check=False)
+
+    assert done.returncode == 0, done.stderr
+
+
+def test_descendants_are_children_and_theirs():
+    child = sleeper(f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {SLEEP!r}])")
+    below = descendants_of(os.getpid())
+    (grandchild,) = descendants_of(child.pid)
+
+    assert Process.of(child.pid) in below
+    assert grandchild in below
+    assert grandchild.send(signal.SIGKILL)
+    child.kill()
+    child.wait(10)
+
+
+def test_folders_of_a_dead_launcher_are_swept_when_its_workers_are_gone(monkeypatch, tmp_path):
+    launcher = subprocess.Popen([sys.executable, "-c", ""])
+    launcher.wait(30)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    left = tmp_path / f"holdfast-{launcher.pid}-abc"
+    left.mkdir()
+    worker = sleeper(**{LAUNCHER: f"{launcher.pid} 1"})
+
+    Places.make(None).clear()
+    assert left.exists()  # the worker may be saving
+    worker.kill()
+    worker.wait(10)
+    Places.make(None).clear()
+
+    assert not left.exists()
 
 
 def run(text, tmp_path):
@@ -249,6 +340,8 @@ class Said(NoView):
 class Deaf:
     """A start of the job whose ranks do not answer a signal."""
 
+    processes = (0, 1, 2)
+
     def send(self, rank, number):
         return True
 
@@ -268,12 +361,12 @@ def test_each_start_of_a_job_has_a_port_of_its_own_unless_one_is_set(monkeypatch
     monkeypatch.delenv("MASTER_PORT", raising=False)
 
     with socket.socket() as taken:
-        taken.bind(("127.0.0.1", int(_environment(Settings(), places)["MASTER_PORT"])))
+        taken.bind(("127.0.0.1", int(_environment(Settings(), places, 30.0)["MASTER_PORT"])))
         taken.listen()
-        other = _environment(Settings(), places)["MASTER_PORT"]
+        other = _environment(Settings(), places, 30.0)["MASTER_PORT"]
         assert other != str(taken.getsockname()[1])
     monkeypatch.setenv("MASTER_PORT", "12345")
-    assert _environment(Settings(), places)["MASTER_PORT"] == "12345"
+    assert _environment(Settings(), places, 30.0)["MASTER_PORT"] == "12345"
 
 
 def test_an_injected_death_is_told_as_the_fault_only():

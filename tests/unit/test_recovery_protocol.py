@@ -4,16 +4,20 @@ import copy
 
 import pytest
 
-from holdfast.errors import InternalError
+from holdfast.errors import InternalError, JobError
 from holdfast.events import (
+    CALM,
+    JOINING,
     LOADING,
     ActDone,
     Action,
+    Admitted,
     Agree,
     Agreed,
     ApplyStep,
     BucketSummed,
     CatchUp,
+    ChangesWait,
     CheckpointLoaded,
     CloseStep,
     Computed,
@@ -23,8 +27,12 @@ from holdfast.events import (
     Event,
     HandedOver,
     HandOver,
+    Install,
     Leave,
     LoadCheckpoint,
+    MakeChanges,
+    MembersChange,
+    Parted,
     PeerLost,
     Progress,
     ProgressKnown,
@@ -40,6 +48,8 @@ from holdfast.events import (
     StepApplied,
     StepClosed,
     SumBucket,
+    TakeChanges,
+    Welcome,
 )
 from holdfast.recovery import Forward, Protocol, Restart, Rollback
 from holdfast.recovery.protocol import State
@@ -305,12 +315,169 @@ def test_too_few_workers_save_and_leave_through_the_gate():
     )
 
 
+# -- coming and leaving
+
+# From the closing sum of step 0, in which all hear that members change, to where all know how far all are.
+MEETING: Table = [
+    (StepApplied(), [ComputeStep(1)]),
+    (MembersChange(), [AGREE_0]),
+    (NO, [Shrink()]),
+    (Shrunk(), [AGREE_1]),
+    (YES, [ShareProgress(Progress(3, computed=False))]),
+]
+COMING: Table = [(Admitted(), [AGREE_1]), (YES, [ShareProgress(Progress(JOINING, computed=False))])]
+WELCOME: Table = [(YES, [Welcome(1, (2,))]), (ActDone(), [AGREE_1])]
+
+
+def newcomer_known(*completed: int) -> Table:
+    return news(*completed, computed=False)
+
+
+@pytest.mark.parametrize("kind", [Rollback, Forward, Restart])
+def test_a_newcomer_begins_like_the_others_once_all_know_that_it_has_their_state(kind):
+    giver, newcomer = play(Protocol(kind(), 2), BEGIN, STEP_0[:3], MEETING), play(Protocol(kind(), 2), COMING)
+    then: Table = [(YES, [Install(1)]), (ActDone(), [ComputeStep(1)]), (Computed(), [SumBucket(1, 0)])]
+
+    for protocol in (giver, newcomer):
+        play(protocol, newcomer_known(3, 3, JOINING), WELCOME, then)
+
+    assert newcomer.progress == Progress(3, computed=True)
+    assert giver.key() == newcomer.key()
+
+
+def test_a_newcomer_says_that_it_has_no_state_until_it_is_installed():
+    newcomer = play(Protocol(Rollback(), 2), COMING, newcomer_known(3, 3, JOINING))
+    empty = Progress(JOINING, computed=False)
+    assert newcomer.progress == empty
+
+    play(newcomer, WELCOME[:1], recovery(empty), newcomer_known(3, 3, JOINING))  # a death while it was welcomed
+    play(newcomer, WELCOME, recovery(empty, told=True))  # and one before all had agreed
+    assert newcomer.progress == empty
+
+    play(newcomer, newcomer_known(3, 3, JOINING), WELCOME, [(YES, [Install(1)])])
+    assert newcomer.progress == Progress(3, computed=False)
+
+
+def test_a_giver_gives_again_until_all_have_agreed():
+    giver = play(Protocol(Rollback(), 2), BEGIN, STEP_0[:3], MEETING, newcomer_known(3, 3, JOINING), WELCOME)
+
+    play(giver, recovery(Progress(3, computed=False), told=True), newcomer_known(3, 3, JOINING), WELCOME)
+
+
+def test_who_missed_that_members_change_is_met_in_its_recovery():
+    """Nobody is admitted then: the same agreement and the same shrink, and the strategy decides."""
+    heard = play(Protocol(Rollback(), 2), BEGIN, STEP_0[:3], MEETING)
+    missed = play(Protocol(Rollback(), 2), BEGIN, STEP_0[:2], recovery(Progress(2, computed=True)))
+    then: Table = [(ActDone(), [ComputeStep(1)])]
+
+    play(heard, news(3, 2), [(YES, [DiscardStep(1)])], then)
+    play(missed, news(3, 2), [(YES, [ApplyStep(0)]), (StepApplied(), [DiscardStep(1)])], then)
+
+    assert heard.key() == missed.key()
+
+
+@pytest.mark.parametrize("kind", [Rollback, Forward, Restart])
+def test_where_somebody_left_and_nothing_failed_all_go_on_as_they_are(kind):
+    calm = Progress(3, computed=False, flags=CALM)
+
+    play(
+        Protocol(kind(), 2),
+        BEGIN,
+        STEP_0[:3],
+        MEETING,
+        [(ProgressKnown({0: calm, 2: calm}, 2), [AGREE_1]), (YES, [ComputeStep(1)])],
+    )
+
+
+def test_who_leaves_the_others_says_so_in_the_shrink_and_passes_no_gate():
+    protocol = play(Protocol(Rollback(), 2), BEGIN, STEP_0[:3], MEETING[:3], [(Parted(), [Leave()])])
+
+    assert protocol.state is State.LEFT
+
+
+@pytest.mark.parametrize("kind", [Rollback, Forward, Restart])
+def test_where_newcomers_do_not_make_up_for_those_who_are_gone_all_save_and_stop(kind):
+    giver = play(Protocol(kind(min_workers=4), 2), BEGIN, STEP_0[:3], MEETING)
+    newcomer = play(Protocol(kind(min_workers=4), 2), COMING)
+
+    for protocol in (giver, newcomer):
+        play(
+            protocol,
+            newcomer_known(3, 3, JOINING),
+            WELCOME,
+            [(YES, [Install(1)]), (ActDone(), [SaveAndStop()]), (ActDone(), [AGREE_1])],
+        )
+
+
+def test_newcomers_that_are_left_alone_do_not_invent_a_state():
+    newcomer = play(Protocol(Rollback(), 2), COMING)
+    play(newcomer, [(ProgressKnown({2: Progress(JOINING, False), 3: Progress(JOINING, False)}, 2), [AGREE_1])])
+
+    with pytest.raises(JobError, match=r"only newcomers are left, \[2, 3\]"):
+        newcomer.handle(YES)
+
+
+@pytest.mark.parametrize("others", [(3, 2), (4, 4), (LOADING, LOADING)])
+def test_workers_that_are_not_between_the_same_steps_cannot_have_admitted_anybody(others):
+    newcomer = play(Protocol(Rollback(), 2), COMING, newcomer_known(*others, JOINING))
+
+    with pytest.raises(InternalError, match="not all between the same steps"):
+        newcomer.handle(YES)
+
+
+# -- changes to the running job
+
+CHANGES: Table = [(ChangesWait(), [TakeChanges()]), (ActDone(), [AGREE_1])]
+
+
+def test_changes_are_made_when_all_have_agreed_that_they_have_them():
+    play(
+        Protocol(Rollback(), 2),
+        BEGIN,
+        STEP_0[:4],
+        CHANGES,
+        [(YES, [MakeChanges()]), (ActDone(), [ComputeStep(1)])],
+    )
+
+
+def test_changes_that_not_all_have_are_taken_again_after_recovery():
+    protocol = play(Protocol(Rollback(), 2), BEGIN, STEP_0[:4])
+    mine = Progress(3, computed=False)
+    again: Table = [(YES, [DiscardStep(1)]), (ActDone(), [ComputeStep(1)])]
+
+    play(protocol, CHANGES[:1], recovery(mine), news(3, 3, computed=False), again)
+    play(protocol, CHANGES, recovery(mine, told=True), news(3, 3, computed=False), again)
+    play(protocol, CHANGES, [(YES, [MakeChanges()])])
+
+
+def test_another_strategy_decides_from_then_on():
+    protocol = play(Protocol(Rollback(), 2), BEGIN, STEP_0)
+    before = protocol.key()
+
+    protocol.set_strategy(Restart())
+
+    assert protocol.key() != before
+    play(protocol, recovery(Progress(3, computed=True)), news(3, 3), [(YES, [LoadCheckpoint()])])
+
+
 # -- what cannot be
 
 
 @pytest.mark.parametrize(
     "event",
-    [Started(), BucketSummed(), StepClosed(), StepApplied(), YES, Shrunk(), Revoked(), ActDone(), HandedOver(0, 0)],
+    [
+        Started(),
+        Admitted(),
+        BucketSummed(),
+        StepClosed(),
+        StepApplied(),
+        YES,
+        Shrunk(),
+        Parted(),
+        Revoked(),
+        ActDone(),
+        HandedOver(0, 0),
+    ],
     ids=str,
 )
 def test_an_event_that_cannot_happen_now_is_an_internal_error(event):

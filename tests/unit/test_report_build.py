@@ -13,12 +13,16 @@ from holdfast.events import (
     FaultFired,
     Finished,
     JobRestarted,
+    Left,
     Recovered,
     RunStarted,
     SamplesLost,
     ScriptFailed,
+    SettingChanged,
     StepCommitted,
+    StragglerSeen,
     WorkerEnded,
+    WorkerFenced,
 )
 from holdfast.report import (
     build_report,
@@ -55,10 +59,10 @@ def seen(t_s, rank, step, phase="allreduce"):
     return FailureSeen(t_s=t_s, rank=rank, step=step, phase=phase)
 
 
-def recovered(t_s, rank, step, lost, survivors, decision="redo", redone_steps=1, generation=1):
+def recovered(t_s, rank, step, lost, survivors, decision="redo", redone_steps=1, generation=1, **more):
     return Recovered(
         t_s=t_s, rank=rank, step=step, lost=lost, survivors=survivors, decision=decision, redone_steps=redone_steps,
-        generation=generation,
+        generation=generation, **more,
     )  # fmt: skip
 
 
@@ -117,6 +121,8 @@ def test_an_undisturbed_run_has_every_promised_key():
     assert report["workers"] == {
         "started": 4,
         "ranks_started": [0, 1, 2, 3],
+        "spares": 0,
+        "ranks_spare": [],
         "finished": 4,
         "ranks_finished": [0, 1, 2, 3],
     }
@@ -136,7 +142,7 @@ def test_an_injected_kill_counts_from_the_fault():
     assert failure == {
         "rank": 1, "kind": "kill", "step": 5, "phase": "allreduce", "injected": True, "t_s": 1.55,
         "detect_s": pytest.approx(0.01), "recover_s": pytest.approx(0.10), "decision": "redo", "redone_steps": 1,
-        "lost_samples": 0, "recovery": 0,
+        "lost_samples": 0, "recovery": 0, "silent_s": None, "why": "",
     }  # fmt: skip
 
 
@@ -468,6 +474,151 @@ def test_the_summary_is_a_few_lines():
         "samples  400 of 400 committed, 0 lost and 0 repeated",
         "sha256   ab",
     ]
+
+
+# ---------------------------------------------------------------------------------------------
+# Workers that come, go, hang or are slow
+
+
+def replaced():
+    """Worker 1 is killed in step 5; worker 4 takes its place before step 8."""
+    before, after = one_kill()[:-7], one_kill()[-7:]
+    grown = [
+        recovered(1.87 + rank / 1000, rank, 8, (), (0, 2, 3, 4), "grow", 0, 2, joined=(4,), held_s=0.01 + rank / 1000)
+        for rank in (0, 2, 3)
+    ]
+    return [*before, *after[:-3], *grown, *started(1.875, [4], step=8), *finished(2.3, (0, 2, 3, 4))]
+
+
+def left_early():
+    return [
+        *started(1.0, range(4)),
+        *(committed(1.1 + 0.1 * step, step) for step in range(5)),
+        Left(t_s=1.52, rank=1, step=5),
+        *(recovered(1.53, rank, 5, (1,), (0, 2, 3), redone_steps=0) for rank in (0, 2, 3)),
+        ended(1.6, 1, exit_code=0),
+        *(committed(1.65 + 0.1 * (step - 5), step) for step in range(5, 10)),
+        *finished(2.3, (0, 2, 3)),
+    ]
+
+
+def hung(*faults):
+    kill = [r for r in one_kill() if not isinstance(r, FaultFired)]
+    fence = WorkerFenced(t_s=1.555, rank=1, step=5, silent_s=0.7, reason="no sign of life for 0.7 s")
+    return [*faults, fence, *kill]
+
+
+def test_a_newcomer_is_no_failure_and_says_when_it_came_and_what_it_cost():
+    report = report_of(replaced())
+
+    assert report["joined"] == [{"rank": 4, "step": 8, "t_s": 1.875, "held_s": 0.013}]
+    assert [f["rank"] for f in report["failures"]] == [1]
+    assert report["workers"]["started"] == 4
+    assert report["workers"]["ranks_finished"] == [0, 2, 3, 4]
+
+
+def test_a_newcomer_is_told_of_in_words():
+    lines = summary_lines(report_of(replaced()))
+
+    assert lines[0] == (
+        "Worker 1 of 4 was killed at step 5; training went on after 100 ms. Worker 4 joined at step 8. "
+        "The four that were there last ended with the same bits. Every sample counted exactly once."
+    )
+    assert "4 of 5 workers finished" in lines[1]
+    assert "worker 4 joined at step 8; the others were held for 13 ms" in lines
+
+
+def test_a_worker_that_left_in_order_is_no_failure():
+    report = report_of(left_early())
+
+    assert report["failures"] == []
+    assert report["left"] == [{"rank": 1, "step": 5, "t_s": 1.52}]
+    assert report["steps_redone"] == 0
+    assert headline(report) == (
+        "4 workers trained for 10 steps and none was lost. Worker 1 left before step 5, as it was told to. "
+        "The three that were there last ended with the same bits. Every sample counted exactly once."
+    )
+
+
+def test_a_worker_that_left_is_not_missed_after_a_restart():
+    records = [
+        *started(1.0, range(4)), Left(t_s=1.2, rank=1, step=1), ended(1.3, 1, exit_code=0), ended(1.4, 0),
+        JobRestarted(t_s=1.5, rank=-1, step=1, restart=1, workers=(2, 3), reason="lost"), *started(1.6, (2, 3)),
+    ]  # fmt: skip
+
+    assert [f["rank"] for f in report_of(records)["failures"]] == [0]
+
+
+def test_a_newcomer_that_dies_at_the_end_is_a_failure():
+    records = [*replaced()[:-1], ended(2.31, 4)]
+
+    assert [f["rank"] for f in report_of(records)["failures"]] == [1, 4]
+
+
+def test_spares_are_counted_beside_those_that_share_the_work():
+    report = report_of([*started(1.0, (4, 5)), *one_kill()])
+
+    assert report["workers"] | {"finished": 3, "ranks_finished": [0, 2, 3]} == report["workers"]
+    assert (report["workers"]["started"], report["workers"]["spares"], report["workers"]["ranks_spare"]) == (
+        4,
+        2,
+        [4, 5],
+    )
+
+
+@pytest.mark.parametrize(("faults", "kind"), [((), "hang"), ([fired(1.5, 1, 5, "forward", "gil")], "gil")])
+def test_a_worker_that_was_fenced_says_for_how_long_it_was_silent(faults, kind):
+    report = report_of(hung(*faults))
+
+    (failure,) = report["failures"]
+    assert (failure["kind"], failure["silent_s"], failure["why"]) == (kind, 0.7, "no sign of life for 0.7 s")
+    assert headline(report).startswith("Worker 1 of 4 got stuck at step 5 and was ended; training went on after")
+    assert "ended after 700 ms without a sign" in summary_lines(report)[2]
+
+
+def test_a_hang_that_passed_is_no_failure():
+    assert report_of([fired(1.5, 1, 5, "forward", "hang"), *undisturbed()])["failures"] == []
+
+
+def test_what_every_worker_says_of_a_change_is_told_once():
+    said = [SettingChanged(t_s=1.5 + r / 100, rank=r, step=4, name="lr", value="0.01") for r in range(4)]
+    said += [SettingChanged(t_s=1.7 + r / 100, rank=r, step=6, name="lr", value="0.02") for r in range(4)]
+
+    report = report_of([*undisturbed(), *said])
+
+    assert [(c["step"], c["name"], c["value"], c["t_s"]) for c in report["changed"]] == [
+        (4, "lr", 0.01, 1.5), (6, "lr", 0.02, 1.7),
+    ]  # fmt: skip
+    assert "lr was 0.01 from step 4 on" in summary_lines(report)
+
+
+def test_a_straggler_is_named_with_its_score():
+    slow = StragglerSeen(t_s=1.5, rank=2, step=4, score=3.14159, policy="rebalance")
+
+    report = report_of([*undisturbed(), slow])
+
+    assert report["stragglers"] == [{"rank": 2, "step": 4, "t_s": 1.5, "score": 3.14, "policy": "rebalance"}]
+    assert "worker 2 was slow at step 4: it takes 3.1 times as long as the others; it gets less to do" in summary_lines(
+        report
+    )
+
+
+def test_a_worker_that_is_slow_again_and_again_has_one_line():
+    scores = (2.5, 7.25, 3.0)
+    slow = [
+        StragglerSeen(t_s=1.5 + n / 10, rank=2, step=4 + n, score=score, policy="warn")
+        for n, score in enumerate(scores)
+    ]
+
+    lines = summary_lines(report_of([*undisturbed(), *slow]))
+
+    assert [line for line in lines if "slow" in line] == [
+        "worker 2 was slow 3 times, first at step 4, most at step 5: it takes 7.2 times as long as the others"
+    ]
+
+
+def test_the_number_of_nodes_is_what_the_launcher_says():
+    assert (report_of(undisturbed())["nodes"], report_of(undisturbed(), nodes=3)["nodes"]) == (1, 3)
 
 
 # ---------------------------------------------------------------------------------------------

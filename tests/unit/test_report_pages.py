@@ -17,11 +17,13 @@ from holdfast.events import (
     FaultFired,
     Finished,
     JobRestarted,
+    Left,
     Recovered,
     RunStarted,
     SamplesLost,
     StepCommitted,
     WorkerEnded,
+    WorkerFenced,
 )
 from holdfast.report import (
     build_report,
@@ -33,6 +35,8 @@ from holdfast.report import (
     write_report,
     write_results,
 )
+from holdfast.report.history import History
+from holdfast.report.lanes import stretches
 
 STEPS, BATCH, PACE_S = 120, 120, 0.041
 KILLS = ((1, 31, "allreduce"), (3, 78, "backward"))
@@ -279,6 +283,58 @@ def test_a_restarted_job_is_drawn_through_the_restart():
 
     assert [(f["rank"], f["decision"]) for f in report["failures"]] == [(1, "restart")]
     assert "the job was started again" in page
+
+
+def with_comings():
+    """The made-up run with a spare that never works, a newcomer, a worker that leaves and one that is fenced."""
+    records, wall_s = made_up_run(kills=KILLS[:1])
+    start = next(r for r in records if isinstance(r, RunStarted))
+    middle_s = wall_s * 0.6
+    records += [
+        dataclasses.replace(start, rank=4),
+        FailureSeen(t_s=3.0, rank=4, step=31, phase="allreduce"),
+        Recovered(
+            t_s=middle_s, rank=0, step=60, lost=(), survivors=(0, 2, 3, 4, 5), decision="grow", redone_steps=0,
+            generation=2, joined=(5,), held_s=0.04,
+        ),
+        dataclasses.replace(start, t_s=middle_s, rank=5, step=60),
+        Left(t_s=middle_s + 1, rank=2, step=80),
+        WorkerFenced(t_s=middle_s + 1.5, rank=3, step=90, silent_s=0.4, reason="no sign of life"),
+        Recovered(
+            t_s=middle_s + 1.6, rank=0, step=90, lost=(2, 3), survivors=(0, 4, 5), decision="redo", redone_steps=1,
+            generation=3,
+        ),
+    ]  # fmt: skip
+    return build_report(records, started=range(4), wall_s=wall_s, seed=0), records, wall_s
+
+
+def test_a_page_shows_who_came_and_who_went():
+    report, records, _ = with_comings()
+
+    page = render_run(report, records)
+
+    for words in ("worker 4", "worker 5", "▶ joined", "◀ left as it was told to", "╌ no sign of life"):
+        assert f">{words}<" in page
+    assert "worker 5 joined at step 60; the others were held for 40 ms" in page
+    assert "worker 2 left before step 80, as it was told to" in page
+    assert "hang; ended after 400 ms without a sign" in page
+
+
+def test_the_lane_of_a_newcomer_begins_where_it_joined_and_that_of_a_leaver_ends_where_it_left():
+    _, records, wall_s = with_comings()
+
+    lanes = {s.rank: s for s in stretches(History(records, range(4)), wall_s)}
+
+    assert lanes[5].from_s == wall_s * 0.6
+    assert (lanes[2].to_s, lanes[2].open) == (wall_s * 0.6 + 1, False)
+
+
+def test_a_page_where_nobody_came_or_went_does_not_speak_of_it():
+    report, records = made_up_report()
+
+    page = render_run(report, records)
+
+    assert not any(words in page for words in ("joined", "left as it was told to", "no sign of life", "Who came"))
 
 
 def test_many_workers_still_fit():

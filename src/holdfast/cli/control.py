@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+import sys
+from typing import Annotated, Any
 
 import typer
 
-_Job = Annotated[int | None, typer.Option("--job", metavar="PID", help="Process of its launcher, if several jobs run.")]
+_Job = Annotated[
+    int | None, typer.Option("--job", metavar="NUMBER", help="Process number of its launcher, if several jobs run.")
+]
 
 
 def scale(
@@ -16,7 +19,8 @@ def scale(
 ) -> int:
     """Let a running job go on with more or fewer workers.
 
-    New workers join, and those that are too many leave, between two steps; nothing is lost or done again.
+    New workers join, and those that are too many leave, between two steps; nothing is lost or done again. It returns at
+    once: the job's own output says when it has happened.
 
     Example: holdfast scale 6
     """
@@ -29,7 +33,9 @@ def set_(
     lr: Annotated[float | None, typer.Option(metavar="RATE", help="Learning rate, of all parameter groups.")] = None,
     batch_size: Annotated[int | None, typer.Option(metavar="N", help="Samples of a step, over all workers.")] = None,
     strategy: Annotated[str | None, typer.Option(metavar="NAME", help="What survivors do.")] = None,
-    checkpoint_every: Annotated[int | None, typer.Option(metavar="STEPS", help="Steps between checkpoints.")] = None,
+    checkpoint_every: Annotated[
+        int | None, typer.Option(metavar="STEPS", help="Steps between checkpoints; 0 takes no more.")
+    ] = None,
 ) -> int:
     """Let a running job go on with other settings, from the same step on at all workers.
 
@@ -39,10 +45,12 @@ def set_(
     return _ask(job, **{name: value for name, value in given.items() if value is not None})
 
 
-def _ask(pid: int | None, **changes: float | str) -> int:
-    from holdfast.launch.control import ask, find
+def _ask(pid: int | None, **changes: Any) -> int:
+    from holdfast.launch.control import advice, ask, find
 
     job = find(pid)
     ask(job, **changes)
     print(f"asked job {job.pid} ({job.script}): {', '.join(f'{name}={value}' for name, value in changes.items())}")
+    if note := advice(job, changes):
+        print(f"note: {note}", file=sys.stderr)
     return 0

@@ -35,6 +35,9 @@ def run(
         str | None, typer.Option(metavar="SECRET", envvar="HOLDFAST_TOKEN", help="What all nodes must know.")
     ] = None,
     rdzv_timeout: Annotated[float, typer.Option(metavar="SECONDS", help="How long to wait for the others.")] = 300.0,
+    node_timeout: Annotated[
+        float, typer.Option(metavar="SECONDS", help="A machine that is not heard of for so long is lost.")
+    ] = 10.0,
     fabric: Annotated[str | None, typer.Option(metavar=_one_of(FABRICS), help="How they talk [ulfm].")] = None,
     strategy: Annotated[
         str | None, typer.Option(metavar=_one_of(STRATEGIES), help="What survivors do [rollback].")
@@ -150,7 +153,7 @@ def run(
     settings = dataclasses.replace(
         settings,
         fabric=settings.fabric or "ulfm",
-        faults=_plan(inject or [], settings, nnodes),
+        faults=_plan(inject or [], settings, nnodes, max_respawns if respawn else 0),
         ranks="",
         rank=-1,
         store="",
@@ -167,6 +170,7 @@ def run(
         node_rank=node_rank,
         rdzv=rdzv or "",
         rdzv_timeout_s=rdzv_timeout,
+        node_timeout_s=node_timeout,
         stragglers=stragglers,
         straggler_factor=straggler_factor,
         stall_timeout_s=stall_timeout,
@@ -227,7 +231,7 @@ def _split_off_report(args: list[str]) -> tuple[tuple[str, ...], Path | None]:
             return tuple(args), None
 
 
-def _plan(specs: list[str], settings: Settings, nnodes: int) -> str:
+def _plan(specs: list[str], settings: Settings, nnodes: int, newcomers: int) -> str:
     """Return the fault plan as JSON; that of the environment if there are no ``specs``."""
     if not specs:
         return settings.faults
@@ -235,7 +239,7 @@ def _plan(specs: list[str], settings: Settings, nnodes: int) -> str:
 
     try:
         plan = FaultPlan(tuple(parse(spec) for spec in specs), settings.seed)
-        plan.check(range(nnodes * (settings.workers + settings.spares)))
+        plan.check(range(nnodes * (settings.workers + settings.spares) + newcomers))
     except ConfigError as error:
         msg = f"--inject {error}"
         raise ConfigError(msg) from error

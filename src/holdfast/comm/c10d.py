@@ -1,24 +1,27 @@
-"""Real processes over PyTorch's own process groups (Gloo), rebuilt among the survivors after a failure.
+"""Real processes over PyTorch's own process groups (Gloo, NCCL), rebuilt among the survivors after a failure.
 
 Gloo has neither an agreement nor a shrink, and says nothing of a death to those who are not neighbours of the dead in its
 ring. Both come from :class:`~holdfast.membership.Roster`, whose store no worker hosts, and which hears of deaths from the
-launchers. Gloo only moves bytes: one group a generation, and nobody waits for it without looking at the roster.
+launchers. Gloo only moves bytes: one group a generation, and nobody waits for it without looking at the roster. Tensors
+on a GPU go through a group of NCCL's beside it, which is made when the first one comes.
+
+An operation that was given up may still write to its tensors, and read from them, until its group is buried. What is
+written to must therefore be used by one generation only, and what is read from must not change before all have answered
+the recovery; :mod:`~holdfast.comm.ordered` sees to both.
 """
 
 from __future__ import annotations
 
-import base64
-import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from holdfast.comm.groups import MAKERS, Aside, Meeting, Work, as_bytes, as_peer_failure, bury, wait
+from holdfast.comm.waiting import waiting
 from holdfast.errors import InternalError, PeerFailed, StoreLost
 from holdfast.events import Progress
 from holdfast.membership import Roster, Store
@@ -26,62 +29,11 @@ from holdfast.membership import Roster, Store
 _BROADCAST_BYTES = 16 << 20
 """A broadcast goes in pieces of this size, so that it needs little memory beside the data."""
 
-_NAP_S = 5e-5
-_PATIENCE = 20
-"""How often an operation is looked at before the thread naps."""
+_PATIENCE_ALONE_S = 5.0
+_NEW_WAIT_S = 1.0
+"""Who has not looked for so long was not waiting."""
 
 _SWAP_TAG = 0
-
-
-class _Meeting(dist.Store):  # type: ignore[name-defined,misc]  # torch has no stubs for it
-    """Where the processes of a generation find each other: keys of the store that membership is kept in.
-
-    Args:
-        roster: Of this member; a death ends every wait.
-        timeout_s: Of every wait.
-    """
-
-    def __init__(self, roster: Roster, timeout_s: float) -> None:
-        super().__init__()
-        self._roster = roster
-        self._prefix = f"g/{roster.generation}/c10d/"
-        self._timeout_s = timeout_s
-
-    def set(self, key: str, value: bytes | str) -> None:
-        """Write a value."""
-        data = value.encode() if isinstance(value, str) else value
-        self._roster.store.put(self._prefix + key, base64.b64encode(data).decode())
-
-    def get(self, key: str) -> bytes:
-        """Return a value, as soon as there is one."""
-        self.wait([key])
-        value = self._roster.store.get(self._prefix + key)
-        assert value is not None
-        return base64.b64decode(value)
-
-    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        """Return when all keys have values.
-
-        Raises:
-            PeerFailed: if a member died, or they did not come in time.
-        """
-        limit_s = self._timeout_s if timeout is None else timeout.total_seconds()
-
-        def ready() -> bool | None:
-            self._roster.check()
-            return all(self._roster.store.get(self._prefix + key) is not None for key in keys) or None
-
-        if self._roster.store.wait(ready, limit_s) is None:
-            msg = f"not everybody came to generation {self._roster.generation} within {limit_s:g} s"
-            raise PeerFailed(msg)
-
-    def check(self, keys: list[str]) -> bool:
-        """Return whether all keys have values."""
-        return all(self._roster.store.get(self._prefix + key) is not None for key in keys)
-
-    def has_extended_api(self) -> bool:
-        """Return that there is nothing more."""
-        return False
 
 
 class C10dCommunicator:
@@ -91,7 +43,7 @@ class C10dCommunicator:
         store: Where membership is kept.
         rank: This worker.
         world: The workers that the job starts with; None for one who comes later, see :meth:`join`.
-        timeout_s: After so long an operation of the group fails, though nobody is known to be dead.
+        timeout_s: After so long, members that are alive count as failed if they cannot be connected with.
     """
 
     def __init__(self, store: Store, rank: int, world: Sequence[int] | None, *, timeout_s: float = 60.0) -> None:
@@ -99,11 +51,12 @@ class C10dCommunicator:
         self._roster = Roster(store, rank, world)
         self._me = rank
         self._timeout_s = timeout_s
-        self._group: Any = None
-        self._group_failed = ""
+        self._groups: dict[str, Any] = {}
+        self._broken = ""
         self._waiting: tuple[int, ...] = ()
         self._looked_at = -1
         self._owner = threading.get_ident()
+        self._looked_s = self._waits_since_s = 0.0
 
     @property
     def members(self) -> tuple[int, ...]:
@@ -131,33 +84,39 @@ class C10dCommunicator:
         """Exchange rows; see :meth:`Communicator.alltoall`."""
         if len(self.members) == 1:
             out.copy_(send)
-            return
-        self._run(lambda group: group.alltoall_base(_bytes(out), _bytes(send), [], []))
+        elif not send.numel():
+            self.barrier()
+        else:
+            self._run(lambda group: group.alltoall_base(as_bytes(out), as_bytes(send), [], []), send.device.type)
 
     def allgather(self, part: torch.Tensor, out: torch.Tensor) -> None:
         """Collect rows; see :meth:`Communicator.allgather`."""
         if len(self.members) == 1:
             out[0].copy_(part)
-            return
-        rows = list(_bytes(out).view(len(self.members), -1).unbind())
-        self._run(lambda group: group.allgather([rows], [_bytes(part)]))
+        elif not part.numel():
+            self.barrier()
+        else:
+            self._run(lambda group: group._allgather_base(as_bytes(out), as_bytes(part)), part.device.type)
 
     def swap(self, send: Sequence[tuple[int, torch.Tensor]], receive: Sequence[tuple[int, torch.Tensor]]) -> None:
-        """Exchange tensors with some; see :meth:`Communicator.swap`."""
+        """Exchange CPU tensors with some; see :meth:`Communicator.swap`."""
         me = self.members.index(self._me)
         for taken, given in zip(
             *([data for place, data in side if place == me] for side in (receive, send)), strict=True
         ):
             taken.copy_(given)  # Gloo has no way to oneself
-        takes = [(_bytes(data), place) for place, data in receive if place != me]
-        gives = [(_bytes(data), place) for place, data in send if place != me]
+        takes, gives = (
+            [(as_bytes(data), place) for place, data in side if place != me and data.numel()]
+            for side in (receive, send)
+        )
 
-        def begin(group: Any) -> _Messages:
+        def begin(group: Any) -> Work:
             works = [group.recv([data], place, _SWAP_TAG) for data, place in takes]
-            return _Messages(works + [group.send([data], place, _SWAP_TAG) for data, place in gives])
+            works += [group.send([data], place, _SWAP_TAG) for data, place in gives]
+            return Aside(lambda: [work.wait() for work in works])  # only who waits for a message learns of its arrival
 
         if takes or gives:
-            self._run(begin)
+            self._run(begin, "cpu")
 
     def maximum(self, values: Sequence[int]) -> list[int]:
         """Return the maximum of each integer; see :meth:`Communicator.maximum`."""
@@ -167,7 +126,7 @@ class C10dCommunicator:
 
     def broadcast(self, data: torch.Tensor, root: int) -> None:
         """Take the maximum of bytes of which all but the root's are zero; see :meth:`Communicator.broadcast`."""
-        whole = _bytes(data)
+        whole = as_bytes(data)
         result = torch.empty_like(whole)
         for start in range(0, whole.numel(), _BROADCAST_BYTES):
             piece = result[start : start + _BROADCAST_BYTES]
@@ -193,8 +152,20 @@ class C10dCommunicator:
         self._reduce(torch.zeros(1, dtype=torch.uint8), dist.ReduceOp.MAX)
 
     def look(self) -> None:
-        """Look at what the store has told; see :meth:`Exchange.look`."""
+        """Look at what the store has told; see :meth:`Exchange.look`.
+
+        Without a store nobody tells of a death: who waits for long then takes it for one.
+        """
         self._roster.check()
+        if not self._store.lost:
+            return
+        now_s = time.monotonic()
+        if now_s - self._looked_s > _NEW_WAIT_S:
+            self._waits_since_s = now_s
+        self._looked_s = now_s
+        if now_s - self._waits_since_s > _PATIENCE_ALONE_S:
+            msg = f"not everybody came within {_PATIENCE_ALONE_S:g} s, and there is no store that could say why"
+            raise PeerFailed(msg)
 
     # -- membership
 
@@ -205,7 +176,8 @@ class C10dCommunicator:
         """
         self._check_thread()
         try:
-            return self._roster.agree(flag)
+            with waiting:
+                return self._roster.agree(flag)
         except StoreLost:
             return self._agree_alone(flag)
 
@@ -224,7 +196,11 @@ class C10dCommunicator:
             StoreLost: if there is no store any more.
         """
         self._check_thread()
-        self._roster.revoke()
+        try:
+            self._roster.revoke()
+        except StoreLost:
+            self._drop_groups()  # closing them is the only way left to tell the others
+            raise
 
     def shrink(self, *, admits: int = -1, leaves: bool = False) -> bool:
         """Go on with the living; see :meth:`Communicator.shrink`.
@@ -234,8 +210,9 @@ class C10dCommunicator:
             VotedOut: if the others went on without this worker.
         """
         self._check_thread()
-        self._roster.shrink(admits=admits, leaves=leaves)
-        self._drop_group()
+        with waiting:
+            self._roster.shrink(admits=admits, leaves=leaves)
+        self._drop_groups()
         return self._me in self.members
 
     def newcomers(self, loop: int) -> tuple[int, ...]:
@@ -265,13 +242,14 @@ class C10dCommunicator:
         Raises:
             StoreLost: if the store is.
         """
-        return self._roster.join(loop, lambda: int(self._store.get("loop") or 0) > loop)
+        with waiting:
+            return self._roster.join(loop, lambda: int(self._store.get("loop") or 0) > loop)
 
     def failed(self) -> tuple[int, ...]:
         """Return the members that are known to be dead."""
         return self._roster.dead()
 
-    # -- the group
+    # -- groups
 
     def _reduce(self, data: torch.Tensor, how: Any) -> None:
         if len(self.members) == 1:
@@ -279,109 +257,58 @@ class C10dCommunicator:
             return
         options = dist.AllreduceOptions()
         options.reduceOp = how
-        self._run(lambda group: group.allreduce([data], options))
+        self._run(lambda group: group.allreduce([data], options), data.device.type)
 
-    def _run(self, begin: Callable[[Any], Any]) -> None:
-        """Begin an operation of the group and wait for it.
+    def _run(self, begin: Callable[[Any], Work], device: str) -> None:
+        """Begin an operation of the group for tensors on a type of device, and wait for it.
 
         Raises:
             PeerFailed: if it did not complete here.
         """
         self._check_thread()
         self._roster.check()
-        group = self._connected()
-        try:
-            self._wait(begin(group))
-        except PeerFailed:
-            self._group_failed = "an operation was given up"
-            raise
-        except RuntimeError as error:  # whatever Gloo says: closed, reset, timed out
-            self._group_failed = str(error)
-            raise PeerFailed(str(error)) from error
-
-    def _wait(self, work: Any) -> None:
-        """Wait, and look for deaths meanwhile: Gloo itself tells of them to the neighbours of the dead only."""
-        patience = _PATIENCE
-        while not work.is_completed():
-            patience -= 1
-            if patience < 0:
-                time.sleep(_NAP_S)
-                self._roster.check()
-        work.wait()
-
-    def _connected(self) -> Any:
-        if self._group_failed:
-            msg = f"this generation is broken: {self._group_failed}"
+        if self._broken:
+            msg = f"this generation is broken: {self._broken}"
             raise PeerFailed(msg)
-        if self._group is None:
-            try:
-                self._group = self._connect()
-            except (PeerFailed, RuntimeError) as error:
-                self._group_failed = str(error)
-                raise PeerFailed(str(error)) from error
-        return self._group
+        try:
+            with waiting, as_peer_failure():
+                group = self._groups.get(device) or self._connect(device)
+                wait(begin(group), self.look)
+        except PeerFailed as error:
+            self._broken = str(error)
+            raise
 
-    def _connect(self) -> Any:
-        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        options._timeout = timedelta(seconds=self._timeout_s)
-        options._threads = 2
-        if "GLOO_SOCKET_IFNAME" in os.environ:
-            interface = os.environ["GLOO_SOCKET_IFNAME"].split(",")[0]
-            options._devices = [dist.ProcessGroupGloo.create_device(interface=interface)]
-        else:
-            options._devices = [dist.ProcessGroupGloo.create_device(hostname=self._store.own_address)]
-        meeting = _Meeting(self._roster, self._timeout_s)
-        return dist.ProcessGroupGloo(meeting, self.members.index(self._me), len(self.members), options)
+    def _connect(self, device: str) -> Any:
+        """Make the group of this generation for a type of device, all together."""
+        prefix = f"g/{self.generation}/c10d/{device}/"
+        self._meet(f"{prefix}here/")
+        meeting = Meeting(self._store, prefix, self._timeout_s)
+        place, size, address = self.members.index(self._me), len(self.members), self._store.own_address
+        making = Aside(lambda: MAKERS[device](meeting, place, size, address, self._timeout_s))
+        try:
+            self._groups[device] = wait(making, self._roster.check)
+        except PeerFailed:
+            meeting.give_up()
+            raise
+        return self._groups[device]
 
-    def _drop_group(self) -> None:
-        """Forget the group; to end it waits for its operations, which may be stuck, so somebody else does it."""
-        group, self._group, self._group_failed = self._group, None, ""
-        if group is not None:
-            threading.Thread(target=_bury, args=([group],), name="holdfast-bury", daemon=True).start()
+    def _meet(self, prefix: str) -> None:
+        """Return when all members have come, however late."""
+        self._store.put(f"{prefix}{self._me}", "")
+
+        def all_here() -> bool | None:
+            self._roster.check()
+            return all(self._store.get(f"{prefix}{rank}") is not None for rank in self.members) or None
+
+        self._store.wait(all_here)
+
+    def _drop_groups(self) -> None:
+        """Forget the groups of the generation that is over."""
+        while self._groups:
+            bury(self._groups.popitem()[1])
+        self._broken = ""
 
     def _check_thread(self) -> None:
         if threading.get_ident() != self._owner:
             msg = "the communicator was called from another thread than the one that owns it"
             raise InternalError(msg)
-
-
-class _Messages:
-    """Messages that are on their way: Gloo knows whether they have arrived only while somebody waits for them."""
-
-    def __init__(self, works: list[Any]) -> None:
-        self._works = works
-        self._error: RuntimeError | None = None
-        self._thread = threading.Thread(target=self._wait, name="holdfast-messages", daemon=True)
-        self._thread.start()
-
-    def is_completed(self) -> bool:
-        """Return whether it is over, well or not."""
-        return not self._thread.is_alive()
-
-    def wait(self) -> None:
-        """Complain, once they are over, if one did not arrive."""
-        self._thread.join()
-        if self._error is not None:
-            raise self._error
-
-    def _wait(self) -> None:
-        try:
-            for work in self._works:
-                work.wait()
-        except RuntimeError as error:
-            self._error = error
-
-
-def _bury(groups: list[Any]) -> None:
-    group = groups.pop()
-    try:
-        group.abort()
-        group.shutdown()
-    except RuntimeError as error:
-        sys.stderr.write(f"holdfast: an old process group did not end well: {error}\n")
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the bytes of a contiguous CPU tensor without copying."""
-    # A tensor of one element counts as contiguous whatever its stride is, and could then not be seen as bytes.
-    return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)

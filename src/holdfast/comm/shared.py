@@ -34,6 +34,7 @@ import torch
 from holdfast.comm.adding import ORDERS, Addition, Mean
 from holdfast.comm.base import Exchange
 from holdfast.comm.memory import Segment, host_id, open_segment
+from holdfast.comm.waiting import waiting
 from holdfast.errors import PeerFailed, ScriptError
 
 ALIGN = 64
@@ -217,7 +218,8 @@ class SharedSum:
             self._comm.barrier()
             return
         self._words[self._me, 2] = self._phase
-        self._wait()
+        with waiting:
+            self._wait()
         if not _ORDERED_STORES:
             self._comm.barrier()
         if (self._words[:, 2] < self._phase).any() or (self._words[:, :2] != self._known).any():

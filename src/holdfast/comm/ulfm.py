@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from holdfast.comm.waiting import waiting
 from holdfast.errors import ConfigError, InternalError, PeerFailed
 from holdfast.events import Progress
 
@@ -185,7 +186,8 @@ class UlfmCommunicator:
         """Return the AND of all flags; an agreement that reports a death counts as False."""
         self._check_thread()
         try:
-            return self._comm.Agree(int(flag)) == 1
+            with waiting:
+                return self._comm.Agree(int(flag)) == 1
         except self._mpi.Exception:
             return False
 
@@ -210,7 +212,8 @@ class UlfmCommunicator:
         if now_s - self._shrunk_s < _SECOND_DEATH_WITHIN_S:
             time.sleep(_QUIET_S)
         try:
-            comm = self._comm.Shrink()
+            with waiting:
+                comm = self._comm.Shrink()
             comm.Set_errhandler(self._mpi.ERRORS_RETURN)
             places = self._mpi.Group.Translate_ranks(comm.group, None, self._mpi.COMM_WORLD.group)
         except self._mpi.Exception as error:
@@ -287,7 +290,8 @@ class UlfmCommunicator:
             for call, rank, data in calls:
                 begun.append(Message(self, call(_bytes(data), self._place(rank), tag), data))
             for message in begun:  # one by one: Waitall was seen to hang after a death
-                message.request.Wait()
+                with waiting:
+                    message.request.Wait()
         except self._mpi.Exception as error:
             self._abandoned.extend(begun)
             raise PeerFailed(str(error)) from error
@@ -357,7 +361,8 @@ class UlfmCommunicator:
     def _collective(self, call: Callable[..., object], *args: Any) -> None:
         self._check_thread()
         try:
-            call(*args)
+            with waiting:
+                call(*args)
         except self._mpi.Exception as error:  # any error: besides "failed" and "revoked" there is MPI_ERR_OTHER
             raise PeerFailed(str(error)) from error
 

@@ -13,6 +13,7 @@ import torch
 import xxhash
 from torch.distributed import ProcessGroup, ReduceOp, Work
 
+from holdfast import notice
 from holdfast.comm.adding import ORDERS, Mean
 from holdfast.comm.ordered import Span
 from holdfast.comm.shared import ALIGN
@@ -48,6 +49,7 @@ def create(options: Any) -> HoldfastGroup:
     Raises:
         ConfigError: if this process was not started by mpirun, or with another number than it says.
     """
+    notice.decline()  # nothing is saved here that a notice would leave time for
     engine = get_engine(debug=debug_wanted())
     ranks = tuple(options.global_ranks_in_group) or tuple(range(options.group_size))
     me = ranks[options.group_rank]

@@ -13,9 +13,8 @@ from holdfast.errors import ConfigError
 from holdfast.events import FailureSeen, FaultFired, Finished, Recovered, RunStarted, StepCommitted
 from holdfast.faults.plan import Fault, FaultPlan
 from holdfast.faults.process import Injector, NoFaults, PlannedFaults, strike
-from holdfast.records import Beacon, FileRecorder, NoBeacon, NoRecorder, beacon_path, records_path
+from holdfast.records import Beacon, FileRecorder, NoBeacon, NoRecorder, Pulse, beacon_path, records_path
 from holdfast.settings import Settings
-from holdfast.train import exits
 
 _PHASES = ("forward", "backward", "allreduce")
 """Where faults can strike. The backend sees a step when DDP has its first bucket of gradients: both before it are there."""
@@ -42,6 +41,9 @@ class Witness:
         if settings.run_dir:
             self._recorder = FileRecorder(records_path(Path(settings.run_dir), str(self._rank)))
             self._beacon = Beacon(beacon_path(Path(settings.run_dir), self._rank))
+            self._beacon.mark("start", -1)
+            if settings.hang_timeout_s:  # nobody here says that it waits: only a missing pulse is noticed
+                Pulse(self._beacon, settings.hang_timeout_s / 10)
         self._alive = tuple(range(size))
         self._task = -1
         self._step = -1
@@ -59,6 +61,8 @@ class Witness:
     def begin_sum(self, task: int) -> tuple[int, int]:
         """Hear that DDP sums a bucket in the backward pass ``task``; return the step and the bucket."""
         if task != self._task:
+            if self._step >= 0:
+                self._beacon.mark("optimizer", self._step)
             self._commit()
             self._announce()
             self._task, self._step, self._bucket = task, self._step + 1, 0

@@ -22,6 +22,8 @@ STUCK = ("hang", "gil", "spin", "deadlock")
 KINDS = (*ENDS, *STUCK, "slow", "leave")
 PHASES = ("forward", "backward", "allreduce", "optimizer", "recovery", "checkpoint", "rejoin")
 
+_SHORTEST_S, _LONGEST_S = 0.001, 1e6
+
 _NUMBERS = ("rank", "step", "bucket")
 _KEYS = ("rank", "step", "phase", "bucket", "seconds")
 
@@ -36,14 +38,15 @@ class Fault:
         kind: ``kill``: the process ends by SIGKILL; ``oom``: the same, from outside, as the kernel does it;
             ``segfault``: by SIGSEGV. ``hang``: it is stopped (SIGSTOP); ``gil``: a thread keeps Python's lock; ``spin``: it
             computes nothing, busily; ``deadlock``: it waits for a lock that it has. ``slow``: the step takes ``seconds``
-            longer. ``leave``: it is told to leave (SIGTERM), as on a machine that will be taken away.
+            longer. ``leave``: it is told to leave (SIGTERM), as on a machine that will be taken away. In ``checkpoint`` it
+            strikes whichever thread writes the manifest.
         rank: Whom it strikes; the number of the first world, kept for life.
         step: In which step, counted from 0.
         phase: Where in the step, one of :data:`PHASES`.
         bucket: Only with ``allreduce``: the fault strikes after this bucket was summed, in the middle of the
             sum that follows. None: in the middle of the step's first sum.
-        seconds: How long it lasts, more than 0; ``slow`` needs it, ``kill`` and its like do not have it, others last for
-            ever without it.
+        seconds: How long it lasts, 0.001 to 1,000,000; ``slow`` needs it, those that end a process or tell it to leave do
+            not have it, others last for ever without it.
 
     Raises:
         ConfigError: if a value is not allowed.
@@ -69,23 +72,27 @@ class Fault:
             _refuse(f"phase must be one of {', '.join(PHASES)}, got {self.phase!r}")
         if self.bucket is not None and self.phase != "allreduce":
             _refuse(f"bucket is only allowed with phase=allreduce, got phase={self.phase}")
-        if self.seconds is not None and not (type(self.seconds) in (int, float) and 0 < self.seconds < math.inf):
-            _refuse(f"seconds must be a number of more than 0, got {self.seconds!r}")
+        if self.seconds is not None:
+            self._check_seconds(self.seconds)
         if self.seconds is None and self.kind == "slow":
             _refuse("slow needs seconds, as in slow:rank=1,step=20,seconds=0.5")
-        if self.seconds is not None and self.kind not in (*STUCK, "slow"):
+
+    def _check_seconds(self, seconds: float) -> None:
+        if type(seconds) not in (int, float) or not _SHORTEST_S <= seconds <= _LONGEST_S:
+            _refuse(f"seconds must be a number from 0.001 to 1000000, got {seconds!r}")
+        if self.kind not in (*STUCK, "slow"):
             _refuse(f"seconds is only allowed with {', '.join((*STUCK, 'slow'))}, got {self.kind}")
 
     def to_spec(self) -> str:
         """Return the text that :func:`parse` reads as this fault."""
         phase = "" if self.phase == "forward" else f",phase={self.phase}"
         bucket = "" if self.bucket is None else f",bucket={self.bucket}"
-        seconds = "" if self.seconds is None else f",seconds={self.seconds:g}"
+        seconds = "" if self.seconds is None else f",seconds={self.seconds!r}"
         return f"{self.kind}:rank={self.rank},step={self.step}{phase}{bucket}{seconds}"
 
 
 def parse(spec: str) -> Fault:
-    """Read a fault as ``--inject`` takes it: ``kill:rank=1,step=20[,phase=allreduce[,bucket=2]]``.
+    """Read a fault as ``--inject`` takes it: ``KIND:rank=1,step=20[,phase=allreduce[,bucket=2]][,seconds=0.5]``.
 
     Raises:
         ConfigError: if it is malformed; one line that begins with the spec.
@@ -128,8 +135,8 @@ def _parse_number(key: str, text: str) -> int:
 
 
 def _parse_seconds(key: str, text: str) -> float:
-    if not (text.isascii() and text.replace(".", "", 1).isdigit() and len(text) <= 18):
-        _refuse(f"{key} must be a number of more than 0, got {text!r}")
+    if not (text.isascii() and text.replace(".", "", 1).isdigit() and len(text) <= 30):
+        _refuse(f"{key} must be a number from 0.001 to 1000000, got {text!r}")
     return float(text)
 
 
@@ -168,6 +175,8 @@ class FaultPlan:
     def due(self, rank: int, step: int, phase: str, bucket: int | None = None) -> tuple[int, Fault] | None:
         """Return the fault that strikes here, with its number; None if there is none.
 
+        Nobody knows beforehand when a newcomer will come: in ``rejoin`` it is the first time from the fault's step on.
+
         Ask at every place of every step; it costs one look into a dict, or less.
 
         Args:
@@ -178,7 +187,11 @@ class FaultPlan:
         """
         if not self._by_place:
             return None
-        number = self._by_place.get((rank, step, phase, bucket))
+        if phase == "rejoin":
+            numbers = (n for n, f in enumerate(self.faults) if (f.rank, f.phase) == (rank, phase) and f.step <= step)
+            number = next((n for n in numbers if n not in self.fired), None)
+        else:
+            number = self._by_place.get((rank, step, phase, bucket))
         return None if number is None else (number, self.faults[number])
 
     def without(self, fired: Iterable[int]) -> Self:
@@ -233,22 +246,36 @@ class FaultPlan:
         return cls(faults, fields["seed"], frozenset(fields["fired"]))
 
     @classmethod
-    def random(cls, seed: int, workers: int, steps: int, kills: int, num_buckets: int) -> Self:
-        """Draw a plan for a soak test: kills in any phase, alone, in sequence and several at once.
+    def random(
+        cls,
+        seed: int,
+        workers: int,
+        steps: int,
+        kills: int,
+        num_buckets: int,
+        *,
+        kinds: Sequence[str] = ("kill",),
+        newcomers: int = 0,
+    ) -> Self:
+        """Draw a plan for a soak test: faults in any phase, alone, in sequence and several at once.
 
-        No rank dies twice and at least one is never named. Not every fault must come to strike: one in
-        ``checkpoint`` needs its victim to write a checkpoint there.
+        No rank is struck twice and at least one of the first is never named. Not every fault must come to strike: one in
+        ``checkpoint`` needs its victim to write a checkpoint there, one in ``rejoin`` that somebody comes.
 
         Args:
             seed: Same seed, same plan.
             workers: The job has the ranks 0 to ``workers - 1``.
             steps: The job has the steps 0 to ``steps - 1``.
-            kills: How many die, less than ``workers``.
+            kills: How many of them are struck, less than ``workers``.
             num_buckets: Buckets of a step.
+            kinds: Kinds to choose from; one that is there twice comes twice as often.
+            newcomers: Ranks from ``workers`` on that may come later; about half of them are struck too.
 
         Raises:
-            ConfigError: if a number is out of range.
+            ConfigError: if a number is out of range, or there is no such kind.
         """
+        if not kinds:
+            _refuse("kinds must name at least one kind")
         for name, value, least in (("workers", workers, 1), ("steps", steps, 1), ("num_buckets", num_buckets, 1)):
             if value < least:
                 _refuse(f"{name} must be at least {least}, got {value}")
@@ -256,8 +283,12 @@ class FaultPlan:
             _refuse(f"kills must be from 0 to {workers - 1}, so that one of {workers} workers is left, got {kills}")
         rng = random.Random(seed)
         faults: list[Fault] = []
-        for rank in rng.sample(range(workers), kills):
-            faults.append(_draw(rng, rank, steps, num_buckets, faults[-1] if faults else None))
+        victims = rng.sample(range(workers), kills)
+        victims += [rank for rank in range(workers, workers + newcomers) if rng.random() < 0.5]
+        phases = PHASES if newcomers else tuple(phase for phase in PHASES if phase != "rejoin")
+        for rank in victims:
+            fault = _draw(rng, rank, steps, num_buckets, phases, faults[-1] if faults else None)
+            faults.append(fault if tuple(kinds) == ("kill",) else _of_some_kind(rng, fault, kinds))
         return cls(tuple(faults), seed)
 
 
@@ -290,15 +321,25 @@ def _draw_deaths(mtbf_s: float, rng: random.Random, alive: list[int]) -> Iterato
         yield now_s, alive.pop(rng.randrange(len(alive)))
 
 
-def _draw(rng: random.Random, rank: int, steps: int, num_buckets: int, last: Fault | None) -> Fault:
+def _draw(
+    rng: random.Random, rank: int, steps: int, num_buckets: int, phases: Sequence[str], last: Fault | None
+) -> Fault:
     if last is not None and rng.random() < 0.4:
         # With the one before: in the same phase, in another, or while the others recover from it.
-        step, phase = last.step, rng.choice((last.phase, "recovery", rng.choice(PHASES)))
+        step, phase = last.step, rng.choice((last.phase, "recovery", rng.choice(phases)))
     else:
         # Nobody recovers in a step in which nobody else dies.
-        step, phase = rng.randrange(steps), rng.choice([p for p in PHASES if p != "recovery"])
+        step, phase = rng.randrange(steps), rng.choice([p for p in phases if p != "recovery"])
     bucket = rng.choice((None, *range(num_buckets))) if phase == "allreduce" else None
     return Fault("kill", rank, step, phase, bucket)
+
+
+def _of_some_kind(rng: random.Random, fault: Fault, kinds: Sequence[str]) -> Fault:
+    """Return ``fault`` with a kind of ``kinds``; who gets stuck mostly stays so."""
+    kind = rng.choice(kinds)
+    if kind == "slow":
+        return replace(fault, kind=kind, seconds=rng.choice((0.2, 1.0)))
+    return replace(fault, kind=kind, seconds=rng.choice((None, None, 0.2)) if kind in STUCK else None)
 
 
 # ---------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from typing import Self
 
 from holdfast.events import Record, WorkerEnded
 from holdfast.launch.job import Job, find_mpirun
-from holdfast.launch.processes import Pair, Process, end, pair_path, start
+from holdfast.launch.processes import Pair, Process, end, pair_path, start, values_of
 from holdfast.launch.tail import LineTail, RecordTail
 from holdfast.launch.worker import ALL_STOP, GRACE_S, LAUNCHER, LOG_DIR
 from holdfast.records import Beacon, Position, beacon_path, records_path
@@ -74,11 +74,25 @@ class Places:
 
 
 def _sweep(parent: Path) -> None:
-    """Remove what launchers left there that were killed: folders of ours that name a process which is gone."""
-    for folder in parent.glob("holdfast-*-*"):
-        number = folder.name.split("-")[1]
-        if number.isdigit() and not Path("/proc", number).exists() and folder.stat().st_uid == os.getuid():
+    """Remove what launchers left there that were killed: folders of ours that name a process which is gone.
+
+    Not as long as there is one that such a launcher started: its workers may still be saving.
+    """
+    left = [folder for folder in parent.glob("holdfast-*-*") if _is_left(folder)]
+    if not left:
+        return
+    served = {value.partition(" ")[0] for value in values_of(LAUNCHER)}
+    for folder in left:
+        if folder.name.split("-")[1] not in served:
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def _is_left(folder: Path) -> bool:
+    number = folder.name.split("-")[1]
+    try:
+        return number.isdigit() and not Path("/proc", number).exists() and folder.stat().st_uid == os.getuid()
+    except FileNotFoundError:  # another launcher sweeps, too
+        return False
 
 
 class Attempt:

@@ -1,7 +1,9 @@
-"""When to start a new worker in the place of one that died. Pure: no clock, no process."""
+"""How many workers there are to be, and who is started or told to leave for it. Pure: no clock, no process."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 _CALM_S = 60.0
@@ -15,31 +17,49 @@ class Births:
     """Counts deaths, and says when which worker is to be started.
 
     Args:
-        limit: Most workers that are started; then the dead are not replaced any more.
+        limit: Most workers that are started in the place of the dead; then they are not replaced any more.
         next_rank: Number of the first.
     """
 
     limit: int
     next_rank: int
     _planned: list[tuple[float, int]] = field(default_factory=list)
+    _dismissed: set[int] = field(default_factory=set)
     _in_a_row: int = 0
-    _last_s: float = 0.0
+    _last_s: float = -math.inf
 
-    def died(self, now_s: float) -> None:
+    def died(self, rank: int, now_s: float) -> None:
         """Hear that a worker has died: one more is due, the later the more died shortly before."""
-        if self.limit <= 0:
+        if self.limit <= 0 or rank in self._dismissed:
             return
         self.limit -= 1
         self._in_a_row = self._in_a_row + 1 if now_s - self._last_s < _CALM_S else 0
         self._last_s = now_s
         wait_s = 0.0 if self._in_a_row == 0 else min(_LONGEST_S, _FIRST_S * 2 ** (self._in_a_row - 1))
-        self._planned.append((now_s + wait_s, self.next_rank))
-        self.next_rank += 1
+        self._plan(now_s + wait_s)
 
     def ask(self, count: int, now_s: float) -> None:
         """Plan workers that are wanted, though nobody died."""
-        self._planned += [(now_s, self.next_rank + i) for i in range(count)]
-        self.next_rank += count
+        for _ in range(count):
+            self._plan(now_s)
+
+    def scale(self, there: Sequence[int], wanted: int, now_s: float) -> list[int]:
+        """Plan the workers that are missing, or return who is to leave: the highest numbers, and nobody twice.
+
+        Args:
+            there: Who is there, newcomers that wait among them.
+            wanted: How many there are to be.
+            now_s: The time.
+        """
+        staying = sorted(set(there) - self._dismissed)
+        self.ask(wanted - len(staying) - len(self._planned), now_s)
+        too_many = len(staying) + len(self._planned) - wanted
+        while too_many > 0 and self._planned:
+            self._planned.pop()
+            too_many -= 1
+        leaving = staying[len(staying) - too_many :] if too_many > 0 else []
+        self._dismissed.update(leaving)
+        return leaving
 
     def due(self, now_s: float) -> list[int]:
         """Return who is to be started now; each is named once."""
@@ -50,4 +70,9 @@ class Births:
     def begin_again(self, next_rank: int) -> None:
         """Hear that the whole job is started again: nobody is missing."""
         self._planned.clear()
+        self._dismissed.clear()
         self.next_rank = max(self.next_rank, next_rank)
+
+    def _plan(self, at_s: float) -> None:
+        self._planned.append((at_s, self.next_rank))
+        self.next_rank += 1

@@ -2,47 +2,84 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import math
 import os
 import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 from holdfast.errors import ConfigError
 from holdfast.launch.processes import Process
 from holdfast.settings import STRATEGIES
 
+if TYPE_CHECKING:
+    from holdfast.launch.job import Job
+
 _ABOUT = "job.json"
 _ASKED = "asked.jsonl"
+
+MAX_WORKERS = 1024
+_MAX_NUMBER = 2**31 - 1
+
+CHANGES = ("workers", "lr", "batch_size", "strategy", "checkpoint_every")
+"""What can be asked of a running job."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Running:
-    """A job that runs on this machine.
+    """A job that runs on this machine, as far as those must know it who ask something of it.
 
     Args:
-        pid: Of its launcher; this is how the job is named.
-        run_dir: Where its files are.
+        process: Its launcher, whose number is how the job is named.
         script: What it runs.
         fabric: How its workers talk.
-        workers: How many it was started with.
+        slices: Pieces of a mini-batch; 0 if a checkpoint says it.
+        split: Whether they are cut anew for another number of workers, see :class:`holdfast.settings.Settings`.
+        min_workers: With fewer it stops.
+        saves: It has a place for checkpoints.
+        run_dir: Where its files are.
     """
 
-    pid: int
-    run_dir: Path
+    process: str
     script: str
     fabric: str
-    workers: int
+    slices: int
+    split: str
+    min_workers: int
+    saves: bool
+    run_dir: Path = Path()
+
+    @classmethod
+    def of(cls, job: Job) -> Self:
+        """Return the job of this launcher."""
+        settings = job.settings
+        return cls(
+            process=str(Process.of(os.getpid())),
+            script=job.script.name,
+            fabric=settings.fabric,
+            slices=job.slices,
+            split=settings.split,
+            min_workers=settings.min_workers,
+            saves=bool(settings.checkpoint_dir),
+        )
+
+    @property
+    def pid(self) -> int:
+        """Of its launcher."""
+        return int(self.process.split()[0])
 
 
-def announce(run_dir: Path, *, script: str, fabric: str, workers: int) -> None:
-    """Let others find the job of this launcher."""
-    about = {"process": str(Process.of(os.getpid())), "script": script, "fabric": fabric, "workers": workers}
+def announce(run_dir: Path, job: Job) -> Running:
+    """Let others find the job of this launcher; return what they find."""
+    running = dataclasses.replace(Running.of(job), run_dir=run_dir)
     draft = run_dir / f"{_ABOUT}.draft"
-    draft.write_text(json.dumps(about))
+    draft.write_text(json.dumps(dataclasses.asdict(running) | {"run_dir": ""}))
     draft.replace(run_dir / _ABOUT)
+    return running
 
 
 def find(pid: int | None = None) -> Running:
@@ -51,86 +88,121 @@ def find(pid: int | None = None) -> Running:
     Raises:
         ConfigError: if there is none, or more than one to choose from.
     """
-    jobs = list(_jobs())
-    if pid is not None:
-        jobs = [job for job in jobs if job.pid == pid]
+    all_jobs = list(_jobs())
+    jobs = [job for job in all_jobs if pid in (None, job.pid)]
     if len(jobs) == 1:
         return jobs[0]
-    there = ", ".join(f"{job.pid} ({job.script})" for job in _jobs()) or "none"
-    what = "there is no such job" if pid is not None else "which job? name one with --job" if jobs else "no job runs"
-    msg = f"{what}; jobs of yours that run on this machine, by the number of their launcher: {there}"
-    raise ConfigError(msg)
+    if not all_jobs:
+        asked = "" if pid is None else f", and none has the launcher {pid}"
+        _refuse(f"no job of yours runs on this machine{asked} (looked for in {tempfile.gettempdir()})")
+    there = ", ".join(f"{job.pid} ({job.script})" for job in all_jobs)
+    if pid is None:
+        _refuse(f"{len(all_jobs)} jobs run: {there}; say which with --job NUMBER")
+    return _refuse(f"--job must be the number of a launcher that runs: {there}; got {pid}")
 
 
 def _jobs() -> Iterator[Running]:
     for about in sorted(Path(tempfile.gettempdir()).glob(f"holdfast-*/{_ABOUT}")):
-        try:
-            if about.stat().st_uid != os.getuid():
-                continue
-            said = json.loads(about.read_text())
-        except OSError:  # it ended just now, or is another user's
-            continue
-        process = Process.parse(said["process"])
-        if process is not None and process.is_alive():
-            yield Running(
-                pid=process.pid,
-                run_dir=about.parent,
-                script=said["script"],
-                fabric=said["fabric"],
-                workers=said["workers"],
-            )
+        running = _read(about)
+        process = None if running is None else Process.parse(running.process)
+        if running is not None and process is not None and process.is_alive():
+            yield running
+
+
+def _read(about: Path) -> Running | None:
+    """Return the job that a file of ours tells of; None if it is another user's, or not what we write."""
+    try:
+        if any(path.lstat().st_uid != os.getuid() for path in (about, about.parent)):
+            return None
+        return Running(**json.loads(about.read_text()) | {"run_dir": about.parent})
+    except (OSError, ValueError, TypeError):  # it ended just now, or another version of this program wrote it
+        return None
 
 
 def ask(job: Running, **changes: Any) -> None:
-    """Ask for changes to a running job; see :data:`CHANGES`.
+    """Ask for changes to a running job, some of :data:`CHANGES`.
 
     Raises:
         ConfigError: if a value is not allowed, or the job has ended.
     """
-    check(changes, job.fabric)
+    check(changes, job)
     try:
         append(job.run_dir / _ASKED, changes)
-    except OSError as error:
-        msg = f"job {job.pid} has ended: {error.strerror}"
-        raise ConfigError(msg) from error
+    except OSError:
+        _refuse(f"job {job.pid} ({job.script}) has ended meanwhile")
 
 
-def check(changes: Mapping[str, Any], fabric: str) -> None:
+def advice(job: Running, changes: Mapping[str, Any]) -> str:
+    """Return what the user should know about a change that is allowed, "" if there is nothing."""
+    wanted = changes.get("workers", 0)
+    if job.split == "even" or not 0 < job.slices < wanted:
+        return ""
+    return (
+        f"a mini-batch of this job has {job.slices} slices, so {wanted - job.slices} of {wanted} workers will only stand by; "
+        f"start a job with --slices {wanted} or more if it may grow so far"
+    )
+
+
+# ---------------------------------------------------------------------------------------------
+# What may be asked
+
+
+def check(changes: Mapping[str, Any], job: Running) -> None:
     """Make sure that a running job can be asked this.
 
     Raises:
         ConfigError: if not.
     """
     if not changes:
-        msg = f"nothing is asked for; {', '.join(CHANGES)} can be changed"
-        raise ConfigError(msg)
+        _refuse("nothing is asked for: give at least one of --lr, --batch-size, --strategy, --checkpoint-every")
     for name, value in changes.items():
-        if name not in CHANGES:
-            msg = f"{name} cannot be changed while a job runs; {', '.join(CHANGES)} can"
-            raise ConfigError(msg)
-        if name == "workers" and fabric != "gloo":
-            msg = (
-                f"the {fabric} fabric cannot take in or give up workers while it runs; start the job with --fabric gloo"
-            )
-            raise ConfigError(msg)
-        kind, least = CHANGES[name]
-        if kind is str:
-            if value not in STRATEGIES:
-                msg = f"strategy must be one of {', '.join(STRATEGIES)}, got {value!r}"
-                raise ConfigError(msg)
-        elif type(value) not in (int, kind) or not least <= value < 2**31:
-            msg = f"{name} must be at least {least:g}, got {value!r}"
-            raise ConfigError(msg)
+        match name:
+            case "workers":
+                _check_workers(value, job)
+            case "lr":
+                if type(value) not in (int, float) or not 0 <= value < math.inf:
+                    _refuse(f"--lr must be a finite number of at least 0, got {value!r}")
+            case "batch_size":
+                _check_number("--batch-size", value, 1, _MAX_NUMBER)
+            case "strategy":
+                if value not in STRATEGIES:
+                    _refuse(f"--strategy must be one of {', '.join(STRATEGIES)}, got {value!r}")
+                if value == "restart":
+                    _check_saves("--strategy restart", job)
+            case "checkpoint_every":
+                _check_number("--checkpoint-every", value, 0, _MAX_NUMBER)
+                _check_saves("--checkpoint-every", job)
+            case _:
+                _refuse(f"{name} cannot be changed while a job runs; {', '.join(CHANGES)} can")
 
 
-CHANGES: dict[str, tuple[type, float]] = {
-    "workers": (int, 1),
-    "lr": (float, 0.0),
-    "batch_size": (int, 1),
-    "strategy": (str, 0),
-    "checkpoint_every": (int, 0),
-}
-"""What can be asked of a running job: its type, and its least value."""
+def _check_workers(value: Any, job: Running) -> None:
+    if job.fabric != "gloo":
+        _refuse(
+            f"job {job.pid} ({job.script}) runs with --fabric {job.fabric}, which cannot take in or give up workers; "
+            "start it with --fabric gloo"
+        )
+    _check_number("WORKERS", value, 1, MAX_WORKERS)
+    if value < job.min_workers:
+        _refuse(f"WORKERS must be at least {job.min_workers}, because the job runs with --min-workers, got {value}")
+
+
+def _check_number(what: str, value: Any, least: int, most: int) -> None:
+    if type(value) is not int or not least <= value <= most:
+        _refuse(f"{what} must be a whole number from {least} to {most}, got {value!r}")
+
+
+def _check_saves(what: str, job: Running) -> None:
+    if not job.saves:
+        _refuse(f"{what} needs a place for checkpoints, and job {job.pid} ({job.script}) runs without --checkpoint-dir")
+
+
+def _refuse(message: str) -> NoReturn:
+    raise ConfigError(message)
+
+
+# ---------------------------------------------------------------------------------------------
+# The launcher's side
 
 
 class Asked:
@@ -145,9 +217,9 @@ class Asked:
         self._taken = 0
 
     def new(self) -> list[dict[str, Any]]:
-        """Return what was asked since the last call."""
+        """Return what was asked since the last call; half a line is left for the next."""
         try:
-            lines = self._path.read_text().splitlines()
+            lines = self._path.read_text().split("\n")[:-1]
         except FileNotFoundError:
             return []
         new, self._taken = lines[self._taken :], len(lines)

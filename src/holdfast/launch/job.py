@@ -40,7 +40,8 @@ class Job:
         nnodes: Machines that take part, each with a launcher of its own and ``settings.workers`` workers.
         node_rank: Which of them this is.
         rdzv: The store where they meet; "" for a single node.
-        rdzv_timeout_s: How long to wait for it.
+        rdzv_timeout_s: How long to wait for it, and for the launchers of the other nodes.
+        node_timeout_s: A node that has not been heard of for so long is lost.
         stragglers: What to do about workers that are slower than the rest, one of :data:`~holdfast.launch.stragglers.POLICIES`.
         straggler_factor: How many times the median of the others makes a worker a straggler.
         mtbf_s: Kill random workers, on average one in so many seconds; 0 kills none.
@@ -57,6 +58,7 @@ class Job:
     node_rank: int = 0
     rdzv: str = ""
     rdzv_timeout_s: float = 300.0
+    node_timeout_s: float = 10.0
     stragglers: str = "warn"
     straggler_factor: float = 2.0
     stall_timeout_s: float = 60.0
@@ -167,6 +169,10 @@ def _local(place: str) -> str:
 def _check_amounts(job: Job) -> None:
     if job.max_restarts < 0:
         _refuse(f"--max-restarts must be at least 0, got {job.max_restarts}")
+    if job.max_respawns < 0:
+        _refuse(f"--max-respawns must be at least 0, got {job.max_respawns}")
+    if not 0 < job.rdzv_timeout_s < math.inf:
+        _refuse(f"--rdzv-timeout must be more than 0 seconds and finite, got {job.rdzv_timeout_s:g}")
     if job.stragglers not in POLICIES:
         _refuse(f"--stragglers must be one of {', '.join(POLICIES)}, got {job.stragglers!r}")
     if not 1 < job.straggler_factor < math.inf:
@@ -194,7 +200,7 @@ def check_plan(job: Job) -> None:
     if job.settings.faults:
         from holdfast.faults.plan import FaultPlan
 
-        FaultPlan.from_json(job.settings.faults).check(job.ranks)
+        FaultPlan.from_json(job.settings.faults).check(range(len(job.ranks) + job.max_respawns))
 
 
 def _check_writable(folder: Path, option: str) -> None:
@@ -252,42 +258,65 @@ _OPTIONS = (
     ("--expected-mtbf", "mtbf_s"),
     ("--hang-timeout", "hang_timeout_s"),
 )
+_JOB_OPTIONS = (
+    ("--max-restarts", "max_restarts"),
+    ("--nnodes", "nnodes"),
+    ("--node-rank", "node_rank"),
+    ("--rdzv", "rdzv"),
+    ("--rdzv-timeout", "rdzv_timeout_s"),
+    ("--node-timeout", "node_timeout_s"),
+    ("--stragglers", "stragglers"),
+    ("--straggler-factor", "straggler_factor"),
+    ("--stall-timeout", "stall_timeout_s"),
+    ("--grace", "grace_s"),
+    ("--mtbf", "mtbf_s"),
+    ("--log-dir", "log_dir"),
+    ("--report", "report_dir"),
+)
 
 
 def command_line(job: Job, *, faults: Sequence[str] = ()) -> str:
-    """Return the command that runs the job, with every setting that is not the default.
+    """Return the command that runs the job, with every setting that is not the default; the secret of the nodes stays out.
 
     Args:
         job: What to run.
         faults: Specs of the faults to inject.
     """
-    settings, usual = job.settings, Settings(fabric="ulfm")
-    words = ["holdfast", "run", "-n", str(settings.workers)]
-    for option, name in _OPTIONS:
-        if (value := getattr(settings, name)) != getattr(usual, name):
-            words += [option, str(value)]
+    settings = job.settings
+    words = ["holdfast", "run", "-n", str(settings.workers), *_said(settings, _OPTIONS, Settings(fabric="ulfm"))]
     words += ["--checkpoint-every", "auto"] if settings.checkpoint_auto else []
     words += ["--resume"] if settings.resume else []
-    words += ["--max-restarts", str(job.max_restarts)] if job.max_restarts != _MAX_RESTARTS else []
     words += ["--respawn"] if job.max_respawns else []
     words += ["--max-respawns", str(job.max_respawns)] if job.max_respawns not in (0, MAX_RESPAWNS) else []
-    words += ["--nnodes", str(job.nnodes), "--node-rank", str(job.node_rank)] if job.nnodes > 1 else []
-    words += ["--rdzv", job.rdzv] if job.rdzv else []
-    words += ["--stragglers", job.stragglers] if job.stragglers != "warn" else []
-    words += ["--straggler-factor", f"{job.straggler_factor:g}"] if job.straggler_factor != 2.0 else []
-    words += ["--grace", f"{job.grace_s:g}"] if job.grace_s != _GRACE_S else []
-    words += ["--mtbf", f"{job.mtbf_s:g}"] if job.mtbf_s else []
-    words += ["--report", str(job.report_dir)] if job.report_dir is not None else []
+    words += _said(job, _JOB_OPTIONS, Job(script=job.script, settings=settings))
     for fault in faults:
         words += ["--inject", fault]
     return shlex.join([*words, str(job.script), *job.args])
 
 
+def _said(given: object, options: Sequence[tuple[str, str]], usual: object) -> list[str]:
+    """Return the options of what is not as usual, each with its value."""
+    values = [(option, getattr(given, name), getattr(usual, name)) for option, name in options]
+    return [
+        word
+        for option, value, default in values
+        if value != default
+        for word in (option, f"{value:.12g}" if isinstance(value, float) else str(value))
+    ]
+
+
 def resume_command(job: Job, workers: int, checkpoint_dir: str) -> str:
-    """Return the command that goes on from ``checkpoint_dir``, on ``workers`` or as many as the job needs."""
+    """Return the command that goes on from ``checkpoint_dir``, the same on every node.
+
+    Args:
+        job: What was run.
+        workers: How many are left, spares among them; the job may need more.
+        checkpoint_dir: Where the state is.
+    """
+    share = max(min(workers, job.workers) if job.settings.spares else workers, job.settings.min_workers)
     settings = dataclasses.replace(
         job.settings,
-        workers=max(workers, job.settings.min_workers),
+        workers=math.ceil(share / job.nnodes),
         slices=job.slices,
         checkpoint_dir=checkpoint_dir,
         resume=True,

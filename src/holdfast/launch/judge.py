@@ -81,10 +81,10 @@ class _Start:
     ranks: tuple[int, ...]
     processes: tuple[int, ...]
     begun: set[int] = field(default_factory=set)
-    lost: set[int] = field(default_factory=set)
+    lost_s: dict[int, float] = field(default_factory=dict)
     left: set[int] = field(default_factory=set)
-    waiting: set[int] = field(default_factory=set)
-    committed: bool = False
+    excused: set[int] = field(default_factory=set)
+    waiting: dict[int, list[tuple[Record, Position | None]]] = field(default_factory=dict)
     ended: dict[int, WorkerEnded] = field(default_factory=dict)
     finished: dict[int, Finished] = field(default_factory=dict)
     failed: list[ScriptFailed] = field(default_factory=list)
@@ -116,23 +116,19 @@ class Judge:
     def begin(self, ranks: Sequence[int]) -> None:
         """Hear that the job is started, or started again, on ``ranks``."""
         self._start = _Start(tuple(ranks), tuple(ranks[:1] if self._virtual else ranks))
-        self._highest = max(self._highest, *ranks)
+        self._highest = max((self._highest, *ranks))
         self._closed = False
 
     def wait_for(self, rank: int) -> None:
-        """Hear that a newcomer is started; how it ends matters once the others have let it in."""
-        self._start.waiting.add(rank)
+        """Hear that a newcomer is started; what it says and how it ends matters once the others have let it in."""
+        self._start.waiting.setdefault(rank, [])
         self._highest = max(self._highest, rank)
 
     @property
     def waiting(self) -> set[int]:
-        """Newcomers that are started and were not let in yet."""
-        return set(self._start.waiting)
-
-    @property
-    def has_committed(self) -> bool:
-        """Whether a step was committed in this start of the job."""
-        return self._start.committed
+        """Newcomers that are started, were not let in yet and have not ended."""
+        said = self._start.waiting.items()
+        return {rank for rank, heard in said if not any(isinstance(record, WorkerEnded) for record, _ in heard)}
 
     @property
     def highest(self) -> int:
@@ -140,8 +136,9 @@ class Judge:
         return self._highest
 
     def lose(self, ranks: Iterable[int]) -> None:
-        """Hear that a node is lost, with these workers."""
-        self._start.lost.update(ranks)
+        """Hear that these workers are lost, with their node: what they say from now on does not count."""
+        for rank in ranks:
+            self._start.lost_s.setdefault(rank, 0.0)
 
     def close(self) -> None:
         """Hear that the launcher ends what is left: deaths from now on are its own."""
@@ -163,20 +160,18 @@ class Judge:
 
     def _hear_of_start(self, record: Record, position: Position | None) -> None:
         start = self._start
-        if isinstance(record, Recovered):
-            start.waiting.difference_update(record.joined)
-        if record.rank in start.waiting:
+        if record.rank in start.waiting:  # its end may be heard before the word of those who had let it in
+            start.waiting[record.rank].append((record, position))
             return
+        if record.t_s > start.lost_s.get(record.rank, record.t_s) and record.rank not in {f.rank for f in start.failed}:
+            start.excused.add(record.rank)  # it was given up before, and found out
         match record:
             case RunStarted():
                 start.begun.add(record.rank)
             case Recovered():
-                start.lost.update(record.lost)
-                start.ranks = tuple(sorted({*start.ranks, *record.joined}))
-                if not self._virtual:
-                    start.processes = tuple(sorted({*start.processes, *record.joined}))
-            case StepCommitted():
-                start.committed = True
+                for rank in record.lost:
+                    start.lost_s.setdefault(rank, record.t_s)
+                self._let_in(record.joined)
             case Left():
                 start.left.add(record.rank)
             case Finished():
@@ -187,6 +182,15 @@ class Judge:
                 start.ended[record.rank] = record
                 if record.exit_code < 0 and record.rank not in self.killed:
                     self._note_death(record, position)
+
+    def _let_in(self, ranks: Sequence[int]) -> None:
+        start = self._start
+        start.ranks = tuple(sorted({*start.ranks, *ranks}))
+        if not self._virtual:
+            start.processes = tuple(sorted({*start.processes, *ranks}))
+        for rank in ranks:
+            for record, position in start.waiting.pop(rank, ()):
+                self._hear_of_start(record, position)
 
     def _note_death(self, death: WorkerEnded, position: Position | None) -> None:
         if position is None or position.phase not in _COMPUTING:
@@ -200,22 +204,23 @@ class Judge:
     def living(self) -> tuple[int, ...]:
         """Return the numbers of the processes that, as far as is known, still run."""
         start = self._start
-        gone = start.ended.keys() | (set() if self._virtual else start.lost)
+        gone = start.ended.keys() | (set() if self._virtual else start.lost_s.keys())
         return tuple(rank for rank in start.processes if rank not in gone)
 
     def workers_alive(self) -> tuple[int, ...]:
         """Return the workers that, as far as is known, are alive; logical ones of the virtual fabric too."""
         start = self._start
         gone = {rank for rank, end in start.ended.items() if not self._virtual and end.exit_code < 0}
-        return tuple(rank for rank in start.ranks if rank not in gone | start.lost | self.killed)
+        return tuple(rank for rank in start.ranks if rank not in gone | start.lost_s.keys() | self.killed)
 
-    def ranks_left(self) -> tuple[int, ...]:
-        """Return the workers to start the job again with: those whose machine may be well, or one new number."""
+    def ranks_left(self, wanted: int = 1) -> tuple[int, ...]:
+        """Return the workers to start the job again with: those whose machine may be well, and new ones up to ``wanted``."""
         start = self._start
-        gone = start.lost | start.left | self.killed
+        gone = start.lost_s.keys() | start.left | self.killed
         if not self._virtual:
             gone = gone | {r for r, end in start.ended.items() if end.exit_code == -signal.SIGKILL}
-        return tuple(rank for rank in start.ranks if rank not in gone) or (self._highest + 1,)
+        well = tuple(rank for rank in start.ranks if rank not in gone)
+        return well + tuple(range(self._highest + 1, self._highest + 1 + wanted - len(well)))
 
     def verdict(self, now_s: float, *, running: bool) -> Verdict | None:
         """Return how the job is over, None while it goes on.
@@ -236,7 +241,7 @@ class Judge:
 
     def _script_fault(self) -> Verdict | None:
         start = self._start
-        excused = {rank for rank, word in start.finished.items() if word.outcome != "done"}
+        excused = start.excused | {rank for rank, word in start.finished.items() if word.outcome != "done"}
         failed = [f for f in start.failed if f.rank not in excused]
         if failed:
             first = min(failed, key=lambda f: (f.t_s, f.rank))
@@ -249,7 +254,7 @@ class Judge:
             if (
                 end.exit_code == 0
                 and rank not in start.finished
-                and rank not in start.left
+                and rank not in start.left | excused
                 and not (self._virtual and start.finished)
             ):
                 return self._left_early(rank, end)
@@ -283,7 +288,8 @@ class Judge:
         start = self._start
         if running and self.living():
             return None
-        passed = [start.finished[r] for r, end in start.ended.items() if end.exit_code == 0 and r in start.finished]
+        stayed = start.finished.keys() - start.left  # who has left may have passed the gate of an earlier training loop
+        passed = [start.finished[r] for r, end in start.ended.items() if end.exit_code == 0 and r in stayed]
         if self._virtual and not passed and any(end.exit_code == 0 for end in start.ended.values()):
             passed = list(start.finished.values())
         gave_up = [word for word in start.finished.values() if word.outcome != "done"]
@@ -299,14 +305,20 @@ class Judge:
             return "mpirun ended before the workers did"
         return "; ".join(f"rank {r} {cause_of_death(end.exit_code)}" for r, end in sorted(ends.items()))
 
-    def _stalled(self, now_s: float) -> Verdict | None:
-        living = self.living()
-        quiet = [self._start.quiet.get(rank, (0, now_s)) for rank in living]
-        if not living or any(beats <= 0 or now_s - since_s < self._stall_timeout_s for beats, since_s in quiet):
-            return None
+    def stand_still(self, ranks: Iterable[int], now_s: float) -> bool:
+        """Return whether none of these workers has given a sign of life for too long, all of them waiting."""
+        quiet = [self._start.quiet.get(rank, (0, now_s)) for rank in ranks]
+        return all(beats > 0 and now_s - since_s >= self._stall_timeout_s for beats, since_s in quiet)
+
+    def stalled(self) -> Lost:
+        """Return the verdict where all workers stand still."""
         return Lost(
             f"no worker gave a sign of life for {self._stall_timeout_s:g} s, all of them waiting for each other"
         )
+
+    def _stalled(self, now_s: float) -> Verdict | None:
+        living = self.living()
+        return self.stalled() if living and self.stand_still(living, now_s) else None
 
 
 def cause_of_death(exit_code: int) -> str:

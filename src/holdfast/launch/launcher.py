@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import signal
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from types import FrameType, TracebackType
 from typing import Any, Self
 
 from holdfast.clock import SystemClock
-from holdfast.errors import ConfigError
+from holdfast.errors import ConfigError, StoreLost
 from holdfast.events import (
     FaultFired,
     JobRestarted,
@@ -32,7 +33,7 @@ from holdfast.launch.hangs import Hangs
 from holdfast.launch.job import Job, Outcome, check, resume_command
 from holdfast.launch.judge import Broken, Completed, Departed, Judge, Lost, Verdict, cause_of_death
 from holdfast.launch.live import NoView, Status, Story, View
-from holdfast.launch.nodes import Nodes, check_nodes
+from holdfast.launch.nodes import FENCE_LEASES, Nodes, Start, check_nodes
 from holdfast.launch.stragglers import Stragglers
 from holdfast.records import FileRecorder, Position, read_run, records_path, requests_path, stop_path
 from holdfast.report.history import is_distributed
@@ -41,6 +42,8 @@ from holdfast.settings import Settings
 POLL_S = 0.02
 _LOOK_S = 0.25
 _LINGER_S = 1.0
+_TOGETHER_S = 1.0
+"""Launchers that are told to stop within this time are told so as a whole."""
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -83,6 +86,9 @@ class Launcher:
         self._signals = 0
         self._stop_at_once = False
         self._stop_by_s: float | None = None
+        self._lost_store_by_s: float | None = None
+        self._told_to_stop = False
+        self._noted: list[tuple[Record, Position | None]] = []
         self._distributed = False
         self._tracebacks: dict[int, str] = {}
         self._kills: Kills | None = None
@@ -100,7 +106,7 @@ class Launcher:
         self._recorder = FileRecorder(records_path(places.run_dir, "launcher"))
         self._files = Files(places)
         self._asked = Asked(places.run_dir)
-        announce(places.run_dir, script=job.script.name, fabric=job.settings.fabric, workers=job.settings.workers)
+        self._running = announce(places.run_dir, job)
         self._handlers = self._take_signals()
         return self
 
@@ -121,19 +127,19 @@ class Launcher:
         """Start the job, as often as it takes and is allowed, and return how it ended."""
         ranks = self._job.ranks
         while True:
-            verdict: Verdict | None = self._run_once(ranks)
-            if isinstance(verdict, Lost):
-                ranks = self._ranks_left()
-                verdict = self._restart(verdict, ranks)
+            try:
+                verdict: Verdict | None = self._run_once(ranks)
+                if isinstance(verdict, Lost):
+                    ranks = self._ranks_left()
+                    verdict = self._restart(verdict, ranks)
+            except StoreLost as error:
+                verdict = self._cut_off(str(error))
             if verdict is not None:
                 return self._finish(verdict)
 
     def _ranks_left(self) -> tuple[int, ...]:
         """Return whom to start the job again with, the same at all launchers."""
-        ranks = self._judge.ranks_left()
-        if self._job.max_respawns:
-            missing = len(self._job.ranks) - len(ranks)
-            ranks += tuple(range(self._judge.highest + 1, self._judge.highest + 1 + missing))
+        ranks = self._judge.ranks_left(len(self._job.ranks) if self._job.max_respawns else 1)
         if self._nodes is not None and not self._nodes.store_lost and self._restarts < self._job.max_restarts:
             ranks = self._nodes.agree_on_restart(self._restarts + 1, ranks)
         return ranks
@@ -143,44 +149,69 @@ class Launcher:
         nodes, attempt = self._nodes, self._attempt
         if nodes is None or attempt is None:
             return None
-        if nodes.store_lost:
-            if self._stop_by_s is None:
-                self._view.say(
-                    f"stopping: {nodes.store_lost}; the workers finish their step and save, within {self._job.grace_s:g} s"
-                )
-                self._stop_by_s = self._clock.now_s() + self._job.grace_s
-                stop_path(self._places.run_dir).touch()
-                for rank in attempt.processes:
-                    attempt.send(rank, signal.SIGTERM)
-            return None if attempt.is_running() else Broken(f"the store was lost: {nodes.store_lost}")
-        if self._job.nnodes > 1 and nodes.is_restarted(self._restarts + 1):
+        if why := nodes.store_lost:
+            return self._stop_without_store(nodes, attempt, why)
+        if self._job.nnodes > 1 and nodes.is_restarted():
             return Lost("the job was lost, another launcher says")
+        if self._all_stall(nodes, attempt):
+            return self._judge.stalled()
         if nodes.is_stopping() and not self._signals:
             self._signals = 1
-        if self._signals and self._job.nnodes > 1 and not attempt.is_running() and self._judge.living():
+        if self._job.nnodes == 1 or attempt.is_running():
+            return None
+        if self._signals and not nodes.is_stopping() and self._judge.living():
             return Departed()
         return None
+
+    def _stop_without_store(self, nodes: Nodes, attempt: Attempt, why: str) -> Verdict | None:
+        """Have the workers save and stop, if all are there to do so; return what has become of it.
+
+        They must have ended before other nodes, if only this one is cut off, may start the job again.
+        """
+        if self._lost_store_by_s is None:
+            grace_s = self._job.grace_s
+            if self._job.nnodes > 1:
+                grace_s = min(grace_s, (FENCE_LEASES - 1) * self._job.node_timeout_s)
+            self._view.say(f"stopping: {why}; the workers finish their step and save, within {grace_s:g} s")
+            self._lost_store_by_s = self._clock.now_s() + grace_s
+            stop_path(self._places.run_dir).touch()
+            for rank in attempt.processes:
+                attempt.send(rank, signal.SIGTERM)
+        if attempt.is_running() and self._clock.now_s() < self._lost_store_by_s:
+            return None
+        self._read()
+        verdict = self._judge.verdict(self._clock.now_s(), running=False)
+        return verdict if isinstance(verdict, Completed) else self._cut_off(why)
+
+    def _cut_off(self, why: str) -> Broken:
+        if self._job.nnodes == 1:
+            return Broken(f"the store was lost: {why}")
+        return Broken(
+            f"node {self._job.node_rank} can no longer take part: {why}. Its workers were ended, and nothing counts that "
+            "the others do not know of; to come back, start it again with the same command"
+        )
 
     # --- one start of the job
 
     def _run_once(self, ranks: tuple[int, ...]) -> Verdict:
-        self._judge.begin(ranks)
-        self._births.begin_again(self._judge.highest + 1)
+        start = self._begin(ranks)
+        own = start.own
+        self._judge.begin(start.living)
+        self._births.begin_again(max(self._judge.highest, *start.ranks) + 1)
         self._hangs.begin()
         self._stragglers.begin()
-        own = tuple(rank for rank in ranks if self._job.home(rank) == self._job.node_rank)
+        self._come_late()
         self._files.follow(own, own[:1] if self._job.is_virtual else own)
-        store = "" if self._nodes is None else self._nodes.begin(self._restarts, own)
         self._attempt = attempt = Attempt(
-            self._job,
-            self._settings(ranks, store),
+            self._watched_job(),
+            self._settings(start.ranks, start.store),
             own,
             self._places,
             all_stop=self._job.nnodes == 1 or (self._nodes is not None and self._nodes.is_host),
         )
         verdict = None
         while verdict is None:
-            running = attempt.is_running()  # before the records are read: who is gone has written everything
+            running = self._is_running(attempt)  # before the records are read: who is gone has written everything
             self._read()
             self._answer_signals(attempt)
             self._look(attempt)
@@ -196,6 +227,33 @@ class Launcher:
         attempt.end()
         self._read(last=True)
         return verdict
+
+    def _watched_job(self) -> Job:
+        """Return the job as the watchers shall know it: without this launcher the node is lost when its lease runs out."""
+        if self._job.nnodes == 1 or (self._nodes is not None and self._nodes.is_host):
+            return self._job
+        return dataclasses.replace(self._job, grace_s=min(self._job.grace_s, self._job.node_timeout_s))
+
+    def _begin(self, ranks: tuple[int, ...]) -> Start:
+        nodes = self._nodes
+        if nodes is None:
+            return Start("", ranks, ranks, ranks)
+        if nodes.is_late:
+            self._restarts = nodes.number
+        return nodes.begin(self._restarts)
+
+    def _come_late(self) -> None:
+        """If the job has begun without this node, offer it as many workers as it would have had."""
+        if self._nodes is not None and self._nodes.is_late:
+            self._nodes.is_late = False
+            settings = self._job.settings
+            self._births.ask(settings.workers + settings.spares, self._clock.now_s())
+            self._view.say(f"node {self._job.node_rank} comes back: its workers join as newcomers")
+
+    def _is_running(self, attempt: Attempt) -> bool:
+        """Return whether anything may still happen, here or on another node."""
+        remote = set(self._judge.living()).difference(attempt.processes)
+        return attempt.is_running() or bool(remote)
 
     def _settings(self, ranks: tuple[int, ...], store: str) -> Settings:
         given = self._job.settings
@@ -219,7 +277,10 @@ class Launcher:
 
     def _start_newcomers(self, attempt: Attempt) -> None:
         for due in self._births.due(self._clock.now_s()) if not self._signals else ():
-            rank = due if self._nodes is None else self._nodes.free_number(due)
+            try:
+                rank = due if self._nodes is None else self._nodes.free_number(due)
+            except StoreLost:  # found at the next look
+                return
             self._files.follow([rank], [rank])
             self._judge.wait_for(rank)
             attempt.add(rank)
@@ -229,10 +290,12 @@ class Launcher:
 
     def _has_begun(self) -> bool:
         """Return whether training has begun: then the checkpoints that are there are this job's, or it was to resume."""
-        return bool(self._began())
+        return bool(self._began()) or (self._nodes is not None and self._nodes.slices > 0)
 
     def _slices(self) -> int:
         """Return the slices of the job: what it began with, once it has begun."""
+        if self._nodes is not None and self._nodes.slices:
+            return self._nodes.slices
         return next((record.slices for record in self._began()), self._job.slices)
 
     def _mtbf_s(self) -> float:
@@ -276,41 +339,59 @@ class Launcher:
 
     def _read(self, *, last: bool = False) -> None:
         """Take in what is new. Output first: a traceback's record is written before its output, so it is known."""
-        output, own = self._files.output(last=last), list[Record]()
+        output = self._files.output(last=last)
+        own, self._noted = self._noted, []
         for record in self._files.records():
-            self._hear(record)
-            own.append(record)
+            own.append((record, position := self._end_of(record)))
+            self._hear(record, position)
         self._exchange(own)
         for rank, line in output:
             if not self._is_kept_for_later(rank, line):
                 self._view.output(rank, line)
 
-    def _exchange(self, own: list[Record]) -> None:
-        """Tell the other launchers what is new here, and hear them."""
-        nodes = self._nodes
-        if nodes is None or nodes.store_lost:
-            return
-        nodes.tell(own)
-        for record in nodes.hear():
-            self._recorder.write(record)
-            self._hear(record)
-        for node, ranks in nodes.look().items():
-            self._judge.lose(ranks)
-            self._view.say(f"node {node} is lost, and with it {', '.join(f'rank {rank}' for rank in ranks)}")
+    def _end_of(self, record: Record) -> Position | None:
+        """Answer the end of a worker of this node; return where it was."""
+        if not isinstance(record, WorkerEnded) or self._attempt is None:
+            return None
+        if record.exit_code:
+            self._births.died(record.rank, self._clock.now_s())
+        if self._nodes is not None and not self._nodes.store_lost:
+            with contextlib.suppress(StoreLost):  # found at the next look
+                if record.exit_code:
+                    self._nodes.died(record.rank, cause_of_death(record.exit_code))
+                self._nodes.ended(record.rank)
+        return self._attempt.position(record.rank)
 
-    def _hear(self, record: Record) -> None:
-        position = None
-        if isinstance(record, WorkerEnded) and self._attempt is not None and record.rank in self._attempt.processes:
-            position = self._attempt.position(record.rank)
-            if record.exit_code and self._nodes is not None:
-                self._nodes.died(record.rank, cause_of_death(record.exit_code))
-            if record.exit_code:
-                self._births.died(self._clock.now_s())
+    def _exchange(self, own: Sequence[tuple[Record, Position | None]]) -> None:
+        """Tell the other launchers what is new here, and hear them."""
+        if self._nodes is None or self._job.nnodes == 1 or self._nodes.store_lost:
+            return
+        with contextlib.suppress(StoreLost):  # found at the next look
+            self._nodes.tell(own)
+            self._hear_others(self._nodes)
+
+    def _hear_others(self, nodes: Nodes) -> None:
+        changes = nodes.look()
+        for rank in changes.newcomers:
+            self._judge.wait_for(rank)
+        for told in nodes.hear():
+            self._recorder.write(told.record)
+            if told.start == nodes.number and told.record.rank not in nodes.given_up:
+                self._hear(told.record, told.position)
+        self._judge.lose(changes.parted)
+        for node, ranks in changes.lost.items():
+            self._judge.lose(ranks)
+            what = f", and with it {', '.join(f'rank {rank}' for rank in ranks)}" if ranks else ""
+            self._view.say(f"node {node} is lost{what}")
+
+    def _hear(self, record: Record, position: Position | None = None) -> None:
         self._judge.hear(record, position)
         match record:
             case RunStarted():
                 self._status = dataclasses.replace(self._status, planned=record.steps_planned)
                 self._distributed = is_distributed(record)
+                if self._nodes is not None:
+                    self._nodes.note_slices(record.slices)
             case StepCommitted():
                 self._status = dataclasses.replace(self._status, step=record.step + 1, metrics=record.metrics)
                 self._start_kills()
@@ -320,9 +401,11 @@ class Launcher:
             self._view.say(line)
 
     def _note(self, record: Record) -> None:
-        """Write down what the launcher itself did."""
+        """Write down what the launcher itself did; what it did to a worker is told to the other launchers."""
         self._recorder.write(record)
         self._hear(record)
+        if isinstance(record, FaultFired | WorkerFenced | StragglerSeen):
+            self._noted.append((record, None))
 
     def _is_kept_for_later(self, rank: int, line: str) -> bool:
         """Return whether the line belongs to a traceback: one of them is shown, last."""
@@ -337,18 +420,39 @@ class Launcher:
             return
         self._look_at_s = now_s + min(_LOOK_S, self._hangs.look_every_s or _LOOK_S)
         living = [rank for rank in self._judge.living() if rank in attempt.processes]
-        positions = {rank: p for rank in living if (p := attempt.position(rank)) is not None}
+        watched = {*living, *self._judge.waiting} & set(attempt.processes)
+        positions = {rank: p for rank in watched if (p := attempt.position(rank)) is not None}
         self._judge.watch(positions, now_s)
         self._end_stuck(attempt, positions, now_s)
+        self._say_how_it_goes(living, now_s)
         self._look_for_stragglers(attempt, positions, now_s)
-        for changes in self._asked.new():
-            self._change(attempt, changes, now_s)
+        self._look_for_changes(attempt, now_s)
         self._status = dataclasses.replace(self._status, alive=attempt.pids(living))
         self._view.show(self._status)
 
+    def _says_elsewhere(self, what: str) -> bool:
+        return self._nodes is not None and self._nodes.any_says(what)
+
+    def _say_how_it_goes(self, living: Sequence[int], now_s: float) -> None:
+        """Tell the other launchers what decides, for all workers together, whether some are stuck."""
+        if self._nodes is not None and not self._nodes.store_lost:
+            with contextlib.suppress(StoreLost):  # found at the next look
+                self._nodes.say("waits", true=self._hangs.keep_us_waiting)
+                self._nodes.say("stalls", true=self._judge.stand_still(living, now_s))
+
+    def _all_stall(self, nodes: Nodes, attempt: Attempt) -> bool:
+        """Return whether the workers of all nodes wait for each other; of this node alone the judge knows."""
+        living = set(self._judge.living())
+        remote = living.difference(attempt.processes)
+        if not remote or not nodes.all_say("stalls", nodes.homes_of(sorted(remote))):
+            return False
+        return self._judge.stand_still(living - remote, self._clock.now_s())
+
     def _end_stuck(self, attempt: Attempt, positions: Mapping[int, Position], now_s: float) -> None:
-        for stuck in self._hangs.look(positions, now_s, committed=self._judge.has_committed):
+        for stuck in self._hangs.look(positions, now_s, elsewhere=self._says_elsewhere("waits")):
             pair = attempt.pair(stuck.rank)
+            if pair is not None:
+                pair.watcher.send(signal.SIGCONT)  # if it is what was stopped, it cannot tell how its worker ended
             if pair is None or not pair.worker.is_alive():
                 continue
             position = positions[stuck.rank]
@@ -368,29 +472,45 @@ class Launcher:
             self._note(StragglerSeen(t_s=now_s, rank=rank, step=step, score=score, policy=policy))
             if policy == "replace":  # it leaves in order, so that nothing of its work is lost
                 attempt.send(rank, signal.SIGTERM)
-                self._births.died(now_s)
+                self._births.died(rank, now_s)
         if policy == "rebalance" and (speeds := self._stragglers.new_speeds(positions)) is not None:
             append(requests_path(self._places.run_dir), {"speeds": speeds})
 
     # --- changes on request
 
+    def _look_for_changes(self, attempt: Attempt, now_s: float) -> None:
+        nodes = self._nodes
+        if nodes is None or self._job.nnodes == 1:
+            for changes in self._asked.new():
+                self._change(attempt, changes, now_s)
+            return
+        with contextlib.suppress(StoreLost):  # found at the next look
+            for changes in self._asked.new():
+                nodes.ask(changes | {"node": self._job.node_rank})
+            for changes in nodes.asked():
+                self._change(attempt, changes, now_s)
+            for rank in nodes.told_to_leave():
+                attempt.send(rank, signal.SIGTERM)
+
     def _change(self, attempt: Attempt, changes: dict[str, Any], now_s: float) -> None:
+        node = changes.pop("node", self._job.node_rank)
         try:
-            check_changes(changes, self._job.settings.fabric)
+            check_changes(changes, self._running)
         except ConfigError as error:
             self._view.say(f"not changed: {error}")
             return
-        if "workers" in changes:
+        if "workers" in changes and node == self._job.node_rank:
             self._scale(attempt, changes["workers"], now_s)
         append(requests_path(self._places.run_dir), changes)
 
     def _scale(self, attempt: Attempt, wanted: int, now_s: float) -> None:
-        """Start workers that are missing; tell those with the highest numbers to leave that are too many."""
-        wanted += self._job.settings.spares
-        there = sorted(set(attempt.processes) & set(self._judge.living()) | self._judge.waiting)
-        self._births.ask(wanted - len(there), now_s) if wanted > len(there) else None
-        for rank in there[wanted:]:
-            attempt.send(rank, signal.SIGTERM)
+        """Start workers that are missing, on this node; tell those with the highest numbers to leave that are too many."""
+        there = {*self._judge.living(), *self._judge.waiting}
+        for rank in self._births.scale(sorted(there), wanted + self._job.nnodes * self._job.settings.spares, now_s):
+            if rank in attempt.processes:
+                attempt.send(rank, signal.SIGTERM)
+            elif self._nodes is not None:
+                self._nodes.ask_to_leave(rank)
 
     # --- stopping on request
 
@@ -405,18 +525,34 @@ class Launcher:
         self._signals += 1
 
     def _answer_signals(self, attempt: Attempt) -> None:
-        if not self._signals or self._stop_by_s is not None:
+        if not self._signals or self._told_to_stop:
             return
-        self._stop_by_s = self._clock.now_s() + self._job.grace_s
-        what = "the ranks are sent a SIGTERM" if self._distributed else "the workers finish their step and save"
+        now_s = self._clock.now_s()
+        if self._stop_by_s is None:
+            self._stop_by_s = now_s + self._job.grace_s
+        all_stop = self._all_are_to_stop()
+        if not all_stop and now_s < self._stop_by_s - self._job.grace_s + min(_TOGETHER_S, self._job.grace_s / 4):
+            return  # the others may be told to stop just now, too
+        self._told_to_stop = True
+        what = "the workers finish their step and save" if all_stop else "the workers of this node leave the others"
+        if self._distributed:
+            what = "the ranks are sent a SIGTERM"
         self._view.say(f"stopping: {what}, within {self._job.grace_s:g} s (Ctrl-C to stop at once)")
-        alone = self._nodes is None or self._job.nnodes == 1
-        if self._nodes is not None and self._nodes.is_host:
-            self._nodes.ask_all_to_stop()
-        if alone or (self._nodes is not None and self._nodes.is_stopping()):
+        if all_stop:
             stop_path(self._places.run_dir).touch()
         for rank in attempt.processes:
             attempt.send(rank, signal.SIGTERM)
+
+    def _all_are_to_stop(self) -> bool:
+        """Return whether the whole job is to stop, not this node alone, as far as is known by now."""
+        nodes = self._nodes
+        if nodes is None or self._job.nnodes == 1 or nodes.store_lost:
+            return True
+        with contextlib.suppress(StoreLost):  # found at the next look
+            nodes.say("stops", true=True)
+            if not nodes.is_stopping() and (nodes.is_host or nodes.all_say("stops")):
+                nodes.ask_all_to_stop()
+        return nodes.is_stopping()
 
     def _timed_out(self) -> Verdict | None:
         if self._stop_at_once:
@@ -431,7 +567,7 @@ class Launcher:
     def _start_kills(self) -> None:
         if self._job.mtbf_s and self._kills is None:
             settings = self._job.settings
-            schedule = mtbf_schedule(self._job.mtbf_s, settings.seed, range(settings.workers))
+            schedule = mtbf_schedule(self._job.mtbf_s, settings.seed, range(self._job.workers))
             self._kills = Kills(schedule, self._clock.now_s())
 
     def _inject(self, attempt: Attempt) -> bool:

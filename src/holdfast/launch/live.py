@@ -26,7 +26,7 @@ from holdfast.events import (
 )
 from holdfast.launch.judge import cause_of_death
 from holdfast.report.history import is_distributed
-from holdfast.report.words import count
+from holdfast.report.words import count, seconds, slowness
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -192,6 +192,7 @@ class Story:
         self._restarts = 0
         self._started: RunStarted | None = None
         self._injected: set[int] = set()
+        self._left: set[int] = set()
 
     def tell(self, record: Record) -> str | None:
         """Return the line for ``record``, None if there is nothing to say, or if it was said."""
@@ -201,6 +202,8 @@ class Story:
             self._started = record
         if isinstance(record, FaultFired):
             self._injected.add(record.rank)
+        if isinstance(record, Left):
+            self._left.add(record.rank)
         key, line = self._line(record)
         if line is None or (self._restarts, *key) in self._told:
             return None
@@ -225,21 +228,15 @@ class Story:
             case SettingChanged():
                 return ("set", record.step, record.name), f"from step {record.step} on: {record.name} is {record.value}"
             case StragglerSeen():
-                done = {"warn": "", "rebalance": "; it gets less to do", "replace": "; it is told to leave"}[
-                    record.policy
-                ]
-                return (
-                    "slow",
-                    record.rank,
-                    record.step,
-                ), f"rank {record.rank} takes {record.score:.1f} times as long as the others{done}"
+                key = ("slow", record.rank, record.step)
+                return key, f"rank {record.rank} is slow: {slowness(record.score, record.policy)}"
             case Left():
                 return ("left", record.rank), f"rank {record.rank} left before step {record.step}, as it was told to"
             case WorkerEnded() if record.exit_code < 0 and record.rank not in self._injected:
                 where = f" at step {record.step}" if record.step >= 0 else ""
                 return ("end", record.rank), f"rank {record.rank} died{where}: {cause_of_death(record.exit_code)}"
             case Recovered():
-                return ("recovered", record.generation), _recovery(record, has_begun=self._started is not None)
+                return ("recovered", record.generation), self._recovery(record)
             case SamplesLost():
                 return (
                     "lost",
@@ -258,17 +255,25 @@ class Story:
                 return (), None
         return (), None
 
+    def _recovery(self, record: Recovered) -> str:
+        lost = [rank for rank in record.lost if rank not in self._left]
+        parts = [f"lost {_ranks(lost)}"] if lost else []
+        if record.joined:
+            parts.append(
+                f"{_ranks(record.joined)} joined at step {record.step}, which held the others for {seconds(record.held_s)}"
+            )
+        # Under torch.distributed, before the first step or without any, there is no step to speak of.
+        has_no_step = record.decision == "continue" and self._started is None
+        if has_no_step or (record.decision in ("redo", "grow") and not record.redone_steps):
+            goes = "goes" if len(record.survivors) == 1 else "go"
+            return "; ".join([*parts, f"{_ranks(record.survivors)} {goes} on"])
+        what = _DECISIONS.get(record.decision, record.decision).format(step=record.step)
+        return "; ".join([*parts, f"{what} with {_ranks(record.survivors)}"])
+
 
 def _begin(record: RunStarted) -> str:
     at = f", from step {record.step}" if record.step > 0 else ""
     return f"{record.workers} {'worker' if record.workers == 1 else 'workers'}, {record.steps_planned} steps{at}: {record.fabric}, {record.strategy}"
-
-
-def _recovery(record: Recovered, *, has_begun: bool) -> str:
-    if record.decision == "continue" and not has_begun:  # torch.distributed before the first step, or without any
-        return f"lost {_ranks(record.lost)}; {_ranks(record.survivors)} {'goes' if len(record.survivors) == 1 else 'go'} on"
-    what = _DECISIONS.get(record.decision, record.decision).format(step=record.step)
-    return f"lost {_ranks(record.lost)}; {what} with {_ranks(record.survivors)}"
 
 
 def _ranks(ranks: Sequence[int]) -> str:

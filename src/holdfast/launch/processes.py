@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import ctypes
 import os
+import select
 import signal
 import subprocess
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
 _PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
 _GRACE_S = 2.0
 """How long mpirun may take to clean up after a SIGTERM."""
+_CHILDREN_END_S = 1.0
+"""How long to wait for children to be gone that were killed: a stuck disk may keep one for ever."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +124,89 @@ def die_with_parent(number: signal.Signals, parent: int | None = None) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
+def outlive_parent() -> None:
+    """Take back :func:`die_with_parent`."""
+    _LIBC.prctl(_PR_SET_PDEATHSIG, 0)
+
+
 _LIBC = ctypes.CDLL(None)
+
+
+def adopt_orphans() -> None:
+    """Be the parent, from now on, of what the children of this process leave behind when they end."""
+    _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def children_of(pid: int) -> list[int]:
+    """Return the children of a process, zombies too; none if it has ended, or where the system does not tell."""
+    lists = []
+    for path in Path("/proc", str(pid), "task").glob("*/children"):
+        try:
+            lists.append(path.read_text())
+        except OSError:  # the thread has ended
+            continue
+    return [int(number) for text in lists for number in text.split()]
+
+
+def descendants_of(pid: int) -> list[Process]:
+    """Return the children of a process, their children, and so on."""
+    below = [child for number in children_of(pid) if (child := Process.of(number)) is not None]
+    return below + [further for child in below for further in descendants_of(child.pid)]
+
+
+def end_children() -> None:
+    """Kill the children of this process, and what it adopts by that, until nobody is left."""
+    ends_s = time.monotonic() + _CHILDREN_END_S
+    while (left := children_of(os.getpid())) and time.monotonic() < ends_s:
+        for pid in left:
+            os.kill(pid, signal.SIGKILL)  # a child, so nobody else has its number before we wait for it
+        for pid in left:
+            handle = os.pidfd_open(pid)
+            if wait_for_end({"child": handle}, ends_s - time.monotonic()):
+                os.waitpid(pid, 0)
+            os.close(handle)
+
+
+def wait_for_end(handles: Mapping[str, int], timeout_s: float | None = None) -> set[str]:
+    """Return which of some processes have ended, as soon as one has; nobody if none has within ``timeout_s``.
+
+    Args:
+        handles: File descriptors as of :meth:`Process.open`, by any names.
+        timeout_s: None waits for ever.
+    """
+    looks = select.poll()
+    for handle in handles.values():
+        looks.register(handle, select.POLLIN)
+    ready = {number for number, _ in looks.poll(None if timeout_s is None else max(0.0, 1000 * timeout_s))}
+    return {name for name, handle in handles.items() if handle in ready}
+
+
+def value_of(pid: int, variable: str) -> str | None:
+    """Return what an environment variable was for a process when it was started; None if it was not set, or is a secret."""
+    start = f"{variable}=".encode()
+    try:
+        words = Path("/proc", str(pid), "environ").read_bytes().split(b"\0")
+    except OSError:  # it has ended, or is somebody else's
+        return None
+    return next((word[len(start) :].decode(errors="replace") for word in words if word.startswith(start)), None)
+
+
+def values_of(variable: str) -> set[str]:
+    """Return what an environment variable was for the processes that we may look into, when they were started."""
+    numbers = [int(entry.name) for entry in Path("/proc").glob("[0-9]*")]
+    return {value for number in numbers if (value := value_of(number, variable)) is not None}
+
+
+def end_gently(process: Process) -> None:
+    """Wait a little for a process to end by itself, ask it to, and kill it at last."""
+    handle = process.open()
+    if handle is None:
+        return
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        if wait_for_end({"it": handle}, _GRACE_S):
+            break
+        process.send(number)
+    os.close(handle)
 
 
 def start(command: Sequence[str], env: Mapping[str, str], log: Path) -> subprocess.Popen[bytes]:
@@ -139,10 +226,13 @@ def start(command: Sequence[str], env: Mapping[str, str], log: Path) -> subproce
 
 
 def end(processes: Sequence[subprocess.Popen[bytes]], pairs: Sequence[Pair]) -> None:
-    """End what :func:`start` started and all workers below it; nothing of it runs when this returns."""
+    """End what :func:`start` started, all workers below it and what they started; nothing of it runs when this returns."""
+    below = [child for pair in pairs if pair.worker.is_alive() for child in descendants_of(pair.worker.pid)]
     for pair in pairs:  # the watchers first, so that none of them tells of a death that we caused
         pair.watcher.send(signal.SIGKILL)
         pair.worker.send(signal.SIGKILL)
+    for child in below:  # their watcher would have ended them
+        child.send(signal.SIGKILL)
     for process in processes:
         if process.poll() is None:
             process.terminate()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import json
 from collections.abc import Collection, Sequence
@@ -29,9 +30,10 @@ def write_results(
 
     specs = plan.to_specs()
     facts: dict[str, Any] = {
-        "started": range(job.settings.workers),
+        "started": range(job.workers),
         "wall_s": wall_s,
         "seed": job.settings.seed,
+        "nodes": job.nnodes,
         "faults_not_fired": [spec for number, spec in enumerate(specs) if number not in fired],
         "command": command_line(job, faults=specs),
     }
@@ -62,4 +64,4 @@ def _as_struck(fault: Fault, record: FaultFired | None) -> Fault:
     if record is None or fault.bucket is not None:
         return fault
     phase = record.phase if record.phase in PHASES else fault.phase
-    return Fault(fault.kind, fault.rank, record.step, phase, fault.bucket)
+    return dataclasses.replace(fault, step=record.step, phase=phase)

@@ -45,12 +45,16 @@ class Stragglers:
         }
 
     def look(self, positions: Mapping[int, Position]) -> dict[int, float]:
-        """Return the stragglers that were none before, with their scores."""
+        """Return the stragglers that were none before, with their scores.
+
+        One that was named must come half-way back to the others before it can be named again.
+        """
         found = {}
         for rank, score in self.scores(positions).items():
+            if score < (1 + self.factor) / 2:
+                self._named.discard(rank)
             if score < self.factor:
                 self._slow_since.pop(rank, None)
-                self._named.discard(rank)
                 continue
             since = self._slow_since.setdefault(rank, positions[rank].step)
             if positions[rank].step - since >= _STEPS and rank not in self._named:

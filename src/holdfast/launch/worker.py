@@ -4,19 +4,33 @@ What mpirun starts forks at once. The child runs the script; the parent, the *wa
 writes down how it ended, and dies of SIGKILL unless the child ended with 0: Open MPI tells the others
 of a worker that is killed, and does not tell them of one that ends with another exit code, in which
 case they would wait for it for ever.
+
+The watcher also looks after what would be left over: the children of a worker that has ended, the worker when mpirun has
+ended, and all of it when the launcher has: then the worker is told to save and stop, and is killed if it does not.
 """
 
 from __future__ import annotations
 
 import atexit
 import os
-import select
 import signal
 import sys
+import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from holdfast.launch.processes import Pair, Process, die_with_parent, pair_path
+from holdfast.launch.processes import (
+    Pair,
+    Process,
+    adopt_orphans,
+    die_with_parent,
+    end_children,
+    end_gently,
+    outlive_parent,
+    pair_path,
+    value_of,
+    wait_for_end,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -48,32 +62,40 @@ ALL_STOP = "HOLDFAST_ALL_STOP"
 GRACE_S = "HOLDFAST_GRACE_S"
 """How long workers may take to save and end when the launcher is gone, in seconds."""
 
+_LONGER = 0.5
+"""A worker that waits for others has so much more of the grace: they may be the ones that do not answer."""
+
 
 def main() -> NoReturn:
     """Fork, run the script in the child, watch it in the parent."""
-    launcher = _launcher()
-    if launcher is None or os.getppid() != launcher.pid:  # what happens when the launcher dies is told in _wait
+    launcher, mpirun = _launcher(), _mpirun()
+    if launcher is None or os.getppid() != launcher.pid:  # until _wait looks after it
         die_with_parent(signal.SIGKILL)
+    adopt_orphans()
     watcher = os.getpid()
     pid = os.fork()  # before MPI and torch are loaded: neither survives a fork
     if pid == 0:
         die_with_parent(signal.SIGKILL, watcher)
         run_script(Path(sys.argv[1]), sys.argv[2:])
-    watch(pid)
+    watch(pid, mpirun)
 
 
 # ---------------------------------------------------------------------------------------------
 # The watcher
 
 
-def watch(pid: int) -> NoReturn:
+def watch(pid: int, mpirun: Process | None) -> NoReturn:
     """Wait for the worker ``pid``, write down how it ended, and end so that the others notice."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # meant for the worker, who saves; the watcher outlives it
     settings, rank = _who()
     tell = _prepare_to_tell(settings, rank, pid)
-    exit_code = _wait(pid)
-    tell(exit_code)
+    exit_code = _wait(pid, mpirun, settings, rank)
+    if exit_code is not None:
+        tell(exit_code)
+    end_children()
+    if mpirun is not None and _is_last(settings):
+        _end_mpirun(mpirun)
     if exit_code == 0:
         os._exit(0)
     os.kill(os.getpid(), signal.SIGKILL)
@@ -100,38 +122,75 @@ def _note_pair(run_dir: Path, rank: int, pid: int) -> None:
         Pair(worker, watcher).note(pair_path(run_dir, rank))
 
 
-def _wait(pid: int) -> int:
-    """Return the exit code of the worker ``pid``; if the launcher ends first, have the worker save and end."""
-    launcher = _launcher()
-    if launcher is not None:
-        worker, handle = os.pidfd_open(pid), launcher.open()
-        either = select.poll()
-        either.register(worker, select.POLLIN)
-        if handle is not None:
-            either.register(handle, select.POLLIN)
-        if handle is None or all(number == handle for number, _ in either.poll()):
-            _stop_without_launcher(pid, worker)
-    _, status = os.waitpid(pid, 0)
-    return os.waitstatus_to_exitcode(status)
-
-
 def _launcher() -> Process | None:
     return Process.parse(os.environ.get(LAUNCHER, ""))
 
 
-def _stop_without_launcher(pid: int, worker: int) -> None:
-    """Tell the worker ``pid`` to save and stop, with all or to leave the others, and see to it that it ends."""
-    from holdfast.records import stop_path
+def _mpirun() -> Process | None:
+    """Return the process that started this one, if it is neither the launcher nor a stranger that adopted us."""
+    parent, launcher = os.getppid(), os.environ.get(LAUNCHER)
+    return Process.of(parent) if launcher and value_of(parent, LAUNCHER) == launcher else None
 
-    settings, _ = _who()
+
+def _wait(pid: int, mpirun: Process | None, settings: Settings, rank: int) -> int | None:
+    """Return the exit code of the worker ``pid``; if the launcher ends first, have the worker save and end.
+
+    None if mpirun ended first: the worker was ended then, and that is no failure of its own.
+    """
+    watched = {"launcher": _launcher(), "mpirun": mpirun}
+    opened = {name: process.open() for name, process in watched.items() if process is not None}
+    handles = {name: handle for name, handle in opened.items() if handle is not None} | {"worker": os.pidfd_open(pid)}
+    if "mpirun" in handles:
+        outlive_parent()
+    ended = opened.keys() - handles.keys() or wait_for_end(handles)
+    if ended == {"launcher"}:
+        handles.pop("launcher", None)
+        _tell_to_stop(pid, settings)
+        ended = _wait_for_stop(handles, settings, rank)
+    if "worker" not in ended:
+        os.kill(pid, signal.SIGKILL)
+    _, status = os.waitpid(pid, 0)
+    return None if "mpirun" in ended else os.waitstatus_to_exitcode(status)
+
+
+def _tell_to_stop(pid: int, settings: Settings) -> None:
+    """Tell the worker ``pid``, whose launcher is gone, to save and stop: with all, or to leave the others."""
+    from holdfast.records import gone_path, stop_path
+
     run_dir = Path(settings.run_dir)
     if os.environ.get(ALL_STOP) == "1" and settings.run_dir and run_dir.is_dir():
         stop_path(run_dir).touch()
+        gone_path(run_dir).touch()
     os.kill(pid, signal.SIGTERM)
-    ended = select.poll()
-    ended.register(worker, select.POLLIN)
-    if not ended.poll(1000 * float(os.environ.get(GRACE_S, "30"))):
-        os.kill(pid, signal.SIGKILL)
+
+
+def _wait_for_stop(handles: dict[str, int], settings: Settings, rank: int) -> set[str]:
+    """Return who of worker and mpirun has ended within the grace; nobody if none has."""
+    from holdfast.records import Beacon, beacon_path
+
+    grace_s = float(os.environ.get(GRACE_S, "30"))
+    ended = wait_for_end(handles, grace_s)
+    position = Beacon.read(beacon_path(Path(settings.run_dir), rank)) if settings.run_dir else None
+    if ended or position is None or not position.waits:
+        return ended
+    return wait_for_end(handles, _LONGER * grace_s)  # it waits for one that is killed now, and can save then
+
+
+def _is_last(settings: Settings) -> bool:
+    """Return whether the launcher is gone, and with this worker all of the job have ended that were there."""
+    launcher = _launcher()
+    if launcher is None or launcher.is_alive() or not settings.run_dir:
+        return False
+    pairs = [Pair.read(path) for path in Path(settings.run_dir).glob("process-*[0-9]")]
+    return not any(pair is not None and pair.worker.is_alive() for pair in pairs)
+
+
+def _end_mpirun(mpirun: Process) -> None:
+    """See to it that mpirun ends, in a process of its own: mpirun ends this one when it is told to end."""
+    if os.fork() == 0:
+        os.setsid()
+        end_gently(mpirun)
+        os._exit(0)
 
 
 def _prepare_to_tell(settings: Settings, rank: int, pid: int) -> Callable[[int], None]:
@@ -166,6 +225,8 @@ def run_script(script: Path, args: list[str]) -> NoReturn:
     exit_code = 0
     try:
         settings, rank = _who()
+        _remember_notice(settings)
+        _have_children_end_with_us()
         _redirect_output(rank)
         _set_torchrun_variables(settings)
         sys.argv = [str(script), *args]
@@ -181,6 +242,35 @@ def run_script(script: Path, args: list[str]) -> NoReturn:
     except BaseException as error:
         exit_code = _report_failure(error, script)
     _leave(exit_code)
+
+
+def _remember_notice(settings: Settings) -> None:
+    """Keep a SIGTERM that comes before training; not if nobody counts on this worker yet, or the whole job stops."""
+    from holdfast import notice
+    from holdfast.records import stop_path
+
+    is_newcomer = settings.rank >= 0 and str(settings.rank) not in settings.ranks.split(",")
+    run_dir = Path(settings.run_dir)
+    if settings.run_dir:
+        notice.remember(lambda: is_newcomer or stop_path(run_dir).exists())
+
+
+def _have_children_end_with_us() -> None:
+    """Have what Python forks in the main thread die with this process, though the watcher may have died before.
+
+    The watcher ends the rest, which it adopts. Of what another thread forks the system would make an end when that thread
+    ends; and what is executed (``subprocess``) runs no Python between fork and exec, where it could be told to.
+    """
+    worker, here = os.getpid(), threading.local()
+
+    def before() -> None:
+        here.is_main = threading.get_native_id() == worker
+
+    def after_in_child() -> None:
+        if getattr(here, "is_main", False):
+            die_with_parent(signal.SIGKILL, worker)
+
+    os.register_at_fork(before=before, after_in_child=after_in_child)
 
 
 def _redirect_output(rank: int) -> None:

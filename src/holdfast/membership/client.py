@@ -3,54 +3,53 @@
 from __future__ import annotations
 
 import contextlib
-import os
+import select
 import socket
 import threading
 import time
-import weakref
 from typing import Any
 
 from holdfast.errors import ConfigError, StoreLost
-from holdfast.membership.store import Mirror, check_size
-from holdfast.membership.wire import HELLO, LEASE_S, dump, parse
+from holdfast.membership.store import LEASE_S, Mirror, Silence, beat_s, check_size, patience_s
+from holdfast.membership.wire import BEAT, HELLO, MAX_LINE_BYTES, Lines, dump, parse
 
-_ANSWER_S = 30.0
-"""A hub that does not answer for so long is lost."""
 _MAX_READ = 1 << 16
-
-_clients: weakref.WeakSet[HubStore] = weakref.WeakSet()
 
 
 class HubStore(Mirror):
     """A connection to a :class:`~holdfast.membership.hub.Hub`.
 
+    When the hub has been silent for :func:`~holdfast.membership.store.patience_s` of its lease, the store is lost.
+
     Args:
         address: ``HOST:PORT``.
         token: What the hub asks for.
         job: Keys of other jobs are not seen.
-        lease_s: How long the hub waits before it gives a silent client up.
 
     Raises:
         ConfigError: if the address is none, or the hub refuses us.
         StoreLost: if nobody answers there.
     """
 
-    def __init__(self, address: str, token: str, job: str = "", *, lease_s: float = LEASE_S) -> None:
-        super().__init__()
+    def __init__(self, address: str, token: str, job: str = "") -> None:
         self._address = address
-        self._beat_s = lease_s / 4
         self._sending = threading.Lock()
         self._asked = 0
         self._answers: dict[int, bool] = {}
-        self._socket = _connect(address)
         self._refused = ""
-        self._send({"hello": HELLO, "token": token, "job": job})
+        self._keep_time(LEASE_S)
+        self._beaten_s = time.monotonic()
+        self._beat_is_answered = True
+        self._socket = _connect(address)
+        self._own_address: str = self._socket.getsockname()[0]
+        super().__init__()  # from here on a fork closes what is open
         self._thread = threading.Thread(target=self._listen, name="holdfast-store", daemon=True)
         self._thread.start()
-        _clients.add(self)
         try:
+            self._send({"hello": HELLO, "token": token, "job": job})
             self._await(0)
         except StoreLost as error:
+            self.close()
             if self._refused:
                 msg = f"the store at {address} refused us for {self._refused}: --rdzv-token (HOLDFAST_TOKEN) must be what its launcher was given"
                 raise ConfigError(msg) from error
@@ -59,8 +58,7 @@ class HubStore(Mirror):
     @property
     def own_address(self) -> str:
         """See :attr:`~holdfast.membership.store.Store.own_address`."""
-        address: str = self._socket.getsockname()[0]
-        return address
+        return self._own_address
 
     def put(self, key: str, value: str, *, leased: bool = False) -> None:
         """See :meth:`~holdfast.membership.store.Store.put`."""
@@ -72,18 +70,18 @@ class HubStore(Mirror):
         check_size(key, value)
         return self._ask("create", key=key, value=value)
 
-    def delete(self, prefix: str) -> None:
+    def delete(self, key: str) -> None:
         """See :meth:`~holdfast.membership.store.Store.delete`."""
-        self._ask("delete", key=prefix)
+        check_size(key, "")
+        self._ask("delete", key=key)
 
     def close(self) -> None:
         """See :meth:`~holdfast.membership.store.Store.close`."""
-        self._note_lost(f"the connection to the store at {self._address} was closed here")
-        with contextlib.suppress(OSError):  # the hub may have been first
-            self._socket.shutdown(socket.SHUT_RDWR)
+        self._lose("the connection was closed here")
         if threading.current_thread() is not self._thread:
             self._thread.join()
-        self._socket.close()
+        with self._sending:  # else somebody could send to whatever gets the same number next
+            self._socket.close()
 
     # -- questions and answers
 
@@ -100,90 +98,104 @@ class HubStore(Mirror):
         try:
             self._socket.sendall(dump(message))
         except OSError as error:
-            self._lose(error)
+            self._lose(error.strerror or error)
             raise StoreLost(self._lost) from error
 
     def _await(self, number: int) -> bool:
-        answer = self.wait(lambda: self._answers.pop(number, None), _ANSWER_S)
-        if answer is None:
-            self._lose(f"no answer for {_ANSWER_S:g} s")
-            raise StoreLost(self._lost)
+        """Return the answer; the thread that listens ends the wait when there will be none."""
+        answer = self.wait(lambda: self._answers.pop(number, None))
+        assert answer is not None
         return answer
 
     def _lose(self, why: object) -> None:
         self._note_lost(f"the store at {self._address} cannot be reached any more: {why}")
+        with contextlib.suppress(OSError):  # the hub may have been first; wakes whoever sends or listens
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def _keep_time(self, lease_s: float) -> None:
+        self._beat_s = beat_s(lease_s)
+        self._silence = Silence(patience_s(lease_s), self._beat_s / 2)
 
     # -- listening, in a thread
 
     def _listen(self) -> None:
-        rest, heard_s, beaten_s = b"", time.monotonic(), time.monotonic()
-        self._socket.settimeout(self._beat_s / 2)
+        try:
+            self._read_all()
+        except OSError as error:
+            self._lose(error.strerror or error)
+        except Exception as error:  # whatever it is: nobody else would end the waits
+            self._lose(f"it sent nonsense: {error!r:.200}")
+
+    def _read_all(self) -> None:
+        lines = Lines(2 * MAX_LINE_BYTES)
+        poll = select.poll()
+        poll.register(self._socket, select.POLLIN)
         while not self._lost:
-            if time.monotonic() - beaten_s > self._beat_s:
-                self._beat()
-                beaten_s = time.monotonic()
-            try:
-                data = self._socket.recv(_MAX_READ)
-            except TimeoutError:
-                if time.monotonic() - heard_s > _ANSWER_S:
-                    self._lose(f"nothing was heard of it for {_ANSWER_S:g} s")
+            self._beat()
+            something = poll.poll(self._beat_s * 1000 / 2)
+            too_long = self._silence.is_too_long()
+            if not something:
+                if too_long:
+                    self._lose(f"nothing was heard of it for {self._silence.limit_s:g} s")
                 continue
-            except OSError as error:
-                self._lose(error.strerror or error)
-                return
-            if not data:
+            if not (data := self._socket.recv(_MAX_READ)):
                 self._lose("it closed the connection")
-                return
-            heard_s = time.monotonic()
-            *lines, rest = (rest + data).split(b"\n")
-            for line in lines:
+            for line in lines.feed(data):
                 self._hear(line)
 
     def _beat(self) -> None:
         """Show that we are alive; the answer shows that the hub is."""
+        now_s = time.monotonic()
+        if not self._beat_is_answered or now_s - self._beaten_s < self._beat_s:
+            return
         if self._sending.acquire(blocking=False):  # else somebody is sending just now
             try:
-                self._send({"id": -1, "op": "ping"})
-            except StoreLost:
-                return
+                self._socket.send(BEAT, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                return  # the hub does not read
             finally:
                 self._sending.release()
+            self._beaten_s, self._beat_is_answered = now_s, False
 
     def _hear(self, line: bytes) -> None:
+        if not line:
+            self._silence.broken(self._beaten_s)  # not now: the hub, too, counts from when it heard us
+            self._beat_is_answered = True
+            return
         message = parse(line)
         if "key" in message:
             self._note(message["key"], message["value"])
         elif "refused" in message:
             self._refused = message["refused"]
             self._lose(f"it refused us for {self._refused}")
-        elif message["id"] >= 0:
-            with self._changed:
-                self._answers[message["id"]] = message["done"]
-                self._changed.notify_all()
+        else:
+            self._take_answer(message)
+
+    def _take_answer(self, message: dict[str, Any]) -> None:
+        if "lease_s" in message:
+            self._keep_time(message["lease_s"])
+        with self._changed:
+            self._answers[message["id"]] = message["done"]
+            self._changed.notify_all()
+
+    def _sockets(self) -> list[socket.socket]:
+        return [self._socket]
 
     def _forget(self) -> None:
-        """After a fork, in the child: the connection is the parent's."""
-        os.close(self._socket.detach())
-        self._lost = "the connection to the store belongs to the process that was forked from"
+        super()._forget()
+        self._sending = threading.Lock()
 
 
 def _connect(address: str) -> socket.socket:
     host, _, port = address.rpartition(":")
-    if not host or not port.isdigit():
+    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
         msg = f"the address of the store must be HOST:PORT, got {address!r}"
         raise ConfigError(msg)
     try:
-        connection = socket.create_connection((host.strip("[]"), int(port)), timeout=_ANSWER_S)
+        connection = socket.create_connection((host.strip("[]"), int(port)), timeout=patience_s(LEASE_S))
     except OSError as error:
         msg = f"there is no store at {address}: {error.strerror or error}"
         raise StoreLost(msg) from error
+    connection.settimeout(None)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return connection
-
-
-def _after_fork() -> None:
-    for client in list(_clients):
-        client._forget()
-
-
-os.register_at_fork(after_in_child=_after_fork)

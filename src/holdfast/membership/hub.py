@@ -2,42 +2,93 @@
 
 It keeps everything in memory, for as long as the launcher lives: whoever needs the store to outlive any process takes etcd.
 Nobody is served who does not know the token, and no bytes that somebody sends can do more than end their own connection.
+Nothing is encrypted: the network between the nodes must be one that can be trusted.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hmac
 import logging
 import threading
 import time
+from collections import deque
 from typing import Any, Self
 
 from holdfast.errors import ConfigError
-from holdfast.membership.store import MAX_KEY_BYTES, MAX_VALUE_BYTES
-from holdfast.membership.wire import HELLO, LEASE_S, MAX_LINE_BYTES, dump, parse
+from holdfast.membership.store import LEASE_S, MAX_KEY_BYTES, MAX_VALUE_BYTES, Silence
+from holdfast.membership.wire import BEAT, HELLO, MAX_HELLO_BYTES, MAX_LINE_BYTES, Lines, dump, parse
 
 logger = logging.getLogger(__name__)
 
 _HELLO_S = 10.0
 _CLOSE_S = 1.0
+_MAX_READ = 1 << 16
+_MAX_STRANGERS = 256
+"""So many may be connected that have not said who they are."""
 _MAX_BACKLOG_BYTES = 64 << 20
 """A client that lets so much pile up does not read any more."""
 _MAX_KEYS = 1 << 20
+_LOOKS = 10
+"""So often does one look at a lease in its time."""
+
+
+class _Incoming:
+    """The lines that somebody sends."""
+
+    def __init__(self, reader: asyncio.StreamReader) -> None:
+        self._reader = reader
+        self._ready: deque[bytes] = deque()
+        self.lines = Lines(MAX_HELLO_BYTES)
+
+    async def next(self) -> bytes | None:
+        """Return the next line, None if there will be none."""
+        while not self._ready:
+            if not (data := await self._reader.read(_MAX_READ)):
+                return None
+            self._ready.extend(self.lines.feed(data))
+        return self._ready.popleft()
 
 
 class _Client:
     """One connection."""
 
-    def __init__(self, writer: asyncio.StreamWriter, job: str) -> None:
-        self.writer = writer
+    def __init__(self, writer: asyncio.StreamWriter, job: _Job, lease_s: float) -> None:
+        self._writer = writer
         self.job = job
-        self.heard_s = time.monotonic()
+        self.silence = Silence(lease_s, lease_s / _LOOKS)
 
-    def send(self, message: dict[str, Any]) -> None:
-        self.writer.write(dump(message))
-        if self.writer.transport.get_write_buffer_size() > _MAX_BACKLOG_BYTES:
-            self.writer.transport.abort()
+    def send(self, line: bytes) -> None:
+        transport = self._writer.transport
+        if transport.is_closing():
+            return
+        self._writer.write(line)
+        if transport.get_write_buffer_size() > _MAX_BACKLOG_BYTES:
+            logger.warning("hub: %s does not read and was cut off", self._writer.get_extra_info("peername"))
+            transport.abort()
+
+
+class _Job:
+    """What is stored for one job."""
+
+    def __init__(self) -> None:
+        self.items: dict[str, str] = {}
+        self.leases: dict[str, _Client] = {}
+        self.clients: set[_Client] = set()
+
+    def change(self, key: str, value: str | None, owner: _Client | None = None) -> None:
+        """Write or, with None, remove, and tell everybody."""
+        self.leases.pop(key, None)
+        if value is None:
+            del self.items[key]
+        else:
+            self.items[key] = value
+            if owner is not None:
+                self.leases[key] = owner
+        line = dump({"key": key, "value": value})
+        for client in self.clients:
+            client.send(line)
 
 
 class Hub:
@@ -56,15 +107,14 @@ class Hub:
     def __init__(self, token: str, host: str = "127.0.0.1", port: int = 0, *, lease_s: float = LEASE_S) -> None:
         self._token = token
         self._lease_s = lease_s
-        self._items: dict[str, str] = {}
+        self._jobs: dict[str, _Job] = {}
+        self._strangers = 0
+        self._serving: set[asyncio.Task[None]] = set()
         self._connections: set[asyncio.StreamWriter] = set()
-        self._clients: set[_Client] = set()
         self._loop = asyncio.new_event_loop()
-        self._leases: dict[str, _Client] = {}
+        self._loop.set_exception_handler(_log)
         try:
-            self._server = self._loop.run_until_complete(
-                asyncio.start_server(self._serve, host, port, limit=MAX_LINE_BYTES)
-            )
+            self._server = self._loop.run_until_complete(asyncio.start_server(self._meet, host, port))
         except OSError as error:
             self._loop.close()
             msg = f"cannot listen on {host}:{port}: {error.strerror or error}; choose another port, or an address of this machine"
@@ -82,50 +132,81 @@ class Hub:
 
     def close(self) -> None:
         """Stop serving; clients find that the store is lost."""
-        if self._loop.is_closed():
-            return
-        self._loop.call_soon_threadsafe(self._loop.stop)
+        with contextlib.suppress(RuntimeError):  # the thread has ended by itself, and the loop with it
+            self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
-        self._server.close()
-        self._loop.run_until_complete(self._cut_off_all())
-        self._loop.close()
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
-        leases = self._loop.create_task(self._end_leases())
-        self._loop.run_forever()
-        leases.cancel()
+        try:
+            self._end_leases()
+            self._loop.run_forever()
+        finally:  # however it ends: a hub that is there and does not answer would be worse
+            self._loop.run_until_complete(self._cut_off_all())
+            self._loop.close()
 
     async def _cut_off_all(self) -> None:
-        for connection in list(self._connections):
+        for listening in self._server.sockets:
+            self._loop.remove_reader(listening.fileno())
+        await asyncio.sleep(0)  # who has been let in already is one to be cut off; asyncio would fall over it otherwise
+        self._server.close()
+        for connection in self._connections:
             connection.transport.abort()
-        serving = asyncio.all_tasks() - {asyncio.current_task()}
-        if serving:
-            await asyncio.wait(serving, timeout=_CLOSE_S)
+        if self._serving:
+            await asyncio.wait(self._serving, timeout=_CLOSE_S)
+        for task in self._serving:
+            task.cancel()
+        await asyncio.sleep(0)
 
     # -- one client
 
+    def _meet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = self._loop.create_task(self._serve(reader, writer))
+        self._serving.add(task)
+        self._connections.add(writer)
+
+        def part(_: object) -> None:
+            self._serving.discard(task)
+            self._connections.discard(writer)
+
+        task.add_done_callback(part)
+
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         peer = writer.get_extra_info("peername")
+        incoming = _Incoming(reader)
         client: _Client | None = None
-        self._connections.add(writer)
         try:
-            hello = parse(await asyncio.wait_for(reader.readline(), _HELLO_S))
-            client = self._welcome(hello, writer, peer)
-            while client is not None and (line := await reader.readline()):
-                client.heard_s = time.monotonic()
-                request = parse(line)
-                client.send({"id": int(request["id"]), "done": self._answer(client, request)})
+            if (hello := await self._first(incoming)) is None:
+                return
+            if (client := self._welcome(parse(hello), writer, peer)) is None:
+                return
+            incoming.lines.limit_bytes = MAX_LINE_BYTES
+            await self._tell_all(client, writer)
+            while (line := await incoming.next()) is not None:
+                client.silence.broken(time.monotonic())
+                client.send(self._answer(client, line))
                 await writer.drain()
-        except (ValueError, KeyError, TypeError, RecursionError, asyncio.LimitOverrunError) as error:
-            logger.warning("hub: %s sent nonsense and was cut off: %s", peer, str(error)[:200])
-        except (OSError, TimeoutError, asyncio.IncompleteReadError):
-            pass  # it is gone, or never said who it is; that is the client's affair
-        finally:
-            self._connections.discard(writer)
+        except (OSError, TimeoutError) as error:  # it is gone, or never said who it is; that is the client's affair
+            logger.debug("hub: %s is gone: %r", peer, error)
+        except Exception as error:  # whatever somebody sends, the hub goes on
+            logger.warning("hub: %s sent nonsense and was cut off: %r", peer, str(error)[:200])
             if client is not None:
-                self._clients.discard(client)
+                client.send(dump({"refused": f"what it sent: {str(error)[:200]}"}))
+        finally:
+            if client is not None:
+                client.job.clients.discard(client)
             writer.close()
+
+    async def _first(self, incoming: _Incoming) -> bytes | None:
+        """Return what somebody says first, None if that is nothing."""
+        if self._strangers >= _MAX_STRANGERS:
+            return None
+        self._strangers += 1
+        try:
+            async with asyncio.timeout(_HELLO_S):
+                return await incoming.next()
+        finally:
+            self._strangers -= 1
 
     def _welcome(self, hello: dict[str, Any], writer: asyncio.StreamWriter, peer: object) -> _Client | None:
         token, job = hello.get("token"), hello.get("job")
@@ -133,60 +214,57 @@ class Hub:
         if not known or hello.get("hello") != HELLO or type(job) is not str:
             why = "a wrong token" if hello.get("hello") == HELLO else "an unknown greeting"
             logger.warning("hub: refused %s: %s", peer, why)
-            writer.write(dump({"id": 0, "refused": why}))
+            writer.write(dump({"refused": why}))
             return None
-        client = _Client(writer, f"{job}/")
-        self._clients.add(client)
-        for key, value in self._items.items():
-            if key.startswith(client.job):
-                client.send({"key": key[len(client.job) :], "value": value})
-        client.send({"id": 0, "done": True})
-        return client
+        return _Client(writer, self._jobs.setdefault(job, _Job()), self._lease_s)
+
+    async def _tell_all(self, client: _Client, writer: asyncio.StreamWriter) -> None:
+        """Tell a new client of everything there is; of changes meanwhile it hears, too."""
+        items = client.job.items
+        client.job.clients.add(client)
+        for key in list(items):
+            if key in items:
+                client.send(dump({"key": key, "value": items[key]}))
+                await writer.drain()
+        client.send(dump({"id": 0, "done": True, "lease_s": self._lease_s}))
 
     # -- requests
 
-    def _answer(self, client: _Client, request: dict[str, Any]) -> bool:
-        op, key = request["op"], request.get("key", "")
-        if op == "ping":
-            return True
+    def _answer(self, client: _Client, line: bytes) -> bytes:
+        if not line:
+            return BEAT
+        request = parse(line)
+        return dump({"id": int(request["id"]), "done": self._act(client, request)})
+
+    def _act(self, client: _Client, request: dict[str, Any]) -> bool:
+        op, key, value, job = request["op"], request["key"], request.get("value", ""), client.job
         if type(key) is not str or len(key.encode()) > MAX_KEY_BYTES:
             msg = f"a key must be a string of at most {MAX_KEY_BYTES} bytes"
             raise ValueError(msg)
-        path = client.job + key
-        if op == "delete":
-            for gone in [name for name in self._items if name.startswith(path)]:
-                self._change(gone, None)
-            return True
-        value = request["value"]
-        if op not in ("put", "create") or type(value) is not str or len(value.encode()) > MAX_VALUE_BYTES:
+        if op not in ("put", "create", "delete") or type(value) is not str or len(value.encode()) > MAX_VALUE_BYTES:
             msg = f"{op!r:.20} is no request, or its value is no string of at most {MAX_VALUE_BYTES} bytes"
             raise ValueError(msg)
-        if op == "create" and path in self._items:
+        if op == "delete":
+            for gone in [name for name in job.items if name == key or (key.endswith("/") and name.startswith(key))]:
+                job.change(gone, None)
+            return True
+        if op == "create" and key in job.items:
             return False
-        if len(self._items) >= _MAX_KEYS and path not in self._items:
+        if len(job.items) >= _MAX_KEYS and key not in job.items:
             msg = f"the store is full: it holds {_MAX_KEYS} keys"
             raise ValueError(msg)
-        self._leases.pop(path, None)
-        if request.get("leased") is True:
-            self._leases[path] = client
-        self._change(path, value)
+        job.change(key, value, client if request.get("leased") is True else None)
         return True
 
-    def _change(self, path: str, value: str | None) -> None:
-        if value is None:
-            self._items.pop(path, None)
-            self._leases.pop(path, None)
-        else:
-            self._items[path] = value
-        for client in self._clients:
-            if path.startswith(client.job):
-                client.send({"key": path[len(client.job) :], "value": value})
+    def _end_leases(self) -> None:
+        self._loop.call_later(self._lease_s / _LOOKS, self._end_leases)
+        for job in self._jobs.values():
+            silent = {owner for owner in set(job.leases.values()) if owner.silence.is_too_long()}
+            for key in [key for key, owner in job.leases.items() if owner in silent]:
+                logger.warning("hub: nothing was heard of the owner of %s for %g s", key, self._lease_s)
+                job.change(key, None)
 
-    async def _end_leases(self) -> None:
-        while True:
-            await asyncio.sleep(self._lease_s / 5)
-            now_s = time.monotonic()
-            for path, client in list(self._leases.items()):
-                if now_s - client.heard_s > self._lease_s:
-                    logger.warning("hub: nothing was heard of the owner of %s for %g s", path, self._lease_s)
-                    self._change(path, None)
+
+def _log(_: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """Say in one line what asyncio would print with a traceback."""
+    logger.warning("hub: %s: %r", context.get("message"), context.get("exception"))

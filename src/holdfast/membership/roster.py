@@ -19,7 +19,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 from holdfast.errors import InternalError, PeerFailed, VotedOut
 from holdfast.membership.store import Store
@@ -67,11 +67,14 @@ class Roster:
 
         Raises:
             StoreLost: if the store is.
+            VotedOut: if the others have gone on without this member.
         """
         return bool(self._decide(Vote(act="agree", flag=flag), self._next_act() + "decision"))
 
     def shrink(self, *, admits: int = -1, leaves: bool = False) -> None:
         """Go on to the next generation: those who called and live, and newcomers if all admit them.
+
+        Who leaves is left out, unless all would leave: then nobody is.
 
         Raises:
             StoreLost: if the store is.
@@ -112,7 +115,7 @@ class Roster:
     def newcomers(self, loop: int) -> tuple[int, ...]:
         """Return who waits to be admitted to a training loop."""
         waiting = {int(rank): json.loads(wish) for rank, wish in self.store.under("join/").items()}
-        gone = {int(rank) for rank in self.store.under("dead/")}
+        gone = {*self.members, *map(int, self.store.under("dead/"))}  # a member's wish may not have been taken back yet
         return tuple(sorted(rank for rank, wish in waiting.items() if wish["loop"] == loop and rank not in gone))
 
     def join(self, loop: int, is_late: Callable[[], bool] = lambda: False) -> bool:
@@ -147,29 +150,37 @@ class Roster:
         prefix = f"g/{self.generation}/act/{self._act}/"
         self.store.put(f"{prefix}{self.rank}", json.dumps(asdict(vote)))
 
+        def next_members() -> str | None:
+            return self.store.get(self._members_key(self.generation + 1))
+
         def look() -> str | None:
-            return self.store.get(key) or self._conclude(prefix, vote.act)
+            return self.store.get(key) or next_members() or self._conclude(prefix, vote.act)
 
         while (decided := self.store.get(key)) is None:
             proposal = self.store.wait(look)
-            if proposal is not None and self.store.get(key) is None:
-                self.store.create(key, proposal)
-                self.store.wait(lambda: self.store.get(key))
+            assert proposal is not None
+            if (others := next_members()) and self.store.get(
+                key
+            ) is None:  # what was decided here they have removed by now
+                self._stop(self.generation + 1, others)
+            self.store.create(key, proposal)
         return json.loads(decided)
 
     def _conclude(self, prefix: str, act: str) -> str | None:
         """Return what follows from the votes, None as long as one is missing."""
-        votes = {int(k): Vote(**json.loads(v)) for k, v in self.store.under(prefix).items() if k != "decision"}
+        said = self.store.under(prefix)
         dead = set(self.dead())
-        if any(rank not in votes and rank not in dead for rank in self.members):
+        if any(str(rank) not in said and rank not in dead for rank in self.members):
             return None
+        votes = {int(rank): Vote(**json.loads(vote)) for rank, vote in said.items() if rank != "decision"}
         if mixed := sorted(rank for rank, vote in votes.items() if vote.act != act):
             msg = f"worker {self.rank} is in {act}, workers {mixed} are not, in act {prefix}"
             raise InternalError(msg)
         if act == "agree":
             return json.dumps(not dead and all(vote.flag for vote in votes.values()))
-        stay = [rank for rank, vote in votes.items() if rank not in dead and not vote.leaves]
-        loops = {vote.admits for rank, vote in votes.items() if rank not in dead}
+        alive = {rank: vote for rank, vote in votes.items() if rank not in dead}
+        stay = [rank for rank, vote in alive.items() if not vote.leaves] or list(alive)  # or nobody had the state
+        loops = {vote.admits for vote in alive.values()}
         admitted = self.newcomers(loops.pop()) if len(loops) == 1 else ()
         return json.dumps(sorted({*stay, *admitted}))
 
@@ -195,5 +206,8 @@ class Roster:
         self.members = tuple(json.loads(members))
         self.generation, self._act, self._seen = generation, 0, -1
         if self.rank not in self.members and not leaves:
-            msg = f"worker {self.rank} was voted out: generation {generation} is {list(self.members)}; it was cut off, or too slow to answer, and must stop"
-            raise VotedOut(msg)
+            self._stop(generation, members)
+
+    def _stop(self, generation: int, members: str) -> NoReturn:
+        msg = f"worker {self.rank} was voted out: generation {generation} is {members}; it was cut off, or too slow to answer, and must stop"
+        raise VotedOut(msg)

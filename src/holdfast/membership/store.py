@@ -7,8 +7,11 @@ reading, and waiting for something, cost no message.
 
 from __future__ import annotations
 
+import os
+import socket
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from typing import Protocol, TypeVar
 
@@ -18,6 +21,19 @@ _Found = TypeVar("_Found")
 
 MAX_KEY_BYTES = 512
 MAX_VALUE_BYTES = 1 << 20
+
+LEASE_S = 10.0
+"""A client that has not been heard of for so long loses what it leased. All other times follow from it."""
+
+
+def beat_s(lease_s: float) -> float:
+    """Return how often a client shows that it is alive."""
+    return lease_s / 5
+
+
+def patience_s(lease_s: float) -> float:
+    """Return after how long without an answer a client takes the store for lost: it knows before its lease is over."""
+    return 0.7 * lease_s
 
 
 class Store(Protocol):
@@ -67,8 +83,8 @@ class Store(Protocol):
         """
         ...
 
-    def delete(self, prefix: str) -> None:
-        """Remove all keys that begin with ``prefix``.
+    def delete(self, key: str) -> None:
+        """Remove a key; one that ends in ``/`` stands for all that begin with it.
 
         Raises:
             StoreLost: if the store does not answer.
@@ -88,14 +104,18 @@ class Store(Protocol):
         ...
 
     def close(self) -> None:
-        """Let go of the store."""
+        """Let go of the store; what was leased runs out."""
         ...
+
+
+_mirrors: weakref.WeakSet[Mirror] = weakref.WeakSet()
 
 
 class Mirror:
     """The local copy of a store's keys."""
 
     def __init__(self) -> None:
+        _mirrors.add(self)
         self._items: dict[str, str] = {}
         self._changed = threading.Condition()
         self._version = 0
@@ -149,6 +169,54 @@ class Mirror:
             self._version += 1
             self._changed.notify_all()
 
+    def _sockets(self) -> list[socket.socket]:
+        """Return what is open."""
+        return []
+
+    def _forget(self) -> None:
+        """After a fork, in the child: the connections are the parent's, and a lock may be held by a thread that is not here."""
+        self._changed = threading.Condition()
+        self._lost = "the connection to the store belongs to the process that was forked from"
+        for each in self._sockets():
+            if (number := each.detach()) >= 0:
+                os.close(number)
+
+
+def _after_fork() -> None:
+    for mirror in list(_mirrors):
+        mirror._forget()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+class Silence:
+    """How long nothing has been heard, as far as this process was awake to hear it.
+
+    Args:
+        limit_s: So long is too long.
+        look_s: One looks at least so often, or was held up.
+        clock: Tells the time, in seconds.
+    """
+
+    def __init__(self, limit_s: float, look_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self.limit_s = limit_s
+        self._look_s = look_s
+        self._clock = clock
+        self._since_s = self._looked_s = clock()
+
+    def broken(self, at_s: float) -> None:
+        """Note that there was a sign of life which shows that it was there at ``at_s``."""
+        self._since_s = max(self._since_s, at_s)
+
+    def is_too_long(self) -> bool:
+        """Return whether it lasts too long; what passed while nobody looked, as when the process was stopped, does not count."""
+        now_s = self._clock()
+        held_up_s = max(0.0, now_s - self._looked_s - 2 * self._look_s)
+        self._since_s = min(self._since_s + held_up_s, now_s)
+        self._looked_s = now_s
+        return now_s - self._since_s > self.limit_s
+
 
 def check_size(key: str, value: str) -> None:
     """Make sure that a store takes this.
@@ -156,23 +224,37 @@ def check_size(key: str, value: str) -> None:
     Raises:
         ConfigError: if not.
     """
-    if len(key.encode()) > MAX_KEY_BYTES or len(value.encode()) > MAX_VALUE_BYTES:
+    try:
+        sizes = len(key.encode()), len(value.encode())
+    except UnicodeEncodeError as error:
+        msg = f"{key!r:.80} or its value is no text that can be stored: {error.reason}"
+        raise ConfigError(msg) from error
+    if sizes[0] > MAX_KEY_BYTES or sizes[1] > MAX_VALUE_BYTES:
         msg = f"{key!r:.80} with {len(value)} characters is too large for the store; keys may have {MAX_KEY_BYTES} bytes, values {MAX_VALUE_BYTES}"
         raise ConfigError(msg)
 
 
-def open_store(url: str, token: str) -> Store:
-    """Return the store at ``url``, a ``holdfast://HOST:PORT/JOB`` as the launcher's hub has it.
+def open_store(url: str, token: str, *, lease_s: float = LEASE_S) -> Store:
+    """Return the store at ``url``.
+
+    Args:
+        url: ``holdfast://HOST:PORT/JOB``, as the launcher's hub has it, or ``etcd://[USER@]HOST:PORT[,HOST:PORT...]/JOB``.
+        token: What the hub asks for; the password of etcd's user.
+        lease_s: Of what is leased in etcd; a hub says it itself.
 
     Raises:
-        ConfigError: if there is no such kind of store.
+        ConfigError: if there is no such kind of store, or it refuses us.
         StoreLost: if it cannot be reached.
     """
     kind, _, rest = url.partition("://")
+    where, _, job = rest.partition("/")
     if kind == "holdfast":
         from holdfast.membership.client import HubStore
 
-        address, _, job = rest.partition("/")
-        return HubStore(address, token, job)
-    msg = f"the store must be holdfast://HOST:PORT/JOB, got {url!r}"
+        return HubStore(where, token, job)
+    if kind == "etcd":
+        from holdfast.membership.etcd import EtcdStore
+
+        return EtcdStore(where, token, job, lease_s=lease_s)
+    msg = f"the store must be holdfast://HOST:PORT/JOB or etcd://HOST:PORT[,HOST:PORT...]/JOB, got {url!r}"
     raise ConfigError(msg)

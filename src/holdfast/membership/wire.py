@@ -1,10 +1,13 @@
 r"""What the hub and its clients send each other: one JSON object a line.
 
 ===========  ====================================================================
-client       ``{"hello": 1, "token": ..., "job": ...}`` first, then requests
-\            ``{"id": n, "op": "put" | "create" | "delete" | "ping", "key": ..., "value": ..., "leased": ...}``
-hub          ``{"key": ..., "value": ... | null}`` for every change, all keys first;
-\            ``{"id": n, "done": ...}`` in answer to a request, 0 to the hello
+client       ``{"hello": 2, "token": ..., "job": ...}`` first, then requests
+\            ``{"id": n, "op": "put" | "create" | "delete", "key": ..., "value": ..., "leased": ...}``
+\            an empty line, to show that it is alive
+hub          ``{"key": ..., "value": ... | null}`` for every change, all keys first
+\            ``{"id": n, "done": ...}`` in answer to a request, 0 to the hello, with ``lease_s``
+\            ``{"refused": ...}``, and that is the end
+\            an empty line in answer to one
 ===========  ====================================================================
 """
 
@@ -15,14 +18,52 @@ from typing import Any
 
 from holdfast.membership.store import MAX_VALUE_BYTES
 
-HELLO = 1
+HELLO = 2
 """Version of this protocol."""
+
+MAX_HELLO_BYTES = 4096
+"""Who has not said who it is may not say more."""
 
 MAX_LINE_BYTES = 8 * MAX_VALUE_BYTES
 """A longer line is nonsense; JSON may spell a character in six."""
 
-LEASE_S = 10.0
-"""A client that has not been heard of for so long loses what it leased."""
+BEAT = b"\n"
+"""A single byte: either it is sent, or it is not."""
+
+
+class Lines:
+    """Cuts what arrives into lines.
+
+    Args:
+        limit_bytes: None may be longer.
+    """
+
+    def __init__(self, limit_bytes: int) -> None:
+        self.limit_bytes = limit_bytes
+        self._pieces: list[bytes] = []
+        self._size = 0
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """Return the lines that are complete now.
+
+        Raises:
+            ValueError: if one is too long.
+        """
+        lines = []
+        *ends, rest = data.split(b"\n")
+        for end in ends:
+            self._take(end)
+            lines.append(b"".join(self._pieces))
+            self._pieces, self._size = [], 0
+        self._take(rest)
+        return lines
+
+    def _take(self, piece: bytes) -> None:
+        self._pieces.append(piece)
+        self._size += len(piece)
+        if self._size > self.limit_bytes:
+            msg = f"a line has more than {self.limit_bytes} bytes"
+            raise ValueError(msg)
 
 
 def dump(message: dict[str, Any]) -> bytes:
@@ -36,7 +77,11 @@ def parse(line: bytes) -> dict[str, Any]:
     Raises:
         ValueError: if it is none.
     """
-    message = json.loads(line)
+    try:
+        message = json.loads(line)
+    except RecursionError as error:
+        msg = "a message is nested too deeply"
+        raise ValueError(msg) from error
     if type(message) is not dict:
         msg = f"a message must be an object, got {message!r:.80}"
         raise ValueError(msg)

@@ -12,11 +12,15 @@ When a sum fails::
     R4  agree(1)              from here all know the same, and all know that all know
     R5  the strategy decides; its orders are carried out
 
-When somebody waits to join, or wants to leave, all hear it in a closing sum and meet before the next step: agree(0), and
-on with R2, whose shrink admits newcomers, and leaves out who leaves. Those that are no newcomers are then all between the same two steps, so there is nothing to
-decide: they give their state to the newcomers, agree(1), and only then the newcomers count.
+When somebody waits to join, or wants to leave, all hear it in a closing sum and meet before the next step: agree(0),
+because a peer that missed the closing sum does the same, and on with R2. Its shrink leaves out who leaves, and admits
+newcomers if all who are in it have heard of them. Those that are no newcomers are then all between the same two steps, and
+there is nothing to decide: they give their state to the newcomers, agree(1), and only then the newcomers count.
 
-and at the end the gate: agree(1), publish, agree(1), leave. Nobody may leave on anything weaker, because a
+Changes to the running job are heard in a closing sum too. All take them, agree(1), and only then they count: they may
+change the strategy, and all must decide by the same one.
+
+And at the end the gate: agree(1), publish, agree(1), leave. Nobody may leave on anything weaker, because a
 survivor that must recover would wait for those who left.
 """
 
@@ -25,7 +29,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Collection
 
-from holdfast.errors import InternalError
+from holdfast.errors import InternalError, JobError
 from holdfast.events import (
     JOINING,
     LOADING,
@@ -50,6 +54,7 @@ from holdfast.events import (
     Install,
     Leave,
     LoadCheckpoint,
+    MakeChanges,
     MembersChange,
     Parted,
     PeerLost,
@@ -88,7 +93,7 @@ class State(enum.Enum):
     SHARE = enum.auto()
     CONFIRM = enum.auto()
     ACT = enum.auto()
-    WELCOMED = enum.auto()
+    TAKEN = enum.auto()
     GATE = enum.auto()
     LAST_GATE = enum.auto()
     LEFT = enum.auto()
@@ -118,7 +123,7 @@ class Protocol:
         self._orders: tuple[Action, ...] = ()
 
     def set_strategy(self, strategy: Strategy) -> None:
-        """Let another strategy decide from now on; all workers do so before the same step."""
+        """Let another strategy decide from now on; all do so in :class:`MakeChanges`, a newcomer in :class:`Install`."""
         self._strategy = strategy
 
     @property
@@ -139,7 +144,7 @@ class Protocol:
     def key(self) -> tuple[object, ...]:
         """Return everything that decides what this worker will do: equal keys, equal futures."""
         known = None if self._known is None else tuple(sorted((r, p) for r, p in self._known.progress.items()))
-        return (self._state, self._completed, self._computed, self._stopping, known, self._orders)
+        return (self._state, self._completed, self._computed, self._stopping, known, self._orders, self._strategy)
 
     @property
     def _sums(self) -> int:
@@ -150,6 +155,7 @@ class Protocol:
 
         Raises:
             InternalError: if the event cannot happen in this state.
+            JobError: if only newcomers are left: nobody has the state of training.
         """
         if isinstance(event, PeerLost):
             return self._recover()
@@ -163,7 +169,8 @@ class Protocol:
             case State.COMPUTE, MembersChange():
                 return self._enter(State.HEARD, Agree(flag=False))  # a peer may be recovering, and meets us there
             case State.COMPUTE, ChangesWait():
-                self._state, self._orders = State.ACT, (TakeChanges(),)
+                # A strategy is among them: it must not be another at those who missed them than at the others.
+                self._state, self._orders = State.ACT, (TakeChanges(), Agree(flag=True), MakeChanges())
                 return self._next_order()
             case State.COMPUTE, Computed():
                 self._computed = True
@@ -182,7 +189,7 @@ class Protocol:
             case State.HEARD, Agreed():
                 return self._enter(State.SHRINK, Shrink())
             case (
-                (State.FENCE | State.CONFIRM | State.WELCOMED | State.GATE | State.LAST_GATE),
+                (State.FENCE | State.CONFIRM | State.TAKEN | State.GATE | State.LAST_GATE),
                 Agreed(value=False),
             ):
                 return self._enter(State.SHRINK, Shrink())  # the agreement told everybody: no need to revoke
@@ -197,7 +204,7 @@ class Protocol:
                 return self._enter(State.CONFIRM, Agree(flag=True))
             case State.CONFIRM, Agreed():
                 return self._decide()
-            case State.WELCOMED, Agreed():
+            case State.TAKEN, Agreed():
                 self._state = State.ACT
                 return self._next_order()
             case State.ACT, _:
@@ -253,14 +260,19 @@ class Protocol:
     def _decide(self) -> list[Action]:
         assert self._known is not None
         newcomers = tuple(sorted(r for r, p in self._known.progress.items() if p.completed == JOINING))
-        if newcomers:
-            step = self._common_step(newcomers)
-            self._orders = (Welcome(step, newcomers), Agree(flag=True), Install(step))
-        else:
-            self._orders = tuple(self._strategy.handle(self._known))
+        self._orders = self._welcome(newcomers) if newcomers else tuple(self._strategy.handle(self._known))
         self._known = None
         self._state = State.ACT
         return self._next_order()
+
+    def _welcome(self, newcomers: tuple[int, ...]) -> tuple[Action, ...]:
+        """Return the orders that make the newcomers as good as the others; with too few of both, all stop then."""
+        assert self._known is not None
+        step = self._common_step(newcomers)
+        together = Progress(step * self._sums, computed=False)
+        known = ProgressKnown(dict.fromkeys(self._known.progress, together), self._num_buckets)
+        stop = (order for order in self._strategy.handle(known) if isinstance(order, SaveAndStop))
+        return Welcome(step, newcomers), Agree(flag=True), Install(step), *stop
 
     def _common_step(self, newcomers: Collection[int]) -> int:
         """Return the step before which all are that are no newcomers.
@@ -269,8 +281,11 @@ class Protocol:
         """
         assert self._known is not None
         others = {p.completed for r, p in self._known.progress.items() if r not in newcomers}
+        if not others:
+            msg = f"only newcomers are left, {list(newcomers)}: nobody has the state of training, but as it was saved"
+            raise JobError(msg)
         if len(others) != 1 or min(others) < 0 or min(others) % self._sums:
-            msg = f"newcomers {sorted(newcomers)} were admitted by workers that were not all between the same steps: {self._known}"
+            msg = f"newcomers {list(newcomers)} were admitted by workers that were not all between the same steps: {self._known}"
             raise InternalError(msg)
         return min(others) // self._sums
 
@@ -292,10 +307,10 @@ class Protocol:
                 case SaveAndStop():
                     self._stopping = True
                     return [order]
-                case HandOver() | Welcome() | TakeChanges():
+                case HandOver() | Welcome() | TakeChanges() | MakeChanges():
                     return [order]
                 case Agree():
-                    return self._enter(State.WELCOMED, order)
+                    return self._enter(State.TAKEN, order)
                 case Install(step=step):
                     self._completed, self._computed = step * self._sums, False
                     return [order]

@@ -31,11 +31,11 @@ class Rollback:
 
 
 def take_back(view: View, min_workers: int) -> list[Action]:
-    """Return to the beginning of the step in progress; stop there with fewer than ``min_workers``."""
+    """Return to the beginning of the step in progress, if it was begun; stop there with fewer than ``min_workers``."""
     orders: list[Action] = []
     if view.loading:
         orders.append(LoadCheckpoint())
-    else:
+    elif not view.calm:
         if view.behind and view.next_sum == 0:
             orders.append(CatchUp(view.step - 1))
         orders.append(DiscardStep(view.step))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from holdfast.errors import ConfigError, InternalError
-from holdfast.events import LOADING, Action, Event, ProgressKnown
+from holdfast.events import CALM, LOADING, Action, Event, ProgressKnown
 
 
 class Strategy(typing.Protocol):
@@ -37,6 +37,7 @@ class View:
         source: The lowest rank that has completed ``top`` sums.
         all_computed: Everybody alive has the gradients of the step in progress.
         loading: Somebody alive is loading a checkpoint, so everybody is.
+        calm: All are between the same two steps, because members change; nobody has seen a failure.
         alive: Number of survivors.
     """
 
@@ -47,6 +48,7 @@ class View:
     source: int
     all_computed: bool
     loading: bool
+    calm: bool
     alive: int
 
     @classmethod
@@ -71,6 +73,7 @@ class View:
             source=min(rank for rank, c in completed.items() if c == top),
             all_computed=all(p.computed for p in event.progress.values()),
             loading=loading,
+            calm=all(p.flags & CALM for p in event.progress.values()),
             alive=len(completed),
         )
 

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from holdfast.events import CheckpointSaved, Finished, Record, RunStarted, SamplesLost, ScriptFailed
-from holdfast.report.history import Failure, History, Life
+from holdfast.events import (
+    CheckpointSaved,
+    Finished,
+    Left,
+    Record,
+    RunStarted,
+    SamplesLost,
+    ScriptFailed,
+    SettingChanged,
+    StragglerSeen,
+)
+from holdfast.report.history import Failure, History, Joining, Life
 from holdfast.report.words import DISTRIBUTED
 
 SCHEMA = 1
@@ -22,6 +33,7 @@ def build_report(
     seed: int,
     faults_not_fired: Sequence[str] = (),
     command: str = "",
+    nodes: int = 1,
 ) -> dict[str, Any]:
     """Return what ``report.json`` holds.
 
@@ -35,13 +47,17 @@ def build_report(
     neither the samples, the model nor a plan: what it does not know is null. A step is then one backward pass of
     ``DistributedDataParallel``, over when the next one begins; nothing times the last.
 
+    ``workers.started`` counts those that were to share the work from the start, ``workers.spares`` those that waited
+    beside them; who came later is in ``joined``, who went as it was told to in ``left``, and neither is a failure.
+
     Args:
         records: Of all workers and of the launcher, in any order.
-        started: Ranks of the first world.
+        started: Ranks of the first world, without spares.
         wall_s: From the start of the launcher to its end.
         seed: Of the run.
         faults_not_fired: Injected faults that never struck, as they were written.
         command: The command line that repeats the run.
+        nodes: How many launchers there were.
     """
     history = History(records, started)
     finished = _finished(history)
@@ -53,15 +69,22 @@ def build_report(
         "workers": {
             "started": len(history.started),
             "ranks_started": sorted(history.started),
+            "spares": len(history.spares),
+            "ranks_spare": history.spares,
             "finished": len(finished),
             "ranks_finished": sorted(finished),
         },
+        "nodes": nodes,
         "steps": len(history.steps),
         "wall_s": _seconds(wall_s),
         "train_s": _train_s(history),
         "step_s": _step_s(history),
         "restarts": len(history.lives) - 1,
         "failures": [_failure(failure, history) for failure in history.failures],
+        "joined": [_joining(joining) for joining in history.joined],
+        "left": [{"rank": r.rank, "step": r.step, "t_s": _seconds(r.t_s)} for r in history.of(Left)],
+        "stragglers": [_straggler(record) for record in history.stragglers],
+        "changed": [_change(record) for record in history.changes],
         "steps_redone": history.redone_steps,
         "faults_not_fired": list(faults_not_fired),
         "samples": _samples(history, finished),
@@ -116,12 +139,15 @@ def _finished(history: History) -> dict[int, Finished]:
     """Return by rank who passed the gate, in the last life that anybody did."""
     for life in reversed(history.lives):
         if records := life.of(Finished):
-            return {record.rank: record for record in sorted(records, key=lambda r: r.rank)}
+            last = {record.rank: record for record in sorted(records, key=lambda r: r.rank)}
+            end = max(record.step for record in records)
+            # Who only passed the gate of an earlier training loop was lost, or left, since.
+            return {rank: r for rank, r in last.items() if history.is_distributed or r.step == end}
     return {}
 
 
 def _outcome(history: History, finished: Mapping[int, Finished]) -> str:
-    if not finished or history.lives[-1].of(ScriptFailed):
+    if not finished or _script_failures(history.lives[-1]):
         return "failed"
     outcomes = {record.outcome for record in finished.values()}
     return next((o for o in ("gave-up", "stopped") if o in outcomes), "done")
@@ -161,6 +187,31 @@ def _failure(failure: Failure, history: History) -> dict[str, Any]:
         "redone_steps": failure.redone_steps,
         "lost_samples": None if history.is_distributed else failure.lost_samples,
         "recovery": failure.recovery,
+        "silent_s": _seconds(failure.silent_s),
+        "why": failure.why,
+    }
+
+
+def _straggler(record: StragglerSeen) -> dict[str, Any]:
+    return {
+        "rank": record.rank,
+        "step": record.step,
+        "t_s": _seconds(record.t_s),
+        "score": round(record.score, 2),
+        "policy": record.policy,
+    }
+
+
+def _change(record: SettingChanged) -> dict[str, Any]:
+    return {"step": record.step, "t_s": _seconds(record.t_s), "name": record.name, "value": json.loads(record.value)}
+
+
+def _joining(joining: Joining) -> dict[str, Any]:
+    return {
+        "rank": joining.rank,
+        "step": joining.step,
+        "t_s": _seconds(joining.t_s),
+        "held_s": _seconds(joining.held_s),
     }
 
 
@@ -215,8 +266,14 @@ def _metrics(history: History, finished: Mapping[int, Finished]) -> dict[str, fl
     return {name: value if math.isfinite(value) else None for name, value in last.items()}
 
 
+def _script_failures(life: Life) -> list[ScriptFailed]:
+    """Return the failures that ended the job: not that of a newcomer that never came to take part, if others did."""
+    took_part = {record.rank for record in life.of(RunStarted)}
+    return [record for record in life.of(ScriptFailed) if not took_part or record.rank in took_part or record.rank < 0]
+
+
 def _error(life: Life) -> dict[str, Any] | None:
-    for record in life.of(ScriptFailed):
+    for record in _script_failures(life):
         return {"rank": record.rank, "step": record.step, "exit_code": record.exit_code, "message": record.message}
     return None
 

@@ -34,9 +34,9 @@ def timeline(report: Mapping[str, Any], records: Sequence[Record]) -> str:
     if not records:
         return ""
     history = History(records, report["workers"].get("ranks_started", ()))
-    if not history.started or (history.is_distributed and not history.commits):
+    if not history.ranks or (history.is_distributed and not history.commits):
         return ""  # no training to draw
-    lanes_in = max(len(history.started) * 0.27, 0.6) if len(history.started) <= 32 else 8.6
+    lanes_in = max(len(history.ranks) * 0.27, 0.6) if len(history.ranks) <= 32 else 8.6
     zoomed = first_answered(history)
     zoom_in = lanes_in + 1.42 if zoomed else 0.0
     width = WIDTH_IN - _LEFT_IN - _RIGHT_IN
@@ -48,7 +48,7 @@ def timeline(report: Mapping[str, Any], records: Sequence[Record]) -> str:
             detail = page.axes(_LEFT_IN, 0.5, width, lanes_in + 0.25)
             draw_zoom(detail, main, history, zoomed, report["step_s"]["p50"])
         return page.svg(
-            f"Timeline of {count(len(history.started), history.worker)}, {count(len(history.failures), 'failure')}"
+            f"Timeline of {count(len(history.ranks), history.worker)}, {count(len(history.failures), 'failure')}"
         )
 
 

@@ -33,6 +33,7 @@ def write_report(
     seed: int,
     faults_not_fired: Sequence[str] = (),
     command: str = "",
+    nodes: int = 1,
 ) -> dict[str, Any]:
     """Write ``report.json`` and ``events.jsonl`` to ``out_dir``, which is made if need be, and return the report.
 
@@ -48,6 +49,7 @@ def write_report(
         seed=seed,
         faults_not_fired=faults_not_fired,
         command=command,
+        nodes=nodes,
     )
     lines = [json.dumps(record_to_dict(record)) + "\n" for record in sorted(records, key=lambda r: (r.t_s, r.rank))]
     _write(out_dir / "events.jsonl", "".join(lines))

@@ -22,8 +22,11 @@ from holdfast.events import (
     RunStarted,
     SamplesLost,
     ScriptFailed,
+    SettingChanged,
     StepCommitted,
+    StragglerSeen,
     WorkerEnded,
+    WorkerFenced,
 )
 
 R = TypeVar("R", bound=Record)
@@ -35,8 +38,8 @@ class Failure:
 
     Args:
         rank: Who was lost.
-        kind: The kind of the injected fault; ``"kill"`` where nobody injected it, ``"exception"`` where the script
-            raised.
+        kind: The kind of the injected fault; where nobody injected it ``"hang"`` if the launcher ended a worker that got
+            no further, ``"exception"`` if the script raised, else ``"kill"``.
         step: Step in progress: of the worker where the fault was injected, otherwise of the first survivor that knew;
             -1 where there is none.
         phase: Where in that step, "" if nobody knows.
@@ -46,6 +49,8 @@ class Failure:
         resumed_s: When the next step was committed, None if none was.
         recovery: Number of the recovery that answered it, counted over the run; workers lost in the same recovery
             share it and its times. None if nothing answered.
+        silent_s: For how long the worker had given no sign when the launcher ended it; None if it did not.
+        why: What the launcher said then, "" if it did not.
     """
 
     rank: int
@@ -61,6 +66,8 @@ class Failure:
     decision: str | None = None
     redone_steps: int = 0
     lost_samples: int = 0
+    silent_s: float | None = None
+    why: str = ""
 
     @property
     def detect_s(self) -> float | None:
@@ -74,6 +81,23 @@ class Failure:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Joining:
+    """A worker that came while the job ran.
+
+    Args:
+        rank: Which.
+        step: The first step that it took part in.
+        t_s: When it went on with the others.
+        held_s: How long they were kept from computing for it, at most.
+    """
+
+    rank: int
+    step: int
+    t_s: float
+    held_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Recovery:
     """One decision of the survivors, from the records of all of them."""
 
@@ -84,6 +108,11 @@ class Recovery:
     def lost(self) -> tuple[int, ...]:
         """Ranks that it found missing."""
         return tuple(sorted({rank for record in self.said for rank in record.lost}))
+
+    @property
+    def joined(self) -> tuple[int, ...]:
+        """Ranks that came with it."""
+        return tuple(sorted({rank for record in self.said for rank in record.joined}))
 
     @property
     def first_s(self) -> float:
@@ -125,6 +154,25 @@ class Life:
         return [record for record in self.records if isinstance(record, kind)]
 
     @property
+    def members(self) -> set[int]:
+        """All that took part in training at any time, spares and newcomers too."""
+        return {*self.workers, *(r.rank for r in self.of(RunStarted))}
+
+    @property
+    def left(self) -> set[int]:
+        """Those that left in order."""
+        return {record.rank for record in self.of(Left)}
+
+    @property
+    def joined(self) -> Iterator[Joining]:
+        """Those that came while it ran, in the order of time."""
+        began_s = {record.rank: record.t_s for record in self.of(RunStarted)}
+        for recovery in self.recoveries:
+            held_s = max(record.held_s for record in recovery.said)
+            for rank in recovery.joined:
+                yield Joining(rank=rank, step=recovery.step, t_s=began_s.get(rank, recovery.last_s), held_s=held_s)
+
+    @property
     def recoveries(self) -> list[Recovery]:
         """The decisions of the survivors, in the order of time."""
         by_generation: dict[int, list[Recovered]] = {}
@@ -149,10 +197,10 @@ class Life:
         """
         finished = {r.rank for r in self.of(Finished)}
         quiet = explained | finished | {r.rank for r in self.of(ScriptFailed)}
-        deaths = [r for r in self.of(WorkerEnded) if r.exit_code < 0 and r.rank in self.workers]
+        deaths = [r for r in self.of(WorkerEnded) if r.exit_code < 0 and r.rank in self.members]
         if finished:
             yield from (r for r in deaths if r.rank not in quiet)
-        elif deaths and not explained and not self.of(ScriptFailed):
+        elif deaths and explained <= self.left and not self.of(ScriptFailed):
             yield deaths[0]
 
 
@@ -181,10 +229,34 @@ class History:
         self.is_distributed = any(is_distributed(start) for start in self.of(RunStarted))
         self.timed = list(self._timed())
         self.failures = sorted(map(self._without_guesses, self._failures()), key=lambda f: (f.t_s, f.rank))
+        self.joined = [joining for life in self.lives for joining in life.joined]
 
     def of(self, kind: type[R]) -> list[R]:
         """Return the records of one kind, in the order of time."""
         return [record for record in self.records if isinstance(record, kind)]
+
+    @property
+    def ranks(self) -> list[int]:
+        """All workers that there were at any time, spares and newcomers too."""
+        members = {rank for life in self.lives for rank in life.members}
+        return sorted({*self.started, *members, *(f.rank for f in self.failures)})
+
+    @property
+    def spares(self) -> list[int]:
+        """Workers that were there from the start to take the place of who dies."""
+        first = self.lives[0]
+        return sorted(first.members - {*self.started} - {joining.rank for joining in first.joined})
+
+    @property
+    def changes(self) -> list[SettingChanged]:
+        """What was changed while the job ran; every worker says it, and all say it again after a restart."""
+        said = {(record.step, record.name, record.value): record for record in reversed(self.of(SettingChanged))}
+        return sorted(said.values(), key=lambda record: record.t_s)
+
+    @property
+    def stragglers(self) -> list[StragglerSeen]:
+        """Who was found to be slower than the others."""
+        return self.of(StragglerSeen)
 
     @property
     def worker(self) -> str:
@@ -246,13 +318,12 @@ class History:
         recoveries = 0
         for life in self.lives:
             explained: set[int] = set()
-            left = {record.rank for record in life.of(Left)}
             for recovery in life.recoveries:
                 explained |= set(recovery.lost)
-                for rank in sorted(set(recovery.lost) - left):
-                    yield self._recovered(life, recovery, rank, recoveries)
+                for rank in sorted(set(recovery.lost) - life.left):
+                    yield _fenced(life, self._recovered(life, recovery, rank, recoveries))
                 recoveries += 1
-            yield from self._unrecovered(life, explained, recoveries)
+            yield from (_fenced(life, f) for f in self._unrecovered(life, explained | life.left, recoveries))
             recoveries += life.restart is not None
 
     def _recovered(self, life: Life, recovery: Recovery, rank: int, number: int) -> Failure:
@@ -286,12 +357,12 @@ class History:
     def _unanswered(self, life: Life, explained: set[int]) -> Iterator[Failure]:
         """Yield those that died in ``life`` without the survivors deciding about it."""
         for fault in life.of(FaultFired):
-            if fault.kind in _ENDS and fault.rank not in explained:
+            if _was_fatal(life, fault) and fault.rank not in explained:
                 explained.add(fault.rank)
                 seen = [r for r in life.of(FailureSeen) if r.t_s >= fault.t_s and r.rank != fault.rank]
                 yield dataclasses.replace(_injected(fault), known_s=seen[0].t_s if seen else None)
         if life.restart is not None:
-            for rank in sorted(set(life.workers) - set(life.restart.workers) - explained):
+            for rank in sorted(life.members - set(life.restart.workers) - explained):
                 explained.add(rank)
                 yield self._ended(life, rank)
         for death in life.unnoticed(explained):
@@ -322,7 +393,7 @@ class History:
 
 def _struck(life: Life, recovery: Recovery, rank: int) -> Failure:
     """Say how ``rank`` was lost, as far as it is known before the recovery."""
-    faults = [f for f in life.of(FaultFired) if f.rank == rank and f.t_s <= recovery.last_s and f.kind != "slow"]
+    faults = [f for f in life.of(FaultFired) if f.rank == rank and f.t_s <= recovery.last_s and _was_fatal(life, f)]
     if faults:
         return _injected(faults[-1])
     first = recovery.seen[0] if recovery.seen else None
@@ -336,11 +407,28 @@ def _struck(life: Life, recovery: Recovery, rank: int) -> Failure:
     )
 
 
+def _was_fatal(life: Life, fault: FaultFired) -> bool:
+    """Return whether ``fault`` ended its worker: one that only got stuck may have gone on."""
+    if fault.kind in _ENDS or fault.kind in ("slow", "leave"):
+        return fault.kind in _ENDS
+    return any(r.rank == fault.rank and r.t_s >= fault.t_s for r in life.of(WorkerFenced))
+
+
 def _injected(fault: FaultFired) -> Failure:
     return Failure(rank=fault.rank, kind=fault.kind, step=fault.step, phase=fault.phase, injected=True, t_s=fault.t_s)
 
 
+def _fenced(life: Life, failure: Failure) -> Failure:
+    """Return ``failure`` with what the launcher said when it ended the worker, if it did."""
+    for record in life.of(WorkerFenced):
+        if record.rank == failure.rank:
+            return dataclasses.replace(failure, silent_s=record.silent_s, why=record.reason)
+    return failure
+
+
 def _kind(life: Life, rank: int) -> str:
+    if any(r.rank == rank for r in life.of(WorkerFenced)):
+        return "hang"
     return "exception" if any(r.rank == rank for r in life.of(ScriptFailed)) else "kill"
 
 

@@ -41,6 +41,7 @@ def render_run(report: Mapping[str, Any], records: Sequence[Record] = (), title:
             timeline=timeline(report, records),
             curves=curves(report, records),
             lost_ids=_lost_ids(report),
+            happenings=words.happenings(report),
             distributed=words.is_distributed(report),
             worker=words.worker(report),
         )
@@ -150,6 +151,9 @@ def _tiles(report: Mapping[str, Any]) -> list[tuple[str, str, str]]:
             _slowest(failures, "detect_s", "until a survivor knew"),
             _slowest(failures, "recover_s", "until the next step"),
         ]
+    if held := [joining["held_s"] for joining in report.get("joined", ())]:
+        note = "all others" if len(held) == 1 else f"the longest of {len(held)}"
+        tiles.append((words.seconds(max(held)), "held for newcomers", note))
     if words.is_distributed(report):
         tiles.append(_who_finished(report))
     else:
@@ -171,7 +175,7 @@ def _who_finished(report: Mapping[str, Any]) -> tuple[str, str, str]:
     workers, one = report["workers"], words.worker(report)
     ranks = workers["ranks_finished"]
     note = f"{one if len(ranks) == 1 else f'{one}s'} {words.listing(ranks)}" if 0 < len(ranks) <= _FEW else ""
-    return f"{workers['finished']} of {workers['started']}", f"{one}s finished", note
+    return f"{workers['finished']} of {words.everybody(report)}", f"{one}s finished", note
 
 
 def _sample_note(samples: Mapping[str, Any]) -> str:

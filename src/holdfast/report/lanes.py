@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from holdfast.events import Finished, RunStarted, StepCommitted, WorkerEnded
+from holdfast.events import Finished, Left, RunStarted, StepCommitted, WorkerEnded, WorkerFenced
 from holdfast.report import canvas as style
 from holdfast.report.history import Failure, History, Life
 from holdfast.report.words import plain, seconds
@@ -22,6 +22,8 @@ _NAME_ROOM = 0.13
 _HEADROOM = 0.95
 """Lanes left free above the first, for the names of the committed steps."""
 _EDGE = "white"
+_LETTER_PT = 4.6
+"""Width of a letter of the legend, about."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,9 +42,8 @@ def stretches(history: History, end_s: float) -> Iterator[Stretch]:
     for life in history.lives:
         deaths = {f.rank: f.t_s for f in history.failures if _within(f.t_s, life)}
         for start in {r.rank: r for r in reversed(life.of(RunStarted))}.values():
-            ends = [
-                r.t_s for r in (*life.of(Finished), *life.of(WorkerEnded)) if r.rank == start.rank and r.t_s > start.t_s
-            ]
+            said = (*life.of(Finished), *life.of(Left), *life.of(WorkerEnded))
+            ends = [r.t_s for r in said if r.rank == start.rank and r.t_s > start.t_s]
             ends += [t for rank, t in deaths.items() if rank == start.rank and t > start.t_s]
             ends += [life.restart.t_s] if life.restart else []
             yield Stretch(rank=start.rank, from_s=start.t_s, to_s=min(ends, default=end_s), open=not ends)
@@ -55,7 +56,7 @@ def first_answered(history: History) -> list[Failure]:
 
 
 def draw_lanes(axes: Axes, history: History, wall_s: float) -> None:
-    """Draw the whole run: bars, recoveries, deaths."""
+    """Draw the whole run: bars, recoveries, deaths, workers that came and went."""
     lanes = _prepare(axes, history)
     end_s = max(wall_s, history.records[-1].t_s)
     axes.set_xlim(0, end_s * 1.005)
@@ -70,6 +71,8 @@ def draw_lanes(axes: Axes, history: History, wall_s: float) -> None:
     for failure in history.failures:
         if failure.rank in lanes:
             _draw_death(axes, failure, lanes[failure.rank], axes.get_xlim()[1], label=few)
+    _draw_silences(axes, history, lanes)
+    _draw_comings(axes, history, lanes)
     axes.set_xlabel("seconds since the start", loc="left")
 
 
@@ -77,14 +80,20 @@ def draw_legend(axes: Axes, left_in: float, history: History) -> None:
     """Say above the lanes what the marks mean, as far as there are any."""
     marks = [("▬ training", style.WORK), ("▬ starting", style.FAINT)]
     if history.failures:
-        marks += [("✕ killed", style.DEATH), ("▮ until the next step is committed", style.SEEN)]
+        marks += [("✕ lost", style.DEATH), ("▮ until the next step is committed", style.SEEN)]
+    if history.of(WorkerFenced):
+        marks.append(("╌ no sign of life", style.DEATH))
+    if history.joined:
+        marks.append(("▶ joined", style.DECIDED))
+    if history.of(Left):
+        marks.append(("◀ left as it was told to", style.SOFT))
     place = -left_in * 72
     for words, color in marks:
         axes.annotate(
             words, (0, 1), xycoords="axes fraction", xytext=(place, 7), textcoords="offset points",
             ha="left", va="bottom", fontsize=9, color=color,
         )  # fmt: skip
-        place += 80
+        place += len(words) * _LETTER_PT + 20
 
 
 def draw_zoom(axes: Axes, main: Axes, history: History, failures: Sequence[Failure], step_s: float | None) -> None:
@@ -99,6 +108,7 @@ def draw_zoom(axes: Axes, main: Axes, history: History, failures: Sequence[Failu
     axes.axvspan(zero_s, end_s, color=style.RECOVERY, alpha=0.45, linewidth=0, zorder=1.5)
     _draw_commits(axes, history, end_s)
     _draw_survivors(axes, history, failures, lanes)
+    _draw_silences(axes, history, lanes)
     for failure in failures:
         _draw_death(axes, failure, lanes[failure.rank], axes.get_xlim()[1], label=True)
     _unit_ticks(axes, zero_s, "the fault" if failures[0].injected else "the first survivor knew")
@@ -108,7 +118,7 @@ def draw_zoom(axes: Axes, main: Axes, history: History, failures: Sequence[Failu
 
 def _prepare(axes: Axes, history: History) -> dict[int, int]:
     """Set the lanes up and return the height of each rank's."""
-    ranks = sorted({*history.started, *(f.rank for f in history.failures)})
+    ranks = history.ranks
     lanes = {rank: len(ranks) - 1 - place for place, rank in enumerate(ranks)}
     every = math.ceil(len(ranks) / 32)
     axes.set_yticks([lanes[r] for r in ranks[::every]], [f"{history.worker} {r}" for r in ranks[::every]])
@@ -133,8 +143,9 @@ def _draw_work(axes: Axes, history: History, lanes: dict[int, int], end_s: float
 def _draw_starts(axes: Axes, history: History, lanes: dict[int, int]) -> None:
     """Draw a thin line from the start of the processes to that of their training."""
     for life, from_s in zip(history.lives, [0.0, *(x.restart.t_s for x in history.lives if x.restart)], strict=True):
+        newcomers = {joining.rank for joining in life.joined}
         for start in life.of(RunStarted):
-            if start.rank in lanes:
+            if start.rank in lanes and start.rank not in newcomers:
                 axes.plot([from_s, start.t_s], [lanes[start.rank]] * 2, color=style.FAINT, linewidth=1.2, zorder=1.8)
 
 
@@ -150,6 +161,30 @@ def _draw_death(axes: Axes, failure: Failure, lane: int, right_s: float, *, labe
         ha="right" if flip else "left", va="center_baseline", color=style.DEATH, fontsize=8.5, zorder=7,
         bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.75, "pad": 0.8},
     )  # fmt: skip
+
+
+def _draw_silences(axes: Axes, history: History, lanes: dict[int, int]) -> None:
+    """Show from when on a worker that the launcher ended had given no sign."""
+    left, right = axes.get_xlim()
+    for fenced in history.of(WorkerFenced):
+        from_s, to_s = max(left, fenced.t_s - fenced.silent_s), min(right, fenced.t_s)
+        if fenced.rank in lanes and from_s < to_s:
+            axes.plot(
+                [from_s, to_s],
+                [lanes[fenced.rank] - _BAR / 2] * 2,
+                color=style.DEATH,
+                linewidth=1.4,
+                dashes=(3, 2),
+                zorder=4,
+            )
+
+
+def _draw_comings(axes: Axes, history: History, lanes: dict[int, int]) -> None:
+    """Mark where workers joined and where they left in order."""
+    for joining in history.joined:
+        _mark(axes, joining.t_s, lanes[joining.rank], ">", style.DECIDED, size=9)
+    for left in history.of(Left):
+        _mark(axes, left.t_s, lanes[left.rank], "<", style.SOFT, size=9)
 
 
 def _draw_commits(axes: Axes, history: History, end_s: float) -> None:
@@ -185,8 +220,8 @@ def _draw_survivors(axes: Axes, history: History, failures: Sequence[Failure], l
                 _mark(axes, said.t_s, lanes[said.rank], "D", style.DECIDED)
 
 
-def _mark(axes: Axes, t_s: float, lane: int, marker: str, color: str) -> None:
-    axes.plot(t_s, lane, marker=marker, markersize=6, color=color, markeredgecolor=_EDGE, zorder=5)
+def _mark(axes: Axes, t_s: float, lane: int, marker: str, color: str, *, size: float = 6) -> None:
+    axes.plot(t_s, lane, marker=marker, markersize=size, color=color, markeredgecolor=_EDGE, zorder=5)
 
 
 def _unit_ticks(axes: Axes, zero_s: float, zero: str) -> None:

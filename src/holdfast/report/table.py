@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 from holdfast.report.words import (
     DASH,
     count,
+    everybody,
+    happenings,
     headline,
     is_distributed,
     listing,
@@ -32,6 +34,7 @@ def summary_lines(report: Mapping[str, Any], directory: Path | None = None) -> l
     """
     lines = [headline(report), _pace(report)]
     lines += [_failure(failure, report) for failure in report["failures"]]
+    lines += [what for _, what in happenings(report)]
     lines += [f"did not strike: {spec}" for spec in report.get("faults_not_fired", ())]
     lines += [_samples(report), _replicas(report)]
     if directory is not None:
@@ -99,7 +102,7 @@ def _pace(report: Mapping[str, Any]) -> str:
     )
     if is_distributed(report) and not report["steps"]:
         pace = f"over after {seconds(report['wall_s'])}"
-    text = f"{pace}, {workers['finished']} of {count(workers['started'], worker(report))} finished"
+    text = f"{pace}, {workers['finished']} of {count(everybody(report), worker(report))} finished"
     metrics = ", ".join(f"{name} {number(value)}" for name, value in report["metrics"].items())
     return f"{text}; {metrics}" if metrics else text
 
@@ -107,6 +110,8 @@ def _pace(report: Mapping[str, Any]) -> str:
 def _failure(failure: Mapping[str, Any], report: Mapping[str, Any]) -> str:
     when = f"at step {failure['step']}" if failure["step"] is not None else f"{seconds(failure['t_s'])} after the start"
     parts = [f"{worker(report)} {failure['rank']} lost {when}" + (f", {failure['phase']}" if failure["phase"] else "")]
+    if failure.get("silent_s") is not None:
+        parts.append(f"ended after {seconds(failure['silent_s'])} without a sign")
     if failure["detect_s"] is not None:
         parts.append(f"known after {seconds(failure['detect_s'])}")
     if failure["recover_s"] is not None:

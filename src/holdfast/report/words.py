@@ -12,6 +12,8 @@ MINUS = "\u2212"
 DISTRIBUTED = "torch.distributed"
 """``api`` of a run whose script speaks to ``torch.distributed``, and not to a session."""
 
+_KILLS = ("kill", "oom", "segfault")
+_STUCK = ("hang", "gil", "spin", "deadlock")
 _SMALL = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 
 
@@ -83,7 +85,46 @@ def worker(report: Mapping[str, Any]) -> str:
 
 def headline(report: Mapping[str, Any]) -> str:
     """Return one or two sentences that say what happened to the run, and how it ended."""
-    return " ".join(part for part in (_what_happened(report), _how_it_ended(report), _samples(report)) if part)
+    parts = (_what_happened(report), _who_came_and_went(report), _how_it_ended(report), _samples(report))
+    return " ".join(part for part in parts if part)
+
+
+def happenings(report: Mapping[str, Any]) -> list[tuple[float, str]]:
+    """Return when something happened that was no failure, and what: workers that came, went or were slow, changes."""
+    one = worker(report)
+    found = [
+        (r["t_s"], f"{one} {r['rank']} joined at step {r['step']}; the others were held for {seconds(r['held_s'])}")
+        for r in report.get("joined", ())
+    ]
+    found += [
+        (r["t_s"], f"{one} {r['rank']} left before step {r['step']}, as it was told to") for r in report.get("left", ())
+    ]
+    slow: dict[int, list[Mapping[str, Any]]] = {}
+    for r in report.get("stragglers", ()):
+        slow.setdefault(r["rank"], []).append(r)
+    found += [(said[0]["t_s"], f"{one} {rank} was slow {_slow(said)}") for rank, said in slow.items()]
+    found += [(r["t_s"], f"{r['name']} was {r['value']} from step {r['step']} on") for r in report.get("changed", ())]
+    return sorted(found)
+
+
+def _slow(said: Sequence[Mapping[str, Any]]) -> str:
+    """Return when one worker was found to be slow, and how slow."""
+    worst = max(said, key=lambda r: float(r["score"]))
+    if len(said) == 1:
+        return f"at step {worst['step']}: {slowness(worst['score'], worst['policy'])}"
+    return f"{len(said)} times, first at step {said[0]['step']}, most at step {worst['step']}: {slowness(worst['score'], worst['policy'])}"
+
+
+def slowness(score: float, policy: str) -> str:
+    """Return how slow a worker is, and what is done about it."""
+    done = {"rebalance": "; it gets less to do", "replace": "; it is told to leave"}.get(policy, "")
+    return f"it takes {score:.1f} times as long as the others{done}"
+
+
+def everybody(report: Mapping[str, Any]) -> int:
+    """Return how many workers there were in all, spares and newcomers too."""
+    workers = report["workers"]
+    return int(workers["started"]) + int(workers.get("spares", 0)) + len(report.get("joined", ()))
 
 
 def recoveries(report: Mapping[str, Any]) -> list[list[Mapping[str, Any]]]:
@@ -103,15 +144,42 @@ def _what_happened(report: Mapping[str, Any]) -> str:
             did = "ran, without a step of DistributedDataParallel,"
         return f"{count(started, one)} {did} and none was lost."
     ranks = sorted({f["rank"] for f in failures})
-    verb = "killed" if all(f["injected"] for f in failures) else "lost"
+    what, then = _what_was_done(failures)
+    of = set(ranks) <= set(report["workers"].get("ranks_started", ranks))
     if len(failures) == 1:
         step = failures[0]["step"]
-        who = f"{one.capitalize()} {ranks[0]} of {started} was {verb}{'' if step is None else f' at step {step}'}"
+        who = f"{one.capitalize()} {ranks[0]}{f' of {started}' if of else ''} {what.replace('were', 'was')}"
+        who += "" if step is None else f" at step {step}"
     elif len(ranks) == len(failures):
-        who = f"{len(ranks)} of {count(started, one)} were {verb}"
+        who = f"{len(ranks)} of {count(started, one)} {what}" if of else f"{count(len(ranks), one)} {what}"
     else:
-        who = f"{one.capitalize()}s were {verb} {len(failures)} times"
-    return f"{who}{_went_on(report)}."
+        who = f"{one.capitalize()}s {what} {len(failures)} times"
+    return f"{who}{then}{_went_on(report)}."
+
+
+def _what_was_done(failures: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
+    """Return what workers suffered, of several, and what the launcher did then."""
+    if all(f.get("kind") == "hang" or (f["injected"] and f.get("kind") in _STUCK) for f in failures):
+        return "got stuck", f" and {'was' if len(failures) == 1 else 'were'} ended"
+    return (
+        "were killed" if all(f["injected"] and f.get("kind", "kill") in _KILLS for f in failures) else "were lost"
+    ), ""
+
+
+def _who_came_and_went(report: Mapping[str, Any]) -> str:
+    joined, left, one = report.get("joined", ()), report.get("left", ()), worker(report)
+    said = []
+    if len(joined) == 1:
+        said.append((joined[0]["t_s"], f"{one} {joined[0]['rank']} joined at step {joined[0]['step']}"))
+    elif joined:
+        said.append((joined[0]["t_s"], f"{count(len(joined), one)} joined later"))
+    if len(left) == 1:
+        what = f"{one} {left[0]['rank']} left before step {left[0]['step']}, as it was told to"
+        said.append((left[0]["t_s"], what))
+    elif left:
+        said.append((left[0]["t_s"], f"{count(len(left), one)} left, as they were told to"))
+    text = "; ".join(what for _, what in sorted(said))
+    return f"{text[0].upper()}{text[1:]}." if text else ""
 
 
 def _went_on(report: Mapping[str, Any]) -> str:
@@ -150,14 +218,15 @@ def _how_it_ended(report: Mapping[str, Any]) -> str:
 
 def _who_finished(report: Mapping[str, Any]) -> str:
     """Say who finished, and whether with the same bits, if that is known."""
-    finished, started = report["workers"]["finished"], report["workers"]["started"]
+    came_and_went = report.get("joined") or report.get("left")
+    finished, there = report["workers"]["finished"], everybody(report)
     few = _SMALL[finished] if finished < len(_SMALL) else str(finished)
     if not is_distributed(report) and not report["replicas"]["identical"]:
         return "The replicas that finished do not hold the same bits."
     if finished == 1:
-        return f"One {worker(report)} was left and finished." if started > 1 else ""
-    everybody = "Both" if finished == 2 else f"All {few}"
-    who = everybody if finished == started else f"The {few} that were left"
+        return f"One {worker(report)} was left and finished." if there > 1 else ""
+    all_of_them = "Both" if finished == 2 else f"All {few}"
+    who = all_of_them if finished == there else f"The {few} that were {'there last' if came_and_went else 'left'}"
     return f"{who} {'finished' if is_distributed(report) else 'ended with the same bits'}."
 
 

@@ -1,49 +1,52 @@
 """The draft of a state: what each move of the abstract engine changes, and the promises that it may break.
 
 Checked in every run: whoever waits is answered; nobody meets a ``Shrink`` with an ``Agree`` or a revoke; nobody adds
-up gradients of different attempts; replicas are equal as far as they go and at most one step apart; what was
-published is in everybody's history; everybody ends at the last step, or saves and stops. Unless the world is lossy,
-nothing may be missing from a step. All is checked here, but the first, which is for ``Engine.is_stuck``, and what lies
-in shared memory, which is for ``abstract_memory``.
+up gradients of different attempts, nor after different changes of the settings. What one worker does by itself, and what
+is promised about that, is in ``abstract_work``; that whoever waits is answered is for ``Engine.is_stuck``, and what lies in
+shared memory for ``abstract_memory``.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import dataclasses
+from collections.abc import Iterator, Sequence
 
 from holdfast.events import (
+    CALM,
+    JOINING,
     LOADING,
     ActDone,
     Action,
+    Admitted,
     Agree,
     Agreed,
     ApplyStep,
     BucketSummed,
-    CheckpointLoaded,
     CloseStep,
-    Computed,
     ComputeStep,
     DiscardStep,
     Event,
     HandedOver,
     HandOver,
+    Install,
     Leave,
     LoadCheckpoint,
+    MakeChanges,
+    Parted,
     PeerLost,
     Progress,
     ProgressKnown,
     Publish,
-    RanOut,
     Revoke,
-    Revoked,
     SaveAndStop,
     ShareProgress,
     Shrink,
     Shrunk,
     Started,
-    StepApplied,
     StepClosed,
     SumBucket,
+    TakeChanges,
+    Welcome,
 )
 from holdfast.testing.abstract_engine import (
     SUMS,
@@ -55,6 +58,7 @@ from holdfast.testing.abstract_engine import (
     Doing,
     Engine,
     Fail,
+    GiveUp,
     Hear,
     Move,
     Payload,
@@ -68,7 +72,9 @@ from holdfast.testing.abstract_engine import (
     living_ranks,
     lowest,
 )
-from holdfast.testing.abstract_memory import Adding, AtBarrier, MemoryDraft, Rule, Violation, What, ranks
+from holdfast.testing.abstract_members import ASK, CHANGE, Lapse, Wish
+from holdfast.testing.abstract_memory import Adding, AtBarrier, Rule, Violation, ranks
+from holdfast.testing.abstract_work import Work
 
 
 def first_state(engine: Engine) -> State:
@@ -103,25 +109,13 @@ def state_after(engine: Engine, state: State, move: Move) -> State:
             draft.wake(rank)
         case Read(rank):
             draft.read(rank)
+        case Wish():
+            draft.wish(move)
     return draft.finish()
 
 
-class Draft:
+class Draft(Work):
     """A state that is being changed by one move."""
-
-    def __init__(self, engine: Engine, state: State) -> None:
-        self._engine = engine
-        self._workers = list(state.workers)
-        self._left = state.left
-        self._members = state.members
-        self._failed = state.failed
-        self._revokers = state.revokers
-        self._fenced = state.fenced
-        self._sums = {s.number: s for s in state.sums}
-        self._log = list(state.log)
-        self._published = state.published
-        self._deaths_left = state.deaths_left
-        self._memory = MemoryDraft(state.memory, engine.world.without, keep_input=engine.world.keep_input)
 
     # -- moves
 
@@ -130,11 +124,20 @@ class Draft:
         self._remove(rank)
         self._deaths_left -= 1
 
+    def wish(self, wish: Wish) -> None:
+        """Let somebody want to come or to leave, or new settings be there."""
+        self._wishes = self._wishes.after(wish)
+
     def complete(self, rank: int) -> None:
         """Let ``rank`` have the result of the sum that it waits in."""
         worker = self._worker(rank)
         if isinstance(worker.waits, AtBarrier):
             self._pass_barrier(rank, worker.waits)
+            return
+        if isinstance(worker.waits, Welcome):
+            if rank in worker.waits.newcomers:
+                self._is_given(rank, self._sums[worker.sums].brought)
+            self.tell(rank, ActDone())
             return
         this = self._sums[worker.sums]
         if not self._engine.is_rooted(worker.waits):
@@ -143,16 +146,25 @@ class Draft:
             case SumBucket(bucket=bucket):
                 self._know_sum(rank, bucket)
             case CloseStep():
+                heard = self._result(this, self._wishes.heard(self._members, worker.taken))
+                self._set(rank, heard=worker.heard | heard)
                 self.tell(rank, StepClosed())
+            case TakeChanges():
+                self._set(rank, aside=self._result(this, self._wishes.asked))
+                if Lapse.TAKES_AT_ONCE in self._engine.world.lapses:
+                    self._make_changes(rank)
+                self.tell(rank, ActDone())
             case HandOver(step=step, bucket=bucket):
                 self._hold(rank, bucket, _number(this.brought[0]))
                 self._memory.read(rank, bucket, self._what(rank, bucket))
                 self.tell(rank, HandedOver(step, bucket))
             case ShareProgress():
                 everybody = {who: _progress(payload) for who, payload in this.brought}
+                for progress in everybody.values():
+                    self._set(rank, heard=self._worker(rank).heard | progress.flags & ~CALM)
                 self.tell(rank, ProgressKnown(everybody, self._engine.world.buckets))
             case LoadCheckpoint():
-                self._load(rank, _number(this.brought[0]))
+                self.tell(rank, self._load(rank, *_state(this.brought[0])))
 
     def fail(self, rank: int) -> None:
         """Let the sum that ``rank`` waits in fail there."""
@@ -161,6 +173,7 @@ class Draft:
         if self._engine.world.in_place and isinstance(worker.waits, SumBucket):
             self._set(rank, inputs=worker.inputs & ~(1 << worker.waits.bucket))
         self._memory.failed(rank)
+        self._set(rank, calm=False)
         self.tell(rank, PeerLost())
 
     def add(self, rank: int) -> None:
@@ -188,7 +201,8 @@ class Draft:
             return
         self._announce(rank, late.barrier)
         barrier = AtBarrier("B", SumBucket(late.what.step, late.bucket))
-        this = self._sums.get(late.barrier) or Sum(late.barrier, (barrier, late.what.step, late.what.group), 0, ())
+        what = (barrier, late.what.step, late.what.group, 0)
+        this = self._sums.get(late.barrier) or Sum(late.barrier, what, 0, ())
         self._sums[late.barrier] = this._replace(entered=this.entered | 1 << rank)
 
     def read(self, rank: int) -> None:
@@ -204,20 +218,43 @@ class Draft:
     def decide(self, yes: int) -> None:
         """Decide the agreement or the shrink that all the living wait in."""
         living = living_ranks(self._workers)
-        shrinking = isinstance(self._worker(lowest(living)).waits, Shrink)
-        if shrinking:
-            self._members, self._failed, self._revokers, self._sums, self._fenced = living, 0, 0, {}, False
-            self._memory.renew()
-        else:
-            self._fenced = True
+        if isinstance(self._worker(lowest(living)).waits, Shrink):
+            self._shrink(living)
+            return
+        self._fenced = True
         for rank in ranks(living):
-            event = Shrunk() if shrinking else Agreed(bool(yes & 1 << rank))
-            if shrinking:
-                self._set(rank, sums=0)
-            if self._engine.world.atomic and not self._is_seen_outside(rank, event):
-                self.tell(rank, event)
-            else:
-                self._set(rank, waits=Returning(event))
+            value = bool(yes & 1 << rank)
+            if not value and self._worker(rank).waits == Agree(flag=True):
+                self._set(rank, calm=False)
+            self._answer(rank, Agreed(value))
+
+    def _shrink(self, living: int) -> None:
+        heard = sum(1 << rank for rank in ranks(living) if self._worker(rank).heard & CHANGE)
+        leaving, admitted = self._wishes.shrink(living, heard, self._engine.world.lapses)
+        self._members, self._failed, self._revokers, self._sums, self._fenced = living, 0, 0, {}, False
+        self._memory.renew()
+        for rank in ranks(living):
+            self._set(rank, sums=0, heard=self._worker(rank).heard & ~CHANGE)
+        if not living & ~leaving:
+            msg = f"nobody stays: {list(ranks(leaving))} leave, who alone have the state"
+            raise Violation(msg)
+        self._members = living & ~leaving | admitted
+        self._wishes = self._wishes.without(admitted)
+        for rank in ranks(leaving):
+            self.tell(rank, Parted())
+            while self._is_doing(rank):
+                self.do(rank)
+        for rank in ranks(admitted):
+            self._workers[rank] = self._engine.newborn()
+        for rank in ranks(self._members):
+            self._answer(rank, Admitted() if admitted & 1 << rank else Shrunk())
+
+    def _answer(self, rank: int, event: Event) -> None:
+        """Let ``rank`` hear what was decided, at once if that makes no difference."""
+        if self._engine.world.atomic and not self._is_seen_outside(rank, event):
+            self.tell(rank, event)
+        else:
+            self._set(rank, waits=Returning(event))
 
     def _is_seen_outside(self, rank: int, event: Event) -> bool:
         _, orders = self._engine.minds.handle(self._worker(rank).mind, event)
@@ -263,111 +300,20 @@ class Draft:
                 return self._revoke(rank)
             case Agree() | Shrink():
                 self._set(rank, waits=order)
+            case Install(step=step):
+                return self._install(rank, step)
+            case MakeChanges():
+                self._make_changes(rank)
+                return ActDone()
             case Leave():
                 self._leave(rank)
+            case GiveUp():
+                self._give_up(rank)
             case SumBucket() if self._engine.world.shared:
                 self._enter_sum(rank, order)
             case _:
                 self._enter(rank, order)
         return None
-
-    def _compute(self, rank: int, step: int) -> Event:
-        self._check_step(rank, step, "computes")
-        if step >= self._engine.world.steps:
-            return RanOut()
-        everything = (1 << self._engine.world.buckets) - 1
-        self._set(rank, group=self._members, inputs=everything, have=(0,) * self._engine.world.buckets)
-        self._memory.compute(rank, step, self._members)
-        return Computed()
-
-    def _discard(self, rank: int, step: int) -> Event:
-        self._check_step(rank, step, "discards")
-        self._drop_gradients(rank)
-        return ActDone()
-
-    def _apply(self, rank: int, step: int) -> Event:
-        self._check_step(rank, step, "applies")
-        worker = self._worker(rank)
-        self._check_have(rank, worker, "applies")
-        self._check_nothing_is_missing(rank, worker)
-        self._write(rank, step, (worker.group, *worker.have))
-        self._memory.apply(rank, [self._what(rank, bucket) for bucket in range(len(worker.have))])
-        self._drop_gradients(rank)
-        self._set(rank, steps=step + 1)
-        self._check_nobody_is_far_from(rank, step + 1)
-        return StepApplied()
-
-    def _check_nobody_is_far_from(self, rank: int, steps: int) -> None:
-        for other in self._workers:
-            if other is not None and other.steps != LOADING and abs(other.steps - steps) > 1:
-                msg = f"more than one apart: {rank} has {steps} steps, somebody has {other.steps}"
-                raise Violation(msg)
-
-    def _check_nothing_is_missing(self, rank: int, worker: Worker) -> None:
-        for bucket, whose in enumerate(worker.have):
-            must_be_in = living_ranks(self._workers) if self._engine.world.lossy else worker.group
-            if whose & ~worker.group or must_be_in & ~whose:
-                msg = f"gradients are missing: {rank} applies step {worker.steps}, bucket {bucket}, of {list(ranks(whose))} only"
-                raise Violation(msg)
-
-    def _write(self, rank: int, step: int, what: tuple[int, ...]) -> None:
-        if len(self._log) == step:
-            self._log.append(what)
-        elif self._log[step] != what:
-            kind = "published state is not in the history" if step < self._published else "replicas differ"
-            msg = f"{kind}: {rank} puts something else into step {step}"
-            raise Violation(msg)
-
-    def _publish(self, rank: int, step: int) -> None:
-        if self._worker(rank).steps <= step:
-            msg = f"published state is not in the history: {rank} publishes step {step} and does not have it"
-            raise Violation(msg)
-        if self._engine.world.all_publish:
-            self._set(rank, told=max(self._worker(rank).told, step + 1))
-        if (step + 1) % self._engine.world.checkpoint_every == 0:
-            self._published = max(self._published, step + 1)
-
-    def _revoke(self, rank: int) -> Event:
-        if not self._fenced and living_ranks(self._workers) != 1 << rank:
-            msg = f"revoke meets shrink: {rank} revokes what others may still be building"
-            raise Violation(msg)
-        self._revokers |= 1 << rank
-        return Revoked()
-
-    def _leave(self, rank: int) -> None:
-        worker = self._worker(rank)
-        if worker.steps != self._engine.world.steps and not worker.saved:
-            msg = f"left too early: {rank} leaves after {worker.steps} steps of {self._engine.world.steps}"
-            raise Violation(msg)
-        if worker.steps < self._published:
-            msg = f"published state is not in the history: {rank} leaves without it"
-            raise Violation(msg)
-        self._published = worker.steps  # its result is out
-        self._remove(rank)
-        self._left |= 1 << rank
-
-    def _remove(self, rank: int) -> None:
-        self._workers[rank] = None
-        self._failed &= ~(1 << rank)
-        self._revokers &= ~(1 << rank)
-
-    def _load(self, rank: int, steps: int) -> None:
-        if steps < self._published:
-            msg = f"published state is not in the history: {rank} loads step {steps}"
-            raise Violation(msg)
-        self._drop_gradients(rank)
-        self._set(rank, steps=steps)
-        self.tell(rank, CheckpointLoaded(steps))
-
-    def _hold(self, rank: int, bucket: int, whose: int) -> None:
-        worker = self._worker(rank)
-        have = (*worker.have[:bucket], whose, *worker.have[bucket + 1 :])
-        self._set(rank, have=have, inputs=worker.inputs & ~(1 << bucket))  # known, so its input is dropped
-        self._memory.summed(rank, bucket)
-
-    def _drop_gradients(self, rank: int) -> None:
-        self._workers[rank] = self._worker(rank).without_gradients()
-        self._memory.drop(rank)
 
     # -- sums
 
@@ -378,7 +324,9 @@ class Draft:
             self._set(rank, steps=LOADING)
         worker = self._worker(rank)
         # What is added up must be gradients of the same attempt of the same step on the same weights.
-        what = (type(order),) if isinstance(order, ShareProgress) else (order, worker.steps, worker.group)
+        what: tuple[object, ...] = (order, worker.steps, worker.group, worker.taken)
+        if isinstance(order, ShareProgress | Welcome | TakeChanges):
+            what = (type(order),)
         number = worker.sums + 1
         this = self._sums.get(number) or Sum(number, what, 0, ())
         if this.what != what:
@@ -437,9 +385,12 @@ class Draft:
             case HandOver(bucket=bucket, source=source) if source == rank:
                 return self._hands_over(rank, bucket)
             case ShareProgress(progress=progress):
-                return progress
+                passed_on = worker.heard & ~ASK if Lapse.KEEPS_ASK in self._engine.world.lapses else worker.heard
+                return dataclasses.replace(progress, flags=passed_on | CALM * worker.calm)
+            case Welcome():
+                return self._gives(rank, order)
             case LoadCheckpoint() if rank == lowest(self._members):
-                return self._published
+                return self._published, self._published_taken
         return None
 
     def _hands_over(self, rank: int, bucket: int) -> int:
@@ -458,6 +409,12 @@ class Draft:
             msg = f"never published: {rank} closes step {step}, and has not published all before"
             raise Violation(msg)
 
+    def _result(self, this: Sum, result: int) -> int:
+        """Return what a sum says; ``result`` if nobody knows it yet."""
+        if this.result < 0:
+            self._sums[this.number] = this = this._replace(result=result)
+        return this.result
+
     def _is_of_use(self, this: Sum) -> bool:
         """Return whether anybody can still complete ``this``."""
         may_enter = living_ranks(self._workers) | self._memory.may_enter(this.number)
@@ -465,8 +422,8 @@ class Draft:
         needed = self._members
         for rank in ranks(living_ranks(self._workers) & ~self._failed):
             worker = self._worker(rank)
-            if worker.sums == this.number and self._engine.is_rooted(worker.waits):
-                needed = 1 << lowest(self._members)
+            if worker.sums == this.number and isinstance(worker.waits, SUMS):
+                needed &= self._engine.needed(self._members, rank, worker.waits)
         if needed & ~this.entered & never_again:
             return False
         for rank in ranks(living_ranks(self._workers) & ~self._failed):
@@ -482,11 +439,10 @@ class Draft:
         """Let everything happen that the move makes happen at once; forget what makes no difference any more."""
         while (living := living_ranks(self._workers)) and self._decides_at_once(living):
             self.decide(0)
-        in_weights = [worker.steps for worker in self._workers if worker is not None]
-        kept = max([self._published, *in_weights])
-        everybody_has = min(in_weights, default=0)
+        sums = tuple(this for this in sorted(self._sums.values()) if self._is_of_use(this))
+        somewhere = [*self._steps_somewhere(sums)]
+        kept, everybody_has = max([self._published, *somewhere]), min(somewhere, default=0)
         log = [None if step < everybody_has else what for step, what in enumerate(self._log[:kept])]
-        sums = (this for this in sorted(self._sums.values()) if self._is_of_use(this))
         return State(
             workers=tuple(self._workers),
             left=self._left,
@@ -497,9 +453,22 @@ class Draft:
             sums=tuple(this._replace(brought=tuple(sorted(this.brought, key=lambda b: b[0]))) for this in sums),
             log=tuple(log),
             published=self._published,
+            published_taken=self._published_taken,
             deaths_left=self._deaths_left,
             memory=self._memory.finish(living_ranks(self._workers), self._members),
+            wishes=self._wishes,
         )
+
+    def _steps_somewhere(self, sums: Sequence[Sum]) -> Iterator[int]:
+        """Yield how many steps are in the weights of somebody, or in what a newcomer was given, or may yet be."""
+        for worker in self._workers:
+            if worker is not None and worker.steps != JOINING:
+                yield worker.steps
+            if worker is not None and worker.given is not None:
+                yield worker.given[0]
+        for _, payload in (each for this in sums for each in this.brought):
+            if isinstance(payload, tuple):
+                yield payload[0]
 
     def _decides_at_once(self, living: int) -> bool:
         waits = [self._worker(rank).waits for rank in ranks(living)]
@@ -513,39 +482,16 @@ class Draft:
             return True
         return all(isinstance(order, Agree) for order in waits) and Agree(flag=False) in waits
 
-    # -- looking things up
-
-    def _worker(self, rank: int) -> Worker:
-        worker = self._workers[rank]
-        assert worker is not None
-        return worker
-
-    def _what(self, rank: int, bucket: int) -> What:
-        worker = self._worker(rank)
-        return What(worker.steps, worker.group, worker.have[bucket])
-
-    def _what_is_added(self, rank: int) -> What:
-        worker = self._worker(rank)
-        return What(worker.steps, worker.group, self._members)
-
-    def _set(self, rank: int, **fields: Any) -> None:
-        self._workers[rank] = self._worker(rank)._replace(**fields)
-
-    def _check_step(self, rank: int, step: int, does: str) -> None:
-        steps = self._worker(rank).steps
-        if steps != step:
-            msg = f"wrong step: {rank} {does} step {step} with {steps} steps in its weights"
-            raise Violation(msg)
-
-    def _check_have(self, rank: int, worker: Worker, does: str) -> None:
-        if 0 in worker.have:
-            msg = f"bucket missing: {rank} {does} step {worker.steps} without bucket {worker.have.index(0)}"
-            raise Violation(msg)
-
 
 def _number(brought: tuple[int, Payload]) -> int:
     payload = brought[1]
     assert isinstance(payload, int)
+    return payload
+
+
+def _state(brought: tuple[int, Payload]) -> tuple[int, int]:
+    payload = brought[1]
+    assert isinstance(payload, tuple)
     return payload
 
 

@@ -14,6 +14,8 @@ The engine:
   or not: the death, and the dead one's flag, may or may not count;
 - ``Shrink`` returns a group of all who were alive, so that one of them may be dead in it;
 - a worker that left looks dead, or blocks those who need it;
+- ``Shrink`` leaves out who wants to leave, unless all do, and admits newcomers if all the living have heard of them;
+- a newcomer has the state when all have given who are no newcomers; a giver is done when it likes, and may die then;
 - with shared memory: a barrier of a sum may lie and return when a member is dead; a worker may be stopped while it
   adds. To the others it is dead, but it may wake up at any time later and write where it was writing.
 
@@ -43,8 +45,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from holdfast.errors import InternalError
+from holdfast.errors import InternalError, JobError
 from holdfast.events import (
+    JOINING,
     Action,
     Agree,
     CloseStep,
@@ -57,11 +60,14 @@ from holdfast.events import (
     ShareProgress,
     Shrink,
     SumBucket,
+    TakeChanges,
+    Welcome,
 )
 from holdfast.recovery import Protocol, Strategy
+from holdfast.testing.abstract_members import CHANGE, NO_LAPSE, Lapse, Wish, Wishes
 from holdfast.testing.abstract_memory import NO_RULE, Adding, AtBarrier, Memory, Rule, Violation, first_memory, ranks
 
-Payload = int | Progress
+Payload = int | Progress | tuple[int, int]
 """What one worker brings to a sum, as far as others care."""
 
 
@@ -86,6 +92,10 @@ class World:
         lying: Whether the barriers of a sum may return although a dead member has not entered them.
         keep_input: Whether gradients stay whole until their step is over, not only until their sum is known.
         without: Rules of the sum through shared memory that are left out.
+        newcomers: Workers that may come.
+        leavers: Workers that may be told to leave.
+        changes: Strategies that the running job may be changed to, one after the other.
+        lapses: What the engine does wrong with these.
         make_protocol: Makes one worker's protocol from a strategy and the number of buckets. Give a broken one to
             see that it is found out.
     """
@@ -106,6 +116,10 @@ class World:
     lying: bool = False
     keep_input: bool = False
     without: Rule = NO_RULE
+    newcomers: int = 0
+    leavers: frozenset[int] = frozenset()
+    changes: tuple[Strategy, ...] = ()
+    lapses: Lapse = NO_LAPSE
     make_protocol: Callable[[Strategy, int], Protocol] = Protocol
 
 
@@ -127,6 +141,11 @@ class Doing(Action):
     orders: tuple[Action, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class GiveUp(Action):
+    """Not an order: the protocol says that the job cannot go on."""
+
+
 class Worker(NamedTuple):
     """A living worker.
 
@@ -134,12 +153,18 @@ class Worker(NamedTuple):
         mind: Its protocol, by number.
         waits: The order that it waits in.
         sums: Sums that it has entered on this communicator.
-        steps: Steps in its weights, LOADING while they are being replaced.
+        steps: Steps in its weights, LOADING while they are being replaced, JOINING if it has not got the others' yet.
         group: Who shared the mini-batch whose gradients it has, 0 if it has none.
         inputs: Buckets whose own gradient it still has.
         have: By bucket, whose gradients are in the sum that it holds, 0 if it holds none.
         saved: It was ordered to save and stop.
         told: Steps that it was told are stable, if that is checked.
+        heard: Of CHANGE, ASK and LEAVE, what it has heard in closing sums and nothing was done about.
+        calm: It is about to meet the others because members change, and has seen no failure.
+        taken: How often its settings were changed.
+        used: The same, when it applied the newest of its steps.
+        aside: The same, of those that it has been given; 0 if there are none that do not count yet.
+        given: Steps in the state that it has been given as a newcomer, and ``taken``; None if there is none.
     """
 
     mind: int
@@ -149,8 +174,14 @@ class Worker(NamedTuple):
     group: int
     inputs: int
     have: tuple[int, ...]
-    saved: bool
-    told: int
+    saved: bool = False
+    told: int = 0
+    heard: int = 0
+    calm: bool = False
+    taken: int = 0
+    used: int = 0
+    aside: int = 0
+    given: tuple[int, int] | None = None
 
     def without_gradients(self) -> Worker:
         """Return the worker with nothing of a step in its hands."""
@@ -158,12 +189,16 @@ class Worker(NamedTuple):
 
 
 class Sum(NamedTuple):
-    """A sum that somebody can still complete: its number on the communicator, what it is, and who brought what."""
+    """A sum that somebody can still complete: its number on the communicator, what it is, and who brought what.
+
+    ``result`` is what a closing sum says, or how many changes are taken; -1 as long as nobody knows it.
+    """
 
     number: int
     what: tuple[object, ...]
     entered: int
     brought: tuple[tuple[int, Payload], ...]
+    result: int = -1
 
 
 class State(NamedTuple):
@@ -179,8 +214,10 @@ class State(NamedTuple):
         sums: Those in progress.
         log: By step, what was put into the weights; None once everybody alive has it.
         published: Steps in the newest published state.
+        published_taken: How often the settings had been changed when that was made: they are a part of it.
         deaths_left: How many may still die.
         memory: What is shared, empty if nothing is.
+        wishes: Who wants to come or leave.
     """
 
     workers: tuple[Worker | None, ...]
@@ -192,8 +229,10 @@ class State(NamedTuple):
     sums: tuple[Sum, ...]
     log: tuple[tuple[int, ...] | None, ...]
     published: int
+    published_taken: int
     deaths_left: int
     memory: Memory
+    wishes: Wishes
 
 
 class Die(NamedTuple):
@@ -256,10 +295,10 @@ class Read(NamedTuple):
     rank: int
 
 
-Move = Die | Complete | Fail | Hear | Do | Decide | Add | Stop | Wake | Read
+Move = Die | Complete | Fail | Hear | Do | Decide | Add | Stop | Wake | Read | Wish
 
-SUMS = (SumBucket, AtBarrier, CloseStep, HandOver, ShareProgress, LoadCheckpoint)
-"""What is carried out as a sum on the communicator."""
+SUMS = (SumBucket, AtBarrier, CloseStep, HandOver, ShareProgress, LoadCheckpoint, TakeChanges, Welcome)
+"""What is carried out on the communicator, and may fail: a sum, but for :class:`Welcome`."""
 
 
 def lowest(mask: int) -> int:
@@ -295,11 +334,22 @@ class Minds:
             except InternalError as error:
                 msg = f"internal error: {error}"
                 raise Violation(msg) from error
-            number = self._number.setdefault(protocol.key(), len(self._protocols))
-            if number == len(self._protocols):
-                self._protocols.append(protocol)
-            self._answers[key] = (number, orders)
+            except JobError:
+                orders = [GiveUp()]
+            self._answers[key] = (self._number_of(protocol), orders)
         return self._answers[key]
+
+    def set_strategy(self, mind: int, strategy: Strategy) -> int:
+        """Return the number of the protocol that decides by ``strategy`` from now on."""
+        protocol = copy.copy(self._protocols[mind])
+        protocol.set_strategy(strategy)
+        return self._number_of(protocol)
+
+    def _number_of(self, protocol: Protocol) -> int:
+        number = self._number.setdefault(protocol.key(), len(self._protocols))
+        if number == len(self._protocols):
+            self._protocols.append(protocol)
+        return number
 
 
 # ---------------------------------------------------------------------------------------------
@@ -310,43 +360,43 @@ class Engine:
     """The rules of one world: which moves there are, and who may wait for ever."""
 
     def __init__(self, strategy: Strategy, world: World) -> None:
+        if world.shared and (world.newcomers or world.changes):
+            msg = "the sum through shared memory is explored among the same workers with the same settings"
+            raise InternalError(msg)
         self.world = world
+        self.strategies = (strategy, *world.changes)
         self.minds = Minds(world.make_protocol(strategy, world.buckets))
 
     def blank_state(self) -> State:
         """Return the state before anybody has started."""
-        everybody = (1 << self.world.workers) - 1
-        newborn = Worker(
-            mind=0,
-            waits=Leave(),
-            sums=0,
-            steps=0,
-            group=0,
-            inputs=0,
-            have=(0,) * self.world.buckets,
-            saved=False,
-            told=0,
-        )
         return State(
-            workers=(newborn,) * self.world.workers,
+            workers=(self.newborn(0),) * self.world.workers + (None,) * self.world.newcomers,
             left=0,
-            members=everybody,
+            members=(1 << self.world.workers) - 1,
             failed=0,
             revokers=0,
             fenced=True,
             sums=(),
             log=(),
             published=0,
+            published_taken=0,
             deaths_left=self.world.deaths,
             memory=first_memory(self.world.workers, self.world.buckets) if self.world.shared else Memory(),
+            wishes=Wishes(unborn=((1 << self.world.newcomers) - 1) << self.world.workers),
         )
+
+    def newborn(self, steps: int = JOINING) -> Worker:
+        """Return a worker that has done nothing, with ``steps`` in its weights."""
+        nothing = (0,) * self.world.buckets
+        return Worker(mind=0, waits=Leave(), sums=0, steps=steps, group=0, inputs=0, have=nothing)
 
     def moves(self, state: State) -> list[Move]:
         """Return what can happen next."""
         living = living_ranks(state.workers)
         gone = state.members & ~living
         quiet = self.world.atomic and not (self.world.shared or state.deaths_left or gone or state.failed)
-        moves: list[Move] = []
+        wishes = self._wishes(state, living)
+        moves: list[Move] = [Die(rank) for rank in ranks(state.wishes.waiting) if state.deaths_left]
         for rank in ranks(living):
             if state.deaths_left:
                 moves.append(Die(rank))
@@ -363,10 +413,29 @@ class Engine:
                     moves.append(Fail(rank))
             moves += self._memory_moves(state, rank, worker)
             if quiet and moves:
-                return moves[:1]
-        moves += self._decisions(state, living, gone)
+                return [*wishes, *moves[:1]]
+        moves += [*wishes, *self._decisions(state, living, gone)]
         moves += [Wake(late.rank) for late in state.memory.late]
         return moves
+
+    def _wishes(self, state: State, living: int) -> list[Wish]:
+        """Return what may be wished now: where somebody hears of it, and nobody knows the result yet."""
+        wishes = state.wishes
+        may_ask = wishes.asked < len(self.world.changes)
+        leavers = sum(1 << rank for rank in self.world.leavers) & living & ~wishes.told
+        if not (wishes.unborn or leavers or may_ask):
+            return []
+        closing = [s for s in state.sums if isinstance(s.what[0], CloseStep) and s.entered == state.members]
+        if any(this.result < 0 for this in closing):
+            asks = [Wish(-1)] if may_ask else []
+            first = wishes.unborn & -wishes.unborn  # newcomers are all alike
+            return [*asks, *(Wish(rank) for rank in ranks(first | leavers))]
+        all_hear = any(this.result & CHANGE for this in closing)
+        return [Wish(rank) for rank in ranks(leavers) if all_hear or self._has_heard(state.workers[rank])]
+
+    @staticmethod
+    def _has_heard(worker: Worker | None) -> bool:
+        return worker is not None and bool(worker.heard & CHANGE)
 
     def _memory_moves(self, state: State, rank: int, worker: Worker) -> list[Move]:
         moves: list[Move] = []
@@ -400,7 +469,7 @@ class Engine:
     def _is_sure(self, state: State, living: int, move: Move) -> bool:
         dead = state.members & ~living & ~state.left
         match move:
-            case Die() | Stop() | Wake():
+            case Die() | Stop() | Wake() | Wish():
                 return False
             case Hear() | Do() | Add() | Read():
                 return True
@@ -415,13 +484,18 @@ class Engine:
         """Return whether the sum that ``rank`` waits in has all that ``rank`` needs."""
         if self.world.lying and isinstance(worker.waits, AtBarrier) and state.members & ~living_ranks(state.workers):
             return True
+        needed = self.needed(state.members, rank, worker.waits)
         this = next((s for s in state.sums if s.number == worker.sums), None)
-        if this is None:
-            return False
-        if self.is_rooted(worker.waits):
-            root = lowest(state.members)
-            return rank == root or bool(this.entered & 1 << root)
-        return this.entered == state.members
+        return not needed & ~(1 << rank if this is None else this.entered)
+
+    def needed(self, members: int, rank: int, order: Action) -> int:
+        """Return who must have entered what ``order`` says before ``rank`` can complete it."""
+        if self.is_rooted(order):
+            return 1 << lowest(members)
+        if isinstance(order, Welcome):
+            newcomers = sum(1 << newcomer for newcomer in order.newcomers)
+            return members & ~newcomers if newcomers & 1 << rank else 1 << rank
+        return members
 
     def is_rooted(self, order: Action) -> bool:
         """Return whether ``order`` is a broadcast."""

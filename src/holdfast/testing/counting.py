@@ -92,10 +92,27 @@ class CountingCommunicator:
         self._count("revoke", 0)
         self._comm.revoke()
 
-    def shrink(self) -> None:
+    def shrink(self, *, admits: int = -1, leaves: bool = False) -> bool:
         """Count and hand on."""
         self._count("shrink", 0)
-        self._comm.shrink()
+        return self._comm.shrink(admits=admits, leaves=leaves)
+
+    def newcomers(self, loop: int) -> tuple[int, ...]:
+        """Hand on; nothing is sent."""
+        return self._comm.newcomers(loop)
+
+    def announce(self, loop: int) -> None:
+        """Hand on."""
+        self._comm.announce(loop)
+
+    def join(self, loop: int) -> bool:
+        """Hand on."""
+        return self._comm.join(loop)
+
+    @property
+    def is_stranded(self) -> bool:
+        """Hand on."""
+        return self._comm.is_stranded
 
     def failed(self) -> tuple[int, ...]:
         """Hand on."""

@@ -2,8 +2,8 @@
 
 It drives the real :class:`~holdfast.recovery.Protocol`, one per worker, over an abstract engine. This file holds the
 search, which is every run or one at random, and the trace of what it finds. ``abstract_engine`` says what there is and
-what can happen next, ``abstract_draft`` what a move changes and which promises are checked, ``abstract_memory`` what
-lies in shared memory.
+what can happen next, ``abstract_draft`` what a move changes, ``abstract_work`` what a worker does by itself, both with the
+promises that are checked, ``abstract_members`` who wants to come or leave, ``abstract_memory`` what lies in shared memory.
 """
 
 from __future__ import annotations
@@ -36,9 +36,10 @@ from holdfast.testing.abstract_engine import (
     Worker,
     World,
 )
+from holdfast.testing.abstract_members import Lapse, Wish
 from holdfast.testing.abstract_memory import Adding, AtBarrier, Rule, Violation, ranks
 
-__all__ = ["Result", "Rule", "World", "explore", "walk"]
+__all__ = ["Lapse", "Result", "Rule", "World", "explore", "walk"]
 
 _STUCK = "deadlock: somebody waits for ever"
 
@@ -145,6 +146,8 @@ def _trace(came_from: dict[State, tuple[State, Move] | None], state: State) -> t
 
 def _describe_move(state: State, move: Move) -> str:
     match move:
+        case Die(rank) if state.wishes.waiting & 1 << rank:
+            return f"{rank} dies before it is admitted"
         case Die(rank):
             return f"{rank} dies in {_show(state.workers[rank])}"
         case Complete(rank):
@@ -166,10 +169,15 @@ def _describe_move(state: State, move: Move) -> str:
             return f"{rank} wakes and finishes bucket {bucket}"
         case Read(rank):
             return f"the optimizer of {rank} has read"
+        case Wish(-1):
+            return "there are new settings"
+        case Wish(rank):
+            return f"{rank} waits to join" if state.wishes.unborn & 1 << rank else f"{rank} is told to leave"
 
 
 def _describe_state(state: State) -> str:
     gone = {late.rank: "stopped" for late in state.memory.late} | dict.fromkeys(ranks(state.left), "left")
+    gone |= dict.fromkeys(ranks(state.wishes.unborn), "to come") | dict.fromkeys(ranks(state.wishes.waiting), "waiting")
     return ", ".join(f"{rank}: {gone.get(rank) or _show(worker)}" for rank, worker in enumerate(state.workers))
 
 

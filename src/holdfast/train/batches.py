@@ -78,6 +78,7 @@ class Plan:
         batch: ``"global"`` or ``"local"``.
         workers: How many of the living share the work; -1 is as many as ``world`` has.
         speeds: How fast workers compute, by rank, relative to each other; who is not named counts as 1.
+        given_batch_size: What the script said, where ``batch_size`` was changed since: an epoch stays as long as it was.
     """
 
     num_samples: int
@@ -93,6 +94,7 @@ class Plan:
     batch: str
     workers: int = -1
     speeds: Mapping[int, float] = field(default_factory=dict)
+    given_batch_size: int = 0
 
     @property
     def seats(self) -> int:
@@ -107,7 +109,8 @@ class Plan:
     @property
     def epoch_samples(self) -> int:
         """Samples of an epoch that belong to the plan."""
-        return self.num_samples - self.num_samples % self.batch_size if self.drop_last else self.num_samples
+        dropped = self.num_samples % (self.given_batch_size or self.batch_size)
+        return self.num_samples - dropped if self.drop_last else self.num_samples
 
     @property
     def num_steps(self) -> int:
@@ -156,26 +159,24 @@ class Batches:
     def _distribute(self, members: Sequence[int]) -> tuple[int, list[int]]:
         """Return the number of pieces and who holds each: contiguous runs of slices, as even as can be.
 
-        The lowest share the work; spares have higher numbers, and come in when somebody below them has died.
+        The lowest share the work; spares have higher numbers, and come in when somebody below them has died. It makes no
+        difference whether there are fewer than at first because some died or because the user said so.
         """
         plan = self._plan
         active = list(members[: plan.seats])
-        if len(active) < plan.seats:
-            if plan.batch == "local":
-                kept = [rank for rank in _runs(plan.slices, self._seats(active)) if rank >= 0]
-                return (len(kept), kept) if kept else (len(active), active)
-            if plan.split == "even":
-                return len(active), active
+        if len(active) < len(plan.world) and plan.batch == "local":
+            kept = [rank for rank in _runs(plan.slices, self._seats(active)) if rank >= 0]
+            return (len(kept), kept) if kept else (len(active), active)
+        if len(active) != len(plan.world) and plan.split == "even":
+            return len(active), active
         if plan.speeds:
             return plan.slices, _fair_runs(plan.slices, active, plan.speeds)
         return plan.slices, _runs(plan.slices, active)
 
     def _seats(self, active: Sequence[int]) -> list[int]:
         """Return who sits where the workers of the first world sat, -1 where nobody does."""
-        first = self._plan.world[: self._plan.seats]
-        others = iter([rank for rank in active if rank not in first])
-        seats = [*first, *[-1] * (self._plan.seats - len(first))]
-        return [rank if rank in active else next(others, -1) for rank in seats]
+        others = iter([rank for rank in active if rank not in self._plan.world])
+        return [rank if rank in active else next(others, -1) for rank in self._plan.world]
 
     def _order_of(self, epoch: int) -> Ids:
         if epoch != self._epoch:

@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import dataclasses
 import secrets
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from holdfast.checkpoint import Loaded
+from holdfast.checkpoint.writer import Outcome
 from holdfast.errors import CheckpointCorrupt, ConfigError
 from holdfast.train.ledger import Account
 from holdfast.train.place import Place
 from holdfast.train.replica import Replica
+from holdfast.train.requests import Requests
 from holdfast.train.scribe import Scribe
 from holdfast.train.seeds import generator_states, set_generator_states
 from holdfast.train.state import clone, model_sha256, model_tensors
@@ -33,14 +34,16 @@ class Beginning:
         replica: What is restored.
         place: What goes back with it.
         scribe: Is told of damage.
+        requests: What was changed while the job ran; goes back too.
     """
 
-    def __init__(self, world: World, replica: Replica, place: Place, scribe: Scribe) -> None:
+    def __init__(self, world: World, replica: Replica, place: Place, scribe: Scribe, requests: Requests) -> None:
         self._world = world
         self._replica = replica
         self._place = place
         self._scribe = scribe
-        self._initial: dict[str, Any] | None = None
+        self._requests = requests
+        self._initial: Loaded | None = None
         self._given: tuple[Any, dict[str, Any]] | None = None
         self.belongs_to_later_loop = False
 
@@ -59,15 +62,16 @@ class Beginning:
         step, token, fallback = world.comm.maximum(mine)
         world.keeper.start_over(token, fallback)
         if step >= 0:
-            self._restore(world.keeper.load(step))
+            self._restore(world.keeper.load(step), keeps=True)
             return
         if self._initial is not None:
-            self._replica.load_state_dict(self._initial)
-            self._place.begin_again()
-            world.step = world.first_step_of_loop
+            self._restore(self._initial)
         self._make_equal()
         if world.settings.strategy == "restart":
-            self._initial = clone(self._replica.state_dict())
+            self._initial = self._loaded(world.step, clone(self._state()), self._info())
+
+    def _loaded(self, step: int, state: dict[str, Any], info: dict[str, Any]) -> Loaded:
+        return Loaded(step=step, state=state, info=info, generation=self._world.comm.generation)
 
     def save(self) -> None:
         """Take the state before the step in progress, to be written; it does not count yet."""
@@ -77,6 +81,16 @@ class Beginning:
         self._scribe.mark("checkpoint")
         comm = world.comm
         world.keeper.begin(world.step, self._state(), self._info(), comm.processes, comm.here, comm.generation)
+
+    def save_alone(self) -> list[Outcome]:
+        """Save the state before the step in progress, unless one of it or a later one is complete; return what came of it."""
+        comm, keeper = self._world.comm, self._world.keeper
+        if self.belongs_to_later_loop or keeper.has(self._world.step):
+            return keeper.poll()
+        attempt = comm.generation + 1 + comm.here[0]  # one of its own: another survivor may have died at its
+        keeper.begin(self._world.step, self._state(), self._info(), (comm.here,), comm.here, attempt)
+        keeper.publish(self._world.step - 1, attempt, is_lead=True)
+        return keeper.finish()
 
     def _state(self) -> dict[str, Any]:
         return {
@@ -95,14 +109,11 @@ class Beginning:
             "order": world.settings.order,
             "workers": len(world.comm.members),
             "totals": dataclasses.asdict(world.totals),
+            "changes": self._requests.state(),
         }
 
-    def welcome(self, newcomers: tuple[int, ...], changes: dict[str, Any]) -> None:
+    def welcome(self, newcomers: tuple[int, ...]) -> None:
         """Give the state to newcomers, or take it and keep it aside.
-
-        Args:
-            newcomers: Who they are.
-            changes: What was changed since the job began, for them to take too.
 
         Raises:
             PeerFailed: if somebody died meanwhile.
@@ -111,23 +122,21 @@ class Beginning:
         if world.comm.here[0] in newcomers:
             self._given = take_state(world.comm, newcomers)
             return
-        extra = {"step": world.step, "keeper": world.keeper.state(), "changes": changes}
-        give_state(world.comm, newcomers, self._state(), self._info() | extra)
+        first = self._initial
+        state = {"now": self._state(), "first": None if first is None else first.state}
+        info = {"now": self._info(), "first": None if first is None else first.info}
+        more = {"step": world.step, "first_step": 0 if first is None else first.step, "keeper": world.keeper.state()}
+        give_state(world.comm, newcomers, state, info | more)
 
-    def install(self, catch_up: Callable[[dict[str, Any]], None]) -> None:
-        """Go on from the state that was given to this worker, if one was.
-
-        Args:
-            catch_up: Takes the changes that came with it.
-        """
+    def install(self) -> None:
+        """Go on from the state that was given to this worker, if one was."""
         if self._given is None:
             return
         state, info = self._given
         self._given = None
-        catch_up(info["changes"])
-        if self._world.settings.strategy == "restart":
-            self._initial = clone(self._replica.state_dict())
-        self._restore(Loaded(step=info["step"], state=state, info=info, generation=self._world.comm.generation))
+        if state["first"] is not None:
+            self._initial = self._loaded(info["first_step"], state["first"], info["first"])
+        self._restore(self._loaded(info["step"], state["now"], info["now"]), keeps=True)
         self._world.keeper.take_over(info["keeper"])
 
     def _find(self, *, trained: bool) -> int:
@@ -147,7 +156,8 @@ class Beginning:
     def _warn(self, step: int, damage: CheckpointCorrupt) -> None:
         self._scribe.warn(f"passed over step {step}: {damage}")
 
-    def _restore(self, loaded: Loaded) -> None:
+    def _restore(self, loaded: Loaded, *, keeps: bool = False) -> None:
+        """Go on from a state; its tensors are kept if nobody else has them."""
         world, info = self._world, loaded.info
         self.belongs_to_later_loop = info["loop"] > world.loop
         world.loaded = loaded if self.belongs_to_later_loop else None
@@ -156,10 +166,12 @@ class Beginning:
                 msg = f"the checkpoint was made with order={info['order']}, and this run has {world.settings.order}"
                 raise ConfigError(msg)
             self._place.restore(info, loaded.state["ledger"], keep_slices=world.settings.slices > 0)
+            if "changes" in info:
+                self._requests.go_on_from(info["changes"])
             world.slices = self._place.plan.slices
             world.first_step_of_loop = info["first_step_of_loop"]
             world.totals = Account(**info["totals"])
-        self._replica.load_state_dict(loaded.state["replica"])
+        self._replica.load_state_dict(loaded.state["replica"], keeps=keeps and world.loaded is None)
         if not self.belongs_to_later_loop:
             set_generator_states(loaded.state["generators"])
         world.step, world.metrics = loaded.step, dict(loaded.state["metrics"])

@@ -131,9 +131,13 @@ class Keeper:
         # What was begun is begun again for want of this worker, by all alike.
         self._token, self._begun = state["token"], (state["begun"], -1)
 
-    def set_interval(self, steps: int) -> None:
-        """Save every so many steps from now on, by the number of steps."""
-        self._every, self.adaptive = steps if self._named else 0, None
+    def set_interval(self, steps: int, *, automatic: bool) -> None:
+        """Save every so many steps from now on, or as often as pays."""
+        self._every = steps if self._named else 0
+        if not (automatic and self._named):
+            self.adaptive = None
+        elif self.adaptive is None:
+            self.adaptive = Adaptive(self._settings.mtbf_s)
 
     def note_alive(self, members: Collection[int]) -> None:
         """Hear who is left: nobody waits for the parts of the dead."""
@@ -211,6 +215,10 @@ class Keeper:
         except CheckpointError as error:
             self._fail(self._writer.step or 0, error)
         return self.poll()
+
+    def has(self, step: int) -> bool:
+        """Return whether a checkpoint of ``step`` or a later one is complete."""
+        return max(self._checkpoints.steps(), default=-1) >= step
 
     def drop(self) -> None:
         """Forget what does not count yet."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,29 +20,28 @@ class Place:
 
     Args:
         plan: Which samples belong to which step.
+        changes: What was changed while the job ran, see :meth:`change`.
     """
 
-    def __init__(self, plan: Plan) -> None:
-        self.plan = plan
-        self.begin_again()
+    def __init__(self, plan: Plan, changes: Mapping[str, Any]) -> None:
+        self._given = plan
+        self.change(changes)
+        self._begin_again()
 
-    def change(self, **values: Any) -> None:
-        """Cut what follows otherwise: with another ``batch_size``, number of ``workers``, or their ``speeds``."""
-        self.plan = dataclasses.replace(self.plan, **values)
+    def change(self, changes: Mapping[str, Any]) -> None:
+        """Cut what follows otherwise than the script said.
+
+        Args:
+            changes: All that are to be in force, as plain JSON: another ``batch_size``, number of ``workers`` that share
+                the work, or their ``speeds``.
+        """
+        values = dict(changes)
+        if "speeds" in values:
+            values["speeds"] = {int(rank): speed for rank, speed in values["speeds"].items()}
+        self.plan = dataclasses.replace(self._given, **values, given_batch_size=self._given.batch_size)
         self._batches = Batches(self.plan)
 
-    def changes(self) -> dict[str, Any]:
-        """Return what :meth:`change` may have changed, as plain JSON; see :meth:`take_changes`."""
-        plan = self.plan
-        speeds = {str(rank): speed for rank, speed in plan.speeds.items()}
-        return {"batch_size": plan.batch_size, "workers": plan.workers, "speeds": speeds}
-
-    def take_changes(self, changes: dict[str, Any]) -> None:
-        """Cut as the worker does that returned ``changes``."""
-        self.change(**(changes | {"speeds": {int(rank): speed for rank, speed in changes["speeds"].items()}}))
-
-    def begin_again(self) -> None:
-        """Go back to before the first step."""
+    def _begin_again(self) -> None:
         self._batches = Batches(self.plan)
         self._ledger = Ledger(self.plan)
         self._cursor = self.plan.start
@@ -65,7 +64,7 @@ class Place:
     def info(self) -> dict[str, Any]:
         """Return what a checkpoint says in plain words."""
         return {
-            **{name: getattr(self.plan, name) for name in _MUST_NOT_CHANGE},
+            **{name: getattr(self._given, name) for name in _MUST_NOT_CHANGE},
             "epoch": self._cursor.epoch,
             "offset": self._cursor.offset,
         }
@@ -87,13 +86,14 @@ class Place:
         """
         if not keep_slices:
             self.plan = dataclasses.replace(self.plan, slices=info["slices"])
+            self._given = dataclasses.replace(self._given, slices=info["slices"])
         for name in _MUST_NOT_CHANGE:
-            if info[name] != getattr(self.plan, name):
+            if info[name] != getattr(self._given, name):
                 msg = (
-                    f"the checkpoint was made with {name}={info[name]} and this run has {getattr(self.plan, name)}: "
+                    f"the checkpoint was made with {name}={info[name]} and this run has {getattr(self._given, name)}: "
                     "the run would not be the same; give the old value, or start anew in an empty directory"
                 )
                 raise ConfigError(msg)
-        self.begin_again()
+        self._begin_again()
         self._ledger.load_state_dict(ledger)
         self._cursor = Cursor(epoch=info["epoch"], offset=info["offset"])

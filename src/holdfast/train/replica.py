@@ -214,8 +214,12 @@ class Replica:
         """Return everything that a checkpoint must hold, not copied."""
         return {name: thing.state_dict() for name, thing in self._parts().items()} | {"transient": self._transient()}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any], *, keeps: bool = False) -> None:
         """Go back to a state.
+
+        Args:
+            state: What :meth:`state_dict` returned.
+            keeps: Its tensors may become those of this replica; otherwise they are copied.
 
         Raises:
             CheckpointError: if the state is of other parts than this replica has.
@@ -227,7 +231,7 @@ class Replica:
             raise CheckpointError(msg)
         for name, thing in parts.items():
             try:
-                thing.load_state_dict(clone(state[name]))
+                thing.load_state_dict(state[name] if keeps else clone(state[name]))
             except (RuntimeError, ValueError, KeyError) as error:
                 msg = f"the checkpoint's {name} does not fit this session's: {error}"
                 raise CheckpointError(msg) from error

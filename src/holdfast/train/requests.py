@@ -1,8 +1,9 @@
 """Changes to a running job: asked for in a file, taken by all workers before the same step.
 
 Whoever runs the job appends lines to ``requests.jsonl``. A worker that sees a line which was not taken yet says so in the
-closing sum; before the next step the one with the most lines gives the new ones to all. A line is taken once: its number
-is its place in the file.
+closing sum; before the next step the one with the most lines gives the new ones to all, and they count when all know
+that all have them. A line is taken once: its number is its place in the file. How many were taken belongs to the state of
+training: who loads an older one takes the later lines again.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ class Requests:
         self._path = requests_path(Path(run_dir)) if run_dir else None
         self._seen_bytes = 0
         self._lines: list[str] = []
+        self._given: list[tuple[int, str]] | None = None
 
     def are_due(self) -> bool:
         """Return whether there is a line that was not taken; costs a look at the size of a file."""
@@ -53,35 +55,52 @@ class Requests:
         return len(self._lines) > self._world.requests_taken
 
     def take(self) -> None:
-        """Take what is new, at all workers at the same time.
+        """Get what is new, all workers at the same time, and keep it aside.
 
         Raises:
-            PeerFailed: if somebody died; nothing was taken here then.
+            PeerFailed: if somebody died.
         """
         world, comm = self._world, self._world.comm
         me = comm.here[0]
         best, least = comm.maximum([len(self._lines) * _MOST_RANKS - me, -world.requests_taken])
         count = -(-best // _MOST_RANKS)
         text = _share(comm, count * _MOST_RANKS - best, json.dumps(self._lines[-least:count]).encode())
-        for number, line in enumerate(json.loads(text), start=-least):
-            if number >= world.requests_taken:
-                world.requests_taken = number + 1
+        self._given = list(enumerate(json.loads(text), start=-least))
+
+    def make(self) -> None:
+        """Make the changes that were kept aside."""
+        given, self._given = self._given, None
+        for number, line in given or ():
+            if number >= self._world.requests_taken:
+                self._world.requests_taken = number + 1
                 self._make(json.loads(line))
 
     def state(self) -> dict[str, Any]:
-        """Return what a newcomer must know; plain JSON."""
-        world = self._world
-        kept = {"taken": world.requests_taken, "place": self._place.changes()}
-        return kept | {"strategy": world.settings.strategy, "checkpoint_every": world.settings.checkpoint_every}
+        """Return what was changed up to now, as plain JSON."""
+        world, settings = self._world, self._world.settings
+        return {
+            "job": settings.origin_s,
+            "taken": world.requests_taken,
+            "place": dict(world.changes),
+            "strategy": settings.strategy,
+            "checkpoint_every": settings.checkpoint_every,
+            "checkpoint_auto": settings.checkpoint_auto,
+        }
 
-    def catch_up(self, state: Mapping[str, Any]) -> None:
-        """Be as far as the others, as a newcomer."""
-        self._world.requests_taken = state["taken"]
-        self._place.take_changes(state["place"])
-        if state["strategy"] != self._world.settings.strategy:
+    def go_on_from(self, state: Mapping[str, Any]) -> None:
+        """Be as far as whoever returned ``state``. Of another job only the size of the mini-batch counts."""
+        world, settings = self._world, self._world.settings
+        if state["job"] != settings.origin_s:
+            world.changes = {k: value for k, value in state["place"].items() if k == "batch_size"}
+            self._place.change(world.changes)
+            return
+        world.requests_taken, world.changes = state["taken"], dict(state["place"])
+        self._place.change(world.changes)
+        if state["strategy"] != settings.strategy:
             self._strategy(state["strategy"])
-        if state["checkpoint_every"] != self._world.settings.checkpoint_every:
-            self._checkpoint_every(state["checkpoint_every"])
+        how_often = (state["checkpoint_every"], state["checkpoint_auto"])
+        if how_often != (settings.checkpoint_every, settings.checkpoint_auto):
+            self._set_interval(*how_often)
 
     def _read(self) -> None:
         if self._path is None:
@@ -92,7 +111,7 @@ class Requests:
             return
         if size != self._seen_bytes:
             self._seen_bytes = size
-            self._lines = self._path.read_text().splitlines()
+            self._lines = self._path.read_text().split("\n")[:-1]  # half a line is left for the next time
 
     def _make(self, request: Mapping[str, Any]) -> None:
         for name, value in request.items():
@@ -113,22 +132,29 @@ class Requests:
     def _lr(self, value: float) -> None:
         self._replica.set_learning_rate(value)
 
+    def _cut(self, name: str, value: Any) -> None:
+        self._world.changes = self._world.changes | {name: value}
+        self._place.change(self._world.changes)
+
     def _batch_size(self, value: int) -> None:
-        self._place.change(batch_size=value)
+        self._cut("batch_size", value)
 
     def _strategy(self, name: str) -> None:
         self._set(strategy=name)
         self._set_strategy(make_strategy(name, min_workers=self._world.settings.min_workers))
 
     def _checkpoint_every(self, value: int) -> None:
-        self._set(checkpoint_every=value, checkpoint_auto=False)
-        self._world.keeper.set_interval(value)
+        self._set_interval(value, automatic=False)
+
+    def _set_interval(self, steps: int, automatic: bool) -> None:
+        self._set(checkpoint_every=steps, checkpoint_auto=automatic)
+        self._world.keeper.set_interval(steps, automatic=automatic)
 
     def _workers(self, value: int) -> None:
-        self._place.change(workers=value)
+        self._cut("workers", value)
 
     def _speeds(self, value: Mapping[str, float]) -> None:
-        self._place.change(speeds={int(rank): speed for rank, speed in value.items()})
+        self._cut("speeds", dict(value))
 
 
 _CHANGES: dict[str, Callable[[Requests, Any], None]] = {

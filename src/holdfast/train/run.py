@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
 from holdfast.checkpoint.writer import Outcome
 from holdfast.comm import OrderedSum
-from holdfast.errors import CheckpointError, InternalError, PeerFailed, ReplicasDiffer, ScriptError, TooFewWorkers
+from holdfast.errors import (
+    CheckpointError,
+    InternalError,
+    PeerFailed,
+    ReplicasDiffer,
+    ScriptError,
+    StoreLost,
+    TooFewWorkers,
+)
 from holdfast.events import (
+    CALM,
     ActDone,
     Action,
     Admitted,
@@ -32,6 +41,7 @@ from holdfast.events import (
     Install,
     Leave,
     LoadCheckpoint,
+    MakeChanges,
     MembersChange,
     Parted,
     PeerLost,
@@ -64,6 +74,7 @@ from holdfast.train.scribe import Scribe
 from holdfast.train.seeds import seed_slice
 from holdfast.train.state import RotatingDigest, model_sha256, state_sha256
 from holdfast.train.step import Step
+from holdfast.train.stranded import launcher_is_gone, turn
 from holdfast.train.world import ASK, CHANGE, LEAVE, SAVE, STOP, World
 
 
@@ -102,8 +113,9 @@ class Run:
         self._scribe = Scribe(world)
         self._sum = self._get_sum()
         self._digest = RotatingDigest(replica.model)
-        self._place = Place(plan)
-        self._beginning = Beginning(world, replica, self._place, self._scribe)
+        self._place = Place(plan, world.changes)
+        self._requests = Requests(world, replica, self._place, self._protocol.set_strategy)
+        self._beginning = Beginning(world, replica, self._place, self._scribe, self._requests)
         self._batch: MiniBatch | None = None
         self._attempts = (-1, 0)
         self._names: dict[str, None] = {}
@@ -113,7 +125,6 @@ class Run:
         self._announced = False
         self._recovery: _Recovery | None = None
         self._is_newcomer = is_newcomer
-        self._requests = Requests(world, replica, self._place, self._protocol.set_strategy)
 
     def _get_sum(self) -> OrderedSum:
         """Return the sum that the world keeps, with its memory, from one training loop to the next."""
@@ -169,6 +180,8 @@ class Run:
         except PeerFailed:
             self._see_failure()
             return PeerLost()
+        except StoreLost as lost:
+            self._stop_alone(lost)
 
     def _try(self, order: Action) -> Event:
         comm = self._world.comm
@@ -194,6 +207,8 @@ class Run:
             case Shrink():
                 changes, self._heard = self._heard & CHANGE, self._heard & ~CHANGE
                 parts = bool(changes) and self._world.parts
+                if parts:
+                    self._finish_checkpoints()
                 if not comm.shrink(admits=self._world.loop if changes else -1, leaves=parts):
                     self._outcome = "left"
                     return Parted()
@@ -202,9 +217,11 @@ class Run:
                 self._reach_everywhere("recovery")
                 return Shrunk()
             case ShareProgress(progress=progress):
-                known = comm.share_progress(dataclasses.replace(progress, flags=self._heard | SAVE * self._save_due))
+                calm = self._recovery is not None and self._recovery.decision == "grow"
+                flags = self._heard | SAVE * self._save_due | CALM * calm
+                known = comm.share_progress(dataclasses.replace(progress, flags=flags))
                 for other in known.values():
-                    self._heard |= other.flags & ~(SAVE | CHANGE)
+                    self._heard |= other.flags & ~(SAVE | CHANGE | CALM)
                     self._save_due |= bool(other.flags & SAVE)
                 return ProgressKnown(known, len(self._replica.buckets))
             case DiscardStep():
@@ -212,16 +229,20 @@ class Run:
             case HandOver(bucket=bucket, source=source):
                 self._hand_over(bucket, source)
                 return HandedOver(order.step, bucket)
-            case Welcome(newcomers=newcomers):
-                self._reach_everywhere("rejoin")
-                self._beginning.welcome(newcomers, self._requests.state())
+            case Welcome(step=step, newcomers=newcomers):
+                self._reach_everywhere("rejoin", step)
+                self._expect(newcomers)
+                self._beginning.welcome(newcomers)
                 return ActDone()
             case Install():
-                self._beginning.install(self._requests.catch_up)
+                self._beginning.install()
                 return ActDone()
             case TakeChanges():
                 self._note_recovery()
                 self._requests.take()
+                return ActDone()
+            case MakeChanges():
+                self._requests.make()
                 self._heard &= ~ASK
                 return ActDone()
             case LoadCheckpoint():
@@ -376,18 +397,27 @@ class Run:
             self._recovery = _Recovery(world.comm.members, "grow", held_since_s=world.clock.now_s())
             self._scribe.mark("recovery")
 
-    def _reach_everywhere(self, phase: str) -> None:
+    def _expect(self, newcomers: Sequence[int]) -> None:
+        """Remember who comes; also a newcomer does, because those who were there may die before they write it down."""
+        if self._recovery is None or self._world.comm.here[0] in newcomers:
+            self._recovery = _Recovery(tuple(r for r in self._world.comm.members if r not in newcomers))
+        self._recovery.decision = "grow"
+
+    def _reach_everywhere(self, phase: str, step: int | None = None) -> None:
         for rank in self._world.comm.here:
-            self._world.faults.reach(phase, self._world.step, rank)
+            self._world.faults.reach(phase, self._world.step if step is None else step, rank)
 
     def _see_failure(self) -> None:
         if self._recovery is None:
             self._recovery = _Recovery(before=self._world.comm.members)
             self._scribe.failure_seen()
             self._scribe.mark("recovery")
+        elif self._recovery.decision == "grow":
+            self._recovery.decision = "continue"
+            self._scribe.failure_seen()
 
     def _discard(self) -> Event:
-        if self._recovery is not None and self._recovery.decision in ("continue", "grow"):
+        if self._recovery is not None and self._recovery.decision == "continue":
             self._recovery.decision = "redo"
             self._recovery.redone_steps = int(self._batch is not None)
         if self._batch is not None:
@@ -456,6 +486,12 @@ class Run:
         if at_gate and self._outcome != "done" and world.is_lead and not self._beginning.belongs_to_later_loop:
             self._check_saved(outcomes)
 
+    def _finish_checkpoints(self) -> None:
+        """Write what others count on before this worker leaves them; what does not count yet they begin again."""
+        self._world.keeper.drop()
+        for outcome in self._world.keeper.finish():
+            self._scribe.saved(outcome)
+
     def _check_saved(self, outcomes: list[Outcome]) -> None:
         """Make sure that training does not stop without the state that it was to stop with."""
         step = self._world.step
@@ -472,6 +508,23 @@ class Run:
             self._recovery.decision = "stop"
         self._beginning.save()
         return ActDone()
+
+    def _stop_alone(self, lost: StoreLost) -> NoReturn:
+        """Save the state before the step in progress, unless somebody has, and stop: nothing can be agreed on any more."""
+        world, run_dir = self._world, self._world.settings.run_dir
+        has_begun = self._announced and self._protocol.progress.completed >= 0
+        if not (has_begun and launcher_is_gone(run_dir)):
+            raise lost
+        self._discard()
+        with turn(run_dir):
+            outcomes = self._beginning.save_alone()
+        for outcome in outcomes:
+            self._scribe.saved(outcome)
+        if not (world.keeper.has(world.step) or self._beginning.belongs_to_later_loop):
+            raise lost
+        self._recovery, self._outcome = None, "stopped"
+        self._leave()
+        raise InternalError(str(lost))  # never reached: who stops ends the script
 
     # -- the end
 

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import signal
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from torch import nn, optim
 
-from holdfast import points
+from holdfast import notice, points
 from holdfast.clock import SystemClock
 from holdfast.comm import Communicator, VirtualCommunicator, connect
+from holdfast.comm.waiting import waiting
 from holdfast.errors import ConfigError, ScriptError
 from holdfast.events import FaultFired
 from holdfast.faults.plan import Fault, FaultPlan
@@ -159,7 +158,7 @@ class Session:
         self._training = True
         world.first_step_of_loop = world.step
         run = Run(world, self._replica, plan, dataset, collate, is_newcomer=is_newcomer)
-        with _sigterm(lambda: self._ask_to_leave(world)):
+        with notice.answered(lambda: self._ask_to_leave(world)):
             try:
                 yield from run.drive()
             except SystemExit:  # it has left, or all have stopped: training is over here
@@ -259,8 +258,9 @@ class Session:
             faults=NoFaults(),
             keeper=Keeper(settings, background=not isinstance(comm, VirtualCommunicator)),
             first_members=comm.members or tuple(int(rank) for rank in settings.ranks.split(",")),
-            slices=settings.slices or len(comm.members) - settings.spares,
+            slices=0,
         )
+        world.slices = settings.slices or len(world.first_members) - settings.spares
         real = not isinstance(comm, VirtualCommunicator)
         if real and any(p.device.type != "cpu" for p in self._replica.model.parameters()):
             msg = "workers sum tensors in the memory of the CPU; the model is on another device: move it to 'cpu'"
@@ -269,6 +269,8 @@ class Session:
             exits.end_job_on_errors(self.check_finished)
         if isinstance(world.beacon, Beacon) and real and settings.hang_timeout_s:
             Pulse(world.beacon, settings.hang_timeout_s / 10)
+            world.beacon.mark("start", -1)  # from here on it is noticed if this worker gets no further
+            waiting.tell(world.beacon.say_waits)
         if settings.faults:
             world.faults = self._make_faults(world)
             points.arm(lambda name: _reach_point(world, name))
@@ -365,19 +367,3 @@ def _check_arguments(dataset: Any, batch_size: int, epochs: int) -> None:
 def _reach_point(world: World, name: str) -> None:
     if name == "checkpoint.manifest":
         world.faults.reach("checkpoint", world.keeper.step or 0, world.comm.members[0])
-
-
-class _sigterm:  # noqa: N801 - reads as a statement
-    """While training, SIGTERM is a request that is answered at the end of a step."""
-
-    def __init__(self, answer: Callable[[], None]) -> None:
-        self._answer = answer
-        self._before: Any = None
-
-    def __enter__(self) -> None:
-        if threading.current_thread() is threading.main_thread():
-            self._before = signal.signal(signal.SIGTERM, lambda *_: self._answer())
-
-    def __exit__(self, *_: object) -> None:
-        if self._before is not None:
-            signal.signal(signal.SIGTERM, self._before)

@@ -1,14 +1,14 @@
 """Giving the state of training to workers that come later, from the memory of all who have it.
 
-The state is one long row of bytes. It goes in chunks, each from another giver, each with a digest of its own; a newcomer
-keeps what it gets aside. It counts when everybody knows that everybody has it, which is for the protocol to find out.
+The state is cut into pieces, each of which another giver sends from where it lies, and each newcomer receives it where it
+will stay; only what is small is packed together. The digests of the pieces come last. What a newcomer got counts when
+everybody knows that everybody has it, which is for the protocol to find out.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
-from itertools import accumulate
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,10 @@ from holdfast.checkpoint.format import DTYPES, flatten, tensor_bytes, unflatten
 from holdfast.comm import Communicator
 from holdfast.errors import CheckpointError, PeerFailed
 
-_CHUNK_BYTES = 8 << 20
+PIECE_BYTES = 8 << 20
+"""Size of a piece, at most: givers take turns with them."""
+_SMALL_BYTES = 64 << 10
+"""Tensors below this are packed together, because a message costs more than to copy them."""
 _DIGEST_BYTES = 8
 
 
@@ -35,20 +38,17 @@ def give_state(comm: Communicator, newcomers: Sequence[int], state: Any, info: d
         PeerFailed: if somebody died.
     """
     leaves, skeleton = flatten(state)
-    tensors = {path: leaf.detach().contiguous() for path, leaf in leaves.items() if isinstance(leaf, torch.Tensor)}
+    tensors = {
+        path: leaf.detach().cpu().contiguous() for path, leaf in leaves.items() if isinstance(leaf, torch.Tensor)
+    }
     named = [[path, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] for path, tensor in tensors.items()]
     _share_header(comm, newcomers, json.dumps({"skeleton": skeleton, "info": info, "tensors": named}).encode())
-    memory = [tensor_bytes(tensor) for tensor in tensors.values()]
-    givers, me = _givers(comm, newcomers), comm.here[0]
-    places = {rank: comm.processes.index((rank,)) for rank in newcomers}
-    for start, end, giver in _chunks(sum(map(len, memory)), givers):
-        if giver == me:
-            chunk = torch.empty(end - start + _DIGEST_BYTES, dtype=torch.uint8)
-            data = tensor_bytes(chunk)
-            for part, at in _parts(memory, start, end):
-                data[at : at + len(part)] = part
-            data[end - start :] = xxhash.xxh3_64_digest(data[: end - start])
-            comm.swap([(place, chunk) for place in places.values()], [])
+    packed = _Packed(tensors.values())
+    packed.pack()
+    givers = _givers(comm, newcomers)
+    mine = packed.pieces[givers.index(comm.here[0]) :: len(givers)]
+    sent = [*mine, _digests(mine)]
+    comm.swap([(comm.processes.index((rank,)), piece) for piece in sent for rank in newcomers], [])
 
 
 def take_state(comm: Communicator, newcomers: Sequence[int]) -> tuple[Any, dict[str, Any]]:
@@ -60,38 +60,54 @@ def take_state(comm: Communicator, newcomers: Sequence[int]) -> tuple[Any, dict[
     """
     header = json.loads(_share_header(comm, newcomers, b""))
     tensors = {path: torch.empty(shape, dtype=DTYPES[dtype]) for path, dtype, shape in header["tensors"]}
-    memory = [tensor_bytes(tensor) for tensor in tensors.values()]
-    chunks = list(_chunks(sum(map(len, memory)), givers := _givers(comm, newcomers)))
-    for first in range(0, len(chunks), len(givers)):  # from all givers at the same time
-        now = chunks[first : first + len(givers)]
-        came = [torch.empty(end - start + _DIGEST_BYTES, dtype=torch.uint8) for start, end, _ in now]
-        comm.swap([], [(comm.processes.index((chunk[2],)), data) for chunk, data in zip(now, came, strict=True)])
-        for (start, end, giver), chunk in zip(now, came, strict=True):
-            data = tensor_bytes(chunk)
-            if xxhash.xxh3_64_digest(data[: end - start]) != bytes(data[end - start :]):
-                msg = f"the state that worker {giver} gave came damaged, in its bytes {start} to {end}"
-                raise CheckpointError(msg)
-            for part, at in _parts(memory, start, end):
-                part[:] = data[at : at + len(part)]
+    packed = _Packed(tensors.values())
+    givers = _givers(comm, newcomers)
+    theirs = {giver: packed.pieces[number :: len(givers)] for number, giver in enumerate(givers)}
+    told = {giver: torch.empty(len(pieces) * _DIGEST_BYTES, dtype=torch.uint8) for giver, pieces in theirs.items()}
+    coming = {giver: [*pieces, told[giver]] for giver, pieces in theirs.items()}  # from all givers at the same time
+    comm.swap([], [(comm.processes.index((giver,)), data) for giver, sent in coming.items() for data in sent])
+    for giver, pieces in theirs.items():
+        if not torch.equal(_digests(pieces), told[giver]):
+            msg = f"the state that worker {giver} gave came damaged"
+            raise CheckpointError(msg)
+    packed.unpack()
     return unflatten(tensors, header["skeleton"]), header["info"]
+
+
+class _Packed:
+    """The memory of tensors as pieces: parts of the large ones, where they lie, and the small ones in a row of their own.
+
+    Args:
+        tensors: Contiguous, in the memory of the CPU.
+    """
+
+    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+        large: list[torch.Tensor] = []
+        self._small: list[torch.Tensor] = []
+        for tensor in tensors:
+            data = torch.as_strided(tensor, (tensor.numel(),), (1,)).view(torch.uint8)
+            (large if len(data) >= _SMALL_BYTES else self._small).append(data)
+        self._row = torch.empty(sum(map(len, self._small)), dtype=torch.uint8)
+        self.pieces = [piece for data in (self._row, *large) for piece in data.split(PIECE_BYTES) if len(piece)]
+
+    def pack(self) -> None:
+        """Copy the small tensors into their row."""
+        torch.cat(self._small or [self._row], out=self._row)
+
+    def unpack(self) -> None:
+        """Copy the small tensors out of their row."""
+        for data, part in zip(self._small, self._row.split([len(data) for data in self._small]), strict=True):
+            data.copy_(part)
+
+
+def _digests(pieces: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the digests of the pieces, one after the other."""
+    digests = b"".join(xxhash.xxh3_64_digest(tensor_bytes(piece)) for piece in pieces)
+    return torch.frombuffer(bytearray(digests), dtype=torch.uint8) if digests else torch.empty(0, dtype=torch.uint8)
 
 
 def _givers(comm: Communicator, newcomers: Sequence[int]) -> list[int]:
     return [rank for rank in comm.members if rank not in newcomers]
-
-
-def _chunks(size_bytes: int, givers: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """Yield the first byte of each chunk, the one behind it, and who gives it."""
-    for number, start in enumerate(range(0, size_bytes, _CHUNK_BYTES)):
-        yield start, min(start + _CHUNK_BYTES, size_bytes), givers[number % len(givers)]
-
-
-def _parts(memory: Sequence[memoryview], start: int, end: int) -> Iterator[tuple[memoryview, int]]:
-    """Yield the pieces of memory that a chunk covers, and where in the chunk each begins."""
-    for view, first in zip(memory, accumulate(map(len, memory), initial=0), strict=False):
-        low, high = max(start, first), min(end, first + len(view))
-        if low < high:
-            yield view[low - first : high - first], low - start
 
 
 def _share_header(comm: Communicator, newcomers: Sequence[int], header: bytes) -> bytes:

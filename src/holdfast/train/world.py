@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from holdfast.checkpoint import Loaded
 from holdfast.clock import Clock
@@ -45,6 +46,7 @@ class World:
         asked: Flags that this worker wants in the next closing sum.
         parts: This worker was told to leave the others.
         requests_taken: How many changes to the running job were taken.
+        changes: Those of them that say how mini-batches are cut, see :meth:`holdfast.train.place.Place.change`.
         metrics: Of the last committed step.
         slices: Pieces of a mini-batch, fixed for the job.
         first_step_of_loop: Steps committed before this loop.
@@ -69,6 +71,7 @@ class World:
     asked: int = 0
     parts: bool = False
     requests_taken: int = 0
+    changes: dict[str, Any] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
     first_step_of_loop: int = 0
     loaded: Loaded | None = None

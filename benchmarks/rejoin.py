@@ -1,0 +1,207 @@
+"""How long those who are there are held when somebody comes: a spare that takes over, and a fresh process.
+
+    python benchmarks/rejoin.py [--workers 3] [--kills 5] [--megabytes 100] [--seed 0] [--json FILE]
+
+Real workers on the ``gloo`` fabric, one of which is killed in every job. The model and its Adam have the given size
+together, and all of that is what a newcomer gets.
+
+spare    it has taken part in every step, so it has the state: from the SIGKILL to the next committed step, and how many
+         steps that is. The step that was in progress is computed again.
+fresh    a new process is started and joins: from the last step without it to the first with it, less one ordinary step.
+         ``regroup`` is the shrink that lets it in, ``transfer`` giving it the state, ``memory`` what the next sum needs to
+         share memory with it. What it takes to start is not in it: the others go on meanwhile.
+
+Loopback on few cores says nothing about a cluster: there are as many copies of the model as workers in one memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from common import spread, table, write_json
+
+Row = dict[str, float]
+
+PARTS = "HOLDFAST_BENCHMARK_PARTS"
+"""Names the folder in which a worker writes what took how long."""
+KILL_AT = 6
+STEPS_AFTER = 8
+MOST_STEPS = 100_000
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--workers", type=int, default=3)
+    parser.add_argument("--kills", type=int, default=5, help="of each kind")
+    parser.add_argument("--megabytes", type=int, default=100, help="of state")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", metavar="FILE")
+    options = parser.parse_args()
+    rows = {
+        kind: [
+            told(kind, run_once(kind, options.workers, options.megabytes, seed + options.seed))
+            for seed in range(options.kills)
+        ]
+        for kind in ("spare", "fresh")
+    }
+    spreads = {
+        kind: {name: spread([row[name] for row in measured]) for name in measured[0]} for kind, measured in rows.items()
+    }
+    what = f"{options.workers} workers on {os.cpu_count()} cores, {options.megabytes} MB of state"
+    lines = [
+        [f"{kind}: {name}", str(values["n"]), *(f"{values[at]:.2f}" for at in ("p50", "p90", "max"))]
+        for kind, each in spreads.items()
+        for name, values in each.items()
+    ]
+    print(table(f"What holds the others: {what}", ["", "jobs", "p50", "p90", "max"], lines))
+    write_json(options.json, settings=vars(options), rows=rows, summary=spreads)
+
+
+def told(kind: str, row: Row) -> Row:
+    """Print what one job showed."""
+    print(f"{kind}: {row}", file=sys.stderr)
+    return row
+
+
+def run_once(kind: str, workers: int, megabytes: int, seed: int) -> Row:
+    """Run one job with one kill."""
+    from holdfast.faults.plan import Fault, FaultPlan
+    from holdfast.launch.job import Job
+    from holdfast.launch.launcher import launch
+    from holdfast.settings import Settings
+
+    victim = seed % workers
+    plan = FaultPlan((Fault("kill", victim, KILL_AT, "backward"),)).to_json()
+    spares = int(kind == "spare")
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ[PARTS] = folder
+        outcome = launch(
+            Job(
+                script=Path(__file__),
+                args=("--train", str(megabytes), str(workers)),
+                settings=Settings(fabric="gloo", workers=workers, spares=spares, faults=plan, seed=seed),
+                max_respawns=1 - spares,
+            )
+        )
+        if outcome.exit_code:
+            msg = f"the job failed: {outcome.message}\n{outcome.traceback}"
+            raise RuntimeError(msg)
+        parts = [json.loads(line) for file in Path(folder).iterdir() for line in file.read_text().splitlines()]
+    return (row_of_spare if spares else row_of_fresh)(outcome.records, parts, victim)
+
+
+def committed(records: Any) -> dict[int, tuple[float, int]]:
+    """Return when each step was committed, and by how many."""
+    return {r.step: (r.t_s, r.workers) for r in records if type(r).__name__ == "StepCommitted"}
+
+
+def step_ms(done: dict[int, tuple[float, int]], steps: range) -> float:
+    """Return the median time of a step among these."""
+    return 1e3 * statistics.median(done[b][0] - done[a][0] for a, b in itertools.pairwise(steps))
+
+
+def row_of_spare(records: Any, _: Any, victim: int) -> Row:
+    """Return what it cost that a spare took over."""
+    (fault_s,) = (r.t_s for r in records if type(r).__name__ == "FaultFired" and r.rank == victim)
+    done = committed(records)
+    usual = step_ms(done, range(KILL_AT + 2, max(done)))
+    recover = 1e3 * (done[KILL_AT][0] - fault_s)
+    return {"recover_ms": recover, "step_ms": usual, "steps": recover / usual, "held_steps": recover / usual - 1}
+
+
+def row_of_fresh(records: Any, parts: list[dict[str, Any]], _: int) -> Row:
+    """Return what it cost that a fresh process came."""
+    joined = [r for r in records if type(r).__name__ == "Recovered" and r.joined]
+    first, newcomers = joined[0].step, joined[0].joined
+    done = committed(records)
+    usual = step_ms(done, range(first + 1, max(done)))
+    givers = [part for part in parts if part["rank"] not in newcomers]
+
+    def longest(name: str) -> float:
+        return 1e3 * max(
+            (part["seconds"] for part in givers if part["name"] == name and part["step"] == first), default=0.0
+        )
+
+    moved = longest("transfer")
+    size = max(part["bytes"] for part in parts)
+    return {
+        "held_ms": 1e3 * (done[first][0] - done[first - 1][0]) - usual,
+        "recovered_held_ms": 1e3 * max(r.held_s for r in joined),
+        "regroup_ms": longest("regroup"),
+        "transfer_ms": moved,
+        "transfer_MB_per_s": size / 1e3 / moved,
+        "memory_ms": longest("memory"),
+        "step_ms": usual,
+    }
+
+
+# ---------------------------------------------------------------------------------------------
+# The script of the workers
+
+
+def train(megabytes: int, workers: int) -> None:
+    """Train until the dead are replaced, and a little longer."""
+    import torch
+    from torch import nn
+
+    import holdfast
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    width = round((megabytes * 1e6 / 12 / 4) ** 0.5)  # Adam keeps two numbers for each weight
+    model = nn.Sequential(*(nn.Linear(width, width) for _ in range(4)))
+    session = holdfast.Session(model, torch.optim.Adam(model.parameters(), lr=1e-4), total_steps=MOST_STEPS)
+    measure_parts(session, 12 * sum(p.numel() for p in model.parameters()))
+    data = torch.utils.data.TensorDataset(torch.randn(64 * workers, width))
+    full = 0
+    for step in session.steps(data, batch_size=8 * workers, epochs=MOST_STEPS // 8):
+        for (x,) in step:
+            step.backward(model(x).square().mean())
+        full += step.number > KILL_AT and session.world_size >= workers
+        if full == STEPS_AFTER:
+            step.stop()
+
+
+def measure_parts(session: Any, size_bytes: int) -> None:
+    """Write down how long the parts of a joining take in this worker."""
+    from holdfast.comm import OrderedSum
+    from holdfast.comm.c10d import C10dCommunicator
+    from holdfast.train.beginning import Beginning
+
+    file = Path(os.environ[PARTS], str(os.getpid())).open("a")  # noqa: SIM115 - until this process ends
+
+    def timed(name: str, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        begun_s = time.perf_counter()
+        result = call(*args, **kwargs)
+        seconds = time.perf_counter() - begun_s
+        what = {"name": name, "step": session.step, "rank": session.rank, "seconds": seconds, "bytes": size_bytes}
+        file.write(json.dumps(what) + "\n")
+        file.flush()
+        return result
+
+    for name, owner, method in (
+        ("regroup", C10dCommunicator, "shrink"),
+        ("transfer", Beginning, "welcome"),
+        ("memory", OrderedSum, "_make_path"),
+    ):
+        call = getattr(owner, method)
+        setattr(owner, method, lambda self, *args, _c=call, _n=name, **kw: timed(_n, partial(_c, self), *args, **kw))
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--train"]:
+        train(int(sys.argv[2]), int(sys.argv[3]))
+    else:
+        main()

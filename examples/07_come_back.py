@@ -1,0 +1,45 @@
+"""Replace the dead, and let workers leave and join while training goes on.
+
+What you will see: the first job loses worker 1, and the spare, which has waited with the model loaded, has its slices
+from the same step on. The second job has no spare: a new process is started, gets the state from the memory of the others,
+and joins some seconds later, between two steps. Then worker 0 is told to leave, as on a machine that will be taken away.
+All jobs of the same length end with the same sha256.
+
+Run:
+    holdfast run -n 3 --spares 1 --inject kill:rank=1,step=20 examples/07_come_back.py
+    holdfast run -n 3 --fabric gloo --respawn --inject kill:rank=1,step=20 --inject leave:rank=0,step=60 \
+        --report out examples/07_come_back.py 150
+    holdfast run -n 3 examples/07_come_back.py 150                    undisturbed: compare the sha256
+
+*Covers:* spares, new workers, leaving in order; momentum comes with the state.
+"""
+
+import sys
+
+import torch
+from sklearn.datasets import load_digits
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
+
+import holdfast
+
+BATCH_SIZE = 120  # samples of one step, over all workers
+
+epochs = int(sys.argv[1]) if len(sys.argv) > 1 else 8
+torch.set_num_threads(1)
+torch.use_deterministic_algorithms(True)
+torch.manual_seed(0)
+
+images, labels = load_digits(return_X_y=True)
+train = TensorDataset(torch.tensor(images / 16, dtype=torch.float32), torch.tensor(labels))
+model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+session = holdfast.Session(model, optimizer)
+for step in session.steps(train, batch_size=BATCH_SIZE, epochs=epochs):
+    for x, y in step:
+        step.backward(F.cross_entropy(model(x), y))
+
+if session.is_lead:
+    print(f"{session.step} steps, loss {session.metrics['loss']:.4f}")

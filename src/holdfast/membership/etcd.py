@@ -1,0 +1,332 @@
+"""The store in an etcd cluster (3.4 or newer), which outlives every launcher; through its JSON gateway, so with nothing to install.
+
+Everything goes to one member of the cluster; when that does not answer, all goes to the next. The local copy comes from one
+reading and from watching what has changed since; it has what this client wrote before :meth:`EtcdStore.put` and the others return.
+
+``etcd://USER@HOST:PORT/JOB`` names a user of etcd, whose password is the token; without USER etcd must let everybody in. Nothing
+is encrypted: the network must be one that can be trusted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import itertools
+import json
+import math
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from holdfast.errors import ConfigError, StoreLost
+from holdfast.membership.gateway import (
+    ANSWER_S,
+    CONNECT_S,
+    FAILURES,
+    NOT_FOUND,
+    Cluster,
+    Line,
+    Refused,
+    Unavailable,
+    decode,
+    encode,
+    sockets_of,
+    under,
+    wake,
+)
+from holdfast.membership.store import LEASE_S, Mirror, Silence, beat_s, check_size, patience_s
+
+_NAP_S = 0.1
+_PAGE = 256
+
+_PROBES = ((socket.TCP_KEEPIDLE, 3), (socket.TCP_KEEPINTVL, 1), (socket.TCP_KEEPCNT, 3))
+
+
+class EtcdStore(Mirror):
+    """A connection to a cluster of etcd.
+
+    When no member answers for :func:`~holdfast.membership.store.patience_s` of a lease, the store is lost.
+
+    Args:
+        where: ``[USER@]HOST:PORT[,HOST:PORT...]``.
+        token: The user's password.
+        job: The keys are those under ``holdfast/JOB/``.
+        lease_s: Of what is leased; etcd itself may prolong it, as while it elects a leader.
+
+    Raises:
+        ConfigError: if these are none, or etcd refuses us.
+        StoreLost: if no member answers.
+    """
+
+    def __init__(self, where: str, token: str, job: str, *, lease_s: float = LEASE_S) -> None:
+        if not job:
+            msg = f"the name of the job is missing: etcd://{where}/JOB"
+            raise ConfigError(msg)
+        self._where = where.rpartition("@")[2]
+        self._prefix = f"holdfast/{job}/"
+        self._lease_s = lease_s
+        self._cluster = Cluster(where, token, min(ANSWER_S, patience_s(lease_s) / 3))
+        self._me, self._numbers = secrets.token_hex(4), itertools.count()
+        self._lease = ""
+        self._revision = 0
+        self._closing = threading.Event()
+        self._asking = threading.Lock()
+        self._line, self._beat_line = Line(self._cluster), Line(self._cluster)
+        self._watched: http.client.HTTPConnection | None = None
+        self._watched_member = self._cluster.member
+        super().__init__()  # from here on a fork closes what is open
+        self._begin()
+        self._threads = [
+            threading.Thread(target=self._guard, args=[work], name=f"holdfast-etcd-{name}", daemon=True)
+            for name, work in (("watch", self._watch), ("beat", self._beat))
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def _begin(self) -> None:
+        """Read everything; a cluster that is not there is not waited for."""
+        for _ in self._cluster.members:
+            try:
+                self._read_all(self._line)
+            except Unavailable as error:
+                why: Exception = error
+            except Refused as error:
+                self._line.drop()
+                msg = f"etcd at {self._where} refuses us: {error}; a user stands before @ in --rdzv, the password is --rdzv-token (HOLDFAST_TOKEN)"
+                raise ConfigError(msg) from error
+            else:
+                return
+        self._line.drop()
+        msg = f"there is no etcd at {self._where}: {why}"
+        raise StoreLost(msg) from why
+
+    @property
+    def own_address(self) -> str:
+        """See :attr:`~holdfast.membership.store.Store.own_address`; a member on this machine says nothing about the way to others."""
+        ways = []
+        for member in self._cluster.members:
+            with contextlib.suppress(OSError):  # there is no way to this one
+                ways.append(_address_towards(member))
+        return min(ways, key=lambda way: way.startswith("127.") or way == "::1", default="127.0.0.1")
+
+    def put(self, key: str, value: str, *, leased: bool = False) -> None:
+        """See :meth:`~holdfast.membership.store.Store.put`."""
+        check_size(key, value)
+        answer = self._ask("kv/put", lambda: self._pair(key, value) | ({"lease": self._take_lease()} if leased else {}))
+        self._catch_up(answer["header"]["revision"])
+
+    def create(self, key: str, value: str) -> bool:
+        """See :meth:`~holdfast.membership.store.Store.create`."""
+        check_size(key, value)
+        pair = self._pair(key, value)
+        body = {
+            "compare": [{"key": pair["key"], "target": "CREATE", "result": "EQUAL", "create_revision": "0"}],
+            "success": [{"request_put": pair}],
+            "failure": [{"request_range": {"key": pair["key"]}}],
+        }
+        answer = self._ask("kv/txn", lambda: body)
+        if answer.get("succeeded"):
+            self._catch_up(answer["header"]["revision"])
+            return True
+        found = answer["responses"][0]["response_range"]["kvs"][0]
+        self._catch_up(found["mod_revision"])
+        return bool(found["value"] == pair["value"])  # ours: the first time we asked, no answer came back
+
+    def delete(self, key: str) -> None:
+        """See :meth:`~holdfast.membership.store.Store.delete`."""
+        check_size(key, "")
+        path = self._prefix + key
+        answer = self._ask("kv/deleterange", lambda: under(path) if key.endswith("/") else {"key": encode(path)})
+        if "deleted" in answer:
+            self._catch_up(answer["header"]["revision"])
+
+    def close(self) -> None:
+        """See :meth:`~holdfast.membership.store.Store.close`."""
+        self._lose("the connection was closed here")
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join()
+        with self._asking:
+            self._line.drop()
+
+    # -- questions and answers
+
+    def _pair(self, key: str, value: str) -> dict[str, Any]:
+        """Return a key and a value; what stands before the value tells it from the same one written by somebody else."""
+        tag = f"{self._me}.{next(self._numbers)}"
+        return {"key": encode(self._prefix + key), "value": encode(f"{tag} {value}")}
+
+    def _ask(self, path: str, body: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """Ask until somebody answers. What is asked twice, because an answer was lost, may be done twice."""
+        silence = self._new_silence()
+        while not self._lost:
+            try:
+                with self._asking:
+                    return self._line.ask(path, body())
+            except Unavailable as error:
+                if silence.is_too_long():
+                    self._lose(error)
+                self._closing.wait(_NAP_S)
+            except Refused as error:
+                if error.code != NOT_FOUND or not self._lease:
+                    self._lose(error)
+                self._lease = ""  # it has run out
+        raise StoreLost(self._lost)
+
+    def _catch_up(self, revision: str) -> None:
+        """Wait until the local copy has what was done."""
+        self.wait(lambda: True if self._revision >= int(revision) else None)
+
+    def _take_lease(self) -> str:
+        if not self._lease:
+            self._lease = self._line.ask("lease/grant", {"TTL": math.ceil(self._lease_s)})["ID"]
+        return self._lease
+
+    def _new_silence(self) -> Silence:
+        return Silence(patience_s(self._lease_s), CONNECT_S + self._cluster.answer_s)
+
+    def _lose(self, why: object) -> None:
+        self._note_lost(f"etcd at {self._where} cannot be reached any more: {why}")
+        self._closing.set()
+        for each in self._sockets():
+            wake(each)
+
+    # -- showing that we are alive, in a thread
+
+    def _guard(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except Exception as error:  # whatever it is: nobody else would end the waits
+            self._lose(f"{error!r:.200}")
+
+    def _beat(self) -> None:
+        silence, nap_s = self._new_silence(), beat_s(self._lease_s)
+        while not self._closing.wait(nap_s):
+            began_s, nap_s = time.monotonic(), beat_s(self._lease_s)
+            why = ""
+            try:
+                self._show_life()
+                silence.broken(began_s)  # not now: etcd, too, counts from when it heard us
+            except Unavailable as error:
+                nap_s, why = _NAP_S, str(error)
+            if silence.is_too_long():
+                self._lose(why)
+            self._watch_the_same_member()
+        self._beat_line.drop()
+
+    def _show_life(self) -> None:
+        """Prolong the lease, and see that the member knows what the majority does."""
+        if lease := self._lease:
+            kept = self._beat_line.ask("lease/keepalive", {"ID": lease})
+            if "TTL" not in kept.get("result", {}) and self._lease == lease:
+                self._lease = ""  # it has run out
+        self._beat_line.ask("kv/range", {"key": encode(self._prefix), "count_only": True})
+
+    def _watch_the_same_member(self) -> None:
+        """Have the watch go to the member that is asked: another one may hang, or be cut off from the majority."""
+        if self._watched_member != self._cluster.member:
+            for each in sockets_of(self._watched):
+                wake(each)
+
+    # -- the local copy, in a thread
+
+    def _read_all(self, line: Line) -> None:
+        """Take in everything there is, in place of what is known."""
+        request: dict[str, Any] = under(self._prefix) | {"limit": _PAGE}
+        items: dict[str, str] = {}
+        while True:
+            page = line.ask("kv/range", request)
+            request.setdefault("revision", page["header"]["revision"])
+            for pair in page.get("kvs", ()):
+                items[self._key(pair)] = _value(pair)
+            if not page.get("more"):
+                break
+            request["key"] = encode(decode(page["kvs"][-1]["key"]) + "\0")
+        with self._changed:
+            for gone in self._items.keys() - items.keys():
+                self._note(gone, None)
+            for key, value in items.items():
+                self._note(key, value)
+            self._advance(request["revision"])
+
+    def _watch(self) -> None:
+        silence = self._new_silence()
+        while not self._closing.is_set():
+            member, why = self._cluster.member, "it ended the watch"
+            try:
+                for result in self._changes(member):
+                    silence.broken(time.monotonic())
+                    if not self._take(result):
+                        break
+            except (*FAILURES, Refused) as error:
+                why = str(error)
+            if silence.is_too_long():
+                self._lose(why)
+            self._cluster.give_up(member)
+            self._closing.wait(_NAP_S)
+
+    def _changes(self, member: tuple[str, int]) -> Iterator[dict[str, Any]]:
+        """Yield what etcd tells, as long as it does."""
+        wish = under(self._prefix) | {"start_revision": str(self._revision + 1), "fragment": True}
+        connection = self._cluster.connect(member)
+        self._watched, self._watched_member = connection, member
+        try:
+            response = self._cluster.request(connection, "watch", {"create_request": wish})
+            connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            for option, seconds in _PROBES:
+                connection.sock.setsockopt(socket.IPPROTO_TCP, option, seconds)
+            connection.sock.settimeout(None)
+            while not self._lost and (line := response.readline()):
+                message = json.loads(line)
+                if "error" in message:
+                    raise Unavailable(str(message["error"]))
+                yield message["result"]
+        finally:
+            self._watched = None
+            connection.close()
+
+    def _take(self, result: dict[str, Any]) -> bool:
+        """Take in what etcd tells; return whether it goes on telling."""
+        if result.get("canceled"):
+            if "compact_revision" not in result:
+                self._cluster.log_out()
+                raise Unavailable(str(result.get("cancel_reason")))
+            self._read_all(line := Line(self._cluster))  # what we have not heard is not told any more
+            line.drop()
+            return False
+        with self._changed:
+            for event in result.get("events", ()):
+                self._note(self._key(event["kv"]), None if event.get("type") == "DELETE" else _value(event["kv"]))
+            if "events" in result and not result.get("fragment"):
+                self._advance(result["events"][-1]["kv"]["mod_revision"])
+        return True
+
+    def _advance(self, revision: str) -> None:
+        self._revision = max(self._revision, int(revision))
+        self._changed.notify_all()
+
+    def _key(self, pair: dict[str, Any]) -> str:
+        return decode(pair["key"]).removeprefix(self._prefix)
+
+    def _sockets(self) -> list[socket.socket]:
+        return [*self._line.sockets, *self._beat_line.sockets, *sockets_of(self._watched)]
+
+    def _forget(self) -> None:
+        super()._forget()
+        self._asking = threading.Lock()
+        self._closing = threading.Event()
+
+
+def _address_towards(member: tuple[str, int]) -> str:
+    family, kind, protocol, _, address = socket.getaddrinfo(*member, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.connect(address)  # sends nothing
+        own: str = probe.getsockname()[0]
+    return own
+
+
+def _value(pair: dict[str, Any]) -> str:
+    return decode(pair.get("value", "")).partition(" ")[2]

@@ -1,0 +1,88 @@
+"""Who wants to come, to leave, or to change the job, for the abstract engine.
+
+A wish is heard in the closing sum: it is made at any time before that sum is known anywhere, or not at all. What is
+simpler here than in life, and why nothing is missed:
+
+- *All that is wished when the first worker learns the result of a closing sum is in it.* Who wished before has been
+  seen by somebody who had yet to enter; a wish that came too late for the sum comes before the next one here.
+- *A worker may be told to leave after the closing sum too,* when a newcomer has made all meet: it leaves with the rest.
+- *A newcomer that dies while it waits is not admitted.* If the others did not know of it, it is as if it died once it was.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import NamedTuple
+
+CHANGE = 1
+"""Heard in a closing sum: somebody waits to join, or wants to leave."""
+ASK = 2
+"""Heard in a closing sum: there are new settings."""
+LEAVE = 4
+"""Heard in a closing sum: all would leave, so all stop."""
+
+
+class Lapse(enum.Flag):
+    """Something that the engine, or who carries out orders, does wrong."""
+
+    ADMITS_EARLY = enum.auto()
+    """A shrink admits newcomers although not all who are in it have heard of them."""
+    ALL_LEAVE = enum.auto()
+    """A shrink lets go who wants to leave, even if nobody stays."""
+    KEEPS_ASK = enum.auto()
+    """Who has heard of new settings does not say so in recovery to those who have not."""
+    TAKES_AT_ONCE = enum.auto()
+    """New settings count as soon as a worker has them."""
+
+
+NO_LAPSE = Lapse(0)
+"""Everything is right."""
+
+
+class Wish(NamedTuple):
+    """``rank`` waits to join, if it is a newcomer, or is told to leave, if it is not; -1: there are new settings."""
+
+    rank: int
+
+
+class Wishes(NamedTuple):
+    """What is wished.
+
+    Args:
+        unborn: Newcomers that may come.
+        waiting: Newcomers that wait to be admitted.
+        told: Workers that were told to leave, and have not.
+        asked: How often the settings were changed.
+    """
+
+    unborn: int = 0
+    waiting: int = 0
+    told: int = 0
+    asked: int = 0
+
+    def after(self, wish: Wish) -> Wishes:
+        """Return what is wished after ``wish``."""
+        bit = 0 if wish.rank < 0 else 1 << wish.rank
+        if not bit:
+            return self._replace(asked=self.asked + 1)
+        if self.unborn & bit:
+            return self._replace(unborn=self.unborn & ~bit, waiting=self.waiting | bit)
+        return self._replace(told=self.told | bit)
+
+    def without(self, ranks: int) -> Wishes:
+        """Return what is wished when ``ranks`` are there no more, or wait no more."""
+        return self._replace(waiting=self.waiting & ~ranks, told=self.told & ~ranks)
+
+    def heard(self, members: int, taken: int) -> int:
+        """Return what a closing sum says to ``members`` who have taken ``taken`` changes."""
+        told = self.told & members
+        change = LEAVE if told == members else CHANGE * bool(told | self.waiting)
+        return change | ASK * (self.asked > taken)
+
+    def shrink(self, living: int, heard: int, lapses: Lapse) -> tuple[int, int]:
+        """Return who leaves in a shrink of the ``living``, of whom ``heard`` have heard CHANGE, and who is admitted."""
+        leaving = self.told & heard
+        if leaving == living and Lapse.ALL_LEAVE not in lapses:
+            leaving = 0
+        all_heard = heard == living or (bool(heard) and Lapse.ADMITS_EARLY in lapses)
+        return leaving, self.waiting if all_heard else 0

@@ -1,0 +1,242 @@
+"""What a worker of the abstract engine does with its weights and gradients, by itself; and the promises about these.
+
+Replicas are equal as far as they go and at most one step apart; what was published is in everybody's history; everybody
+ends at the last step, or saves and stops, or leaves in order while somebody stays, or is a newcomer that is left alone; a
+newcomer gets the state before the step that is next, and does nothing before it has it. Unless the world is lossy,
+nothing may be missing from a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from holdfast.events import (
+    JOINING,
+    ActDone,
+    ChangesWait,
+    CheckpointLoaded,
+    Computed,
+    Event,
+    MembersChange,
+    RanOut,
+    Revoked,
+    StepApplied,
+    Welcome,
+)
+from holdfast.testing.abstract_engine import Engine, Payload, State, Worker, living_ranks
+from holdfast.testing.abstract_members import ASK, CHANGE, LEAVE
+from holdfast.testing.abstract_memory import MemoryDraft, Violation, What, ranks
+
+
+class Work:
+    """A state that is being changed, and what one worker may change of it."""
+
+    def __init__(self, engine: Engine, state: State) -> None:
+        self._engine = engine
+        self._workers = list(state.workers)
+        self._left = state.left
+        self._members = state.members
+        self._failed = state.failed
+        self._revokers = state.revokers
+        self._fenced = state.fenced
+        self._sums = {s.number: s for s in state.sums}
+        self._log = list(state.log)
+        self._published = state.published
+        self._published_taken = state.published_taken
+        self._deaths_left = state.deaths_left
+        self._memory = MemoryDraft(state.memory, engine.world.without, keep_input=engine.world.keep_input)
+        self._wishes = state.wishes
+
+    # -- steps
+
+    def _compute(self, rank: int, step: int) -> Event:
+        self._check_step(rank, step, "computes")
+        heard = self._worker(rank).heard
+        if heard & CHANGE:
+            self._set(rank, calm=True)
+            return MembersChange()
+        self._set(rank, calm=False)
+        if heard & ASK:
+            return ChangesWait()
+        if heard & LEAVE:
+            self._set(rank, saved=True)
+        if step >= self._engine.world.steps or heard & LEAVE:
+            return RanOut()
+        everything = (1 << self._engine.world.buckets) - 1
+        self._set(rank, group=self._members, inputs=everything, have=(0,) * self._engine.world.buckets)
+        self._memory.compute(rank, step, self._members)
+        return Computed()
+
+    def _discard(self, rank: int, step: int) -> Event:
+        self._check_step(rank, step, "discards")
+        self._drop_gradients(rank)
+        return ActDone()
+
+    def _apply(self, rank: int, step: int) -> Event:
+        self._check_step(rank, step, "applies")
+        worker = self._worker(rank)
+        self._check_have(rank, worker, "applies")
+        self._check_nothing_is_missing(rank, worker)
+        self._write(rank, step, (worker.group, worker.taken, *worker.have))
+        self._memory.apply(rank, [self._what(rank, bucket) for bucket in range(len(worker.have))])
+        self._drop_gradients(rank)
+        self._set(rank, steps=step + 1, used=worker.taken)
+        self._check_nobody_is_far_from(rank, step + 1)
+        return StepApplied()
+
+    def _check_nobody_is_far_from(self, rank: int, steps: int) -> None:
+        for other in self._workers:
+            if other is not None and other.steps >= 0 and abs(other.steps - steps) > 1:
+                msg = f"more than one apart: {rank} has {steps} steps, somebody has {other.steps}"
+                raise Violation(msg)
+
+    def _check_nothing_is_missing(self, rank: int, worker: Worker) -> None:
+        for bucket, whose in enumerate(worker.have):
+            must_be_in = living_ranks(self._workers) if self._engine.world.lossy else worker.group
+            if whose & ~worker.group or must_be_in & ~whose:
+                msg = f"gradients are missing: {rank} applies step {worker.steps}, bucket {bucket}, of {list(ranks(whose))} only"
+                raise Violation(msg)
+
+    def _write(self, rank: int, step: int, what: tuple[int, ...]) -> None:
+        if len(self._log) == step:
+            self._log.append(what)
+        elif self._log[step] != what:
+            kind = "published state is not in the history" if step < self._published else "replicas differ"
+            msg = f"{kind}: {rank} puts something else into step {step}"
+            raise Violation(msg)
+
+    def _publish(self, rank: int, step: int) -> None:
+        if self._worker(rank).steps <= step:
+            msg = f"published state is not in the history: {rank} publishes step {step} and does not have it"
+            raise Violation(msg)
+        if self._engine.world.all_publish:
+            self._set(rank, told=max(self._worker(rank).told, step + 1))
+        if (step + 1) % self._engine.world.checkpoint_every == 0:
+            self._set_published(rank, step + 1)
+
+    def _set_published(self, rank: int, steps: int) -> None:
+        if steps > self._published:
+            self._published, self._published_taken = steps, self._worker(rank).used
+
+    def _revoke(self, rank: int) -> Event:
+        if not self._fenced and living_ranks(self._workers) != 1 << rank:
+            msg = f"revoke meets shrink: {rank} revokes what others may still be building"
+            raise Violation(msg)
+        self._revokers |= 1 << rank
+        return Revoked()
+
+    def _leave(self, rank: int) -> None:
+        worker = self._worker(rank)
+        if not self._members & 1 << rank:
+            self._remove(rank)  # in order, and the others go on
+            self._left |= 1 << rank
+            return
+        if worker.steps != self._engine.world.steps and not worker.saved:
+            msg = f"left too early: {rank} leaves after {worker.steps} steps of {self._engine.world.steps}"
+            raise Violation(msg)
+        if worker.steps < self._published:
+            msg = f"published state is not in the history: {rank} leaves without it"
+            raise Violation(msg)
+        self._set_published(rank, worker.steps)  # its result is out
+        self._remove(rank)
+        self._left |= 1 << rank
+
+    def _remove(self, rank: int) -> None:
+        self._workers[rank] = None
+        self._failed &= ~(1 << rank)
+        self._revokers &= ~(1 << rank)
+        self._wishes = self._wishes.without(1 << rank)
+
+    # -- newcomers, and changes
+
+    def _is_given(self, rank: int, brought: Sequence[tuple[int, Payload]]) -> None:
+        given = {payload for _, payload in brought if isinstance(payload, tuple)}
+        if len(given) != 1:
+            msg = f"different states are given to {rank}: {given}"
+            raise Violation(msg)
+        self._set(rank, given=given.pop())
+
+    def _gives(self, rank: int, order: Welcome) -> tuple[int, int] | None:
+        """Return what ``rank`` gives, None if it is a newcomer."""
+        self._set(rank, calm=True)
+        worker = self._worker(rank)
+        if rank in order.newcomers:
+            return None
+        if worker.steps != order.step or worker.group:
+            msg = f"wrong state is given: {rank} gives {worker.steps} steps{' and a part of one' * bool(worker.group)}"
+            raise Violation(msg)
+        return worker.steps, worker.taken
+
+    def _install(self, rank: int, step: int) -> Event:
+        worker = self._worker(rank)
+        if worker.steps == JOINING and worker.given is not None:
+            steps, taken = worker.given
+            self._set(rank, steps=steps, given=None, told=steps, used=taken)
+            self._take(rank, taken)
+        self._check_step(rank, step, "installs")
+        return ActDone()
+
+    def _make_changes(self, rank: int) -> None:
+        worker = self._worker(rank)
+        self._take(rank, max(worker.aside, worker.taken))
+        self._set(rank, heard=worker.heard & ~ASK, aside=0)
+
+    def _take(self, rank: int, taken: int) -> None:
+        mind = self._engine.minds.set_strategy(self._worker(rank).mind, self._engine.strategies[taken])
+        self._set(rank, taken=taken, mind=mind)
+
+    def _give_up(self, rank: int) -> None:
+        """Let ``rank`` go, who has found that nobody has the state."""
+        if not all(worker is None or worker.steps == JOINING for worker in self._workers):
+            msg = f"gave up: {rank} goes no further, and somebody has the state"
+            raise Violation(msg)
+        self._remove(rank)
+
+    def _load(self, rank: int, steps: int, taken: int) -> Event:
+        if steps < self._published:
+            msg = f"published state is not in the history: {rank} loads step {steps}"
+            raise Violation(msg)
+        self._drop_gradients(rank)
+        self._set(rank, steps=steps, used=taken)
+        self._take(rank, taken)
+        return CheckpointLoaded(steps)
+
+    def _hold(self, rank: int, bucket: int, whose: int) -> None:
+        worker = self._worker(rank)
+        have = (*worker.have[:bucket], whose, *worker.have[bucket + 1 :])
+        self._set(rank, have=have, inputs=worker.inputs & ~(1 << bucket))  # known, so its input is dropped
+        self._memory.summed(rank, bucket)
+
+    def _drop_gradients(self, rank: int) -> None:
+        self._workers[rank] = self._worker(rank).without_gradients()
+        self._memory.drop(rank)
+
+    # -- looking things up
+
+    def _worker(self, rank: int) -> Worker:
+        worker = self._workers[rank]
+        assert worker is not None
+        return worker
+
+    def _what(self, rank: int, bucket: int) -> What:
+        worker = self._worker(rank)
+        return What(worker.steps, worker.group, worker.have[bucket])
+
+    def _what_is_added(self, rank: int) -> What:
+        worker = self._worker(rank)
+        return What(worker.steps, worker.group, self._members)
+
+    def _set(self, rank: int, **fields: Any) -> None:
+        self._workers[rank] = self._worker(rank)._replace(**fields)
+
+    def _check_step(self, rank: int, step: int, does: str) -> None:
+        steps = self._worker(rank).steps
+        if steps != step:
+            msg = f"wrong step: {rank} {does} step {step} with {steps} steps in its weights"
+            raise Violation(msg)
+
+    def _check_have(self, rank: int, worker: Worker, does: str) -> None:
+        if 0 in worker.have:
+            msg = f"bucket missing: {rank} {does} step {worker.steps} without bucket {worker.have.index(0)}"
+            raise Violation(msg)

@@ -1,0 +1,34 @@
+"""The reference's training, in which every worker says before each step how many it has committed."""
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+
+import reference
+import torch
+import torch.nn.functional as F
+from torch.utils.data import TensorDataset
+
+import holdfast
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--pause", type=float, default=0.0, help="seconds before each step")
+parser.add_argument("--hold", metavar="FILE", type=Path, help="wait in the middle of training until it is there")
+options = parser.parse_args()
+torch.set_num_threads(1)
+torch.use_deterministic_algorithms(True)
+model = reference.make_model("mlp")
+session = holdfast.Session(
+    model, reference.make_optimizer("sgd", model), seed=reference.SEED, slices=reference.SLICES, bucket_bytes=4096
+)
+for step in session.steps(TensorDataset(*reference.data()), reference.BATCH, reference.EPOCHS):
+    print(f"committed {session.step}", flush=True)
+    time.sleep(options.pause)
+    while options.hold and step.number == reference.STEPS // 2 and not options.hold.exists():
+        time.sleep(0.01)
+    for x, y in step:
+        step.backward(F.cross_entropy(model(x), y))
+print(f"committed {session.step}", flush=True)

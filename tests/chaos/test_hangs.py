@@ -1,0 +1,230 @@
+"""Workers that are there and get no further, for real: found from outside, ended, and the bits are those of a quiet run.
+
+Each job holds several faults, so that few processes are started.
+"""
+
+import functools
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import reference
+import train_paced
+from jobs import clean_env, exit_codes, run_report
+
+from holdfast.launch.processes import Pair, pair_path
+from holdfast.records import Beacon, beacon_path
+
+pytestmark = [pytest.mark.chaos, pytest.mark.timeout(300)]
+
+SUPPORT = Path(__file__).parents[1] / "support"
+EXAMPLES = Path(__file__).parents[2] / "examples"
+SCRIPT = SUPPORT / "train_reference.py"
+PACED = SUPPORT / "train_paced.py"
+DEADLINE_S = 120.0
+reference_hash = functools.cache(reference.train)
+paced_hash = functools.cache(lambda epochs: train_paced.train(epochs, fabric="virtual"))
+
+
+def of_kind(report, kind):
+    return [event for event in report["_events"] if event["event"] == kind]
+
+
+def inject(*specs):
+    return [word for spec in specs for word in ("--inject", spec)]
+
+
+@pytest.mark.parametrize(
+    ("fabric", "stuck"),
+    [
+        (
+            "ulfm",
+            {
+                1: ("hang", 2, "forward"),
+                2: ("gil", 4, "allreduce"),
+                3: ("spin", 6, "allreduce"),
+                4: ("deadlock", 8, "forward"),
+            },
+        ),
+        (
+            "gloo",
+            {
+                1: ("hang", 2, "allreduce"),
+                2: ("gil", 4, "forward"),
+                3: ("spin", 6, "forward"),
+                4: ("deadlock", 8, "allreduce"),
+            },
+        ),
+    ],
+)
+def test_workers_that_get_stuck_are_found_ended_and_done_without(fabric, stuck, tmp_path):
+    ends = {5: ("segfault", 10, "forward", -11), 6: ("oom", 12, "allreduce", -9)}
+    faults = {rank: fault[:3] for rank, fault in (stuck | ends).items()}
+
+    report = run_report(
+        tmp_path,
+        *("-n", 7, "--fabric", fabric, "--hang-timeout", 1, "--max-restarts", 0),
+        *inject(*(f"{kind}:rank={r},step={step},phase={phase}" for r, (kind, step, phase) in faults.items())),
+        *(SCRIPT, "mlp", "sgd"),
+    )
+
+    assert {e["rank"]: (e["kind"], e["step"], e["phase"]) for e in of_kind(report, "FaultFired")} == faults
+    assert {e["rank"]: e["step"] for e in of_kind(report, "WorkerFenced")} == {r: f[1] for r, f in stuck.items()}
+    assert all(e["silent_s"] >= 1 for e in of_kind(report, "WorkerFenced"))
+    assert exit_codes(report) == {0: 0, 5: -11, 6: -9} | dict.fromkeys(stuck, -9)
+    assert {f["rank"]: f["kind"] for f in report["failures"]} == {r: kind for r, (kind, *_) in faults.items()}
+    assert report["replicas"]["state_sha256"] == reference_hash("mlp", "sgd")
+    assert report["samples"] == {"planned": 406, "committed": 406, "lost": 0, "repeated": 0}
+
+
+def test_ranks_of_an_unmodified_ddp_script_that_stop_or_keep_pythons_lock_are_done_without(tmp_path):
+    report = run_report(
+        tmp_path,
+        *("-n", 3, "--hang-timeout", 2, "--max-restarts", 0),
+        *inject("hang:rank=1,step=2", "gil:rank=2,step=5,phase=allreduce"),
+        EXAMPLES / "06_unmodified_ddp.py",
+    )
+
+    assert {e["rank"] for e in of_kind(report, "WorkerFenced")} == {1, 2}
+    assert exit_codes(report) == {0: 0, 1: -9, 2: -9}
+    assert {f["rank"]: f["kind"] for f in report["failures"]} == {1: "hang", 2: "gil"}
+
+
+def test_without_a_timeout_nobody_is_ended_and_the_job_is_started_again(tmp_path):
+    report = run_report(
+        tmp_path,
+        *("-n", 2, "--fabric", "gloo", "--hang-timeout", 0, "--stall-timeout", 3),
+        *inject("deadlock:rank=1,step=4,phase=allreduce"),
+        *(SCRIPT, "mlp", "sgd"),
+    )
+
+    assert of_kind(report, "WorkerFenced") == []
+    assert [e["rank"] for e in of_kind(report, "FaultFired")] == [1]
+    (restart,) = of_kind(report, "JobRestarted")
+    assert "waiting for each other" in restart["reason"]
+    assert report["replicas"]["state_sha256"] == reference_hash("mlp", "sgd")
+
+
+def test_what_takes_long_by_nature_is_no_hang(tmp_path):
+    report = run_report(
+        tmp_path,
+        *("-n", 2, "--fabric", "gloo", "--hang-timeout", 1),
+        *inject("slow:rank=0,step=0,seconds=3", "hang:rank=0,step=5,seconds=0.4", "gil:rank=1,step=6,seconds=0.4"),
+        PACED,
+        *("--nap", 1, 3, 3.0, "busy"),
+        *("--nap", 1, 8, 0.8, "quiet", "--nap", 1, 9, 1.6, "quiet"),
+    )
+
+    assert of_kind(report, "WorkerFenced") == []
+    assert len(of_kind(report, "FaultFired")) == 3
+    assert exit_codes(report) == {0: 0, 1: 0}
+    assert report["failures"] == []
+    assert report["replicas"]["state_sha256"] == paced_hash(2)
+
+
+class Running:
+    """A job that is under way, and its processes."""
+
+    def __init__(self, folder, *options):
+        self.folder = folder
+        command = [sys.executable, "-m", "holdfast", "run", "--report", folder / "report", *options]
+        env = clean_env(TMPDIR=str(folder))
+        self.job = subprocess.Popen(
+            [*map(str, command)], env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+
+    def wait_for(self, ready):
+        """Return what ``ready`` returns as soon as it is not None."""
+        ends_s = time.monotonic() + DEADLINE_S
+        while (found := ready()) is None:
+            assert self.job.poll() is None, self.job.communicate()
+            assert time.monotonic() < ends_s, "it did not come to that"
+            time.sleep(0.01)
+        return found
+
+    def pair_at_step(self, rank, step):
+        """Return a worker and its watcher once it has come so far."""
+
+        def ready():
+            for run_dir in self.folder.glob("holdfast-*-*"):
+                position = Beacon.read(beacon_path(run_dir, rank))
+                if position is not None and position.step >= step:
+                    return Pair.read(pair_path(run_dir, rank))
+            return None
+
+        return self.wait_for(ready)
+
+
+def test_a_stopped_watcher_and_then_everybody_stopped_at_once(tmp_path):
+    """The watcher is woken to tell of its worker; where all are stopped all are ended, and the job is started again."""
+    running = Running(
+        tmp_path,
+        *("-n", 3, "--fabric", "gloo", "--hang-timeout", 1, PACED),
+        *(word for rank in range(3) for word in ("--nap", rank, "all", 0.05, "quiet")),
+    )
+    pairs = [running.pair_at_step(rank, 1) for rank in range(3)]
+    assert pairs[1].watcher.send(signal.SIGSTOP)
+    assert pairs[1].worker.send(signal.SIGKILL)
+    assert running.pair_at_step(0, 4) == pairs[0]
+    for rank in (0, 2):
+        assert pairs[rank].worker.send(signal.SIGSTOP)
+
+    _, err = running.job.communicate(timeout=DEADLINE_S)
+    assert running.job.returncode == 0, err
+
+    report = json.loads((tmp_path / "report" / "report.json").read_text())
+    events = [json.loads(line) for line in (tmp_path / "report" / "events.jsonl").read_text().splitlines()]
+    fenced = [e["rank"] for e in events if e["event"] == "WorkerFenced"]
+    ended = {e["pid"]: e["exit_code"] for e in events if e["event"] == "WorkerEnded"}
+    assert sorted(fenced) == [0, 2], err
+    assert [ended[pair.worker.pid] for pair in pairs] == [-9, -9, -9]
+    assert report["restarts"] == 1
+    assert report["replicas"]["state_sha256"] == paced_hash(2)
+    assert not any(process.is_alive() for pair in pairs for process in (pair.worker, pair.watcher))
+
+
+@pytest.mark.parametrize("fabric", ["ulfm", "gloo"])
+def test_a_slow_worker_is_given_less_to_do(fabric, tmp_path):
+    report = run_report(
+        tmp_path,
+        *(
+            "-n",
+            2,
+            "--slices",
+            train_paced.SLICES,
+            "--fabric",
+            fabric,
+            "--stragglers",
+            "rebalance",
+            "--straggler-factor",
+            1.5,
+        ),
+        *(PACED, "--epochs", 8, "--nap", 1, "all", 0.05, "quiet"),
+    )
+
+    (seen,) = of_kind(report, "StragglerSeen")
+    assert (seen["rank"], seen["policy"]) == (1, "rebalance")
+    assert {e["name"] for e in of_kind(report, "SettingChanged")} == {"speeds"}
+    first, last = next(line for line in report["_stdout"].splitlines() if line.startswith("[1] slices")).split()[2:]
+    assert int(first) == 4
+    assert int(last) < int(first)
+    assert report["replicas"]["state_sha256"] == paced_hash(8)
+
+
+def test_a_slow_worker_is_replaced_by_a_spare(tmp_path):
+    report = run_report(
+        tmp_path,
+        *("-n", 2, "--spares", 1, "--fabric", "gloo", "--stragglers", "replace", "--straggler-factor", 1.5),
+        *(PACED, "--epochs", 8, "--nap", 1, "all", 0.05, "quiet"),
+    )
+
+    assert [(e["rank"], e["policy"]) for e in of_kind(report, "StragglerSeen")] == [(1, "replace")]
+    assert [e["rank"] for e in of_kind(report, "Left")] == [1]
+    assert exit_codes(report) == {0: 0, 1: 0, 2: 0}
+    assert "[2] slices 0 4" in report["_stdout"], "the spare has taken its place"
+    assert report["failures"] == []
+    assert report["replicas"]["state_sha256"] == paced_hash(8)

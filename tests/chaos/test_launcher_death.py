@@ -1,0 +1,146 @@
+"""The launcher dies, at any moment: the workers finish their step, save and end; nobody and nothing is left behind."""
+
+from __future__ import annotations
+
+import functools
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from jobs import clean_env
+from train_saving import Training
+
+from holdfast.checkpoint import steps, verify
+from holdfast.events import Finished, WorkerEnded
+from holdfast.records import read_run
+
+pytestmark = [pytest.mark.chaos, pytest.mark.timeout(170)]
+
+SCRIPT = Path(__file__).parents[1] / "support" / "train_saving.py"
+DEADLINE_S = 90.0
+
+
+@pytest.fixture(autouse=True)
+def _no_session_outlives_a_test(monkeypatch):
+    monkeypatch.setattr("holdfast.train.session._sessions", [])
+
+
+@functools.cache
+def undisturbed():
+    """The hash of a run that nothing happened to."""
+    return Training().run().sha256
+
+
+class Orphans:
+    """A job whose launcher is to die; all of its processes can be told by the folder that they were given."""
+
+    def __init__(self, folder, fabric, *options, deeds=(), workers=3):
+        self.folder = folder
+        self.temporary = folder / "t"
+        self.temporary.mkdir()
+        words = [word for deed in deeds for word in ("--deed", deed)]
+        given = ("-n", workers, "--fabric", fabric, "--slices", 3, "--seed", 11, *options)
+        self.launcher = subprocess.Popen(
+            [sys.executable, "-m", "holdfast", "run", *map(str, given), str(SCRIPT), "--step-s", "0.02", *words],
+            env=clean_env(TMPDIR=str(self.temporary)),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            cwd=folder,
+        )
+
+    @property
+    def run_dir(self):
+        (run_dir,) = (path.parent for path in self.temporary.glob("holdfast-*/records-launcher.jsonl"))
+        return run_dir
+
+    def processes(self):
+        """What still runs of it, by number."""
+        mark, found = f"TMPDIR={self.temporary}".encode(), {}
+        for entry in Path("/proc").glob("[0-9]*"):
+            try:
+                if mark in (entry / "environ").read_bytes().split(b"\0"):
+                    found[int(entry.name)] = (entry / "cmdline").read_bytes().replace(b"\0", b" ")
+            except OSError:
+                continue
+        return found
+
+    def wait(self):
+        """Wait until the launcher was killed, and all that it had started is gone."""
+        assert self.launcher.wait(DEADLINE_S) == -signal.SIGKILL
+        ends_s = time.monotonic() + DEADLINE_S
+        while left := self.processes():
+            assert time.monotonic() < ends_s, (left, self.logs())
+            time.sleep(0.02)
+        return self
+
+    def logs(self):
+        return {log.name: log.read_text()[-1500:] for log in (self.run_dir / "logs").glob("*.log")}
+
+    @functools.cached_property
+    def records(self):
+        return read_run(self.run_dir)
+
+    @property
+    def outcomes(self):
+        """How the last loop of each worker ended."""
+        return {record.rank: record.outcome for record in self.records if isinstance(record, Finished)}
+
+    @property
+    def exit_codes(self):
+        return {record.rank: record.exit_code for record in self.records if isinstance(record, WorkerEnded)}
+
+
+def resumed(folder, newest):
+    """The hash of the run that goes on from the newest checkpoint, after a look at every byte of it."""
+    verify(folder, newest)
+    return Training(workers=3, checkpoint_dir=str(folder), resume=True).run().sha256
+
+
+DEATHS = {
+    "in a step": ("ulfm", ["kill-launcher:7:0"], {0: 4, 1: 4, 2: 4}, 8),
+    "and a worker dies with it": ("ulfm", ["kill-launcher-and-die:7:1"], {0: 4, 1: -9, 2: 4}, 8),
+    "and a worker hangs": ("ulfm", ["kill-launcher:7:0", "hang:7:1"], {0: 4, 1: -9, 2: 4}, 8),
+    "and the lead dies with it": ("gloo", ["kill-launcher-and-die:7:0"], {0: -9, 1: 4, 2: 4}, 7),
+    "while the others recover": ("gloo", ["die:7:1", "kill-launcher@shrink:7:2"], {0: 4, 1: -9, 2: 4}, 7),
+    "while a checkpoint is written": ("gloo", ["kill-launcher@checkpoint.tensors:6:0"], {0: 4, 1: 4, 2: 4}, 7),
+}
+"""Fabric, deeds, how the workers end, and how many steps are saved at least."""
+
+
+@pytest.mark.parametrize("when", DEATHS)
+def test_workers_whose_launcher_dies_save_and_end_and_nothing_is_lost(tmp_path, when):
+    fabric, deeds, ends, least = DEATHS[when]
+    place = ("--checkpoint-dir", tmp_path / "c", "--checkpoint-every", 6)
+
+    job = Orphans(tmp_path, fabric, *place, "--grace", 8 if "hang:7:1" in deeds else 30, deeds=deeds).wait()
+
+    assert job.exit_codes == ends, job.logs()
+    newest = steps(tmp_path / "c")[-1]
+    assert newest >= least
+    assert {job.outcomes[rank] for rank, code in ends.items() if code == 4} == {"stopped"}
+    assert resumed(tmp_path / "c", newest) == undisturbed()
+
+
+def test_workers_whose_launcher_dies_find_a_place_for_their_state(tmp_path):
+    job = Orphans(tmp_path, "gloo", deeds=["kill-launcher:7:1"]).wait()
+
+    assert job.exit_codes == {0: 4, 1: 4, 2: 4}, job.logs()
+    (newest,) = steps(tmp_path / "holdfast-checkpoint")
+    assert resumed(tmp_path / "holdfast-checkpoint", newest) == undisturbed()
+
+
+@pytest.mark.parametrize("fabric", ["gloo", "ulfm"])
+def test_nothing_is_left_of_a_job_whose_launcher_dies_before_training(tmp_path, fabric):
+    job = Orphans(tmp_path, fabric, workers=2)
+    ends_s = time.monotonic() + DEADLINE_S
+    while not list(job.temporary.glob("holdfast-*/process-1")):
+        assert time.monotonic() < ends_s
+        time.sleep(0.01)
+
+    job.launcher.kill()
+    job.wait()
+
+    assert not list(tmp_path.glob("holdfast-checkpoint*"))

@@ -1,0 +1,101 @@
+"""One worker of the contract tests over Gloo: ``gloo_worker.py contract|building|rebuilding|on-gpus``."""
+
+import os
+import signal
+import sys
+import time
+
+import torch
+
+from holdfast.comm import connect, groups
+from holdfast.errors import PeerFailed
+from holdfast.settings import Settings
+from holdfast.testing.contract import check_communicator
+
+REBUILDS = 60
+WITHIN_S = 60.0
+
+
+def die(victim):
+    if victim in comm.here:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def expect_failure(act):
+    try:
+        act()
+    except PeerFailed:
+        return
+    raise AssertionError("with a dead member it must fail")
+
+
+def recover():
+    comm.revoke()
+    comm.agree(False)
+    comm.shrink()
+    assert comm.agree(True)
+
+
+def contract():
+    """All promises, and again after each of two deaths."""
+    check_communicator(comm, die, (0, 2))
+
+
+def building():
+    """A worker dies while the group is made: the others, some of whom it owes a connection, do not wait for it."""
+    assert comm.agree(True)
+    if comm.here == (1,):  # it has told its own address when it asks for the first one
+        groups.Meeting.get = lambda meeting, key: die(1)
+    expect_failure(comm.barrier)
+    recover()
+    assert comm.maximum([comm.here[0]]) == [3]
+
+
+def open_things():
+    """Threads and file descriptors of this process."""
+    return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
+
+
+def rebuilding():
+    """Group after group, each given up with an operation that nobody completes, leaves nothing behind."""
+    comm.barrier()
+    before = open_things()
+    for _ in range(REBUILDS):
+        comm.barrier()
+        if comm.here == (1,):
+            comm._groups["cpu"].allreduce([torch.zeros(1000)])
+        assert comm.agree(True)
+        comm.shrink()
+    comm.barrier()
+    ends_s = time.monotonic() + WITHIN_S
+    while any(now > then for now, then in zip(open_things(), before, strict=True)):  # they are ended aside
+        assert time.monotonic() < ends_s, f"threads and files were {before}, are {open_things()}"
+        time.sleep(0.05)
+
+
+def on_gpus():
+    """Tensors on GPUs are exchanged too, before and after a death."""
+    torch.cuda.set_device(comm.here[0])
+    for victim in (0, None):
+        me, count = comm.members.index(comm.here[0]), len(comm.members)
+        send = torch.arange(count * 5, device="cuda", dtype=torch.float32).view(count, 5) + 100 * me
+        out = torch.empty_like(send)
+        comm.alltoall(send, out)
+        assert out[:, 0].tolist() == [100 * other + 5 * me for other in range(count)]
+        comm.allgather(send[0], out)
+        assert out[:, 0].tolist() == [100 * other for other in range(count)]
+        data = torch.full((7,), -0.0 if me == 0 else 1.0, device="cuda")
+        comm.broadcast(data, comm.members[0])
+        assert torch.signbit(data).all()
+        if victim is not None:
+            die(victim)
+            expect_failure(lambda send=send, out=out: [comm.alltoall(send, out) for _ in range(100_000)])
+            recover()
+
+
+settings = Settings.from_env()
+comm = connect("gloo", settings.workers, settings.ranks, rank=settings.rank, store=settings.store, token=settings.token)
+{"contract": contract, "building": building, "rebuilding": rebuilding, "on-gpus": on_gpus}[sys.argv[1]]()
+sys.stdout.write(f"passed {comm.here[0]} of {comm.members}\n")  # at once: others write to the same pipe
+sys.stdout.flush()
+os._exit(0)

@@ -1,0 +1,30 @@
+"""The judge of the tests that kill: the hash of the reference, and nothing lost."""
+
+import functools
+from pathlib import Path
+
+import reference
+
+SCRIPT = Path(__file__).with_name("train_reference.py")
+reference_hash = functools.cache(reference.train)
+
+
+def check_nothing_lost(report, state, survivors):
+    """All samples were committed once, the end has these bits, and these workers are left."""
+    assert report["replicas"]["state_sha256"] == state
+    assert report["replicas"]["identical"] is True
+    assert report["samples"] == {"planned": 406, "committed": 406, "lost": 0, "repeated": 0}
+    assert report["steps"] == reference.STEPS
+    assert report["workers"]["ranks_finished"] == survivors
+
+
+def check_forward_lost_one_slice(report):
+    """Of a run over four workers in which one died in step 4, between the sums of its two buckets."""
+    assert report["replicas"]["identical"] is True
+    assert report["samples"] == {"planned": 406, "committed": 398, "lost": 8, "repeated": 0}
+    assert report["failures"][0]["lost_samples"] == 8
+    assert report["failures"][0]["redone_steps"] == 0
+    (lost,) = report["lost"]
+    assert lost["step"] == 4
+    assert len(set(lost["ids"])) == 8
+    assert lost["buckets"] == [1], "bucket 0 was summed with everybody"

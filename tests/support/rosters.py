@@ -1,0 +1,267 @@
+"""A play for rosters: members agree, shrink, die, leave and come, over any store; and what must hold afterwards."""
+
+import random
+import threading
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+from holdfast.errors import VotedOut
+from holdfast.membership.roster import Roster
+from holdfast.membership.store import Mirror
+
+LAST_GENERATION = 5
+"""From here on nobody asks for a shrink any more."""
+
+
+class Killed(BaseException):
+    """The member is dead; nothing in the product answers it."""
+
+
+@dataclass
+class Part:
+    """What one member does.
+
+    Args:
+        rank: Who it is.
+        dies_at: In which write, counting from 0; None never.
+        dies_after: The write was done.
+        leaves_in: The first generation that it wants to leave; None never.
+        refuses: The (generation, act) in which it votes no.
+    """
+
+    rank: int
+    dies_at: int | None = None
+    dies_after: bool = False
+    leaves_in: int | None = None
+    refuses: frozenset = frozenset()
+
+
+@dataclass
+class Seen:
+    """What the members saw."""
+
+    agreed: dict = field(default_factory=lambda: defaultdict(dict))
+    members: dict = field(default_factory=lambda: defaultdict(dict))
+    ends: dict = field(default_factory=dict)
+
+
+class Mortal:
+    """A store whose owner dies at one of its writes."""
+
+    def __init__(self, store, part):
+        self._store, self._part, self._writes = store, part, 0
+
+    def __getattr__(self, name):
+        return getattr(self._store, name)
+
+    def put(self, key, value, *, leased=False):
+        return self._write(lambda: self._store.put(key, value, leased=leased))
+
+    def create(self, key, value):
+        return self._write(lambda: self._store.create(key, value))
+
+    def delete(self, key):
+        return self._write(lambda: self._store.delete(key))
+
+    def _write(self, do):
+        dies, self._writes = self._writes == self._part.dies_at, self._writes + 1
+        if dies and not self._part.dies_after:
+            raise Killed
+        done = do()
+        if dies:
+            raise Killed
+        return done
+
+
+def draw_parts(seed, world=4, newcomers=2):
+    """Draw what the members of a play do; the highest of the world lives, so that somebody is left."""
+    rng = random.Random(seed)
+    parts = []
+    for rank in range(world + newcomers):
+        fate = rng.random() if rank != world - 1 else 1.0
+        parts.append(
+            Part(
+                rank,
+                dies_at=rng.randrange(12) if fate < 0.5 else None,
+                dies_after=rng.random() < 0.5,
+                leaves_in=rng.randrange(1, 4) if 0.5 <= fate < 0.65 else None,
+                refuses=frozenset((generation, rng.randrange(1, 3)) for generation in range(3) if rng.random() < 0.25),
+            )
+        )
+    return parts
+
+
+def play(part, store, world, seen):
+    """Be one member from the beginning to the end; returns how it ended."""
+    store = Mortal(store, part)
+    try:
+        end = _act(part, store, world, seen)
+    except Killed:
+        end = "killed"
+    except VotedOut:
+        end = "voted out"
+    seen.ends[part.rank] = end
+    return end
+
+
+def _act(part, store, world, seen):
+    is_newcomer = part.rank not in world
+    roster = Roster(store, part.rank, None if is_newcomer else world)
+    if is_newcomer and not roster.join(0, lambda: store.get("loop") is not None):
+        return "late"
+    agreements = 0
+    while agreements < 3:
+        at = roster.generation, roster._act + 1
+        seen.members[roster.generation][part.rank] = roster.members
+        agreed = roster.agree(at not in part.refuses and not roster.newcomers(0))
+        seen.agreed[at][part.rank] = agreed
+        agreements = agreements + 1 if agreed else 0
+        if not agreed:
+            leaves = part.leaves_in is not None and roster.generation >= part.leaves_in
+            roster.shrink(admits=0, leaves=leaves)
+            if leaves and part.rank not in roster.members:
+                return "left"
+    store.put("loop", "1")
+    return "finished"
+
+
+def check(seen, parts, world, suspects=()):
+    """Whoever died when: what members saw is the same for all, and nobody is lost who lived."""
+    for what in (seen.agreed, seen.members):
+        for at, said in what.items():
+            assert len(set(said.values())) == 1, f"{at}: {said}"
+    for generation, said in seen.members.items():
+        assert said.keys() <= set(next(iter(said.values()))), f"generation {generation}: {said}"
+    assert seen.ends.keys() == {part.rank for part in parts}
+    for part in parts:
+        allowed = {"finished"} if part.rank in world else {"finished", "late"}
+        if part.dies_at is not None:
+            allowed.add("killed")
+        if part.leaves_in is not None:
+            allowed.add("left")
+        if part.rank in suspects:
+            allowed |= {"voted out", "late"}
+        assert seen.ends[part.rank] in allowed, f"{part}: {seen.ends}"
+
+
+class Explored:
+    """A store in this process that shows each member every change in order, but as late as chance will have it.
+
+    One thread runs at a time, and whenever it reaches the store chance says which goes on; the same seed, the same run.
+
+    Args:
+        seed: Of chance.
+        patience: So many turns are too many.
+    """
+
+    def __init__(self, seed, patience=2000):
+        self.rng = random.Random(seed)
+        self.log, self.items = [], {}
+        self.patience = patience
+        self.broken = ""
+        self._seats, self._turn = {}, None
+        self._lock = threading.Condition()
+
+    def seat(self, name):
+        self._seats[name] = Seat(self, name)
+        return self._seats[name]
+
+    def run(self, acts):
+        """Run functions, one a name, each in a thread of its own, to their ends."""
+        errors = []
+
+        def act(name):
+            self.yield_(name, begins=True)
+            try:
+                acts[name]()
+            except BaseException as error:  # whatever it is, the others must go on, and the test must know
+                errors.append(error)
+            self._leave(name)
+
+        threads = [threading.Thread(target=act, args=[name]) for name in acts]
+        for thread in threads:
+            thread.start()
+        with self._lock:
+            self._lock.wait_for(lambda: all(seat.is_ready for seat in self._seats.values()))
+            self._choose()
+        for thread in threads:
+            thread.join(120)
+        assert not any(thread.is_alive() for thread in threads)
+        if errors:
+            raise errors[0]
+        assert not self.broken, self.broken
+
+    def yield_(self, name, begins=False):
+        with self._lock:
+            if begins:
+                self._seats[name].is_ready = True
+                self._lock.notify_all()
+            else:
+                self._choose()
+            self._lock.wait_for(lambda: self._turn == name or self.broken)
+        if self.broken:
+            raise AssertionError(self.broken)
+
+    def _leave(self, name):
+        with self._lock:
+            del self._seats[name]
+            self._choose()
+
+    def _choose(self):
+        """Let one go on who can: it has not seen everything, or is not waiting."""
+        able = [name for name, seat in self._seats.items() if not seat.waits or seat.known < len(self.log)]
+        self.patience -= 1
+        if self._seats and (not able or self.patience < 0):
+            self.broken = (
+                self.broken or f"nobody can go on, or nobody comes to an end: {list(self._seats)}, {self.items}"
+            )
+        self._turn = self.rng.choice(able) if able else None
+        self._lock.notify_all()
+
+
+class Seat(Mirror):
+    """The explored store as one member sees it."""
+
+    def __init__(self, world, name):
+        super().__init__()
+        self.world, self.name = world, name
+        self.known, self.waits, self.is_ready = 0, False, False
+
+    def put(self, key, value, *, leased=False):
+        self._write([(key, value)])
+
+    def create(self, key, value):
+        self.world.yield_(self.name)
+        is_first = key not in self.world.items
+        self._write([(key, value)] if is_first else [], yields=False)
+        return is_first
+
+    def delete(self, key):
+        self.world.yield_(self.name)
+        gone = [name for name in self.world.items if name == key or (key.endswith("/") and name.startswith(key))]
+        self._write([(name, None) for name in gone], yields=False)
+
+    def wait(self, ready, timeout_s=None):
+        while (found := ready()) is None:
+            self.waits = True
+            self.world.yield_(self.name)
+            self.waits = False
+            if self.known < len(self.world.log):
+                self._learn(self.world.rng.randint(self.known + 1, len(self.world.log)))
+        return found
+
+    def _write(self, changes, yields=True):
+        if yields:
+            self.world.yield_(self.name)
+        for key, value in changes:
+            self.world.log.append((key, value))
+            if value is None:
+                del self.world.items[key]
+            else:
+                self.world.items[key] = value
+        self._learn(len(self.world.log))
+
+    def _learn(self, until):
+        for key, value in self.world.log[self.known : until]:
+            self._note(key, value)
+        self.known = until

@@ -1,0 +1,82 @@
+"""Waiting for what cannot be interrupted, and giving it up."""
+
+import threading
+from datetime import timedelta
+
+import pytest
+import torch
+
+from holdfast.comm.groups import Aside, Meeting, as_bytes, as_peer_failure, wait
+from holdfast.errors import PeerFailed
+from holdfast.membership import Hub, HubStore
+
+
+@pytest.fixture
+def store():
+    with Hub("secret") as hub:
+        client = HubStore(hub.address, "secret", "job")
+        yield client
+        client.close()
+
+
+def test_what_is_done_aside_returns_its_result_or_raises_its_error():
+    def fail():
+        raise RuntimeError("connection reset")
+
+    assert wait(Aside(lambda: 7), lambda: None) == 7
+    with pytest.raises(PeerFailed, match="connection reset"), as_peer_failure():
+        wait(Aside(fail), lambda: None)
+
+
+def test_who_hears_of_a_death_waits_no_longer_and_the_work_goes_on_by_itself():
+    may_end, has_ended = threading.Event(), threading.Event()
+
+    def check():
+        raise PeerFailed("worker 1 is dead")
+
+    with pytest.raises(PeerFailed, match="worker 1"):
+        wait(Aside(lambda: may_end.wait(30) and has_ended.set()), check)
+
+    assert not has_ended.is_set()
+    may_end.set()
+    assert has_ended.wait(30)
+
+
+def test_addresses_come_to_those_who_wait_for_them(store):
+    meeting = Meeting(store, "g/0/c10d/cpu/", 30.0)
+    found = Aside(lambda: meeting.get("1"))
+
+    meeting.set("1", b"\x00\xff")
+
+    assert found.wait(timedelta(seconds=30)) == b"\x00\xff"
+    assert meeting.check(["1"])
+    assert not meeting.check(["1", "2"])
+
+
+def test_a_meeting_to_which_not_everybody_comes_ends(store):
+    with pytest.raises(PeerFailed, match=r"within 0\.01 s"):
+        Meeting(store, "g/0/c10d/cpu/", 0.01).get("1")
+
+
+def test_a_meeting_that_was_given_up_ends_at_the_next_change_of_the_store(store):
+    meeting = Meeting(store, "g/0/c10d/cpu/", 3600.0)
+    waits = Aside(lambda: meeting.get("1"))
+
+    meeting.give_up()
+    store.put("g/1/members", "[0]")
+
+    with pytest.raises(PeerFailed):
+        waits.wait(timedelta(seconds=30))
+
+
+def test_the_bytes_of_a_tensor_are_its_memory_whatever_it_holds():
+    for tensor in (
+        torch.tensor([True, False]),
+        torch.ones(3, dtype=torch.bfloat16, requires_grad=True),
+        torch.zeros(0),
+        torch.ones(4, 4)[:, :1][:1],
+    ):
+        seen = as_bytes(tensor)
+
+        assert seen.numel() == tensor.numel() * tensor.element_size()
+        assert seen.data_ptr() == tensor.data_ptr()

@@ -1,0 +1,450 @@
+"""Who is taken to be stuck, and who is not. Time is made up; a look is taken every tenth of the timeout."""
+
+import pytest
+
+from holdfast.launch.hangs import Hangs
+from holdfast.records import Position
+
+TIMEOUT_S = 10.0
+QUIET = {"waits": False, "busy": False}
+
+
+def at(phase, step=5, **more):
+    return Position(step=step, slice=0, phase=phase, pid=1, samples=(), **more)
+
+
+class Job:
+    """Workers whose places a test sets, seen by a launcher once a second; their pulses beat unless it says no."""
+
+    def __init__(self, workers=3, timeout_s=TIMEOUT_S):
+        self.hangs = Hangs(timeout_s)
+        self.now_s = 100.0
+        self.pulse = 1
+        self.stopped = {}
+        self.places = {rank: {"phase": "forward", "step": 0, "beats": 1, "applied": 0} for rank in range(workers)}
+        self.given_up = {}
+
+    def put(self, rank, phase, step=5, **more):
+        """Move a worker: it has said where it is."""
+        known = self.places.get(rank, {"beats": 0, "applied": 0})
+        self.places[rank] = known | {"phase": phase, "step": step, "beats": known["beats"] + 1} | QUIET | more
+
+    def stop(self, rank):
+        self.stopped[rank] = self.pulse
+
+    def position(self, rank):
+        return at(**self.places[rank] | {"pulse": self.stopped.get(rank, self.pulse)})
+
+    def look(self):
+        positions = {rank: self.position(rank) for rank in self.places}
+        for stuck in self.hangs.look(positions, self.now_s):
+            assert stuck.rank not in self.given_up, "each is named once"
+            self.given_up[stuck.rank] = stuck
+        self.pulse += 1
+
+    def pass_time(self, seconds, every_s=1.0):
+        for _ in range(round(seconds / every_s)):
+            self.now_s += every_s
+            self.look()
+
+    def train(self, steps=3, step_s=1.0):
+        """Let everybody compute and wait through some steps, so that nobody is new."""
+        for step in range(steps):
+            for rank in self.places:
+                self.put(rank, "forward", step)
+            self.pass_time(step_s)
+            for rank in self.places:
+                self.put(rank, "allreduce", step, waits=True)
+            self.pass_time(1)
+            for rank in self.places:
+                self.put(rank, "optimizer", step, applied=step + 1)
+        return self
+
+
+@pytest.mark.parametrize("phase", ["forward", "allreduce", "checkpoint", "gate", "script"])
+def test_a_worker_without_a_pulse_is_given_up_wherever_it_is(phase):
+    job = Job().train()
+    for rank in range(3):
+        job.put(rank, phase)
+    job.look()
+    job.stop(1)
+
+    job.pass_time(TIMEOUT_S)
+    assert job.given_up == {}
+    job.pass_time(3)
+
+    assert list(job.given_up) == [1]
+    assert job.given_up[1].silent_s > TIMEOUT_S
+    assert "stopped" in job.given_up[1].reason
+
+
+def test_all_workers_without_a_pulse_are_given_up_together():
+    job = Job().train()
+    for rank in range(3):
+        job.stop(rank)
+
+    job.pass_time(TIMEOUT_S + 3)
+
+    assert sorted(job.given_up) == [0, 1, 2]
+
+
+@pytest.mark.parametrize(("phase", "times"), [("start", 10), ("forward", 3)])
+def test_a_new_worker_may_be_without_a_pulse_for_longer(phase, times):
+    job = Job()
+    job.put(1, phase, 0)
+    job.look()
+    job.stop(1)
+
+    job.pass_time(times * TIMEOUT_S)
+    assert job.given_up == {}
+    job.pass_time(3)
+
+    assert list(job.given_up) == [1]
+
+
+def test_the_silence_of_a_new_worker_sets_no_limit_for_later():
+    job = Job()
+    job.look()
+    job.stop(1)
+    job.pass_time(2 * TIMEOUT_S)
+    del job.stopped[1]
+    job.train()
+    job.stop(1)
+
+    job.pass_time(TIMEOUT_S + 3)
+
+    assert list(job.given_up) == [1]
+
+
+def test_a_worker_that_was_never_seen_to_pulse_is_not_missed():
+    job = Job().train()
+    job.stopped[1] = 0
+
+    job.pass_time(10 * TIMEOUT_S)
+
+    assert job.given_up == {}
+
+
+def test_a_silence_that_ended_by_itself_allows_for_three_such():
+    job = Job().train()
+    job.stop(1)
+    job.pass_time(8)
+    del job.stopped[1]
+    job.pass_time(2)
+    job.stop(1)
+
+    job.pass_time(24)
+    assert job.given_up == {}
+    job.pass_time(4)
+
+    assert list(job.given_up) == [1]
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward", "allreduce", "optimizer"])
+def test_who_stands_still_in_a_step_while_another_waits_is_given_up(phase):
+    job = Job().train()
+    job.put(0, "allreduce", waits=True)
+    job.put(1, phase)
+    job.put(2, "allreduce", waits=True)
+
+    job.pass_time(TIMEOUT_S)
+    assert job.given_up == {}
+    job.pass_time(2)
+
+    assert list(job.given_up) == [1]
+    assert f"in {phase} of step 5" in job.given_up[1].reason
+    assert "busy" in job.given_up[1].reason
+
+
+def test_two_that_stand_still_at_the_same_time_are_both_given_up():
+    job = Job(workers=4).train()
+    job.put(0, "allreduce", waits=True)
+    job.put(3, "allreduce", waits=True)
+    job.put(1, "forward")
+    job.put(2, "backward")
+
+    job.pass_time(TIMEOUT_S + 3)
+
+    assert sorted(job.given_up) == [1, 2]
+
+
+def test_a_slow_worker_that_moves_hides_no_stuck_one_and_is_spared():
+    job = Job().train()
+    job.put(0, "allreduce", waits=True)
+    job.put(1, "forward")
+    for _ in range(8):
+        job.put(2, "forward")  # the next slice
+        job.pass_time(2)
+
+    assert list(job.given_up) == [1]
+
+
+def test_nobody_is_given_up_where_nobody_waits():
+    job = Job().train()
+    for rank in range(3):
+        job.put(rank, "backward")  # all evaluate in the middle of the loop
+
+    job.pass_time(20 * TIMEOUT_S)
+
+    assert job.given_up == {}
+
+
+def test_nobody_is_given_up_where_all_wait():
+    job = Job().train()
+    for rank in range(3):
+        job.put(rank, "allreduce", waits=True)  # it is for --stall-timeout
+
+    job.pass_time(20 * TIMEOUT_S)
+
+    assert job.given_up == {}
+
+
+def test_waiting_must_have_lasted_too():
+    job = Job().train()
+    for rank in range(3):
+        job.put(rank, "backward")
+    job.pass_time(5 * TIMEOUT_S)
+
+    job.put(0, "allreduce", waits=True)  # the first to be done with what takes long
+    job.pass_time(TIMEOUT_S - 1)
+
+    assert job.given_up == {}
+
+
+def test_what_took_long_before_may_take_three_times_as_long():
+    job = Job().train(step_s=20.0)
+    job.put(0, "allreduce", 7, waits=True)
+    job.put(2, "allreduce", 7, waits=True)
+    job.put(1, "forward", 7)
+
+    job.pass_time(59)
+    assert job.given_up == {}
+    job.pass_time(5)
+
+    assert list(job.given_up) == [1]
+
+
+def test_waiting_for_others_teaches_nothing():
+    job = Job().train()
+    job.put(0, "allreduce", 7, waits=True)
+    for _ in range(10):
+        for rank in (1, 2):
+            job.put(rank, "forward", 7)
+        job.pass_time(9)
+    job.put(0, "forward", 8)
+    job.put(1, "allreduce", 8, waits=True)
+    job.put(2, "allreduce", 8, waits=True)
+
+    job.pass_time(30)
+
+    assert list(job.given_up) == [0], "the limit is three times 9 s, not three times 90 s"
+
+
+def test_a_first_step_may_take_ten_times_as_long():
+    job = Job()
+    job.put(0, "allreduce", 0, waits=True)
+    job.put(2, "allreduce", 0, waits=True)
+    job.put(1, "forward", 0)
+
+    job.pass_time(10 * TIMEOUT_S)
+    assert job.given_up == {}
+    job.pass_time(2)
+
+    assert list(job.given_up) == [1]
+
+
+def test_the_first_step_sets_no_limit_for_the_others():
+    job = Job()
+    job.pass_time(60)  # compiling
+    job.train()
+    job.put(0, "allreduce", 7, waits=True)
+    job.put(2, "allreduce", 7, waits=True)
+    job.put(1, "forward", 7)
+
+    job.pass_time(TIMEOUT_S + 2)
+
+    assert list(job.given_up) == [1]
+
+
+def test_the_first_step_of_a_newcomer_may_take_long_too():
+    job = Job().train()
+    job.put(3, "start", -1, waits=True)
+    job.pass_time(2)
+    for rank in range(3):
+        job.put(rank, "allreduce", 8, waits=True)
+    job.put(3, "forward", 8)
+
+    job.pass_time(9 * TIMEOUT_S)
+    assert job.given_up == {}
+    job.put(3, "allreduce", 8, waits=True)
+    job.train()
+    for rank in range(3):
+        job.put(rank, "allreduce", 9, waits=True)
+    job.put(3, "forward", 9)
+    job.pass_time(TIMEOUT_S + 2)
+
+    assert list(job.given_up) == [3]
+
+
+def test_a_newcomer_that_waits_to_be_let_in_keeps_nobody_from_evaluating():
+    job = Job().train()
+    for rank in range(3):
+        job.put(rank, "backward")
+    job.put(3, "start", -1, waits=True)
+
+    job.pass_time(20 * TIMEOUT_S)
+
+    assert job.given_up == {}
+
+
+@pytest.mark.parametrize(("phase", "times"), [("recovery", 10), ("gate", 10), ("checkpoint", 30)])
+def test_recovery_and_checkpoints_may_take_much_longer_than_a_step(phase, times):
+    job = Job().train()
+    job.put(0, phase, waits=True)
+    job.put(1, phase)
+    job.put(2, phase, waits=True)
+
+    job.pass_time(times * TIMEOUT_S)
+    assert job.given_up == {}
+    job.pass_time(2)
+
+    assert list(job.given_up) == [1]
+
+
+@pytest.mark.parametrize("phase", ["start", "script"])
+def test_outside_training_only_the_pulse_counts(phase):
+    job = Job().train()
+    job.put(0, "gate", waits=True)
+    job.put(1, phase)
+    job.put(2, "gate", waits=True)
+
+    job.pass_time(50 * TIMEOUT_S)
+
+    assert job.given_up == {}
+
+
+def test_who_says_that_it_is_busy_is_left_alone_pulse_or_not():
+    job = Job().train()
+    job.put(0, "allreduce", waits=True)
+    job.put(2, "allreduce", waits=True)
+    job.put(1, "backward", busy=True)
+    job.look()
+    job.stop(1)
+
+    job.pass_time(50 * TIMEOUT_S)
+
+    assert job.given_up == {}
+
+
+def test_what_was_done_while_busy_sets_no_limit():
+    job = Job().train()
+    job.put(0, "allreduce", waits=True)
+    job.put(2, "allreduce", waits=True)
+    job.put(1, "backward", busy=True)
+    job.look()
+    job.stop(1)
+    job.pass_time(100)
+    del job.stopped[1]
+    job.places[1]["busy"] = False
+
+    job.pass_time(TIMEOUT_S + 3)
+
+    assert list(job.given_up) == [1]
+
+
+def test_a_launcher_that_stood_still_itself_blames_nobody_for_it():
+    job = Job().train()
+    job.put(0, "allreduce", waits=True)
+    job.put(1, "forward")
+    job.stop(2)
+    job.pass_time(5)
+
+    job.now_s += 1000.0
+    job.look()
+    job.pass_time(TIMEOUT_S - 1)
+    assert job.given_up == {}
+    job.pass_time(4)
+
+    assert 2 in job.given_up, "it counts from when it looked again"
+
+
+def test_whoever_is_kept_waiting_on_another_node_counts_too():
+    job = Job(workers=1).train()
+    job.put(0, "forward")
+    job.pass_time(TIMEOUT_S + 2)
+    assert not job.hangs.keep_us_waiting
+
+    (stuck,) = job.hangs.look({0: job.position(0)}, job.now_s + 1, elsewhere=True)
+
+    assert stuck.rank == 0
+
+
+def test_a_node_says_that_its_workers_are_kept_waiting():
+    job = Job().train()
+    for rank in range(3):
+        job.put(rank, "allreduce", waits=True)
+
+    job.pass_time(TIMEOUT_S)
+    assert not job.hangs.keep_us_waiting
+    job.pass_time(2)
+
+    assert job.hangs.keep_us_waiting
+    assert job.given_up == {}
+
+
+def test_a_timeout_shorter_than_a_launcher_can_look_still_finds_the_stuck():
+    job = Job(timeout_s=0.02).train(step_s=0.05)
+    job.put(1, "forward")
+    job.stop(1)
+
+    job.pass_time(0.5, every_s=0.05)
+
+    assert 1 in job.given_up
+
+
+def test_the_one_worker_of_a_job_is_only_given_up_for_want_of_a_pulse():
+    job = Job(workers=1).train()
+    job.put(0, "forward")
+    job.pass_time(50 * TIMEOUT_S)
+    assert job.given_up == {}
+
+    job.stop(0)
+    job.pass_time(TIMEOUT_S + 3)
+
+    assert list(job.given_up) == [0]
+
+
+def test_without_a_timeout_nobody_is_given_up():
+    job = Job(timeout_s=0.0).train()
+    job.put(0, "allreduce", waits=True)
+    job.put(1, "forward")
+    job.stop(2)
+
+    job.pass_time(1000)
+
+    assert job.given_up == {}
+
+
+def test_a_start_of_the_job_knows_nothing_of_the_one_before_but_how_long_things_take():
+    job = Job().train(step_s=20.0)
+    job.stop(1)
+    job.pass_time(TIMEOUT_S + 3)
+    assert list(job.given_up) == [1]
+
+    job.hangs.begin()
+    job.given_up.clear()
+    job.stopped.clear()
+    job.train()
+    job.put(0, "allreduce", waits=True)
+    job.put(1, "forward")
+    job.put(2, "allreduce", waits=True)
+    job.pass_time(50)
+    assert job.given_up == {}
+    job.stop(1)
+    job.pass_time(15)
+
+    assert list(job.given_up) == [1]
+
+
+def test_it_looks_ten_times_within_the_timeout():
+    assert Hangs(30.0).look_every_s == 3.0

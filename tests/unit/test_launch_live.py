@@ -1,0 +1,103 @@
+"""What a person is told while a job runs."""
+
+from __future__ import annotations
+
+import pytest
+
+from holdfast.events import (
+    FaultFired,
+    Left,
+    Recovered,
+    RunStarted,
+    SettingChanged,
+    StragglerSeen,
+    WorkerEnded,
+    WorkerFenced,
+)
+from holdfast.launch.live import Story
+
+START = RunStarted(
+    t_s=0.0, rank=0, step=0, fabric="gloo", strategy="rollback", seed=0, workers=3, slices=4, order="fold", split="slices",
+    batch="global", rescale="survivors", steps_planned=9, samples_planned=9, num_buckets=1, parameters=1,
+)  # fmt: skip
+
+
+def recovered(rank=0, step=5, generation=1, **said):
+    usual = {"lost": (), "survivors": (0, 2), "decision": "redo", "redone_steps": 0}
+    return Recovered(t_s=1.0, rank=rank, step=step, generation=generation, **(usual | said))
+
+
+def told(*records):
+    story = Story()
+    return [line for record in (START, *records) if (line := story.tell(record)) is not None][1:]
+
+
+def test_survivors_of_a_death_compute_the_step_again():
+    assert told(recovered(lost=(1,), redone_steps=1), recovered(rank=2, lost=(1,), redone_steps=1)) == [
+        "lost rank 1; step 5 is computed again with ranks 0, 2"
+    ]
+
+
+def test_a_newcomer_says_when_it_came_and_how_long_the_others_were_held():
+    grown = {"decision": "grow", "survivors": (0, 2, 3), "joined": (3,), "held_s": 0.048}
+
+    assert told(recovered(step=300, **grown), recovered(rank=2, step=300, **grown)) == [
+        "rank 3 joined at step 300, which held the others for 48 ms; ranks 0, 2, 3 go on"
+    ]
+
+
+def test_newcomers_may_come_in_the_recovery_of_a_death():
+    record = recovered(lost=(1,), survivors=(0, 2, 3, 4), joined=(3, 4), redone_steps=1, held_s=0.1)
+
+    assert told(record) == [
+        "lost rank 1; ranks 3, 4 joined at step 5, which held the others for 100 ms; step 5 is computed again with "
+        "ranks 0, 2, 3, 4"
+    ]
+
+
+def test_who_leaves_in_order_is_not_lost():
+    assert told(Left(t_s=1.0, rank=1, step=6), recovered(step=6, lost=(1,), survivors=(0,))) == [
+        "rank 1 left before step 6, as it was told to",
+        "rank 0 goes on",
+    ]
+
+
+def test_who_is_lost_while_another_leaves_is_lost():
+    assert told(Left(t_s=1.0, rank=1, step=6), recovered(step=6, lost=(1, 3), redone_steps=1)) == [
+        "rank 1 left before step 6, as it was told to",
+        "lost rank 3; step 6 is computed again with ranks 0, 2",
+    ]
+
+
+def test_before_training_under_torch_distributed_there_is_no_step_to_speak_of():
+    assert Story().tell(recovered(lost=(1,), decision="continue")) == "lost rank 1; ranks 0, 2 go on"
+
+
+def test_forward_goes_on_with_the_step():
+    assert told(recovered(lost=(1,), decision="continue")) == ["lost rank 1; step 5 goes on with ranks 0, 2"]
+
+
+def test_a_worker_that_is_fenced_says_why():
+    fenced = WorkerFenced(t_s=1.0, rank=1, step=5, silent_s=1.0, reason="no sign of life for 1.0 s")
+    hang = FaultFired(t_s=0.5, rank=1, step=5, fault=0, kind="hang", phase="forward")
+
+    assert told(hang, fenced, WorkerEnded(t_s=1.1, rank=1, step=5, exit_code=-9, pid=1)) == [
+        "hang of rank 1 at step 5, forward",
+        "rank 1 is ended: no sign of life for 1.0 s",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("policy", "then"),
+    [("warn", ""), ("rebalance", "; it gets less to do"), ("replace", "; it is told to leave")],
+)
+def test_a_straggler_is_named_with_what_is_done_about_it(policy, then):
+    slow = StragglerSeen(t_s=1.0, rank=2, step=40, score=3.14, policy=policy)
+
+    assert told(slow) == [f"rank 2 is slow: it takes 3.1 times as long as the others{then}"]
+
+
+def test_a_change_is_told_once_though_every_worker_says_it():
+    said = [SettingChanged(t_s=1.0, rank=rank, step=7, name="lr", value="0.01") for rank in range(3)]
+
+    assert told(*said) == ["from step 7 on: lr is 0.01"]

@@ -1,0 +1,432 @@
+"""The launcher's hub against everything that may connect to it, and its clients against everything that may answer."""
+
+import json
+import logging
+import os
+import random
+import socket
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from jobs import clean_env
+
+from holdfast.errors import ConfigError, StoreLost
+from holdfast.membership import Hub, HubStore
+from holdfast.membership.store import LEASE_S, Silence, beat_s, patience_s
+from holdfast.membership.wire import MAX_HELLO_BYTES, MAX_LINE_BYTES, Lines, dump, parse
+
+TOKEN = "secret"  # noqa: S105
+WAIT_S = 60
+HELLO = dump({"hello": 2, "token": TOKEN, "job": "j"})
+
+
+@pytest.fixture
+def hub():
+    with Hub(TOKEN) as hub:
+        yield hub
+
+
+@pytest.fixture
+def store(hub):
+    store = HubStore(hub.address, TOKEN, "j")
+    yield store
+    store.close()
+
+
+def send(hub, *pieces):
+    """Connect, send, and return what comes back until the hub ends it."""
+    with socket.create_connection(("127.0.0.1", hub.port), timeout=WAIT_S) as connection:
+        try:
+            for piece in pieces:
+                connection.sendall(piece)
+            connection.shutdown(socket.SHUT_WR)
+            answer = b""
+            while data := connection.recv(1 << 16):
+                answer += data
+        except OSError:  # it was cut off while it still sent
+            return None
+        return answer
+
+
+def test_a_wrong_token_is_refused_and_logged(hub, caplog):
+    with pytest.raises(ConfigError, match=r"refused us for a wrong token: --rdzv-token \(HOLDFAST_TOKEN\) must be"):
+        HubStore(hub.address, "guess", "j")
+
+    assert "hub: refused ('127.0.0.1'" in caplog.text
+    assert "a wrong token" in caplog.text
+    assert TOKEN not in caplog.text
+    assert "guess" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    "hello",
+    [
+        {"hello": 1, "token": TOKEN, "job": "j"},
+        {"hello": 2, "token": None, "job": "j"},
+        {"hello": 2, "token": [TOKEN], "job": "j"},
+        {"hello": 2, "token": "\ud800", "job": "j"},
+        {"hello": 2, "token": TOKEN, "job": 5},
+        {"hello": 2, "token": TOKEN},
+        {"token": TOKEN},
+        {},
+    ],
+)
+def test_who_does_not_greet_as_agreed_gets_nothing(hub, store, hello):
+    store.put("key", "value")
+
+    assert b"value" not in (send(hub, dump(hello)) or b"")
+
+
+REFUSALS = [dump({"refused": why}) for why in ("an unknown greeting", "a wrong token")]
+NONSENSE = {
+    "nothing": b"",
+    "a line end": b"\n",
+    "binary": bytes(range(256)) * 20,
+    "http": b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
+    "no line end": b"x" * (10 << 20),
+    "half a hello": HELLO[:20],
+    "deep": b"[" * 3000 + b"\n",
+    "deep objects": b'{"a":' * 600 + b"\n",
+    "no object": b"17\n",
+    "not a number": b'{"hello": NaN}\n',
+    "utf-16": '{"hello": 2}\n'.encode("utf-16"),
+    "nulls": b"\0" * 4000 + b"\n",
+}
+REQUESTS = {
+    "binary": bytes(range(256)) + b"\n",
+    "no line end": b"x" * (10 << 20),
+    "deep": b"[" * 100_000 + b"\n",
+    "a long number": b'{"id": ' + b"9" * 10_000 + b"}\n",
+    "endless": b'{"id": 1e999, "op": "put", "key": "k", "value": "v"}\n',
+    "not a number": b'{"id": NaN, "op": "put", "key": "k", "value": "v"}\n',
+    "no id": b'{"op": "put", "key": "k", "value": "v"}\n',
+    "no op": b'{"id": 1}\n',
+    "unknown op": b'{"id": 1, "op": "drop", "key": "k", "value": "v"}\n',
+    "op is a list": b'{"id": 1, "op": [], "key": "k", "value": "v"}\n',
+    "key is an object": b'{"id": 1, "op": "put", "key": {}, "value": "v"}\n',
+    "no value": b'{"id": 1, "op": "put", "key": "k", "value": null}\n',
+    "half a letter": b'{"id": 1, "op": "put", "key": "\\ud800", "value": "v"}\n',
+    "half a letter as value": b'{"id": 1, "op": "put", "key": "k", "value": "\\udfff"}\n',
+    "too large": dump({"id": 1, "op": "put", "key": "k", "value": "x" * (2 << 20)}),
+    "long key": dump({"id": 1, "op": "create", "key": "k" * 5000, "value": ""}),
+    "half a request": b'{"id": 1, "op": "pu',
+    "another hello": HELLO,
+}
+
+
+@pytest.mark.parametrize("name", [*NONSENSE, *(f"after hello: {name}" for name in REQUESTS)])
+def test_nonsense_ends_its_own_connection_only(hub, store, name):
+    if name.startswith("after hello: "):
+        send(hub, HELLO, REQUESTS[name.removeprefix("after hello: ")])
+    else:
+        assert send(hub, NONSENSE[name]) in (None, b"", *REFUSALS)
+
+    store.put("key", "value")
+    assert store.get("key") == "value"
+    assert store.get("k") in (None, "v")
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_random_bytes_end_their_own_connection_only(hub, store, seed):
+    rng = random.Random(seed)
+    good = dump({"id": 1, "op": "put", "key": "k", "value": "v", "leased": True})
+    for _ in range(25):
+        data = bytearray(HELLO + good * 3)
+        for _ in range(rng.randrange(1, 6)):
+            data[rng.randrange(len(data))] = rng.randrange(256)
+        send(hub, bytes(data[: rng.randrange(1, len(data) + 1)]), rng.randbytes(rng.randrange(2000)))
+
+    store.put("key", "value")
+    assert store.get("key") == "value"
+
+
+def test_strangers_who_say_nothing_leave_room_for_those_who_know_the_token(hub, store):
+    strangers = [socket.create_connection(("127.0.0.1", hub.port)) for _ in range(300)]
+    store.put("key", "value")
+
+    turned_away = 0
+    for stranger in strangers:
+        stranger.settimeout(0.05 if turned_away else 5)
+        if turned_away == 0 and stranger is not strangers[-1]:
+            continue
+        turned_away += stranger.recv(1) == b""
+    assert turned_away == 1
+    for stranger in strangers[:100]:
+        stranger.close()
+
+    ends_s = time.monotonic() + WAIT_S
+    while True:  # the hub sees when it can that there is room again
+        try:
+            HubStore(hub.address, TOKEN, "j").close()
+            break
+        except StoreLost:
+            assert time.monotonic() < ends_s
+    for stranger in strangers:
+        stranger.close()
+
+
+def test_a_client_that_does_not_read_is_cut_off_and_others_go_on(hub, store, caplog, monkeypatch):
+    monkeypatch.setattr("holdfast.membership.hub._MAX_BACKLOG_BYTES", 4 << 20)
+    with socket.create_connection(("127.0.0.1", hub.port)) as deaf:
+        deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        deaf.sendall(HELLO)
+        for turn in range(20):
+            store.put("key", str(turn) * (1 << 19))
+
+    assert store.get("key").startswith("19")
+    assert "does not read and was cut off" in caplog.text
+
+
+def test_who_comes_to_a_store_with_more_than_the_backlog_gets_all_of_it(hub, store, monkeypatch):
+    monkeypatch.setattr("holdfast.membership.hub._MAX_BACKLOG_BYTES", 4 << 20)
+    for turn in range(12):
+        store.put(f"key/{turn}", "x" * (1 << 20))
+
+    second = HubStore(hub.address, TOKEN, "j")
+
+    assert len(second.under("key/")) == 12
+    second.close()
+
+
+def test_a_store_that_is_full_says_so(hub, store, monkeypatch):
+    monkeypatch.setattr("holdfast.membership.hub._MAX_KEYS", 2)
+    store.put("a", "")
+    store.put("b", "")
+    store.put("b", "again")
+
+    with pytest.raises(StoreLost, match="the store is full: it holds 2 keys"):
+        store.put("c", "")
+
+
+def test_many_clients_at_once_each_hear_everything(hub):
+    stores = [HubStore(hub.address, TOKEN, "j") for _ in range(64)]
+
+    def work(number):
+        for turn in range(5):
+            stores[number].put(f"{number}/{turn}", "x" * 100)
+        return stores[number].wait(lambda: True if len(stores[number].under("")) == 320 else None, WAIT_S)
+
+    with ThreadPoolExecutor(64) as pool:
+        assert all(pool.map(work, range(64)))
+    assert len({tuple(store.under("")) for store in stores}) == 1
+    for store in stores:
+        store.close()
+
+
+def test_closing_the_hub_is_known_to_its_clients_and_leaves_no_thread():
+    before = threading.active_count()
+    hub = Hub(TOKEN)
+    stores = [HubStore(hub.address, TOKEN, "j") for _ in range(8)]
+
+    hub.close()
+    hub.close()
+
+    for store in stores:
+        with pytest.raises(StoreLost, match="cannot be reached any more"):
+            store.wait(lambda: None, WAIT_S)
+        store.close()
+    assert threading.active_count() == before
+    with pytest.raises(StoreLost, match="there is no store at"):
+        HubStore(hub.address, TOKEN)
+
+
+def test_a_hub_whose_thread_ends_by_itself_cuts_its_clients_off(hub, store):
+    hub._loop.call_soon_threadsafe(hub._loop.stop)
+
+    with pytest.raises(StoreLost, match="cannot be reached any more"):
+        store.wait(lambda: None, WAIT_S)
+
+
+def test_an_address_that_is_taken_is_said():
+    with Hub(TOKEN) as hub, pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1:{hub.port}: "):
+        Hub(TOKEN, port=hub.port)
+
+
+def test_nothing_is_printed_but_what_is_logged():
+    script = """
+import socket
+from holdfast.membership import Hub, HubStore
+with Hub("t") as hub:
+    stores = [HubStore(hub.address, "t") for _ in range(4)]
+    for n in range(30):
+        stores[n % 4].put(str(n), "x" * 100_000)
+    stores.pop().close()
+    stores[0]._socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\\1\\0\\0\\0\\0\\0\\0\\0")
+    stores.pop(0).close()
+    for n in range(30):
+        stores[n % 2].put(str(n), "y" * 100_000)
+    half = socket.create_connection(("127.0.0.1", hub.port))
+    half.sendall(b'{"hello"')
+for store in stores:
+    store.close()
+half.close()
+print("done")
+"""
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", script],
+        capture_output=True,
+        text=True,
+        timeout=WAIT_S,
+        env=clean_env(),
+        check=False,
+    )
+
+    assert (done.returncode, done.stdout, done.stderr) == (0, "done\n", "")
+
+
+HOST = """
+import sys
+from holdfast.membership import Hub
+with Hub("secret", lease_s=float(sys.argv[1])) as hub:
+    print(hub.address, flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def host():
+    """A hub in a process of its own: its address and the process."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOST, "3"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=clean_env()
+    )
+    yield process.stdout.readline().strip(), process
+    process.kill()
+    process.wait(WAIT_S)
+    process.stdin.close()
+    process.stdout.close()
+
+
+def test_a_hub_that_is_killed_is_known_to_be_lost(host):
+    address, process = host
+    store = HubStore(address, TOKEN)
+    process.kill()
+
+    with pytest.raises(StoreLost, match="cannot be reached any more"):
+        store.wait(lambda: None, WAIT_S)
+    assert process.wait(WAIT_S) == -9
+    store.close()
+
+
+def test_a_hub_that_falls_silent_is_lost_for_those_who_wait_and_those_who_write(host):
+    address, process = host
+    store, writer = HubStore(address, TOKEN), HubStore(address, TOKEN)
+    os.kill(process.pid, 19)
+
+    with ThreadPoolExecutor(1) as pool:
+        writing = pool.submit(lambda: [writer.put("key", "x" * (1 << 20)) for _ in range(100)])  # fills every buffer
+        with pytest.raises(StoreLost, match=r"nothing was heard of it for 2\.1 s"):
+            store.wait(lambda: None, WAIT_S)
+        with pytest.raises(StoreLost, match="cannot be reached any more"):
+            writing.result(WAIT_S)
+    store.close()
+    writer.close()
+
+
+@pytest.mark.parametrize(
+    "answer", [b"nonsense\n", b"[]\n", b'{"done": true}\n', b'{"key": 1}\n', b"\xff\xfe\n", b"[" * 5000 + b"\n", b""]
+)
+def test_a_client_that_is_answered_with_nonsense_takes_the_store_for_lost(answer):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def serve():
+            connection, _ = server.accept()
+            with connection:
+                connection.recv(1 << 16)
+                connection.sendall(answer)
+
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(serve)
+            with pytest.raises(StoreLost, match=r"nonsense|closed the connection|reset"):
+                HubStore(f"127.0.0.1:{server.getsockname()[1]}", TOKEN)
+
+
+def test_a_client_learns_the_lease_from_the_hub_and_its_patience_is_shorter(hub, store):
+    assert (store._beat_s, store._silence.limit_s) == (beat_s(LEASE_S), patience_s(LEASE_S))
+    assert patience_s(LEASE_S) + beat_s(LEASE_S) < LEASE_S
+
+    with Hub(TOKEN, lease_s=40.0) as slow:
+        other = HubStore(slow.address, TOKEN)
+        assert (other._beat_s, other._silence.limit_s) == (beat_s(40.0), patience_s(40.0))
+        other.close()
+
+
+class Time:
+    def __init__(self):
+        self.now_s = 100.0
+
+    def __call__(self):
+        return self.now_s
+
+
+def test_silence_is_too_long_when_its_limit_has_passed_since_the_last_sign():
+    clock = Time()
+    silence = Silence(7.0, 1.0, clock)
+    found = []
+    for second in range(1, 16):
+        clock.now_s = 100.0 + second
+        if second == 5:
+            silence.broken(clock.now_s - 2)  # a sign that shows it lived at 3
+        found.append(silence.is_too_long())
+
+    assert found == [False] * 10 + [True] * 5
+
+
+def test_time_in_which_nobody_could_listen_does_not_count_as_silence():
+    clock = Time()
+    silence = Silence(7.0, 1.0, clock)
+    silence.is_too_long()
+
+    clock.now_s += 3600  # the machine slept
+    assert not silence.is_too_long()
+    for _ in range(4):
+        clock.now_s += 1
+        assert not silence.is_too_long()
+    clock.now_s += 2
+    assert silence.is_too_long()
+
+
+def test_lines_come_whole_however_they_were_cut():
+    rng, text = random.Random(1), [rng_line(n) for n in range(200)]
+    data, lines, got = b"".join(text), Lines(2000), []
+    while data:
+        size = rng.randrange(1, 500)
+        got += lines.feed(data[:size])
+        data = data[size:]
+
+    assert got == [line[:-1] for line in text]
+
+
+def rng_line(number):
+    return dump({"id": number, "value": "x" * (number * 7)})
+
+
+def test_a_line_that_is_too_long_is_refused_before_it_is_whole():
+    lines = Lines(MAX_HELLO_BYTES)
+    assert lines.feed(b"x" * 4000) == []
+
+    with pytest.raises(ValueError, match="a line has more than 4096 bytes"):
+        lines.feed(b"x" * 97)
+    assert MAX_LINE_BYTES > MAX_HELLO_BYTES
+
+
+@pytest.mark.parametrize("line", [b"", b"[]", b"nul", b"\xff", b'"text"', b"[" * 100_000])
+def test_what_is_no_message_is_refused(line):
+    with pytest.raises(ValueError, match=r".+"):
+        parse(line)
+
+
+def test_a_message_comes_back_as_it_went():
+    message = {"key": "a\nb", "value": "\ud800 💎", "n": 3}
+
+    assert parse(dump(message)[:-1]) == message
+    assert json.loads(dump(message)) == message
+    assert dump(message).count(b"\n") == 1
+
+
+@pytest.fixture(autouse=True)
+def _quiet(caplog):
+    caplog.set_level(logging.WARNING, logger="holdfast")

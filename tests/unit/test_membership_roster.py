@@ -1,0 +1,157 @@
+"""Agreements of a roster: the same for all, whoever dies at which write, however late the others hear of it."""
+
+import json
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rosters import Explored, Seen, check, draw_parts, play
+
+from holdfast.errors import InternalError, PeerFailed, VotedOut
+from holdfast.membership import Roster
+
+WORLD = (0, 1, 2, 3)
+
+
+def explore(seed, suspects=0, parts=None):
+    """One play over an explored store; a launcher tells of the deaths, and is wrong about some of the living."""
+    parts = draw_parts(seed, len(WORLD)) if parts is None else parts
+    store, seen = Explored(seed), Seen()
+    suspected = random.Random(seed).sample(WORLD[:-1], suspects)
+    launcher = store.seat("launcher")
+    told = set()
+
+    def watch():
+        for rank in suspected:
+            launcher.put(f"dead/{rank}", "it seemed so")
+        while len(seen.ends) < len(parts):
+            launcher.wait(lambda: True if seen.ends.keys() - told or len(seen.ends) == len(parts) else None)
+            for rank in seen.ends.keys() - told:
+                told.add(rank)
+                if seen.ends[rank] == "killed":
+                    launcher.put(f"dead/{rank}", "killed")
+
+    def act(part, seat):
+        end = play(part, seat, WORLD, seen)
+        seat.put(f"ended/{part.rank}", end)  # wakes the launcher
+
+    acts = {"launcher": watch}
+    for part in parts:
+        seat = store.seat(part.rank)
+        acts[part.rank] = lambda part=part, seat=seat: act(part, seat)
+    store.run(acts)
+    check(seen, parts, WORLD, suspected)
+    return seen
+
+
+@settings(max_examples=150, deadline=None)
+@given(seed=st.integers(0, 2**32))
+def test_members_decide_alike_whoever_dies_leaves_or_comes(seed):
+    explore(seed)
+
+
+@settings(max_examples=100, deadline=None)
+@given(seed=st.integers(0, 2**32), suspects=st.integers(1, 3))
+def test_who_is_taken_for_dead_and_lives_is_voted_out_and_never_decides_otherwise(seed, suspects):
+    explore(seed, suspects)
+
+
+def test_the_plays_reach_what_they_are_about():
+    ends = [end for seed in range(60) for end in explore(seed, seed % 3).ends.values()]
+
+    assert {end: ends.count(end) > 5 for end in set(ends)} == dict.fromkeys(
+        ("finished", "killed", "left", "voted out"), True
+    )
+
+
+def test_a_roster_that_decides_by_what_it_sees_is_found_out(monkeypatch):
+    def decide_alone(self, vote, key):
+        prefix = f"g/{self.generation}/act/{self._act}/"
+        self.store.put(f"{prefix}{self.rank}", json.dumps({"act": vote.act, "flag": vote.flag}))
+        decided = self.store.wait(lambda: self.store.get(key) or self._conclude(prefix, vote.act))
+        self.store.put(key, decided)  # whatever the others have written
+        return json.loads(decided)
+
+    monkeypatch.setattr(Roster, "_decide", decide_alone)
+
+    with pytest.raises(AssertionError, match=r"nobody can go on|\(\d, \d\): |generation \d: "):
+        explore(0)
+
+
+@pytest.fixture
+def seats():
+    """Two members of one explored store, used by one thread in turn: nothing waits."""
+    store = Explored(0)
+    store.yield_ = lambda name: None
+    return [store.seat(rank) for rank in range(12)]
+
+
+def test_a_wish_that_is_taken_back_leaves_the_wishes_of_others(seats):
+    roster = Roster(seats[1], 1, None)
+    seats[0].put("join/11", json.dumps({"loop": 0}))
+
+    came = roster.join(0, lambda: True)
+
+    seats[0]._learn(len(seats[0].world.log))
+    assert not came
+    assert seats[0].under("join/") == {"11": '{"loop": 0}'}
+
+
+def test_a_member_whose_wish_is_still_there_is_no_newcomer(seats):
+    roster = Roster(seats[0], 0, [0, 1])
+    for rank in (1, 2, 3):
+        seats[0].put(f"join/{rank}", json.dumps({"loop": 0}))
+    seats[0].put("dead/3", "killed")
+
+    assert roster.newcomers(0) == (2,)
+
+
+def test_check_tells_of_a_death_and_of_a_revocation_until_the_next_generation(seats):
+    first, second = Roster(seats[0], 0, [0, 1, 2]), Roster(seats[1], 1, [0, 1, 2])
+    first.check()
+    second.revoke()
+    seats[0]._learn(len(seats[0].world.log))
+
+    with pytest.raises(PeerFailed, match="worker 1 has revoked generation 0"):
+        first.check()
+
+    seats[0].put("g/1/members", "[0, 1, 2]")
+    first._enter(1)
+    first.check()
+    seats[0].put("dead/2", "killed")
+    with pytest.raises(PeerFailed, match=r"workers \[2\] are dead"):
+        first.check()
+
+
+def test_a_member_that_slept_through_two_generations_is_voted_out_though_the_votes_are_gone(seats):
+    sleeper = Roster(seats[1], 1, [0, 1])
+    seats[0].put("dead/1", "it seemed so")
+    lively = Roster(seats[0], 0, [0, 1])
+    assert lively.agree(True) is False
+    for _ in range(3):
+        lively.shrink()
+    assert not seats[0].under("g/0/act/")
+
+    seats[1]._learn(len(seats[1].world.log))
+    with pytest.raises(VotedOut, match=r"worker 1 was voted out: generation 1 is \[0\]"):
+        sleeper.agree(True)
+
+
+def test_members_that_are_not_at_the_same_point_are_a_bug_and_say_so(seats):
+    first, second = Roster(seats[0], 0, [0, 1]), Roster(seats[1], 1, [0, 1])
+    seats[1].put("g/0/act/1/1", json.dumps({"act": "shrink"}))
+    seats[0]._learn(len(seats[0].world.log))
+
+    with pytest.raises(InternalError, match=r"worker 0 is in agree, workers \[1\] are not"):
+        first.agree(True)
+    assert second.members == (0, 1)
+
+
+def test_where_all_would_leave_nobody_does_and_newcomers_come(seats):
+    roster = Roster(seats[0], 0, [0])
+    seats[0].put("join/5", json.dumps({"loop": 0}))
+
+    roster.shrink(admits=0, leaves=True)
+
+    assert roster.members == (0, 5)

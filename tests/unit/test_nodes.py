@@ -1,0 +1,345 @@
+"""The launchers of several nodes as they see each other, over a real store, without workers."""
+
+import contextlib
+import socket
+import threading
+import time
+
+import pytest
+
+from holdfast.errors import ConfigError
+from holdfast.events import StepCommitted, WorkerEnded
+from holdfast.launch import nodes
+from holdfast.launch.job import Job
+from holdfast.launch.nodes import FENCE_LEASES, Nodes, check_nodes, split_address
+from holdfast.records import Position
+from holdfast.settings import Settings
+
+LEASE_S = 0.6
+DEADLINE_S = 20.0
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@pytest.fixture
+def make_job(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text("pass")
+    url = f"holdfast://127.0.0.1:{free_port()}"
+
+    def make(node, nnodes=2, workers=2, token="", **more):
+        settings = Settings(fabric="gloo", workers=workers, token=token, **more.pop("settings", {}))
+        given = {"node_timeout_s": LEASE_S, "rdzv_timeout_s": DEADLINE_S, "rdzv": url} | more
+        return Job(script=script, settings=settings, nnodes=nnodes, node_rank=node, **given)
+
+    return make
+
+
+@pytest.fixture
+def meet(make_job):
+    """Let so many launchers meet; they are closed at the end, those that join first."""
+    with contextlib.ExitStack() as ends:
+
+        def together(count=2, **more):
+            made = {}
+            threads = [
+                threading.Thread(target=lambda n=n: made.update({n: Nodes(make_job(n, count, **more))}))
+                for n in range(count)
+            ]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join(DEADLINE_S)
+            for node in range(count):
+                ends.callback(made[node].close)
+            return [made[node] for node in range(count)]
+
+        together.ends = ends
+        yield together
+
+
+def until(ready):
+    ends_s = time.monotonic() + DEADLINE_S
+    while not (found := ready()):
+        assert time.monotonic() < ends_s
+        time.sleep(0.01)
+    return found
+
+
+def committed(step, t_s=0.0):
+    return StepCommitted(t_s=t_s, rank=0, step=step, epoch=0, samples=1, workers=1, metrics={"loss": 0.5})
+
+
+def fall_silent(launcher):
+    """As if the network of a node were gone: nothing is said, not even good-bye."""
+    for store in (launcher._members, launcher._store):
+        if store is not None:
+            store.close()
+
+
+def test_each_node_starts_its_own_workers_and_knows_all(meet):
+    starts = [launcher.begin(0) for launcher in meet(2)]
+
+    assert [start.own for start in starts] == [(0, 1), (2, 3)]
+    assert {start.ranks for start in starts} == {start.living for start in starts} == {(0, 1, 2, 3)}
+
+
+def test_what_one_tells_all_others_hear_once_in_order_with_the_place_of_a_death(meet):
+    first, second, third = meet(3)
+    position = Position(beats=1, step=4, slice=2, phase="forward", pid=7, samples=(3, 5))
+    death = WorkerEnded(t_s=9.0, rank=0, step=4, exit_code=-9, pid=7)
+
+    first.tell([(committed(step), None) for step in range(3)])
+    first.tell([(death, position)])
+
+    for other in (second, third):
+        told = []
+        until(lambda told=told, other=other: told.extend(other.hear()) or len(told) == 4)
+        assert [entry.record for entry in told] == [committed(0), committed(1), committed(2), death]
+        assert [entry.position for entry in told] == [None, None, None, position]
+        assert other.hear() == []
+    assert first.hear() == []
+
+
+def test_records_do_not_pile_up_in_the_store(meet, monkeypatch):
+    monkeypatch.setattr(nodes, "_SLOTS", 4)
+    first, second = meet(2)
+    told = []
+
+    for step in range(30):
+        first.tell([(committed(step), None)])
+        until(lambda: told.extend(second.hear()) or (told[-1:] and told[-1].record.step == step))  # noqa: B023
+
+    assert [entry.record.step for entry in told] == list(range(30))
+    assert len(first.launchers.under("told/")) == 4
+
+
+def test_many_records_at_once_go_in_pieces_that_a_store_takes(meet, monkeypatch):
+    monkeypatch.setattr(nodes, "_BATCH_BYTES", 500)
+    first, second = meet(2)
+    told = []
+
+    first.tell([(committed(step, t_s=float(step)), None) for step in range(20)])
+    until(lambda: told.extend(second.hear()) or len(told) == 20)
+
+    assert [entry.record.step for entry in told] == list(range(20))
+    assert len(first.launchers.under("told/")) > 5
+
+
+def test_a_silent_node_is_lost_with_its_workers_and_one_that_says_goodbye_is_not(meet):
+    first, second, third = meet(3, workers=1)
+    for launcher in (first, second, third):
+        launcher.begin(0)
+    assert first.look() == nodes.Changes()
+
+    fall_silent(second)
+    third.ended(2)
+    third.close()
+
+    changes = nodes.Changes()
+    until(lambda: changes.lost.update(first.look().lost) or changes.lost)
+    assert changes.lost == {1: (1,)}
+    assert set(first.launchers.under("gone/0/")) == {"1", "2"}
+    assert first._members.get("dead/1") == "node 1 is lost"
+    assert first._members.get("dead/2") is None
+    assert first.given_up == {1}
+
+
+def test_who_comes_back_to_a_lost_node_brings_newcomers_and_knows_who_is_there(meet, make_job):
+    first, second = meet(2)
+    for launcher in (first, second):
+        launcher.begin(0)
+    first.tell([(committed(0), None)])
+    second.tell([(committed(1), None)])
+    fall_silent(second)
+    until(lambda: first.look().lost)
+
+    back = Nodes(make_job(1))
+    meet.ends.callback(back.close)
+    start = back.begin(back.number)
+
+    assert back.is_late
+    assert (start.own, start.ranks, start.living) == ((), (0, 1, 2, 3), (0, 1))
+    assert [told.record.step for told in back.hear()] == [1, 0], "what its predecessor told, and the others"
+    assert back.free_number(4) == 4
+    assert until(lambda: first.look().newcomers) == (4,)
+    back.tell([(committed(2), None)])
+    assert [told.record.step for told in until(first.hear)] == [1, 2]
+
+
+def test_a_node_has_one_launcher(meet, make_job):
+    meet(2)
+
+    with pytest.raises(
+        ConfigError, match=r"node 1 has a launcher already, process \d+ on .*: give each node a --node-r"
+    ):
+        Nodes(make_job(1))
+
+
+def test_who_was_given_up_knows_it_though_it_can_be_reached_again(meet):
+    _, second = meet(2)
+    assert second.store_lost == ""
+
+    second.launchers.delete("node/1")  # as the store does when the lease runs out
+
+    assert "heard nothing of node 1 for 0.6 s (--node-timeout) and gave it up" in until(lambda: second.store_lost)
+
+
+def test_the_first_who_proposes_decides_who_is_started_again_and_where(meet):
+    first, second = meet(2)
+    for launcher in (first, second):
+        launcher.begin(0)
+    assert not first.is_restarted()
+
+    assert first.agree_on_restart(1, (0, 2, 3, 4)) == (0, 2, 3, 4)
+    assert second.agree_on_restart(1, (0,)) == (0, 2, 3, 4)
+
+    assert until(second.is_restarted)
+    assert first.begin(1).own == (0, 4), "the new worker goes where there are fewest"
+    assert second.begin(1).own == (2, 3)
+
+
+def test_nobody_starts_again_before_a_lost_node_has_surely_ended_its_workers(meet):
+    first, second = meet(2)
+    for launcher in (first, second):
+        launcher.begin(0)
+    fall_silent(second)
+    until(lambda: first.look().lost)
+
+    since_s = time.monotonic()
+    first.agree_on_restart(1, (0, 1))
+
+    assert time.monotonic() - since_s > 0.9 * FENCE_LEASES * LEASE_S
+    assert first.begin(1).own == (0, 1)
+
+
+def test_what_is_said_holds_for_this_start_only_and_can_be_taken_back(meet):
+    first, second, third = launchers = meet(3)
+    for launcher in launchers:
+        launcher.begin(0)
+
+    second.say("waits", true=True)
+    until(lambda: first.any_says("waits"))
+    assert not first.all_say("waits")
+    third.say("waits", true=True)
+    until(lambda: first.all_say("waits"))
+    assert first.all_say("waits", first.homes_of([4]))
+    second.say("waits", true=False)
+    until(lambda: not first.all_say("waits"))
+    first.agree_on_restart(1, range(6))
+    first.begin(1)
+    assert not first.any_says("waits")
+
+
+def test_all_launchers_hear_the_same_changes_in_the_same_order(meet):
+    first, second = meet(2)
+
+    first.ask({"lr": 0.1})
+    second.ask({"lr": 0.2})
+    second.ask({"batch_size": 8})
+
+    wanted = [{"lr": 0.1}, {"lr": 0.2}, {"batch_size": 8}]
+    for launcher in (first, second):
+        heard = []
+        until(lambda heard=heard, launcher=launcher: heard.extend(launcher.asked()) or len(heard) == 3)
+        assert heard == wanted
+
+
+def test_a_worker_of_another_node_is_told_to_leave_once(meet):
+    first, second = meet(2)
+    for launcher in (first, second):
+        launcher.begin(0)
+
+    first.ask_to_leave(3)
+
+    assert until(second.told_to_leave) == (3,)
+    assert until(lambda: second.launchers.get("leave/3") is None)
+    assert second.told_to_leave() == ()
+
+
+# -- what goes wrong when they meet
+
+
+@pytest.mark.parametrize(
+    ("more", "complaint"),
+    [
+        ({"workers": 3}, "was started with -n 3, the others with 2: give all nodes the same"),
+        ({"settings": {"seed": 5}}, "--seed 5, the others with 0"),
+        ({"args": ("--fast",)}, r"ARGS \['--fast'\], the others with \[\]"),
+        ({"nnodes": 3}, "--nnodes 3, the others with 2"),
+    ],
+)
+def test_launchers_that_were_started_differently_are_told_what_differs(meet, make_job, more, complaint):
+    meet(2)
+
+    with pytest.raises(ConfigError, match=complaint):
+        Nodes(make_job(1, **({"nnodes": 2} | more)))
+
+
+def test_another_script_of_the_same_name_is_found_out(meet, make_job):
+    meet(2)
+    make_job(1).script.write_text("print('newer')")
+
+    with pytest.raises(ConfigError, match="a script with the digest"):
+        Nodes(make_job(1))
+
+
+def test_a_wrong_token_is_refused_in_one_line(meet, make_job):
+    meet(2, token="right")  # noqa: S106
+
+    with pytest.raises(ConfigError, match="refused us for a wrong token: --rdzv-token") as refused:
+        Nodes(make_job(1, token="wrong"))  # noqa: S106
+    assert "\n" not in str(refused.value)
+
+
+def test_without_a_first_launcher_nobody_waits_for_ever(make_job):
+    with pytest.raises(ConfigError, match=r"there is no store at .*; node 1 waited 0.1 s \(--rdzv-timeout\)"):
+        Nodes(make_job(1, rdzv_timeout_s=0.1))
+
+
+def test_a_node_that_does_not_come_is_named(make_job):
+    with pytest.raises(ConfigError, match=r"node 1, 2 did not come within 0.2 s \(--rdzv-timeout\)"):
+        Nodes(make_job(0, nnodes=3, rdzv_timeout_s=0.2))
+
+
+def test_a_port_that_is_taken_is_said(make_job):
+    job = make_job(0)
+    with socket.socket() as taken:
+        taken.bind(split_address(job.rdzv))
+        taken.listen()
+
+        with pytest.raises(ConfigError, match=r"cannot listen on 127\.0\.0\.1:"):
+            Nodes(job)
+
+
+@pytest.mark.parametrize(
+    ("given", "complaint"),
+    [
+        ({"nnodes": 0}, "--nnodes must be at least 1, got 0"),
+        ({"node": 1, "nnodes": 1, "rdzv": ""}, "--node-rank must be 0 with one node, got 1"),
+        ({"node": 2}, r"--node-rank must be from 0 to 1 \(--nnodes 2\), got 2"),
+        ({"rdzv": ""}, "--nnodes needs --rdzv"),
+        ({"rdzv": "holdfast://10.0.0.1:29400"}, "needs a secret that all nodes share: --rdzv-token, or HOLDFAST_TOKEN"),
+        ({"rdzv": "10.0.0.1:29400"}, "--rdzv must be holdfast://HOST:PORT"),
+        ({"rdzv": "holdfast://host:99999"}, "--rdzv must be holdfast://HOST:PORT"),
+        ({"node_timeout_s": 0.0}, "--node-timeout must be between 0.5 and 3600 seconds, got 0"),
+    ],
+)
+def test_options_that_do_not_go_together_are_refused(make_job, given, complaint):
+    job = make_job(given.pop("node", 0), **given)
+
+    with pytest.raises(ConfigError, match=complaint):
+        check_nodes(job)
+
+
+def test_several_nodes_need_the_gloo_fabric(make_job):
+    job = make_job(0, settings={}, nnodes=2)
+    other = Job(script=job.script, settings=Settings(fabric="ulfm"), nnodes=2, rdzv=job.rdzv)
+
+    with pytest.raises(ConfigError, match="--nnodes and --rdzv need --fabric gloo, got ulfm"):
+        check_nodes(other)
+    check_nodes(job)

@@ -1,0 +1,108 @@
+"""SIGTERM: remembered until somebody can answer it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from holdfast import notice
+
+
+@pytest.fixture(autouse=True)
+def _handler_goes_back():
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
+def send():
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_a_notice_that_nobody_can_answer_is_kept_for_who_can():
+    told = []
+    notice.remember(lambda: False)
+
+    send()
+    assert told == []
+    with notice.answered(lambda: told.append("first")):
+        assert told == ["first"]
+        send()
+    send()  # between two loops
+    with notice.answered(lambda: told.append("second")):
+        pass
+
+    assert told == ["first", "first", "second"]
+
+
+def test_each_notice_is_answered_once():
+    told = []
+    notice.remember(lambda: False)
+    send()
+
+    for _ in range(2):
+        with notice.answered(lambda: told.append("it came")):
+            pass
+
+    assert told == ["it came"]
+
+
+def test_without_a_launcher_a_notice_outside_of_training_is_left_to_the_system():
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+    with notice.answered(lambda: None):
+        assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
+
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_another_thread_than_the_main_one_leaves_the_handler_alone():
+    before = signal.getsignal(signal.SIGTERM)
+    found = []
+
+    def look():
+        with notice.answered(lambda: None):
+            found.append(signal.getsignal(signal.SIGTERM))
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    thread.join()
+
+    assert found == [before]
+
+
+def run(code):
+    text = f"import os, signal\nfrom holdfast import notice\n{code}"
+    return subprocess.run([sys.executable, "-c", text], timeout=60, check=False).returncode
+
+
+SEND = "os.kill(os.getpid(), signal.SIGTERM)"
+FORK = """
+pid = os.fork()
+if pid == 0:
+    os.kill(os.getpid(), signal.SIGTERM)
+    os._exit(0)
+os._exit(0 if os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGTERM else 1)
+"""
+
+
+@pytest.mark.parametrize(
+    ("code", "end"),
+    [
+        pytest.param(f"notice.remember(lambda: True); {SEND}", -15, id="it may end at once"),
+        pytest.param(f"notice.remember(lambda: False); {SEND}; notice.decline()", -15, id="nobody will answer, after"),
+        pytest.param(f"notice.remember(lambda: False); notice.decline(); {SEND}", -15, id="nobody will answer, before"),
+        pytest.param(f"notice.remember(lambda: False); {SEND}", 0, id="it is remembered"),
+        pytest.param(
+            f"notice.remember(lambda: True)\nwith notice.answered(print): pass\n{SEND}", 0, id="it was answered"
+        ),
+        pytest.param(f"notice.remember(lambda: False)\n{FORK}", 0, id="in a child it ends the child"),
+    ],
+)
+def test_who_does_not_remember_a_notice_dies_of_it(code, end):
+    assert run(code) == end

@@ -1,0 +1,194 @@
+"""The beacon: what a worker says of itself without a word, and the pulse of its interpreter."""
+
+import subprocess
+import sys
+import time
+
+import pytest
+
+from holdfast.comm.waiting import Waiting
+from holdfast.faults.plan import Fault
+from holdfast.records import PHASES, Beacon, NoBeacon, Position, Pulse
+
+DEADLINE_S = 30.0
+
+
+def test_a_beacon_says_where_a_worker_is(tmp_path):
+    beacon = Beacon(tmp_path / "beacon")
+    beacon.mark("forward", 20, 3, [7, 8, 9])
+
+    position = Beacon.read(tmp_path / "beacon")
+
+    assert position == Position(
+        beats=1, step=20, slice=3, phase="forward", pid=position.pid, samples=(7, 8, 9), pulse=0, applied=0
+    )
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_every_phase_is_told_apart(tmp_path, phase):
+    beacon = Beacon(tmp_path / "beacon")
+    beacon.mark(phase, -1)
+
+    position = Beacon.read(tmp_path / "beacon")
+
+    assert (position.phase, position.step, position.slice, position.samples) == (phase, -1, -1, ())
+
+
+def test_who_has_said_nothing_is_nowhere(tmp_path):
+    assert Beacon.read(tmp_path / "beacon") is None
+    beacon = Beacon(tmp_path / "beacon")
+    beacon.pulse()
+    assert Beacon.read(tmp_path / "beacon") is None
+    (tmp_path / "short").write_bytes(bytes(100))
+    assert Beacon.read(tmp_path / "short") is None
+
+
+def test_every_mark_is_a_beat_and_every_optimizer_a_step_applied(tmp_path):
+    beacon = Beacon(tmp_path / "beacon")
+    for step in range(3):
+        for phase in ("forward", "allreduce", "optimizer"):
+            beacon.mark(phase, step)
+
+    position = Beacon.read(tmp_path / "beacon")
+
+    assert (position.beats, position.applied) == (9, 3)
+
+
+def test_a_second_beacon_of_a_process_takes_the_place_of_the_first(tmp_path):
+    first = Beacon(tmp_path / "beacon")
+    first.mark("start", -1)
+    second = Beacon(tmp_path / "beacon")
+    second.mark("forward", 3)
+    first.pulse()
+
+    position = Beacon.read(tmp_path / "beacon")
+
+    assert (position.phase, position.step, position.pulse) == ("forward", 3, 0)
+    assert [path.name for path in tmp_path.iterdir()] == ["beacon"]
+
+
+def test_samples_that_do_not_fit_are_left_out(tmp_path):
+    beacon = Beacon(tmp_path / "beacon")
+    beacon.mark("forward", 0, 0, list(range(Beacon.MAX_SAMPLES + 5)))
+    beacon.say_waits(True)
+
+    position = Beacon.read(tmp_path / "beacon")
+
+    assert position.samples == tuple(range(Beacon.MAX_SAMPLES))
+    assert position.waits
+    assert not position.busy
+
+
+def test_a_worker_is_busy_until_the_outermost_of_what_takes_long_is_over(tmp_path):
+    beacon = Beacon(tmp_path / "beacon")
+    beacon.mark("forward", 0)
+    said = []
+    for busy in (True, True, False, False):
+        beacon.say_busy(busy=busy)
+        said.append(Beacon.read(tmp_path / "beacon").busy)
+
+    assert said == [True, True, True, False]
+
+
+def test_what_a_worker_takes_to_compute_is_the_median_over_its_last_steps(tmp_path):
+    beacon = Beacon(tmp_path / "beacon")
+    beacon.mark("forward", 0)
+    said = []
+    for seconds in [1.0] * 10 + [60.0] + [1.0] * 4 + [2.0] * 8:  # one step held an evaluation; then it is slower
+        beacon.say_computed(seconds)
+        said.append(Beacon.read(tmp_path / "beacon").compute_s)
+
+    assert said[:21] == [1.0] * 21
+    assert said[-1] == 2.0
+
+
+def test_no_beacon_takes_it_all():
+    beacon = NoBeacon()
+    beacon.mark("forward", 0)
+    beacon.say_busy(busy=True)
+    beacon.say_waits(True)
+    beacon.say_computed(1.0)
+
+
+def test_waiting_is_said_once_however_deep():
+    waiting, said = Waiting(), []
+    with waiting:
+        pass
+    waiting.tell(said.append)
+    with waiting, waiting:
+        assert said == [True]
+    assert said == [True, False]
+    with pytest.raises(ValueError, match="lost"), waiting:
+        raise ValueError("lost")
+    assert said == [True, False, True, False]
+    waiting.tell(None)
+    with waiting:
+        pass
+    assert len(said) == 4
+
+
+def test_an_interpreter_that_runs_has_a_pulse(tmp_path):
+    beacon = Beacon(tmp_path / "beacon")
+    beacon.mark("forward", 0)
+    Pulse(beacon, 0.01)
+
+    wait_until(lambda: Beacon.read(tmp_path / "beacon").pulse > 5)
+
+
+STUCK_FOR_A_WHILE = """
+import sys, time
+from pathlib import Path
+from holdfast.faults.plan import parse
+from holdfast.faults.process import strike
+from holdfast.records import Beacon, Pulse
+path = Path(sys.argv[1])
+beacon = Beacon(path)
+beacon.mark("forward", 0)
+Pulse(beacon, 0.01)
+while Beacon.read(path).pulse < 3:
+    time.sleep(0.01)
+before = Beacon.read(path).pulse
+strike(parse(sys.argv[2]))
+print(Beacon.read(path).pulse - before)
+while Beacon.read(path).pulse < before + 6:
+    time.sleep(0.01)
+"""
+
+
+@pytest.mark.parametrize(
+    ("kind", "pulses"),
+    [
+        ("hang", range(30)),  # some before it is stopped: first it starts who will wake it
+        ("gil", range(3)),
+        ("deadlock", range(5, 200)),
+        ("slow", range(5, 200)),
+    ],
+)
+def test_stopped_or_without_the_lock_there_is_no_pulse_and_afterwards_there_is(tmp_path, kind, pulses):
+    spec = Fault(kind, 0, 0, seconds=1.0).to_spec()
+
+    done = subprocess.run(
+        [sys.executable, "-c", STUCK_FOR_A_WHILE, str(tmp_path / "beacon"), spec],
+        capture_output=True, text=True, timeout=DEADLINE_S, check=True,
+    )  # fmt: skip
+
+    assert int(done.stdout) in pulses
+
+
+@pytest.mark.parametrize(("kind", "exit_code"), [("kill", -9), ("oom", -9), ("segfault", -11), ("leave", -15)])
+def test_who_is_ended_ends_as_it_is_said(kind, exit_code):
+    strike = f"from holdfast.faults.plan import Fault; from holdfast.faults.process import strike; strike(Fault({kind!r}, 0, 0))"
+
+    done = subprocess.run(
+        [sys.executable, "-c", f"print('before'); {strike}; print('after')"],
+        capture_output=True, text=True, timeout=DEADLINE_S, check=False,
+    )  # fmt: skip
+
+    assert (done.returncode, done.stdout) == (exit_code, "before\n")
+
+
+def wait_until(ready):
+    ends_s = time.monotonic() + DEADLINE_S
+    while not ready():
+        assert time.monotonic() < ends_s
+        time.sleep(0.005)

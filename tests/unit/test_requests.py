@@ -1,0 +1,127 @@
+"""Changes to a running job: from one step on, once, for later loops and for runs that go on from a checkpoint."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+
+import pytest
+from train_saving import LOOP_ENDS, Training
+
+from holdfast.checkpoint import steps
+from holdfast.events import SettingChanged
+from holdfast.launch.control import append
+from holdfast.records import read_run, requests_path
+
+STEPS = LOOP_ENDS[-1]
+
+
+@pytest.fixture(autouse=True)
+def _nothing_outlives_a_test(monkeypatch, tmp_path):
+    monkeypatch.setattr("holdfast.train.session._sessions", [])
+    monkeypatch.chdir(tmp_path)
+
+
+def train(run_dir, at=None, each=lambda step: None, **settings):
+    """Train in one process; ``at`` says what is asked for in which step."""
+    run_dir.mkdir(exist_ok=True)
+    ask = dict(at or {})
+
+    def in_step(step):
+        if (changes := ask.pop(step.number, None)) is not None:
+            append(requests_path(run_dir), changes)
+        each(step)
+
+    return Training(**({"run_dir": str(run_dir), "origin_s": 1.0} | settings)).run(in_step)
+
+
+def changes(run_dir):
+    return [(r.step, r.name, json.loads(r.value)) for r in read_run(run_dir) if isinstance(r, SettingChanged)]
+
+
+def stop_before(number):
+    """Stop the run, its state saved, before a step."""
+    return lambda step: os.kill(os.getpid(), signal.SIGTERM) if step.number == number - 1 else None
+
+
+def test_a_change_counts_from_the_next_step_on_and_stays_in_later_loops(tmp_path):
+    done = train(tmp_path / "run", {1: {"batch_size": 15}})
+
+    assert changes(tmp_path / "run") == [(2, "batch_size", 15)]
+    assert done.session.step == 5 + 8  # of 60 samples: 10, 10, 15, 15, 10, and then twice 15, 15, 15, 15
+    assert done.session._world.finished[0].committed == 180
+
+
+def test_a_new_learning_rate_is_what_the_scheduler_goes_on_from(tmp_path):
+    done = train(tmp_path / "run", {3: {"lr": 0.5}})
+
+    assert changes(tmp_path / "run") == [(4, "lr", 0.5)]
+    (rate,) = {group["lr"] for group in done.session._replica.optimizer.param_groups}
+    assert rate == pytest.approx(0.5 / (1 + 0.3 * STEPS))
+
+
+def test_several_changes_are_taken_in_the_order_in_which_they_were_asked_for(tmp_path):
+    run_dir = tmp_path / "run"
+    ask = {2: {"lr": 0.1, "strategy": "forward"}, 5: {"lr": 0.3}}
+
+    train(run_dir, ask, lambda step: append(requests_path(run_dir), {"lr": 0.2}) if step.number == 2 else None)
+
+    assert changes(run_dir) == [(3, "lr", 0.1), (3, "strategy", "forward"), (3, "lr", 0.2), (6, "lr", 0.3)]
+
+
+def test_half_a_line_is_left_until_it_is_whole(tmp_path):
+    run_dir = tmp_path / "run"
+
+    def write(step):
+        text = {2: '{"lr"', 4: ": 0.1}\n"}.get(step.number, "")
+        with requests_path(run_dir).open("a") as file:
+            file.write(text)
+
+    train(run_dir, each=write)
+
+    assert changes(run_dir) == [(5, "lr", 0.1)]
+
+
+def test_a_change_makes_a_difference_and_the_same_change_at_the_same_step_gives_the_same_bits(tmp_path):
+    ask = {7: {"batch_size": 15, "lr": 0.02}}
+    first, again = (train(tmp_path / name, ask, workers=n) for name, n in (("a", 1), ("b", 3)))
+    later, never = train(tmp_path / "c", {8: {"lr": 0.02}}), train(tmp_path / "d")
+
+    assert first.sha256 == again.sha256
+    assert len({first.sha256, later.sha256, never.sha256}) == 3
+
+
+@pytest.mark.parametrize("saved_at", [6, 8, 11])
+def test_a_job_that_is_started_again_takes_what_came_after_its_checkpoint_once_more_and_nothing_twice(
+    tmp_path, saved_at
+):
+    undisturbed = train(tmp_path / "whole", {2: {"lr": 0.05}, 9: {"lr": 0.02}})
+    run_dir, settings = tmp_path / "run", {"checkpoint_dir": str(tmp_path / "c")}
+    with pytest.raises(SystemExit):
+        train(run_dir, {2: {"lr": 0.05}, 9: {"lr": 0.02}}, stop_before(saved_at), **settings)
+
+    resumed = train(run_dir, {9: {"lr": 0.02}} if saved_at < 10 else {}, resume=True, **settings)
+
+    assert resumed.sha256 == undisturbed.sha256
+    assert changes(run_dir) == [(3, "lr", 0.05), (10, "lr", 0.02)]
+
+
+def test_another_job_goes_on_with_the_size_of_the_mini_batch_and_takes_its_own_changes(tmp_path):
+    undisturbed = train(tmp_path / "whole", {7: {"batch_size": 15}})
+    settings = {"checkpoint_dir": str(tmp_path / "c")}
+    with pytest.raises(SystemExit):
+        train(tmp_path / "one", {7: {"batch_size": 15, "strategy": "forward"}}, stop_before(11), **settings)
+
+    resumed = train(tmp_path / "two", {12: {"strategy": "rollback"}}, resume=True, origin_s=2.0, **settings)
+
+    assert resumed.sha256 == undisturbed.sha256
+    assert changes(tmp_path / "two") == [(13, "strategy", "rollback")]
+    assert resumed.session._world.settings.strategy == "rollback"
+
+
+def test_a_new_interval_between_checkpoints_takes_the_place_of_the_automatic_one(tmp_path):
+    settings = {"checkpoint_dir": str(tmp_path / "c"), "checkpoint_auto": True, "mtbf_s": 1e9}
+    train(tmp_path / "run", {9: {"checkpoint_every": 4}}, **settings)
+
+    assert [step for step in steps(tmp_path / "c") if step > 10] == [12, 16]
