@@ -133,7 +133,9 @@ class Beacon:
         draft.write_bytes(bytes(self._SIZE))
         with draft.open("r+b") as file:
             self._map = mmap.mmap(file.fileno(), self._SIZE)
-        draft.replace(path)  # one that was there before may still be written to: it must not be cut off under its writer
+        draft.replace(
+            path
+        )  # one that was there before may still be written to: it must not be cut off under its writer
         self._beats = 0
         self._applied = 0
         self._pulses = 0
