@@ -21,13 +21,18 @@ def meet(parts, kind=C10dCommunicator):
     """Let each rank do its part, as each worker does in its process; return what came of it, errors too."""
 
     def member(rank, store):
+        comm = kind(store, rank, tuple(parts), timeout_s=LIMIT_S)
         try:
-            return parts[rank](kind(store, rank, tuple(parts), timeout_s=LIMIT_S))
+            return parts[rank](comm)
         except (CheckpointError, PeerFailed) as error:
-            return error
+            # Its frames hold the group, whose end may wait for its peers: nobody knows in which thread it would end.
+            error.__cause__ = error.__context__ = None
+            return error.with_traceback(None)
         except Death:
             store.put(f"dead/{rank}", "killed by SIGKILL")  # as its launcher would
             return "died"
+        finally:
+            comm._drop_groups()
 
     with Hub("token") as hub, contextlib.ExitStack() as closing:
         stores = {rank: open_store(f"holdfast://{hub.address}/job", "token") for rank in parts}

@@ -467,7 +467,7 @@ class Run:
         self._world.asked &= ~STOP
         self._heard &= ~STOP  # a script that asked to stop will ask again
         self._save_due = False
-        self._beginning.load(trained=self._announced)
+        self._beginning.load(trained=self._announced or self._is_newcomer)
         if self._recovery is not None:
             self._recovery.decision = "load"
             self._recovery.redone_steps = reached - world.step if self._announced else 0

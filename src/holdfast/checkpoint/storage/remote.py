@@ -12,7 +12,7 @@ import re
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -63,11 +63,12 @@ class RemoteStorage:
 
     def read(self, path: str) -> bytes | None:
         """See :meth:`Storage.read`."""
-        try:
+        with suppress(_NotThere):  # asked for its size, a bucket that is missing looks like an object that is
             size = self._ask("read", path, self._objects.size, path)
             if size > MAX_BYTES:
                 msg = f"{path} has {size} bytes, at most {MAX_BYTES} are allowed"
                 raise CheckpointCorrupt(msg)
+        try:
             return self._ask("read", path, self._objects.get, path)
         except _NotThere:
             return None

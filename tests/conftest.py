@@ -1,0 +1,75 @@
+"""Which tests only the long campaigns run, so that ``make test`` stays quick: one place to see what it leaves out."""
+
+import pytest
+
+LONG = (
+    # With other parameters, or on the other fabric, what a neighbour shows in every run.
+    "chaos/test_bodies.py::test_a_bare_mpirun_is_enough",
+    "chaos/test_bodies.py::test_what_changes_the_bits_changes_them_alike_in_both_bodies[forward-specs1",
+    "chaos/test_bodies.py::test_what_changes_the_bits_changes_them_alike_in_both_bodies[rollback-specs2",
+    "chaos/test_checkpoint_s3.py::test_a_job_that_dies_is_resumed_from_s3",
+    "chaos/test_children.py::test_children_die_with_a_worker_that_is_killed_and_training_goes_on_to_the_same_bits[ulfm]",
+    "chaos/test_children.py::test_children_die_with_workers_whose_launcher_is_killed[ulfm]",
+    "chaos/test_coming_back.py::test_a_newcomer_that_cannot_start_or_comes_too_late_does_not_hold_the_job",
+    "chaos/test_coming_back.py::test_spares_take_the_place_of_the_dead_and_may_die_themselves[ulfm]",
+    "chaos/test_coming_back.py::test_under_restart_a_newcomer_goes_back_with_the_others",
+    "chaos/test_ddp.py::test_a_death_in_the_session_changes_none_of_its_bits_and_the_next_collective_says_so",
+    "chaos/test_ddp.py::test_a_session_and_collectives_live_in_one_script",
+    "chaos/test_ddp.py::test_an_unmodified_script_goes_on_when_two_of_four_die[specs1]",
+    "chaos/test_ddp.py::test_an_unmodified_script_runs_when_nobody_dies",
+    "chaos/test_ddp.py::test_under_torchrun_the_last_line_says_what_to_do",
+    "chaos/test_exact_gloo.py::test_forward_goes_on_over_the_survivors_and_lists_what_it_lost",
+    "chaos/test_exact_gloo.py::test_killed_workers_change_no_bit[at-the-end]",
+    "chaos/test_exact_gloo.py::test_killed_workers_change_no_bit[first-step",
+    "chaos/test_exact_ulfm.py::test_a_sample_that_kills_whoever_reads_it_stops_the_job_and_is_named",
+    "chaos/test_exact_ulfm.py::test_any_number_of_workers_gives_the_bits_of_the_reference[cnn-sgd-1]",
+    "chaos/test_exact_ulfm.py::test_any_number_of_workers_gives_the_bits_of_the_reference[cnn-sgd-2]",
+    "chaos/test_exact_ulfm.py::test_any_number_of_workers_gives_the_bits_of_the_reference[cnn-sgd-3]",
+    "chaos/test_exact_ulfm.py::test_any_number_of_workers_gives_the_bits_of_the_reference[mlp-adam-1]",
+    "chaos/test_exact_ulfm.py::test_any_number_of_workers_gives_the_bits_of_the_reference[mlp-adam-2]",
+    "chaos/test_exact_ulfm.py::test_any_number_of_workers_gives_the_bits_of_the_reference[mlp-adam-4]",
+    "chaos/test_exact_ulfm.py::test_killed_workers_change_no_bit[cnn-adam-killed0",
+    "chaos/test_exact_ulfm.py::test_killed_workers_change_no_bit[cnn-sgd-killed1",
+    "chaos/test_exact_ulfm.py::test_killed_workers_change_no_bit[mlp-adam-killed2",
+    "chaos/test_exact_ulfm.py::test_killed_workers_change_no_bit[mlp-sgd-killed3",
+    "chaos/test_exact_ulfm.py::test_without_recovery_a_kill_ends_the_job[forward]",
+    "chaos/test_hangs.py::test_a_slow_worker_is_given_less_to_do[ulfm]",
+    "chaos/test_hangs.py::test_a_slow_worker_is_replaced_by_a_spare",
+    "chaos/test_hangs.py::test_a_stopped_watcher_and_then_everybody_stopped_at_once",
+    "chaos/test_hangs.py::test_ranks_of_an_unmodified_ddp_script",
+    "chaos/test_hosts.py::test_a_worker_that_dies_anywhere_in_a_sum_leaves_the_others_going_on_with_right_sums[back]",
+    "chaos/test_hosts.py::test_a_worker_that_dies_anywhere_in_a_sum_leaves_the_others_going_on_with_right_sums[front]",
+    "chaos/test_hosts.py::test_the_contract_holds_between_hosts_and_every_bit_is_that_of_one_host[a-w",
+    "chaos/test_hosts_gloo.py::test_a_worker_that_dies_anywhere_in_a_sum",
+    "chaos/test_hosts_gloo.py::test_the_contract_holds_between_hosts",
+    "chaos/test_launcher_death.py::test_nothing_is_left_of_a_job_whose_launcher_dies_before_training[gloo]",
+    "chaos/test_launcher_death.py::test_workers_whose_launcher_dies_save_and_end_and_nothing_is_lost[and a worker",
+    "chaos/test_launcher_death.py::test_workers_whose_launcher_dies_save_and_end_and_nothing_is_lost[while the others",
+    "chaos/test_nodes.py::test_without_the_first_launcher_all_save_and_stop_and_the_job_can_be_resumed",
+    "chaos/test_preemption.py::test_a_notice_ends_the_run_with_its_state_saved_and_it_goes_on_to_the_same_bits[and a worker",
+    "chaos/test_preemption.py::test_a_notice_ends_the_run_with_its_state_saved_and_it_goes_on_to_the_same_bits[and the lead is gone at",
+    "chaos/test_preemption.py::test_a_notice_ends_the_run_with_its_state_saved_and_it_goes_on_to_the_same_bits[in the last",
+    "chaos/test_preemption.py::test_a_notice_ends_the_run_with_its_state_saved_and_it_goes_on_to_the_same_bits[while a",
+    "chaos/test_preemption.py::test_a_worker_that_is_told_to_leave_during_a_save_or_a_recovery_is_no_failure_either[ulfm]",
+    "chaos/test_preemption.py::test_the_command_that_a_stopped_run_names_goes_on_to_the_same_bits",
+    "chaos/test_preemption.py::test_where_too_few_stay_the_state_is_saved[ulfm]",
+    "chaos/test_preemption.py::test_workers_that_are_told_to_leave_do_so_in_order_and_the_others_go_on_to_the_same_bits[ulfm]",
+    "chaos/test_resume.py::test_a_job_that_is_lost_starts_again_from_its_newest_checkpoint",
+    "chaos/test_resume.py::test_a_worker_that_dies_with_its_part_of_a_checkpoint_leaves_the_others_to_go_on[forward]",
+    "chaos/test_resume.py::test_a_worker_that_dies_with_its_part_of_a_checkpoint_leaves_the_others_to_go_on[restart]",
+    "chaos/test_resume.py::test_it_goes_on_in_any_format_and_on_another_number_of_workers[rename",
+)
+"""Beginnings of their names, below ``tests/``."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config, items):
+    found = set()
+    for item in items:
+        name = item.nodeid.removeprefix("tests/")
+        if matching := [long for long in LONG if name.startswith(long)]:
+            found.update(matching)
+            item.add_marker(pytest.mark.soak)
+    if config.args_source is pytest.Config.ArgsSource.TESTPATHS and (stale := set(LONG) - found):
+        msg = f"tests/conftest.py names tests that there are not: {sorted(stale)}"
+        raise pytest.UsageError(msg)
