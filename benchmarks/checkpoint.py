@@ -1,6 +1,6 @@
 """Saving and loading a checkpoint: how long it takes, how long it holds the loop, and what it notices.
 
-    python benchmarks/checkpoint.py [--bytes 1e9] [--rounds 5] [--parts save async train load flips]
+    python benchmarks/checkpoint.py [--bytes 1e9] [--layers 21] [--rounds 5] [--parts save async train load flips]
                                     [--ways holdfast safetensors ...] [--dir DIR] [--json FILE]
 
 The state is that of a transformer with Adam: some thousand tensors of random numbers, from 4 bytes to 64 MB of a
@@ -65,8 +65,10 @@ Found = dict[str, list[Numbers]]
 class Ways:
     """What takes turns: here, and at Orbax in its own environment."""
 
-    def __init__(self, size_bytes: float, names: Sequence[str], folder: Path, orbax: Elsewhere | None) -> None:
-        self._bench = Bench(size_bytes)
+    def __init__(
+        self, size_bytes: float, layers: int, names: Sequence[str], folder: Path, orbax: Elsewhere | None
+    ) -> None:
+        self._bench = Bench(size_bytes, layers)
         self._names = names
         self._folder = folder
         self._orbax = orbax
@@ -287,6 +289,7 @@ def parse() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--bytes", type=float, default=1e9, help="of the state")
+    parser.add_argument("--layers", type=int, default=21, help="of the model: fewer make fewer and larger tensors")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=[*PARTS])
     parser.add_argument("--ways", nargs="+", choices=[*STORES], default=[*STORES])
@@ -300,7 +303,7 @@ def parse() -> argparse.Namespace:
 def measure(options: argparse.Namespace, folder: Path, orbax: Elsewhere | None) -> dict[str, Any]:
     """Take the times, and print a table of each part."""
     torch.set_num_threads(os.cpu_count() or 1)
-    ways = Ways(options.bytes, options.ways, folder, orbax)
+    ways = Ways(options.bytes, options.layers, options.ways, folder, orbax)
     what = f"{ways.size_bytes / 1e9:.2f} GB in {ways.num_tensors:,} tensors"
     results: dict[str, Any] = {}
     if "save" in options.parts:
@@ -331,7 +334,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=options.dir) as name:
         if {*options.parts} - {"flips"}:
             if with_orbax:
-                with Elsewhere(str(PEERS_PYTHON), options.bytes) as orbax:
+                with Elsewhere(str(PEERS_PYTHON), options.bytes, options.layers) as orbax:
                     results = measure(options, Path(name), orbax)
             else:
                 results = measure(options, Path(name), None)

@@ -4,6 +4,7 @@ As a script over Holdfast: ``train_saving.py [--schedule epoch] [--ballast MB] [
 """
 
 import argparse
+import contextlib
 import os
 import random
 import resource
@@ -140,9 +141,17 @@ def launcher():
     return int(os.environ["HOLDFAST_LAUNCHER"].split()[0])
 
 
+def others():
+    """All watchers and workers of the job but this one."""
+    noted = Path(os.environ["HOLDFAST_RUN_DIR"]).glob("process-*")
+    pids = {int(line.split()[0]) for pair in noted for line in pair.read_text().splitlines()}
+    return sorted(pids - {os.getpid()}, key=lambda pid: pid == os.getppid())
+
+
 def kill(*pids):
     for pid in pids:
-        os.kill(pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):  # another one may do the same
+            os.kill(pid, signal.SIGKILL)
 
 
 class Deeds:
@@ -188,8 +197,8 @@ class Deeds:
         match what:
             case "die":
                 kill(os.getpid())
-            case "end":  # everything: the launcher first, who would start again
-                kill(launcher(), os.getpid())
+            case "end":  # everything: the launcher first, who would start again, and the others, who would save
+                kill(launcher(), *others(), os.getpid())
             case "term":
                 os.kill(os.getpid(), signal.SIGTERM)
             case "term-launcher":
