@@ -5,9 +5,9 @@
 adds gradients on top of either, in an order that belongs to the job.
 """
 
-from holdfast.comm.base import Communicator
+from holdfast.comm.base import Communicator, share_bytes
 from holdfast.comm.connect import connect
 from holdfast.comm.ordered import Mean, OrderedSum, Span
 from holdfast.comm.virtual import VirtualCommunicator
 
-__all__ = ["Communicator", "Mean", "OrderedSum", "Span", "VirtualCommunicator", "connect"]
+__all__ = ["Communicator", "Mean", "OrderedSum", "Span", "VirtualCommunicator", "connect", "share_bytes"]

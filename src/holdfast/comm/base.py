@@ -7,6 +7,7 @@ from typing import Protocol
 
 import torch
 
+from holdfast.errors import InternalError
 from holdfast.events import Progress
 
 
@@ -175,3 +176,43 @@ class Communicator(Exchange, Protocol):
     def failed(self) -> tuple[int, ...]:
         """Return the members that this process knows to be dead."""
         ...
+
+
+class FixedMembership:
+    """What a communicator answers that nobody can join later, and whose agreements need no store."""
+
+    @property
+    def is_stranded(self) -> bool:
+        """No; see :attr:`Communicator.is_stranded`."""
+        return False
+
+    def join(self, loop: int) -> bool:
+        """Refuse: everybody is here from the beginning.
+
+        Raises:
+            InternalError: always.
+        """
+        msg = f"a worker cannot join a training loop that it is in, loop {loop}"
+        raise InternalError(msg)
+
+    def newcomers(self, loop: int) -> tuple[int, ...]:
+        """Return nobody."""
+        return ()
+
+    def announce(self, loop: int) -> None:
+        """Do nothing: nobody comes later."""
+
+
+def share_bytes(comm: Communicator, mine: bytes, root: int) -> bytes:
+    """Return everywhere the bytes of the process that plays ``root``.
+
+    Raises:
+        PeerFailed: if it did not complete here.
+    """
+    is_root = root in comm.here
+    (length,) = comm.maximum([len(mine) if is_root else 0])
+    if not length:
+        return b""
+    data = torch.frombuffer(bytearray(mine if is_root else length), dtype=torch.uint8)
+    comm.broadcast(data, root)
+    return data.numpy().tobytes()

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from holdfast.comm.base import FixedMembership
 from holdfast.comm.waiting import waiting
 from holdfast.errors import ConfigError, InternalError, PeerFailed
 from holdfast.events import Progress
@@ -72,7 +73,7 @@ def _load_mpi() -> Any:
     return MPI
 
 
-class UlfmCommunicator:
+class UlfmCommunicator(FixedMembership):
     """The workers that ``mpirun --with-ft ulfm`` started; the thread that makes it owns MPI.
 
     Args:
@@ -225,27 +226,6 @@ class UlfmCommunicator:
         self._generation += 1
         self._shrunk_s = time.monotonic()
         return True
-
-    @property
-    def is_stranded(self) -> bool:
-        """No: agreements need no store."""
-        return False
-
-    def join(self, loop: int) -> bool:
-        """Refuse: everybody is here from the beginning.
-
-        Raises:
-            InternalError: always.
-        """
-        msg = f"worker {self.here[0]} cannot join a training loop that it is in, loop {loop}"
-        raise InternalError(msg)
-
-    def newcomers(self, loop: int) -> tuple[int, ...]:
-        """Return nobody: Open MPI cannot grow well."""
-        return ()
-
-    def announce(self, loop: int) -> None:
-        """Do nothing: nobody comes later."""
 
     def failed(self) -> tuple[int, ...]:
         """Return the members that MPI has reported dead to this process."""

@@ -7,7 +7,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 
-from holdfast.errors import InternalError, JobError, PeerFailed
+from holdfast.comm.base import FixedMembership
+from holdfast.errors import JobError, PeerFailed
 from holdfast.events import LOADING, Progress
 
 
@@ -15,7 +16,7 @@ def _nobody(_: int) -> Collection[int]:
     return ()
 
 
-class VirtualCommunicator:
+class VirtualCommunicator(FixedMembership):
     """All members are played by this process, so collectives move nothing.
 
     Args:
@@ -142,27 +143,6 @@ class VirtualCommunicator:
             msg = "every worker has died"
             raise JobError(msg)
         return True
-
-    @property
-    def is_stranded(self) -> bool:
-        """No: agreements need no store."""
-        return False
-
-    def join(self, loop: int) -> bool:
-        """Refuse: everybody is here from the beginning.
-
-        Raises:
-            InternalError: always.
-        """
-        msg = f"worker {self.here[0]} cannot join a training loop that it is in, loop {loop}"
-        raise InternalError(msg)
-
-    def newcomers(self, loop: int) -> tuple[int, ...]:
-        """Return nobody."""
-        return ()
-
-    def announce(self, loop: int) -> None:
-        """Do nothing: nobody comes later."""
 
     def failed(self) -> tuple[int, ...]:
         """Return the members that died since the last shrink."""

@@ -596,6 +596,9 @@ def check_nodes(job: Job) -> None:
     if job.settings.fabric != "gloo":
         msg = f"--nnodes and --rdzv need --fabric gloo, got {job.settings.fabric}; with ulfm mpirun reaches the nodes, see docs/nodes.md"
         raise ConfigError(msg)
+    if job.nnodes > 1 and job.stragglers == "rebalance":
+        msg = "--stragglers rebalance works on one node: each launcher knows only how fast its own workers are; take warn or replace"
+        raise ConfigError(msg)
     if not 0 <= job.node_rank < job.nnodes:
         msg = f"--node-rank must be from 0 to {job.nnodes - 1} (--nnodes {job.nnodes}), got {job.node_rank}"
         raise ConfigError(msg)

@@ -1,7 +1,7 @@
 """Changes to a running job: asked for in a file, taken by all workers before the same step.
 
-Whoever runs the job appends lines to ``requests.jsonl``. A worker that sees a line which was not taken yet says so in the
-closing sum; before the next step the one with the most lines gives the new ones to all, and they count when all know
+Whoever runs the job appends lines to ``requests.jsonl``. The lead, when it sees a line which was not taken yet, says so in the
+closing sum; before the next step whoever has read the most lines gives the new ones to all, and they count when all know
 that all have them. A line is taken once: its number is its place in the file. How many were taken belongs to the state of
 training: who loads an older one takes the later lines again.
 """
@@ -14,10 +14,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from holdfast.checkpoint.format import tensor_bytes
-from holdfast.comm import Communicator
+from holdfast.comm import share_bytes
 from holdfast.events import SettingChanged
 from holdfast.records import requests_path
 from holdfast.recovery import Strategy, make_strategy
@@ -64,7 +61,7 @@ class Requests:
         me = comm.here[0]
         best, least = comm.maximum([len(self._lines) * _MOST_RANKS - me, -world.requests_taken])
         count = -(-best // _MOST_RANKS)
-        text = _share(comm, count * _MOST_RANKS - best, json.dumps(self._lines[-least:count]).encode())
+        text = share_bytes(comm, json.dumps(self._lines[-least:count]).encode(), count * _MOST_RANKS - best)
         self._given = list(enumerate(json.loads(text), start=-least))
 
     def make(self) -> None:
@@ -165,14 +162,3 @@ _CHANGES: dict[str, Callable[[Requests, Any], None]] = {
     "workers": Requests._workers,
     "speeds": Requests._speeds,
 }
-
-
-def _share(comm: Communicator, root: int, mine: bytes) -> bytes:
-    """Return the bytes of one worker."""
-    is_root = root in comm.here
-    (length,) = comm.maximum([len(mine) if is_root else 0])
-    data = torch.zeros(length, dtype=torch.uint8)
-    if is_root:
-        tensor_bytes(data)[:] = mine
-    comm.broadcast(data, root)
-    return bytes(tensor_bytes(data))

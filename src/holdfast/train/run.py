@@ -348,7 +348,13 @@ class Run:
         asked = self._world.asked  # a maximum of flags is not all of them: each is sent by itself
         parts = int(self._world.parts)
         changes = CHANGE * bool(parts or self._world.comm.newcomers(self._world.loop))
-        flags = (asked & STOP, asked & LEAVE, changes, 1 - parts, ASK * self._requests.are_due())
+        flags = (
+            asked & STOP,
+            asked & LEAVE,
+            changes,
+            1 - parts,
+            ASK * (self._world.is_lead and self._requests.are_due()),
+        )
         sent = (digest, ~digest, step, ~step, *flags, *self._wants_to_save())
         high, low, last, first, stop, leave, changes, stays, asks, *saves = self._sum.maximum(sent)
         if last != ~first:
@@ -357,9 +363,9 @@ class Run:
         if high != ~low:
             msg = f"the replicas differ before step {step}: a worker computed wrong bits, or its weights were changed by hand"
             raise ReplicasDiffer(msg)
-        self._heard |= (
-            stop | leave | asks | (changes if stays else LEAVE)
-        )  # where all would leave, nobody goes on: all stop
+        if not stays:  # where all would leave, nobody would go on: all stop
+            changes, leave = 0, LEAVE
+        self._heard |= stop | leave | changes | asks
         self._save_due = any(saves)
 
     def _wants_to_save(self) -> tuple[int, ...]:

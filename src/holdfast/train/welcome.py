@@ -15,7 +15,7 @@ import torch
 import xxhash
 
 from holdfast.checkpoint.format import DTYPES, flatten, tensor_bytes, unflatten
-from holdfast.comm import Communicator
+from holdfast.comm import Communicator, share_bytes
 from holdfast.errors import CheckpointError, PeerFailed
 
 PIECE_BYTES = 8 << 20
@@ -112,14 +112,8 @@ def _givers(comm: Communicator, newcomers: Sequence[int]) -> list[int]:
 
 def _share_header(comm: Communicator, newcomers: Sequence[int], header: bytes) -> bytes:
     """Return the header of the lowest giver."""
-    root = _givers(comm, newcomers)[0]
-    is_root = comm.here[0] == root
-    (length,) = comm.maximum([len(header) if is_root else 0])
-    if not length:
+    shared = share_bytes(comm, header, _givers(comm, newcomers)[0])
+    if not shared:
         msg = "nobody is left who has the state"
         raise PeerFailed(msg)
-    data = torch.zeros(length, dtype=torch.uint8)
-    if is_root:
-        tensor_bytes(data)[:] = header
-    comm.broadcast(data, root)
-    return bytes(tensor_bytes(data))
+    return shared
