@@ -1,6 +1,12 @@
-"""Which tests only the long campaigns run, so that ``make test`` stays quick: one place to see what it leaves out."""
+"""For every test; and which tests only the long campaigns run, so that ``make test`` stays quick: one place to see what it leaves out."""
+
+import sys
 
 import pytest
+from hypothesis import settings
+
+settings.register_profile("any-machine", deadline=None)  # how long an example takes says nothing on a busy machine
+settings.load_profile("any-machine")
 
 LONG = (
     # With other parameters, or on the other fabric, what a neighbour shows in every run.
@@ -89,6 +95,12 @@ LONG = (
     "property/test_shared_sum_explored.py::test_nothing_goes_wrong_when_no_moves_are_joined[rollback]",
 )
 """Beginnings of their names, below ``tests/``."""
+
+
+@pytest.fixture(autouse=True)
+def _no_session_outlives_a_test(monkeypatch):
+    if (session := sys.modules.get("holdfast.train.session")) is not None:  # importing torch takes seconds
+        monkeypatch.setattr(session, "_sessions", [])
 
 
 @pytest.hookimpl(tryfirst=True)

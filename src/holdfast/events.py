@@ -24,6 +24,9 @@ JOINING = -2
 CALM = 32
 """Flag in :class:`Progress`: this worker came because members change, and has seen no failure."""
 
+LOST = 64
+"""Flag in :class:`Progress`: with the dead, a part of the model is lost that nobody alive holds."""
+
 
 # ---------------------------------------------------------------------------------------------
 # Events: what happened
@@ -281,6 +284,16 @@ class Install(Action):
 
 
 @dataclass(frozen=True, slots=True)
+class Rehome(Action):
+    """Give parts of the model to those who are to hold them from now on, and who keep them aside."""
+
+
+@dataclass(frozen=True, slots=True)
+class Settle(Action):
+    """Everybody knows that everybody has the parts that it is to hold: the new homes count."""
+
+
+@dataclass(frozen=True, slots=True)
 class TakeChanges(Action):
     """Get the new settings, the same at all workers, and keep them aside."""
 
@@ -360,17 +373,21 @@ class StepCommitted(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FaultFired(Record):
-    """An injected fault is about to strike ``rank``; the line is written just before.
+    """An injected fault is about to strike ``rank``, or its whole node; the line is written just before.
 
     Args:
         fault: Its number in the plan.
-        kind: ``"kill"`` so far.
+        kind: One of :data:`holdfast.faults.plan.KINDS`.
         phase: Where in the step.
+        node: Which node it strikes, -1 if only a worker.
+        workers: The workers on that node.
     """
 
     fault: int
     kind: str
     phase: str
+    node: int = -1
+    workers: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -520,8 +520,10 @@ def test_a_strategy_may_not_order_what_is_not_its_business():
 
 
 def test_a_step_has_a_bucket():
-    with pytest.raises(InternalError, match="at least 1 bucket, got 0"):
+    with pytest.raises(InternalError, match="at least 1 bucket, or none where the model is split, got 0"):
         Protocol(Rollback(), 0)
+    with pytest.raises(InternalError, match="got -1"):
+        Protocol(Rollback(), -1, split=True)
 
 
 # -- copies

@@ -4,6 +4,10 @@ A step with B buckets is B sums and a closing sum, one at a time; the optimizer 
 sum. Because sums are symmetric and blocking, survivors are at most one sum apart, so whoever is behind a
 closed step already holds all of it, and no state is ever sent between survivors.
 
+Where the model is split, a step has no buckets of the world: its parts are summed, and stages hand over, while it is
+computed, among whom it concerns. Only the closing sum is everybody's, and nobody enters it who lacks anything of the
+step for a part that it holds. So whoever is behind a closed step still holds all of it.
+
 When a sum fails::
 
     R1  revoke, agree(0)      everybody alive has heard       (left out if an agreement already told everybody)
@@ -20,6 +24,8 @@ there is nothing to decide: they give their state to the newcomers, agree(1), an
 Changes to the running job are heard in a closing sum too. All take them, agree(1), and only then they count: they may
 change the strategy, and all must decide by the same one.
 
+Where the model is split, its parts then get new homes: they are given, agree(1), and only then the new homes count.
+
 And at the end the gate: agree(1), publish, agree(1), leave. Nobody may leave on anything weaker, because a
 survivor that must recover would wait for those who left.
 """
@@ -33,6 +39,7 @@ from holdfast.errors import InternalError, JobError
 from holdfast.events import (
     JOINING,
     LOADING,
+    LOST,
     ActDone,
     Action,
     Admitted,
@@ -62,9 +69,11 @@ from holdfast.events import (
     ProgressKnown,
     Publish,
     RanOut,
+    Rehome,
     Revoke,
     Revoked,
     SaveAndStop,
+    Settle,
     ShareProgress,
     Shrink,
     Shrunk,
@@ -104,16 +113,28 @@ class Protocol:
 
     Args:
         strategy: Decides in R5.
-        num_buckets: Buckets of a step, ``>= 1``.
+        num_buckets: Buckets of a step that all workers sum, ``>= 0``.
+        split: Workers hold different parts of the model.
     """
 
-    __slots__ = ("_completed", "_computed", "_known", "_num_buckets", "_orders", "_state", "_stopping", "_strategy")
+    __slots__ = (
+        "_completed",
+        "_computed",
+        "_known",
+        "_num_buckets",
+        "_orders",
+        "_split",
+        "_state",
+        "_stopping",
+        "_strategy",
+    )
 
-    def __init__(self, strategy: Strategy, num_buckets: int) -> None:
-        if num_buckets < 1:
-            msg = f"a step must have at least 1 bucket, got {num_buckets}"
+    def __init__(self, strategy: Strategy, num_buckets: int, *, split: bool = False) -> None:
+        if num_buckets < 0 or (num_buckets == 0 and not split):
+            msg = f"a step must have at least 1 bucket, or none where the model is split, got {num_buckets}"
             raise InternalError(msg)
         self._strategy = strategy
+        self._split = split
         self._num_buckets = num_buckets
         self._state = State.NEW
         self._completed = 0
@@ -180,7 +201,9 @@ class Protocol:
             case State.SUM, BucketSummed():
                 return self._after_bucket()
             case State.CLOSE, StepClosed():
-                return self._enter(State.APPLY, ApplyStep(self.step))
+                # Without buckets this is the first sum of the step that is everybody's.
+                stable = [Publish(self.step - 1)] if self._num_buckets == 0 else []
+                return [*stable, *self._enter(State.APPLY, ApplyStep(self.step))]
             case State.APPLY, StepApplied():
                 self._finish_step()
                 return self._compute()
@@ -251,7 +274,8 @@ class Protocol:
     # -- recovery
 
     def _recover(self) -> list[Action]:
-        if self._state not in (State.SUM, State.CLOSE, State.SHARE, State.ACT):
+        waits = self._state in (State.SUM, State.CLOSE, State.SHARE, State.ACT)
+        if not waits and not (self._split and self._state is State.COMPUTE):  # there, stages wait for each other
             msg = f"no sum can fail in state {self._state.name}"
             raise InternalError(msg)
         self._known, self._orders = None, ()
@@ -260,7 +284,8 @@ class Protocol:
     def _decide(self) -> list[Action]:
         assert self._known is not None
         newcomers = tuple(sorted(r for r, p in self._known.progress.items() if p.completed == JOINING))
-        self._orders = self._welcome(newcomers) if newcomers else tuple(self._strategy.handle(self._known))
+        orders = self._welcome(newcomers) if newcomers else tuple(self._strategy.handle(self._known))
+        self._orders = (*orders, *self._rehoming(orders))
         self._known = None
         self._state = State.ACT
         return self._next_order()
@@ -272,7 +297,15 @@ class Protocol:
         together = Progress(step * self._sums, computed=False)
         known = ProgressKnown(dict.fromkeys(self._known.progress, together), self._num_buckets)
         stop = (order for order in self._strategy.handle(known) if isinstance(order, SaveAndStop))
-        return Welcome(step, newcomers), Agree(flag=True), Install(step), *stop
+        lost = any(p.flags & LOST for p in self._known.progress.values())
+        load = (LoadCheckpoint(),) if lost else ()
+        return Welcome(step, newcomers), Agree(flag=True), Install(step), *load, *stop
+
+    def _rehoming(self, orders: Collection[Action]) -> tuple[Action, ...]:
+        """Return what gives each part of the model a home; loading does so by itself, and who stops needs none."""
+        if not self._split or any(isinstance(order, LoadCheckpoint | SaveAndStop) for order in orders):
+            return ()
+        return Rehome(), Agree(flag=True), Settle()
 
     def _common_step(self, newcomers: Collection[int]) -> int:
         """Return the step before which all are that are no newcomers.
@@ -307,7 +340,7 @@ class Protocol:
                 case SaveAndStop():
                     self._stopping = True
                     return [order]
-                case HandOver() | Welcome() | TakeChanges() | MakeChanges():
+                case HandOver() | Welcome() | TakeChanges() | MakeChanges() | Rehome() | Settle():
                     return [order]
                 case Agree():
                     return self._enter(State.TAKEN, order)

@@ -31,9 +31,12 @@ class Rollback:
 
 
 def take_back(view: View, min_workers: int) -> list[Action]:
-    """Return to the beginning of the step in progress, if it was begun; stop there with fewer than ``min_workers``."""
+    """Return to the beginning of the step in progress, if it was begun; stop there with fewer than ``min_workers``.
+
+    Where a part of the model is lost there is no way back but to what was saved.
+    """
     orders: list[Action] = []
-    if view.loading:
+    if view.loading or view.lost:
         orders.append(LoadCheckpoint())
     elif not view.calm:
         if view.behind and view.next_sum == 0:

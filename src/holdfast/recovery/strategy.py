@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from holdfast.errors import ConfigError, InternalError
-from holdfast.events import CALM, LOADING, Action, Event, ProgressKnown
+from holdfast.events import CALM, LOADING, LOST, Action, Event, ProgressKnown
 
 
 class Strategy(typing.Protocol):
@@ -38,6 +38,7 @@ class View:
         all_computed: Everybody alive has the gradients of the step in progress.
         loading: Somebody alive is loading a checkpoint, so everybody is.
         calm: All are between the same two steps, because members change; nobody has seen a failure.
+        lost: Nobody alive holds some part of the model.
         alive: Number of survivors.
     """
 
@@ -49,6 +50,7 @@ class View:
     all_computed: bool
     loading: bool
     calm: bool
+    lost: bool
     alive: int
 
     @classmethod
@@ -74,6 +76,7 @@ class View:
             all_computed=all(p.computed for p in event.progress.values()),
             loading=loading,
             calm=all(p.flags & CALM for p in event.progress.values()),
+            lost=any(p.flags & LOST for p in event.progress.values()),
             alive=len(completed),
         )
 

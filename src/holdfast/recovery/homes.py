@@ -1,0 +1,210 @@
+"""Who holds which part of a split model, and who takes over when somebody dies or comes. Pure.
+
+A *part* is a stage of a pipeline or a shard. A *chain* is one worker for each part: a whole model. Several chains are
+replicas of each other, and the same part in another chain is its *twin*. A *mirror* holds a part too, and applies the
+same steps to it, but computes nothing with it. Whoever has a part is its *holder*, and any living holder can give it.
+
+All workers know the homes and the members, so they come to the same new homes without a message. Parts are given
+first, and the new homes count when everybody knows that everybody has its parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+
+from holdfast.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """What the homes of a job look like as long as there are workers enough.
+
+    Args:
+        parts: Parts of the model, ``>= 1``.
+        chains: The most chains, ``>= 1``.
+        copies: How many workers are to hold each part, ``>= 1``; as many as there are if there are fewer.
+
+    Raises:
+        ConfigError: if a number is not allowed.
+    """
+
+    parts: int
+    chains: int
+    copies: int
+
+    def __post_init__(self) -> None:
+        """Check the numbers."""
+        for name in ("parts", "chains", "copies"):
+            if getattr(self, name) < 1:
+                msg = f"{name} of a split model must be at least 1, got {getattr(self, name)}"
+                raise ConfigError(msg)
+
+    def chains_of(self, workers: int) -> int:
+        """Return how many chains ``workers`` can make; one is made by however few there are."""
+        return max(1, min(self.chains, workers // self.parts))
+
+    def copies_of(self, workers: int) -> int:
+        """Return how many of ``workers`` hold each part."""
+        return min(workers, max(self.copies, self.chains_of(workers)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Homes:
+    """Who holds which part.
+
+    Args:
+        chains: Of each chain, the worker that computes each part.
+        mirrors: Of each part, the other workers that hold it, ascending.
+    """
+
+    chains: tuple[tuple[int, ...], ...]
+    mirrors: tuple[tuple[int, ...], ...]
+
+    @property
+    def parts(self) -> int:
+        """How many parts there are."""
+        return len(self.mirrors)
+
+    def holders(self, part: int) -> tuple[int, ...]:
+        """Return who holds ``part``, ascending."""
+        return tuple(sorted({chain[part] for chain in self.chains} | set(self.mirrors[part])))
+
+    def held_by(self, ranks: Collection[int]) -> tuple[int, ...]:
+        """Return the parts that one of ``ranks`` holds."""
+        return tuple(part for part in range(self.parts) if not set(ranks).isdisjoint(self.holders(part)))
+
+    def computed_by(self, ranks: Collection[int]) -> tuple[tuple[int, int], ...]:
+        """Return the places, (chain, part), in which one of ``ranks`` computes."""
+        return tuple(
+            (c, part) for c, chain in enumerate(self.chains) for part in range(self.parts) if chain[part] in ranks
+        )
+
+    def lost(self, members: Collection[int]) -> tuple[int, ...]:
+        """Return the parts that nobody among ``members`` holds."""
+        return tuple(part for part in range(self.parts) if set(members).isdisjoint(self.holders(part)))
+
+    def to_json(self) -> list[list[list[int]]]:
+        """Return the homes as plain JSON."""
+        return [[list(chain) for chain in self.chains], [list(mirrors) for mirrors in self.mirrors]]
+
+    @staticmethod
+    def from_json(value: Sequence[Sequence[Sequence[int]]]) -> Homes:
+        """Return the homes that :meth:`to_json` made."""
+        chains, mirrors = (tuple(tuple(map(int, row)) for row in rows) for rows in value)
+        return Homes(chains=chains, mirrors=mirrors)
+
+
+@dataclass(frozen=True, slots=True)
+class Gift:
+    """A part that one worker gives to another."""
+
+    part: int
+    giver: int
+    taker: int
+
+
+def first_homes(shape: Shape, members: Sequence[int]) -> Homes:
+    """Return the homes of a job that begins, or loads what was saved; a function of the members alone.
+
+    Args:
+        shape: Of the job.
+        members: Ascending. With fewer than there are parts, each computes neighbouring ones.
+    """
+    count, parts = shape.chains_of(len(members)), shape.parts
+    if len(members) < parts:
+        chains: list[list[int]] = [[members[part * len(members) // parts] for part in range(parts)]]
+    else:
+        chains = [list(members[c * parts : (c + 1) * parts]) for c in range(count)]
+    return _with_mirrors(shape, members, chains, [()] * parts)
+
+
+def new_homes(shape: Shape, homes: Homes, members: Sequence[int]) -> Homes:
+    """Return who is to hold what now that the living are ``members``, so that little has to be given.
+
+    Who is dead is replaced, in this order, by who holds the part and computes nothing, by who computes nothing, by who
+    holds the part, by who computes the fewest. Who computes several parts gives some to those who compute nothing. Where
+    workers are too few for another chain, the chain that lost most is given up: those who are left of it take the places
+    in the others. Where there are enough again, one is added.
+
+    Args:
+        shape: Of the job.
+        homes: As they were.
+        members: The living, ascending; newcomers among them.
+    """
+    alive = set(members)
+    kept = sorted(homes.chains, key=lambda chain: -sum(rank in alive for rank in chain))[
+        : shape.chains_of(len(members))
+    ]
+    kept = [chain for chain in homes.chains if chain in kept]
+    nobody = (-1,) * shape.parts
+    chains = [[rank if rank in alive else -1 for rank in chain] for chain in kept]
+    chains += [list(nobody) for _ in range(shape.chains_of(len(members)) - len(chains))]
+    holders = [tuple(rank for rank in homes.holders(part) if rank in alive) for part in range(shape.parts)]
+    for chain, part in _empty(chains):
+        chain[part] = _who_takes(part, chains, members, holders[part])
+    _relieve(chains, members, holders)
+    return _with_mirrors(shape, members, chains, holders)
+
+
+def gifts(before: Homes, after: Homes, members: Collection[int]) -> tuple[Gift, ...]:
+    """Return what must be given so that ``after`` is true, and by whom; parts that nobody alive holds are not in it.
+
+    Args:
+        before: Who holds what, the dead too.
+        after: Who is to hold what.
+        members: The living.
+    """
+    found = []
+    for part in range(before.parts):
+        givers = [rank for rank in before.holders(part) if rank in members]
+        takers = [rank for rank in after.holders(part) if rank not in givers]
+        found += [Gift(part, givers[i % len(givers)], taker) for i, taker in enumerate(takers) if givers]
+    return tuple(found)
+
+
+def _empty(chains: list[list[int]]) -> Iterator[tuple[list[int], int]]:
+    for chain in chains:
+        for part, rank in enumerate(chain):
+            if rank < 0:
+                yield chain, part
+
+
+def _who_takes(part: int, chains: list[list[int]], members: Sequence[int], holders: Collection[int]) -> int:
+    """Return who is to compute ``part`` in an empty place; in its chains it may be nobody's twin of itself."""
+    load = {rank: sum(chain.count(rank) for chain in chains) for rank in members}
+    twins = {chain[part] for chain in chains}
+    free = [rank for rank in members if rank not in twins] or list(members)
+    return min(free, key=lambda rank: (load[rank] > 0, rank not in holders, load[rank], rank))
+
+
+def _relieve(chains: list[list[int]], members: Sequence[int], holders: Sequence[Collection[int]]) -> None:
+    """Let who computes nothing take over from who computes several parts."""
+    places = [rank for chain in chains for rank in chain]
+    idle = [rank for rank in members if rank not in places]
+    for chain in chains:
+        for part, rank in enumerate(chain):
+            if idle and places.count(rank) > 1:
+                holding = [other for other in idle if other in holders[part]]
+                chain[part] = min(holding or idle)
+                idle.remove(chain[part])
+                places.remove(rank)
+
+
+def _with_mirrors(
+    shape: Shape, members: Sequence[int], chains: list[list[int]], holders: Sequence[Collection[int]]
+) -> Homes:
+    """Return the homes with these chains, and with mirrors up to the number of copies; who has a part keeps it first."""
+    mirrors: list[list[int]] = []
+    held = {rank: sum(chain.count(rank) for chain in chains) for rank in members}
+    for part in range(shape.parts):
+        computing = {chain[part] for chain in chains}
+        wanted = shape.copies_of(len(members)) - len(computing)
+        others = [rank for rank in members if rank not in computing]
+        others.sort(
+            key=lambda rank: (rank not in holders[part], held[rank], (rank - min(computing)) % (max(members) + 1))
+        )
+        mirrors.append(sorted(others[: max(0, wanted)]))
+        for rank in mirrors[-1]:
+            held[rank] += 1
+    return Homes(chains=tuple(map(tuple, chains)), mirrors=tuple(map(tuple, mirrors)))
