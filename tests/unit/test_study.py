@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from holdfast.errors import ConfigError
 from holdfast.report import render_study, write_page
@@ -19,56 +18,6 @@ from holdfast.study.checkpoint_cost_claims import hold_claims
 from holdfast.study.checkpoint_cost_page import sections
 from holdfast.study.frameworks import FRAMEWORKS, WORKERS, Framework, WorkerFailed
 from holdfast.study.stats import bootstrap, median
-from holdfast.workloads.vision import VISION_PARAMETERS, layers_of, make_vision
-
-# ---------------------------------------------------------------------------------------------
-# The networks
-
-
-@pytest.mark.parametrize(("name", "count"), VISION_PARAMETERS.items())
-def test_a_network_has_the_parameters_of_the_published_one(name, count):
-    with torch.device("meta"):
-        model = make_vision(name)
-
-    assert sum(parameter.numel() for parameter in model.parameters()) == count
-    assert round(count / 1e6, 2) == {"alexnet": 61.10, "resnet50": 25.56, "vgg16": 138.36}[name]
-
-
-@pytest.mark.parametrize("name", VISION_PARAMETERS)
-@pytest.mark.parametrize("side", [64, 224])
-def test_a_network_takes_images(name, side):
-    with torch.device("meta"):
-        model, images = make_vision(name, num_classes=7), torch.empty(2, 3, side, side)
-
-    assert model(images).shape == (2, 7)
-
-
-def test_the_described_layers_hold_all_parameters():
-    with torch.device("meta"):
-        layers = layers_of(make_vision("resnet50"))
-
-    count = sum(
-        2 * layer["outputs"]
-        if layer["kind"] == "norm"
-        else layer["inputs"] * layer["outputs"] * layer.get("kernel", 1) ** 2 + layer["bias"] * layer["outputs"]
-        for layer in layers
-    )
-    assert count == VISION_PARAMETERS["resnet50"]
-
-
-def test_the_same_seed_gives_the_same_network_and_leaves_the_generator_alone():
-    before = torch.get_rng_state()
-
-    first, second = (make_vision("resnet50", num_classes=2, seed=3) for _ in range(2))
-
-    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
-    assert torch.equal(torch.get_rng_state(), before)
-
-
-def test_an_unknown_network_is_refused():
-    with pytest.raises(ConfigError, match="network must be one of alexnet, resnet50, vgg16, got 'lenet'"):
-        make_vision("lenet")
-
 
 # ---------------------------------------------------------------------------------------------
 # Carrying out a study

@@ -21,10 +21,11 @@ from holdfast.study.checkpoint_cost_claims import hold_claims
 from holdfast.study.checkpoint_cost_page import sections
 from holdfast.study.frameworks import FRAMEWORKS, WorkerFailed
 from holdfast.workloads.data import load_dataset
-from holdfast.workloads.vision import VISION_PARAMETERS, layers_of, make_vision
+from holdfast.workloads.models import layers_of, make_model
 
 TINY = "tiny"
-MODELS = (*VISION_PARAMETERS, TINY)
+NETWORKS = ("alexnet", "resnet50", "vgg16")
+MODELS = (*NETWORKS, TINY)
 OPTIMIZERS = ("none", "momentum", "adam")
 SLOW_WAYS = ("npz compressed", "hdf5 gzip", "multi-node")
 """Ways that compress: at some 20 MB a second they are measured once, and not with the largest network."""
@@ -81,7 +82,7 @@ class CheckpointCost:
             ConfigError: if the data are not there; better now than after the first hour.
         """
         if options.data is not None:
-            load_dataset("fashion", data_dir=options.data, limit=1)
+            load_dataset("fashion", options.data, limit=1)
         return _Plan(options).tasks()
 
     def left_out(self, options: Options) -> list[str]:
@@ -136,7 +137,7 @@ class _Plan:
         missing = [name for name in FRAMEWORKS if name not in self.frameworks]
         told = [f"Frameworks: {', '.join(missing)}."] if missing else []
         told += [f"{name}: {why}." for name in self.frameworks if (why := FRAMEWORKS[name].why_not())]
-        networks = [name for name in VISION_PARAMETERS if name not in self.models]
+        networks = [name for name in NETWORKS if name not in self.models]
         told += [f"Networks: {', '.join(networks)}."] if networks else []
         if self._options.quick:
             told += [
@@ -351,18 +352,15 @@ def _models(options: Options) -> tuple[str, ...]:
         raise ConfigError(msg)
     if options.model:
         return (options.model,)
-    return ("resnet50",) if options.quick else tuple(VISION_PARAMETERS)
+    return ("resnet50",) if options.quick else NETWORKS
 
 
 def _layers(model: str) -> list[Row]:
-    import torch
-
     if model == TINY:
         convolution = {"kind": "convolution", "inputs": 3, "outputs": 32, "kernel": 3, "stride": 1, "padding": 0}
         linear = {"kind": "linear", "inputs": 32, "outputs": 10_000, "bias": True}
         return [{**convolution, "bias": True}, linear]
-    with torch.device("meta"):
-        return layers_of(make_vision(model))
+    return layers_of(make_model(model, device="meta"))
 
 
 def _described(name: str, known: Sequence[Row]) -> Row:
@@ -378,9 +376,9 @@ def _training(name: str, *, saves: bool = False, leave_out: Sequence[str] | None
 
 
 def _training_data(folder: Path, data: Path | None) -> Path:
-    train = load_dataset("digits")[0] if data is None else load_dataset("fashion", data_dir=data, limit=1500)[0]
+    train, _ = load_dataset("digits") if data is None else load_dataset("fashion", data, limit=1500)
     path = folder / "data.npz"
-    images, labels = (tensor.numpy() for tensor in train.tensors)
+    images, labels = (tensor.numpy() for tensor in train[:])
     np.savez(path, x=images, y=labels)
     return path
 

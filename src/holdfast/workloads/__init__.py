@@ -1,4 +1,4 @@
-"""Small models and real datasets, by name, for the demo, the tests and the benchmarks.
+"""Networks and real datasets, by name, for the demo, the tests, the studies and the benchmarks.
 
 ``python -m holdfast.workloads.train --help`` trains one on another; the same file is a script for
 ``holdfast run``.
@@ -7,7 +7,20 @@
 from __future__ import annotations
 
 from holdfast.workloads.data import DATASETS, load_dataset
-from holdfast.workloads.models import MODELS, make_model
+from holdfast.workloads.models import MODELS, loss_of, make_model, make_stage, stages
 from holdfast.workloads.optimizers import OPTIMIZERS, make_optimizer
+from holdfast.workloads.recipes import RECIPES, Recipe
 
-__all__ = ["DATASETS", "MODELS", "OPTIMIZERS", "load_dataset", "make_model", "make_optimizer"]
+__all__ = [
+    "DATASETS",
+    "MODELS",
+    "OPTIMIZERS",
+    "RECIPES",
+    "Recipe",
+    "load_dataset",
+    "loss_of",
+    "make_model",
+    "make_optimizer",
+    "make_stage",
+    "stages",
+]

@@ -12,10 +12,11 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from torch.utils.data import TensorDataset
 
 import holdfast
-from holdfast.workloads import DATASETS, MODELS, OPTIMIZERS, load_dataset, make_model, make_optimizer
+from holdfast.workloads import OPTIMIZERS, load_dataset, make_model, make_optimizer
+from holdfast.workloads.data import IMAGE_DATASETS, Part
+from holdfast.workloads.models import IMAGE_MODELS
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -23,17 +24,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = _parser().parse_args(arguments)
     torch.set_num_threads(1)  # the number of threads may change the bits
     torch.use_deterministic_algorithms(True)
-    train, test = load_dataset(options.dataset, data_dir=options.data, limit=options.limit)
-    model = make_model(options.model, train.tensors[0].shape[1:], seed=holdfast.Settings.from_env().seed)
+    dataset = load_dataset(options.dataset, options.data, limit=options.limit, size=options.size)
+    channels, side, _ = dataset.shape
+    seed = holdfast.Settings.from_env().seed
+    model = make_model(options.model, dataset.num_classes, image=(channels, side), seed=seed)
     optimizer = make_optimizer(options.optimizer, model.parameters())
     session = holdfast.Session(model, optimizer, bucket_bytes=options.bucket_bytes)
-    for step in session.steps(train, batch_size=options.batch_size, epochs=options.epochs):
+    for step in session.steps(dataset.train, batch_size=options.batch_size, epochs=options.epochs):
         for x, y in step:
             step.backward(F.cross_entropy(model(x), y))
-    session.log(accuracy=accuracy(model, test))
+    session.log(accuracy=accuracy(model, dataset.test))
 
 
-def accuracy(model: torch.nn.Module, test: TensorDataset) -> float:
+def accuracy(model: torch.nn.Module, test: Part) -> float:
     """Return the fraction of ``test``, images and labels, that ``model`` classifies rightly.
 
     The model is left in the mode that it was in.
@@ -51,13 +54,14 @@ def accuracy(model: torch.nn.Module, test: TensorDataset) -> float:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="holdfast.workloads.train", description=__doc__)
-    parser.add_argument("--dataset", choices=DATASETS, default="digits")
-    parser.add_argument("--model", choices=MODELS, default="cnn")
+    parser.add_argument("--dataset", choices=IMAGE_DATASETS, default="digits")
+    parser.add_argument("--model", choices=IMAGE_MODELS, default="cnn")
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default="sgd")
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--batch-size", type=int, default=128, help="samples of one step, over all workers")
-    parser.add_argument("--data", type=Path, metavar="DIR", help="where the files of fashion are")
+    parser.add_argument("--data", type=Path, metavar="DIR", help="where datasets are that are read from files")
     parser.add_argument("--limit", type=int, metavar="N", help="train on the first N samples only")
+    parser.add_argument("--size", type=int, metavar="N", help="scale images to N x N pixels")
     parser.add_argument("--bucket-bytes", type=int, metavar="N", help="size of what is summed together")
     return parser
 

@@ -302,8 +302,8 @@ def _network(task: Row) -> nn.Module:
         pool = nn.AdaptiveAvgPool2d(1)
         return nn.Sequential(nn.Conv2d(3, 32, 3), nn.ReLU(), pool, nn.Flatten(), nn.Linear(32, 10))
     # This file runs where Holdfast is installed, and the network with its topology is there.
-    make_vision = importlib.import_module("holdfast.workloads.vision").make_vision
-    network: nn.Module = make_vision(task["model"], seed=task["seed"])
+    make_model = importlib.import_module("holdfast.workloads.models").make_model
+    network: nn.Module = make_model(task["model"], seed=task["seed"])
     return network
 
 
