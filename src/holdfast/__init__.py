@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from holdfast.errors import ConfigError, HoldfastError, ScriptError
     from holdfast.settings import Settings
     from holdfast.train.session import Session
+    from holdfast.train.split.model import Pipeline
     from holdfast.train.step import Step
 
 __version__ = "0.1.0"
@@ -19,13 +20,14 @@ __version__ = "0.1.0"
 _WHERE = {
     "ConfigError": "holdfast.errors",
     "HoldfastError": "holdfast.errors",
+    "Pipeline": "holdfast.train.split.model",
     "ScriptError": "holdfast.errors",
     "Session": "holdfast.train.session",
     "Settings": "holdfast.settings",
     "Step": "holdfast.train.step",
 }
 
-__all__ = ["ConfigError", "HoldfastError", "ScriptError", "Session", "Settings", "Step", "__version__"]
+__all__ = ["ConfigError", "HoldfastError", "Pipeline", "ScriptError", "Session", "Settings", "Step", "__version__"]
 
 
 def __getattr__(name: str) -> Any:

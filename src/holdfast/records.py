@@ -100,6 +100,7 @@ class Position:
         busy: The script said that what it does may take long.
         waits: The worker waits for others.
         compute_s: What this worker takes to compute a slice, the median over its last steps; 0 before the first.
+        in_vain: Recoveries in a row after which the members were the same as before, without a step applied since.
     """
 
     beats: int
@@ -113,18 +114,19 @@ class Position:
     busy: bool = False
     waits: bool = False
     compute_s: float = 0.0
+    in_vain: int = 0
 
 
 class Beacon:
     """A worker's place in the run, readable by others at any moment, also after its death.
 
     Layout, little-endian int64: beats, step, slice, phase, pid, applied, number of samples, samples; pulse, busy, waits; and
-    as float64 the seconds of computing. Each of these has one thread that writes it, so that none waits for another.
+    as float64 the seconds of computing; recoveries in vain. Each has one thread that writes it, so that none waits for another.
     """
 
     MAX_SAMPLES = 500
     _HEAD = struct.Struct("<7q")
-    _TAIL = struct.Struct("<3qd")
+    _TAIL = struct.Struct("<3qdq")
     _TAIL_AT = _HEAD.size + 8 * MAX_SAMPLES
     _SIZE = _TAIL_AT + _TAIL.size
 
@@ -140,13 +142,16 @@ class Beacon:
         self._applied = 0
         self._pulses = 0
         self._busy = 0
+        self._in_vain = 0
         self._computed_s: deque[float] = deque(maxlen=_COMPUTED_STEPS)
         self._pid = os.getpid()
 
     def mark(self, phase: str, step: int, slice_: int = -1, samples: Any = ()) -> None:
         """Say where this worker is."""
         self._beats += 1
-        self._applied += phase == "optimizer"
+        if phase == "optimizer":
+            self._applied += 1
+            self.say_recovered(in_vain=False)
         count = min(len(samples), self.MAX_SAMPLES)
         if count:
             struct.pack_into(f"<{count}q", self._map, self._HEAD.size, *samples[:count])
@@ -167,6 +172,11 @@ class Beacon:
         """Say whether this worker waits for others."""
         struct.pack_into("<q", self._map, self._TAIL_AT + 16, waits)
 
+    def say_recovered(self, *, in_vain: bool) -> None:
+        """Say that the members have met anew, and whether they are the same as before."""
+        self._in_vain = self._in_vain + 1 if in_vain else 0
+        struct.pack_into("<q", self._map, self._TAIL_AT + 32, self._in_vain)
+
     def say_computed(self, seconds: float) -> None:
         """Say how long computing a slice took, as a mean over those of a step."""
         self._computed_s.append(seconds)
@@ -185,7 +195,7 @@ class Beacon:
         if beats == 0:
             return None
         samples = struct.unpack_from(f"<{count}q", data, cls._HEAD.size)
-        pulse, busy, waits, compute_s = cls._TAIL.unpack_from(data, cls._TAIL_AT)
+        pulse, busy, waits, compute_s, in_vain = cls._TAIL.unpack_from(data, cls._TAIL_AT)
         return Position(
             beats=beats,
             step=step,
@@ -198,6 +208,7 @@ class Beacon:
             busy=bool(busy),
             waits=bool(waits),
             compute_s=compute_s,
+            in_vain=in_vain,
         )
 
 
@@ -230,6 +241,9 @@ class NoBeacon:
     def say_waits(self, waits: bool) -> None:
         """Forget it."""
 
+    def say_recovered(self, *, in_vain: bool) -> None:
+        """Forget it."""
+
     def say_computed(self, seconds: float) -> None:
         """Forget it."""
 
@@ -250,6 +264,14 @@ def stop_path(run_dir: Path) -> Path:
 def gone_path(run_dir: Path) -> Path:
     """Return the file that is there when the launcher is gone, and the whole job stops for that."""
     return run_dir / "gone"
+
+
+def strike_path(run_dir: Path, fault: int) -> Path:
+    """Return the file in which a worker asks the launcher for a fault that strikes the node; its number is in the plan.
+
+    It holds the step in progress. The launcher removes it when it has struck.
+    """
+    return run_dir / f"strike-{fault}"
 
 
 def requests_path(run_dir: Path) -> Path:

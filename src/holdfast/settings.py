@@ -64,6 +64,8 @@ class Settings:
     """After a failure: the mini-batch keeps its size, or each worker does."""
     rescale: str = "survivors"
     """Divide a sum that lacks samples by what is in it, or by the size it would have had."""
+    mirror: int = -1
+    """Workers beside its own that hold each part of a model that is split; -1: one, where there is no replica of it."""
     min_workers: int = 1
     """Below this many survivors: save and stop."""
     seed: int = 0
@@ -113,6 +115,7 @@ class Settings:
             ("checkpoint_every", 0),
             ("keep_every", 0),
             ("shared_bytes", -1),
+            ("mirror", -1),
         ):
             if getattr(self, name) < least:
                 msg = f"{name} must be at least {least}, got {getattr(self, name)}"

@@ -13,7 +13,7 @@ A process may be killed at any moment: what was complete stays complete, what wa
 Nothing is ever unpickled. The bytes are specified in ``docs/checkpoint-format.md``.
 
 Read ``save.py`` for what happens in which order, ``load.py`` for what is checked, ``format.py`` for what may be saved,
-``manifest.py`` for what is written down, ``formats/`` for the files of the tensors, ``storage/`` for where they are,
+``manifest.py`` for what is written down, ``parts.py`` for what several writers hold apart, ``formats/`` for the files of the tensors, ``storage/`` for where they are,
 ``writer.py`` for writing beside the training loop, ``retain.py`` and ``interval.py`` for which are kept and how often
 one is taken. ``engine.py`` is the seam that a session talks to. The ``ckpt`` command stands on ``inventory.py`` (what is
 there), ``source.py`` (tensors one by one), ``compare.py``, ``convert.py`` and ``foreign/`` (files of other programs).
@@ -38,6 +38,7 @@ from holdfast.checkpoint.load import (
     verify,
 )
 from holdfast.checkpoint.manifest import Manifest, Piece, TensorEntry
+from holdfast.checkpoint.parts import all_but
 from holdfast.checkpoint.save import PendingCheckpoint, SavedCheckpoint, write, write_tensors
 from holdfast.checkpoint.storage import Storage, open_storage
 
@@ -54,6 +55,7 @@ __all__ = [
     "Shard",
     "Storage",
     "TensorEntry",
+    "all_but",
     "find_damage",
     "flatten",
     "load",

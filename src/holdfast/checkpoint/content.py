@@ -1,4 +1,4 @@
-"""What one writer writes of a state: all of it, or a fair part."""
+"""What one writer writes of a state: all of it, a fair part, or what it alone holds."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Content:
 
     Args:
         boxes: The tensors, or parts of them.
-        skeleton: How all tensors hang together; None at all writers but the first.
+        skeleton: How all tensors hang together, or those of a distinct part; None at who shares the state of the first.
         part: Which part of the whole this is.
         parts: How many there are.
     """
@@ -53,24 +53,30 @@ class Content:
         return sum(box.tensor.nbytes for box in self.boxes)
 
 
-def take(state: Any, part: int = 0, parts: int = 1) -> Content:
+def take(state: Any, part: int = 0, parts: int = 1, *, distinct: bool = False) -> Content:
     """Return what one of ``parts`` writers writes of a state; the tensors in it are not copied.
 
     Args:
         state: See :func:`~holdfast.checkpoint.format.flatten`. At all writers alike, but for the shards in it.
         part: Which part: about as many bytes as any other, and all shards that this worker holds.
         parts: How many writers there are.
+        distinct: The state is a part by itself, a dict, and all of it is taken. Dicts that several writers have hold the
+            entries of all in the end; anything else must be given by one of them only, but for the shards of a tensor.
+            An empty dict keeps a place for what others give.
 
     Raises:
         CheckpointError: if the state holds something that is not data.
-        ConfigError: if there is no such part.
+        ConfigError: if there is no such part, or a distinct one is no dict.
     """
     if not 0 <= part < parts:
         msg = f"part must be at least 0 and below parts, got part {part} of {parts}"
         raise ConfigError(msg)
+    if distinct and not isinstance(state, dict):
+        msg = f"a distinct part of a state must be a dict, got {type(state).__name__}; name its values by their keys"
+        raise ConfigError(msg)
     leaves, skeleton = flatten(state)
-    boxes = tuple(_share_out(leaves, part, parts))
-    return Content(boxes=boxes, skeleton=skeleton if part == 0 else None, part=part, parts=parts)
+    boxes = tuple(_share_out(leaves, 0, 1) if distinct else _share_out(leaves, part, parts))
+    return Content(boxes=boxes, skeleton=skeleton if distinct or part == 0 else None, part=part, parts=parts)
 
 
 def _share_out(leaves: Mapping[str, Leaf], part: int, parts: int) -> list[Box]:

@@ -9,6 +9,7 @@ from typing import Any
 from holdfast.checkpoint import load, save
 from holdfast.checkpoint.content import Content, take
 from holdfast.checkpoint.load import Loaded
+from holdfast.checkpoint.parts import Wanted
 from holdfast.checkpoint.save import PendingCheckpoint
 from holdfast.checkpoint.storage import Storage, open_storage
 from holdfast.errors import CheckpointCorrupt
@@ -60,9 +61,13 @@ class Checkpoints:
         """See :func:`holdfast.checkpoint.load.load_newest`."""
         return load.load_newest(self._storage, on_damaged, into)
 
-    def load(self, step: int, into: Any = None) -> Loaded:
+    def load(self, step: int, into: Any = None, only: Wanted | None = None) -> Loaded:
         """See :func:`holdfast.checkpoint.load.load`."""
-        return load.load(self._storage, step, into)
+        return load.load(self._storage, step, into, only)
+
+    def info(self, step: int) -> dict[str, Any]:
+        """Return what was written down beside the state, without reading it; see :func:`load.read_manifest`."""
+        return load.read_manifest(self._storage, step).info
 
     def steps(self) -> list[int]:
         """See :func:`holdfast.checkpoint.load.steps`."""

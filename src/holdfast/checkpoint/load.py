@@ -19,6 +19,7 @@ from holdfast.checkpoint.blocks import BLOCK_BYTES, block_ranges, digest_of, par
 from holdfast.checkpoint.format import DTYPES, flatten, tensor_bytes, unflatten
 from holdfast.checkpoint.formats import FORMATS
 from holdfast.checkpoint.manifest import MANIFEST_NAME, Manifest, Piece, TensorEntry, parse
+from holdfast.checkpoint.parts import Wanted, select
 from holdfast.checkpoint.pour import gaps
 from holdfast.checkpoint.storage import Reader, Storage, Where, as_storage, step_folder, step_of
 from holdfast.errors import CheckpointCorrupt, CheckpointError, CheckpointMissing
@@ -179,14 +180,16 @@ def _why_gone(storage: Storage, manifest: Manifest, name: str) -> str:
         return str(error)
 
 
-def load(storage: Where, step: int, into: Any = None) -> Loaded:
-    """Read a checkpoint.
+def load(storage: Where, step: int, into: Any = None, only: Wanted | None = None) -> Loaded:
+    """Read a checkpoint, or a part of it.
 
     Args:
         storage: Where checkpoints are.
         step: Which one.
         into: A state whose tensors are overwritten where they have the path, dtype and shape of a saved one, which saves
             memory and a copy. If loading fails they hold anything: load another checkpoint before they are used.
+        only: Leave out of the state what this does not want, as :func:`~holdfast.checkpoint.parts.all_but`. No other
+            values are read or checked, and no files without wanted ones opened.
 
     Raises:
         CheckpointCorrupt: if it is not what was saved; the message names the tensor and its byte range.
@@ -198,7 +201,12 @@ def load(storage: Where, step: int, into: Any = None) -> Loaded:
     def place(manifest: Manifest) -> dict[str, torch.Tensor]:
         return {path: _room(path, entry, given.get(path)) for path, entry in manifest.tensors.items()}
 
-    manifest, tensors = _read(storage, step, lambda manifest: _read_files(storage, manifest, place))
+    def read(whole: Manifest) -> tuple[tuple[Manifest, dict[str, torch.Tensor]], list[Damage]]:
+        manifest = whole if only is None else select(whole, only)
+        tensors, damage = _read_files(storage, manifest, place, values_only=only is not None)
+        return (manifest, tensors), damage
+
+    _, (manifest, tensors) = _read(storage, step, read)
     state = unflatten(tensors, manifest.skeleton)
     return Loaded(step=step, state=state, info=manifest.info, generation=manifest.generation)
 
@@ -365,9 +373,16 @@ def _apart(given: Mapping[str, Any]) -> dict[str, torch.Tensor]:
 
 
 def _read_files(
-    storage: Storage, manifest: Manifest, place: Callable[[Manifest], dict[str, torch.Tensor]]
+    storage: Storage,
+    manifest: Manifest,
+    place: Callable[[Manifest], dict[str, torch.Tensor]],
+    *,
+    values_only: bool = False,
 ) -> tuple[dict[str, torch.Tensor], list[Damage]]:
-    """Read all files, values into the memory that ``place`` gives; return it, and what is damaged."""
+    """Read all files, values into the memory that ``place`` gives; return it, and what is damaged.
+
+    With ``values_only`` nothing is read but the values that the manifest names: there may be others in its files.
+    """
     with ExitStack() as stack:
         files = {name: stack.enter_context(_open(storage, manifest, name)) for name in manifest.files}
         # Sizes first: nobody sets memory aside for values that are not there.
@@ -383,9 +398,11 @@ def _read_files(
                     into = torch.empty(piece.shape, dtype=target.dtype)
                     moves.append((target, into))
                 blocks += _blocks_of(path, piece, into)
-        found = run(lambda block: _check_block(files, manifest, block), blocks, manifest.size_bytes)
+        size_bytes = sum(entry.size_bytes for entry in manifest.tensors.values())
+        found = run(lambda block: _check_block(files, manifest, block), blocks, size_bytes)
         damage += [d for d in found if d is not None]
-        damage += [d for name in manifest.files if (d := _check_rest(files[name], manifest, name)) is not None]
+        if not values_only:
+            damage += [d for name in manifest.files if (d := _check_rest(files[name], manifest, name)) is not None]
         for target, source in moves:
             target.copy_(source)
         return tensors, damage

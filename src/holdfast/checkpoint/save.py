@@ -5,7 +5,7 @@ is complete already is saved again: its new files come to lie beside the old one
 the old checkpoint into the new one.
 
 Several workers may share the work. Each writes a part of the tensors and describes it; who commits puts the
-descriptions together.
+descriptions together. The parts may be cuts of a state that all have, or distinct ones that only their writers have.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import json
 import secrets
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,15 +24,14 @@ from holdfast.checkpoint.content import Content, take
 from holdfast.checkpoint.formats import FORMATS
 from holdfast.checkpoint.manifest import (
     MANIFEST_NAME,
-    FileEntry,
     Manifest,
-    TensorEntry,
     check_info,
     dump,
     is_data_folder,
     parse,
     versions,
 )
+from holdfast.checkpoint.parts import merge
 from holdfast.checkpoint.pour import pour
 from holdfast.checkpoint.storage import Storage, Where, as_storage, step_folder, step_of
 from holdfast.checkpoint.storage.local import explained
@@ -104,7 +103,7 @@ class PendingCheckpoint:
             msg = f"generation must be at least 0, got {generation}"
             raise ConfigError(msg)
         self._check_there(self.manifest)
-        whole = dataclasses.replace(_merge(self._all_parts(wait_s, may_come)), generation=generation)
+        whole = dataclasses.replace(merge(self._all_parts(wait_s, may_come)), generation=generation)
         self._check_there(whole)
         data = dump(whole)
         try:
@@ -335,31 +334,3 @@ def _discard(storage: Storage, folder: str) -> None:
             storage.remove(folder.split("/")[0])
     except CheckpointError as error:
         warnings.warn(f"the failed attempt {folder} could not be removed: {error}", RuntimeWarning, stacklevel=3)
-
-
-def _merge(parts: Sequence[Manifest]) -> Manifest:
-    """Return what all parts describe together; the first one says how tensors hang together.
-
-    Raises:
-        CheckpointError: if they contradict each other. Whether they are the whole, it does not look.
-    """
-    first = parts[0]
-    files: dict[str, FileEntry] = {}
-    tensors: dict[str, TensorEntry] = {}
-    for part in parts:
-        if (part.step, part.format, part.folder) != (
-            first.step,
-            first.format,
-            first.folder,
-        ) or files.keys() & part.files:
-            msg = f"the writers of step {first.step} do not write the same checkpoint: one writes {sorted(part.files)} as {part.format} of step {part.step}"
-            raise CheckpointError(msg)
-        files |= part.files
-        for path, entry in part.tensors.items():
-            known = tensors.get(path)
-            if known is not None and (known.dtype, known.shape) != (entry.dtype, entry.shape):
-                msg = f"the writers of step {first.step} hold different tensors {path!r}: {known.dtype} {list(known.shape)} and {entry.dtype} {list(entry.shape)}"
-                raise CheckpointError(msg)
-            pieces = (known.pieces if known else ()) + entry.pieces
-            tensors[path] = dataclasses.replace(entry, pieces=pieces)
-    return dataclasses.replace(first, files=files, tensors=tensors)

@@ -7,7 +7,19 @@ adds gradients on top of either, in an order that belongs to the job.
 
 from holdfast.comm.base import Communicator, share_bytes
 from holdfast.comm.connect import connect
+from holdfast.comm.mail import Mail
 from holdfast.comm.ordered import Mean, OrderedSum, Span
+from holdfast.comm.subgroup import Subgroup
 from holdfast.comm.virtual import VirtualCommunicator
 
-__all__ = ["Communicator", "Mean", "OrderedSum", "Span", "VirtualCommunicator", "connect", "share_bytes"]
+__all__ = [
+    "Communicator",
+    "Mail",
+    "Mean",
+    "OrderedSum",
+    "Span",
+    "Subgroup",
+    "VirtualCommunicator",
+    "connect",
+    "share_bytes",
+]

@@ -30,6 +30,11 @@ class Exchange(Protocol):
         ...
 
     @property
+    def crowd(self) -> int:
+        """Number of processes that may do the same at the same time, in whichever part of the world: all of them."""
+        ...
+
+    @property
     def generation(self) -> int:
         """Number of shrinks so far."""
         ...
@@ -110,7 +115,50 @@ class Communicator(Exchange, Protocol):
       :class:`~holdfast.errors.PeerFailed`; some members may see the one and some the other.
     - ``agree`` and ``shrink`` are uniform over the living, and return only when every living member has called.
     - One thread makes all calls, one call at a time.
+    - What goes between two processes (``swap``, ``post``) goes by connections that the first collective of a generation
+      makes, with all members; so one of those comes before.
     """
+
+    def swap(
+        self, send: Sequence[tuple[int, torch.Tensor]], receive: Sequence[tuple[int, torch.Tensor]], tag: int = 0
+    ) -> None:
+        """Exchange tensors with some; see :meth:`Exchange.swap`.
+
+        Args:
+            send: What to give to which place.
+            receive: What to overwrite by what comes from which place.
+            tag: Told apart from other messages between the same two; ``>= 0`` and below ``2**30``, but not 1.
+
+        Raises:
+            PeerFailed: if it did not complete here, or a member is known to have died, whoever it is.
+        """
+        ...
+
+    def post(self, rank: int, data: torch.Tensor) -> None:
+        """Begin to give ``data`` to the process that plays ``rank``, and return; it never waits for that one.
+
+        What has not been taken when the generation ends, or this process, is lost.
+
+        Args:
+            rank: A member that another process plays; the virtual fabric, which has no other, takes any.
+            data: CPU, contiguous, any shape and dtype, not empty. Nobody writes it any more.
+
+        Raises:
+            PeerFailed: if it cannot be begun.
+        """
+        ...
+
+    def take(self, rank: int, data: torch.Tensor) -> None:
+        """Wait for what the process that plays ``rank`` posted; the n-th that is taken is the n-th that it posted here.
+
+        Args:
+            rank: A member that another process plays.
+            data: CPU, contiguous, of the size of what was posted; overwritten.
+
+        Raises:
+            PeerFailed: if it did not arrive; ``data`` is undefined then, and may still change.
+        """
+        ...
 
     def broadcast(self, data: torch.Tensor, root: int) -> None:
         """Overwrite ``data`` everywhere with that of the process that plays ``root``.

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from holdfast.comm.groups import MAKERS, Aside, Meeting, Work, as_bytes, as_peer_failure, bury, wait
+from holdfast.comm.groups import MAKERS, Aside, Meeting, Sending, Work, as_bytes, as_peer_failure, bury, wait
 from holdfast.comm.waiting import waiting
 from holdfast.errors import InternalError, PeerFailed, StoreLost
 from holdfast.events import Progress
@@ -33,7 +33,8 @@ _PATIENCE_ALONE_S = 5.0
 _NEW_WAIT_S = 1.0
 """Who has not looked for so long was not waiting."""
 
-_SWAP_TAG = 0
+_POST_TAG = 1
+"""The tag of what is posted; those of swaps are others."""
 
 
 class C10dCommunicator:
@@ -52,6 +53,7 @@ class C10dCommunicator:
         self._me = rank
         self._timeout_s = timeout_s
         self._groups: dict[str, Any] = {}
+        self._sending: Sending | None = None
         self._broken = ""
         self._waiting: tuple[int, ...] = ()
         self._looked_at = -1
@@ -72,6 +74,11 @@ class C10dCommunicator:
     def processes(self) -> tuple[tuple[int, ...], ...]:
         """One process a member."""
         return tuple((rank,) for rank in self.members)
+
+    @property
+    def crowd(self) -> int:
+        """Number of members."""
+        return len(self.members)
 
     @property
     def generation(self) -> int:
@@ -98,7 +105,9 @@ class C10dCommunicator:
         else:
             self._run(lambda group: group._allgather_base(as_bytes(out), as_bytes(part)), part.device.type)
 
-    def swap(self, send: Sequence[tuple[int, torch.Tensor]], receive: Sequence[tuple[int, torch.Tensor]]) -> None:
+    def swap(
+        self, send: Sequence[tuple[int, torch.Tensor]], receive: Sequence[tuple[int, torch.Tensor]], tag: int = 0
+    ) -> None:
         """Exchange CPU tensors with some; see :meth:`Communicator.swap`."""
         me = self.members.index(self._me)
         for taken, given in zip(
@@ -111,12 +120,29 @@ class C10dCommunicator:
         )
 
         def begin(group: Any) -> Work:
-            works = [group.recv([data], place, _SWAP_TAG) for data, place in takes]
-            works += [group.send([data], place, _SWAP_TAG) for data, place in gives]
-            return Aside(lambda: [work.wait() for work in works])  # only who waits for a message learns of its arrival
+            works = [group.recv([data], place, tag) for data, place in takes]
+            works += [group.send([data], place, tag) for data, place in gives]
+            # Only who waits for a message learns of its arrival.
+            return Aside(lambda: [work.wait() for work in works], keep=(takes, gives))
 
         if takes or gives:
             self._run(begin, "cpu")
+
+    def post(self, rank: int, data: torch.Tensor) -> None:
+        """Begin to give; see :meth:`Communicator.post`."""
+        place = self.members.index(rank)
+
+        def begin(group: Any) -> None:
+            if self._sending is None:
+                self._sending = Sending()
+            self._sending.add(group.send([as_bytes(data)], place, _POST_TAG), data)
+
+        self._with_group(begin, "cpu")
+
+    def take(self, rank: int, data: torch.Tensor) -> None:
+        """Wait for what was posted; see :meth:`Communicator.take`."""
+        place = self.members.index(rank)
+        self._run(lambda group: Aside(group.recv([as_bytes(data)], place, _POST_TAG).wait, keep=data), "cpu")
 
     def maximum(self, values: Sequence[int]) -> list[int]:
         """Return the maximum of each integer; see :meth:`Communicator.maximum`."""
@@ -265,6 +291,9 @@ class C10dCommunicator:
         Raises:
             PeerFailed: if it did not complete here.
         """
+        self._with_group(lambda group: wait(begin(group), self.look), device)
+
+    def _with_group(self, act: Callable[[Any], Any], device: str) -> None:
         self._check_thread()
         self._roster.check()
         if self._broken:
@@ -272,8 +301,7 @@ class C10dCommunicator:
             raise PeerFailed(msg)
         try:
             with waiting, as_peer_failure():
-                group = self._groups.get(device) or self._connect(device)
-                wait(begin(group), self.look)
+                act(self._groups.get(device) or self._connect(device))
         except PeerFailed as error:
             self._broken = str(error)
             raise
@@ -304,6 +332,9 @@ class C10dCommunicator:
 
     def _drop_groups(self) -> None:
         """Forget the groups of the generation that is over."""
+        if self._sending is not None:
+            self._sending.end()
+            self._sending = None
         while self._groups:
             bury(self._groups.popitem()[1])
         self._broken = ""

@@ -8,7 +8,9 @@ too, because that waits for what it still does.
 from __future__ import annotations
 
 import base64
+import contextlib
 import os
+import queue
 import sys
 import threading
 import time
@@ -25,6 +27,9 @@ from holdfast.membership import Store
 
 FOREVER = timedelta(days=1)
 """How long a group may take for an operation: nobody can tell here whether the others are slow or cannot be reached."""
+
+_NOBODYS_TAG = (1 << 30) + 1
+"""A tag that no message has."""
 
 _SPINS = 20
 """How often a work is looked at before the thread naps."""
@@ -51,10 +56,12 @@ class Aside:
 
     Args:
         act: What is done; its result is what :meth:`wait` returns.
+        keep: Memory that it uses, which must last as long as it goes on.
     """
 
-    def __init__(self, act: Callable[[], Any]) -> None:
+    def __init__(self, act: Callable[[], Any], keep: object = None) -> None:
         self._act = act
+        self._keep = keep
         self._result: Any = None
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="holdfast-aside", daemon=True)
@@ -89,6 +96,28 @@ def wait(work: Work, check: Callable[[], None]) -> Any:
         time.sleep(min(max(waited_s / _NAP_SHARE, _SHORTEST_NAP_S), _LONGEST_NAP_S))
         check()
     return work.wait(FOREVER)
+
+
+class Sending:
+    """What is on its way to others: kept, in a thread of its own, until it has left; only who waits learns of that."""
+
+    def __init__(self) -> None:
+        self._left: queue.SimpleQueue[tuple[Any, torch.Tensor] | None] = queue.SimpleQueue()
+        threading.Thread(target=self._run, name="holdfast-sending", daemon=True).start()
+
+    def add(self, work: Any, data: torch.Tensor) -> None:
+        """Keep ``data`` until ``work`` is over, well or not."""
+        self._left.put((work, data))
+
+    def end(self) -> None:
+        """Let the thread end, after what was added."""
+        self._left.put(None)
+
+    def _run(self) -> None:
+        while (item := self._left.get()) is not None:
+            with contextlib.suppress(RuntimeError):  # who waits for a peer hears of it
+                item[0].wait()
+            del item
 
 
 @contextmanager
@@ -187,6 +216,18 @@ MAKERS: dict[str, Callable[[Meeting, int, int, str, float], Any]] = {"cpu": make
 """What makes the group for tensors on a type of device."""
 
 
+def hang_up(group: Any) -> None:
+    """Close the connections of a group of Gloo's, which ends what waits in it for members that live on.
+
+    There is no call for it, but Gloo closes them all when a wait runs out of time; nobody sends with this tag.
+    """
+    if group.name() == "gloo" and group.size() > 1:
+        with contextlib.suppress(RuntimeError):
+            group.recv([torch.empty(1)], (group.rank() + 1) % group.size(), _NOBODYS_TAG).wait(
+                timedelta(milliseconds=1)
+            )
+
+
 def bury(group: Any) -> None:
     """End a group, aside."""
     remains = [group]  # so that the last reference goes where the waiting is done
@@ -194,6 +235,7 @@ def bury(group: Any) -> None:
 
     def end() -> None:
         group = remains.pop()
+        hang_up(group)
         try:
             group.abort()
             group.shutdown()

@@ -233,8 +233,8 @@ def sum_hosts(known: Introduction) -> HostsSum | str:
         PeerFailed: if somebody died meanwhile.
     """
     known.tell_results()
-    opened = known.open()
-    if isinstance(opened, str):
-        return opened
+    memory = known.open()
+    if isinstance(memory, str):
+        return memory
     incarnations = [row.incarnation for row in known.told]
-    return HostsSum(known.comm, known.hosts, opened.terms, opened.result, opened.given, incarnations)
+    return HostsSum(known.comm, known.hosts, memory.terms, memory.result, memory.given, incarnations)

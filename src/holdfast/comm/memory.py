@@ -47,7 +47,34 @@ class Segment:
             os.close(fd)
 
 
-def open_segment(pid: int, fd: int, size_bytes: int, *, writable: bool = False) -> torch.Tensor:
+class Opened:
+    """The segments that this process has opened for reading, so that none is mapped twice.
+
+    A mapping keeps its segment, and the system gives no number twice at a time: equal numbers are the same memory.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[int, int], torch.Tensor] = {}
+        self._asked: dict[tuple[int, int], torch.Tensor] = {}
+
+    def get(self, fd: int, size_bytes: int) -> torch.Tensor:
+        """Return the memory of an open file, mapped now if it is not yet."""
+        status = os.fstat(fd)
+        number = (status.st_dev, status.st_ino)
+        known = self._known.get(number)
+        if known is None or known.numel() != size_bytes:
+            known = _map(fd, size_bytes, writable=False)
+        self._known[number] = self._asked[number] = known
+        return known
+
+    def forget_others(self) -> None:
+        """Forget what nobody has asked for since this was called last."""
+        self._known, self._asked = self._asked, {}
+
+
+def open_segment(
+    pid: int, fd: int, size_bytes: int, *, writable: bool = False, opened: Opened | None = None
+) -> torch.Tensor:
     """Return the bytes of a segment that process ``pid`` of this host made.
 
     Args:
@@ -55,6 +82,7 @@ def open_segment(pid: int, fd: int, size_bytes: int, *, writable: bool = False) 
         fd: Its file descriptor there.
         size_bytes: Its size.
         writable: A write to a tensor that is not ends this process (SIGSEGV) and harms nobody else.
+        opened: Where it may be known already, if it is not for writing.
 
     Raises:
         OSError: if it cannot be opened, for instance because that process has died, or another user owns it.
@@ -64,7 +92,7 @@ def open_segment(pid: int, fd: int, size_bytes: int, *, writable: bool = False) 
         if os.fstat(mine).st_size != size_bytes:
             msg = f"the segment of process {pid} has another size than {size_bytes} bytes"
             raise OSError(msg)
-        return _map(mine, size_bytes, writable=writable)
+        return _map(mine, size_bytes, writable=writable) if opened is None else opened.get(mine, size_bytes)
     finally:
         os.close(mine)
 

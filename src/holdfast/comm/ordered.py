@@ -17,7 +17,7 @@ from holdfast.comm.adding import Mean
 from holdfast.comm.base import Exchange
 from holdfast.comm.exchanged import ExchangedSum
 from holdfast.comm.hosts import ORDER_BETWEEN_HOSTS, HostsSum, sum_hosts
-from holdfast.comm.memory import Segment, free_bytes
+from holdfast.comm.memory import Opened, Segment, free_bytes
 from holdfast.comm.shared import ALIGN, LEFT_OUT, Introduction, SharedSum, Slots, Span, sum_alone, sum_shared
 
 __all__ = ["Mean", "OrderedSum", "Span"]
@@ -61,6 +61,7 @@ class OrderedSum:
         shares = self._device.type == "cpu" and shared_bytes and len(comm.processes) > 1
         self._segments: list[Segment] | None = [] if shares else None
         self._room: list[torch.Tensor] = []
+        self._opened = Opened()
         self._path: Path | None = None
         self._taken: Path | None = None
         self._made_for: tuple[int, tuple[int, ...]] = (-1, ())
@@ -107,6 +108,14 @@ class OrderedSum:
         self._taken = self._choose_path(slots, order or self._order)
         return self._taken(span, slots, order or self._order, mean, midway)
 
+    def open(self) -> None:
+        """Set up what this generation needs, if no sum has done so: then maxima cost no message. All members together.
+
+        Raises:
+            PeerFailed: if it did not complete here.
+        """
+        self._path_of_generation(((),) * len(self._comm.processes))
+
     def check_same(self, span: Span, order: str) -> None:
         """Make sure that all are about to sum the same kind of vector, where it costs no message to know.
 
@@ -118,7 +127,7 @@ class OrderedSum:
             self._path.check_same(span, order)
 
     def maximum(self, values: Sequence[int]) -> list[int]:
-        """Return the maximum of each of a few 64-bit integers, the way that sums go; between two maxima is a sum.
+        """Return the maximum of each of a few 64-bit integers, the way that sums go in this generation; see :meth:`open`.
 
         Raises:
             PeerFailed: if it did not complete here.
@@ -159,28 +168,28 @@ class OrderedSum:
         if is_old or any(need > have for need, have in zip(rows, known, strict=True)):
             rows = rows if is_old else tuple(map(max, rows, known))
             self._path, self._taken, self._made_for = None, None, (-1, ())
-            self._path = self._make_path(rows[self._comm.processes.index(self._comm.here)])
-            self._made_for = (self._comm.generation, rows)
+            self._path, told = self._make_path(rows[self._comm.processes.index(self._comm.here)])
+            self._made_for = (self._comm.generation, tuple(map(max, rows, told)))
         assert self._path is not None
         return self._path
 
-    def _make_path(self, rows: int) -> Path:
-        for row in range(rows):
-            self.room(row)
+    def _make_path(self, rows: int) -> tuple[Path, Sequence[int]]:
+        """Return the path, and how many slots of each process it reaches, or 0 where that does not matter."""
+        none = (0,) * len(self._comm.processes)
+        self.room(max(0, rows - 1))  # one at least: who has no slice is a spare, and must not be late when it gets one
         if len(self._comm.processes) == 1:
-            return sum_alone(self._comm, self._room, self._size_bytes, self._device)
+            return sum_alone(self._comm, self._room, self._size_bytes, self._device), none
         why = f"tensors are on {self._device}"
         if self._device.type == "cpu" and self._shared_bytes:  # the same everywhere
-            mine = None if self._segments is None else self._segments[:rows]
-            known = Introduction(self._comm, mine, self._size_bytes)
+            known = Introduction(self._comm, self._segments, self._size_bytes, self._opened)
             if not known.is_one_host and self._order != ORDER_BETWEEN_HOSTS:
-                return ExchangedSum(self._comm, self._room)  # nothing is amiss
+                return ExchangedSum(self._comm, self._room), none  # nothing is amiss
             made = sum_shared(known) if known.is_one_host else sum_hosts(known)
             if not isinstance(made, str):
-                return made
+                return made, [len(row.slots) for row in known.told]
             why = made
         self._warn(why)
-        return ExchangedSum(self._comm, self._room)
+        return ExchangedSum(self._comm, self._room), none
 
     def _warn(self, why: str) -> None:
         if not self._warned and self._comm.members[0] in self._comm.here:
@@ -198,7 +207,8 @@ class OrderedSum:
         return torch.zeros(self._size_bytes, dtype=torch.uint8, device=self._device)
 
     def _check_budget(self) -> None:
-        """Refuse more memory than there is; everybody may be about to make a slot, and one of them the result."""
+        """Refuse more memory than there is; everybody may be about to make a slot, and one of each group the result."""
         wanted = (len(self._room) + 2) * self._size_bytes
-        if 0 < self._shared_bytes < wanted or (len(self._comm.processes) + 1) * self._size_bytes > free_bytes():
+        groups = self._comm.crowd // len(self._comm.processes)
+        if 0 < self._shared_bytes < wanted or (self._comm.crowd + groups) * self._size_bytes > free_bytes():
             raise OSError(errno.ENOMEM, "too little memory to share")

@@ -23,8 +23,6 @@ from __future__ import annotations
 import functools
 import os
 import platform
-import threading
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -33,15 +31,15 @@ import torch
 
 from holdfast.comm.adding import ORDERS, Addition, Mean
 from holdfast.comm.base import Exchange
-from holdfast.comm.memory import Segment, host_id, open_segment
-from holdfast.comm.waiting import waiting
+from holdfast.comm.memory import Opened, Segment, host_id, open_segment
+from holdfast.comm.waiting import patience, wait_until, waiting
 from holdfast.errors import PeerFailed, ScriptError
 
 ALIGN = 64
 """Vectors, and everybody's share of them, begin on cache lines, bytes."""
 
-_WORDS = 24
-"""64-bit words in a worker's line of the head: incarnation, generation, how far, length of the vector and its kind; integers."""
+_WORDS = 40
+"""64-bit words in a worker's line of the head: incarnation, generation, how far, length of the vector and its kind; integers, twice."""
 
 MAX_INTEGERS = 15
 """Most integers of which a maximum is taken through the head."""
@@ -49,12 +47,7 @@ MAX_INTEGERS = 15
 _INTEGERS_AT = 8
 _MOST_KEPT = 512
 """Spans whose additions are kept from one sum to the next."""
-_NAP_S = 2e-5
-_LOOK_AFTER = 10
-"""Naps between two looks for deaths: about a millisecond."""
-_PATIENCE = 200
-"""How often a worker that has a core of its own looks at the words before it naps."""
-_ORDERED_STORES = platform.machine() in ("x86_64", "AMD64")
+ORDERED_STORES = platform.machine() in ("x86_64", "AMD64")
 """Whether others see a worker's stores in their order, so that a word that is there says that the numbers are."""
 
 _MAGIC = 0x5355_4D4D_4148_4F4C
@@ -85,18 +78,19 @@ class Span:
         return memory[self.start : self.start + self.length * self.dtype.itemsize].view(self.dtype)
 
 
-_DTYPES = sorted({t for t in vars(torch).values() if isinstance(t, torch.dtype)}, key=str)
+DTYPES = sorted({t for t in vars(torch).values() if isinstance(t, torch.dtype)}, key=str)
+"""In an order that all workers know."""
 _ORDERS = list(ORDERS)
 
 
 @functools.cache
 def _kind(dtype: torch.dtype, order: str) -> int:
-    return _DTYPES.index(dtype) * len(_ORDERS) + _ORDERS.index(order)
+    return DTYPES.index(dtype) * len(_ORDERS) + _ORDERS.index(order)
 
 
 def _kind_name(kind: int) -> str:
     dtype, order = divmod(kind, len(_ORDERS))
-    return f"{_DTYPES[dtype]} {_ORDERS[order]}" if 0 <= dtype < len(_DTYPES) else "nothing"
+    return f"{DTYPES[dtype]} {_ORDERS[order]}" if 0 <= dtype < len(DTYPES) else "nothing"
 
 
 LEFT_OUT = -1
@@ -114,7 +108,7 @@ class SharedSum:
         terms: Of each process, the memory of each slot, bytes.
         result: Where the sum goes, bytes, for writing.
         given: The same memory as it is given out.
-        words: How far each process is, 64-bit, shape ``(processes, 16)``; None where one process is all there is.
+        words: How far each process is, 64-bit, shape ``(processes, 40)``; None where one process is all there is.
         incarnations: What each process writes into its line first.
     """
 
@@ -136,9 +130,8 @@ class SharedSum:
         self._known = np.array([[who, comm.generation] for who in incarnations], dtype=np.int64)
         self._phase = 0
         self._words_far = np.zeros(1, dtype=np.int64) if words is None else words[:, 2]
-        # With a core for everybody, waiting takes none from those who compute, unless this thread waits beside one.
-        alone = threading.current_thread() is threading.main_thread()
-        self._patience = _PATIENCE if alone and len(comm.processes) <= len(os.sched_getaffinity(0)) else 1
+        self._maxima = 0
+        self._patience = patience(comm.crowd)
         self._additions: dict[tuple[Span, str], tuple[Slots, Addition]] = {}
 
     def __call__(
@@ -178,11 +171,14 @@ class SharedSum:
     def maximum(self, values: Sequence[int]) -> list[int] | None:
         """Return the maximum of each integer over all members, None if there are no words to carry it.
 
-        One meeting is enough: nobody writes the next integers before all have met again in a sum.
+        One meeting is enough: the next integers go elsewhere, and those after them wait until all have read these,
+        because all have come to the meeting in between.
         """
         if self._words is None or len(values) > MAX_INTEGERS:
             return None
-        places = slice(_INTEGERS_AT, _INTEGERS_AT + len(values))
+        self._maxima += 1
+        start = _INTEGERS_AT + self._maxima % 2 * MAX_INTEGERS
+        places = slice(start, start + len(values))
         self._words[self._me, places] = values
         self._meet()
         return [int(value) for value in self._words[:, places].max(0)]
@@ -218,28 +214,14 @@ class SharedSum:
             self._comm.barrier()
             return
         self._words[self._me, 2] = self._phase
+        # MPI's own barrier would turn round and round meanwhile, and take the core from those who are still computing.
         with waiting:
-            self._wait()
-        if not _ORDERED_STORES:
+            wait_until(lambda: self._words_far.min() >= self._phase, self._comm.look, self._patience)
+        if not ORDERED_STORES:
             self._comm.barrier()
         if (self._words[:, 2] < self._phase).any() or (self._words[:, :2] != self._known).any():
             msg = f"not everybody is at phase {self._phase}: {self._words[:, :3].tolist()}"
             raise PeerFailed(msg)
-
-    def _wait(self) -> None:
-        """Return when all words say that their writers are as far as this worker.
-
-        MPI's own barrier would turn round and round meanwhile, and take the core from those who are still computing.
-        """
-        far, patience = self._words_far, self._patience
-        while far.min() < self._phase:
-            patience -= 1
-            if patience > 0:
-                time.sleep(0)
-            else:
-                time.sleep(_NAP_S)
-                if patience % _LOOK_AFTER == 0:
-                    self._comm.look()
 
 
 # ---------------------------------------------------------------------------------------------
@@ -280,14 +262,16 @@ class Introduction:
         comm: Whose members take part, all at the same time.
         mine: This worker's slots; None if it has no memory for them.
         size_bytes: Of every slot.
+        opened: Slots of others that are mapped already: only their owners write them, so they outlive a generation.
 
     Raises:
         PeerFailed: if somebody died meanwhile.
     """
 
-    def __init__(self, comm: Exchange, mine: Sequence[Segment] | None, size_bytes: int) -> None:
+    def __init__(self, comm: Exchange, mine: Sequence[Segment] | None, size_bytes: int, opened: Opened) -> None:
         self.comm = comm
         self.size_bytes = size_bytes
+        self._opened = opened
         self.me = comm.processes.index(comm.here)
         self._mine = mine
         self._head_bytes = len(comm.processes) * _WORDS * 8
@@ -313,12 +297,13 @@ class Introduction:
             self._made = self._make_result()
         self.told = self._tell(is_maker=is_maker)
 
-    def open(self) -> Opened | str:
+    def open(self) -> Memory | str:
         """Return the memory of this worker's host, or in words why not everybody has all of it."""
-        opened = self._open() if all(row.ready for row in self.told) else None
-        if self.comm.maximum([int(opened is None)])[0] or opened is None:
+        memory = self._open() if all(row.ready for row in self.told) else None
+        self._opened.forget_others()
+        if self.comm.maximum([int(memory is None)])[0] or memory is None:
             return "not every worker has the memory"
-        return opened
+        return memory
 
     def _make_result(self) -> Segment | None:
         if self._mine is None:
@@ -347,12 +332,14 @@ class Introduction:
             for ready, host, pid, incarnation, result, *slots in rows.tolist()
         ]
 
-    def _open(self) -> Opened | None:
+    def _open(self) -> Memory | None:
         host, size_bytes = self.told[self.me].host, self._head_bytes + self.size_bytes
         maker = next(row for row in self.told if row.host == host)
         try:
             terms = [
-                [open_segment(row.pid, fd, self.size_bytes) for fd in row.slots] if row.host == host else []
+                [open_segment(row.pid, fd, self.size_bytes, opened=self._opened) for fd in row.slots]
+                if row.host == host
+                else []
                 for row in self.told
             ]
             whole = open_segment(maker.pid, maker.result, size_bytes, writable=True)
@@ -363,11 +350,11 @@ class Introduction:
         if head[0, -1] != _MAGIC:
             return None
         head[self.me, :2] = (self._incarnation, self.comm.generation)
-        return Opened(terms, whole[self._head_bytes :], given[self._head_bytes :], head)
+        return Memory(terms, whole[self._head_bytes :], given[self._head_bytes :], head)
 
 
 @dataclass(frozen=True, slots=True)
-class Opened:
+class Memory:
     """The memory of one host, as one of its processes sees it.
 
     Args:
@@ -392,8 +379,8 @@ def sum_shared(known: Introduction) -> SharedSum | str:
     Raises:
         PeerFailed: if somebody died meanwhile.
     """
-    opened = known.open()
-    if isinstance(opened, str):
-        return opened
+    memory = known.open()
+    if isinstance(memory, str):
+        return memory
     incarnations = [row.incarnation for row in known.told]
-    return SharedSum(known.comm, opened.terms, opened.result, opened.given, opened.words, incarnations)
+    return SharedSum(known.comm, memory.terms, memory.result, memory.given, memory.words, incarnations)

@@ -1,6 +1,7 @@
 """A part of the world: collectives among some of its workers, made of messages on the world's communicator.
 
-No communicator of its own: so there is one to revoke and one to shrink, whichever group somebody waits in.
+No communicator of its own: so there is one to revoke and one to shrink, whichever group somebody waits in. Who is in
+several groups makes their collectives one after another, in the same order as all the others who are in those groups.
 """
 
 from __future__ import annotations
@@ -10,38 +11,42 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from holdfast.comm.ulfm import UlfmCommunicator
+from holdfast.comm.base import Communicator
 
 
 class Subgroup:
-    """Some of the world's workers, one process each; see :class:`~holdfast.comm.base.Exchange`.
+    """Some of the world's workers; see :class:`~holdfast.comm.base.Exchange`. Only they make it, and call it.
 
     Args:
-        world: Carries the messages.
+        world: Carries the messages; all its members have met in this generation before.
         ranks: The group, as it was made; those who die leave it.
-        tag: Tells its messages from others.
+        tag: Tells its messages from others, for groups that are not called in the same order everywhere.
     """
 
-    def __init__(self, world: UlfmCommunicator, ranks: Sequence[int], tag: int) -> None:
+    def __init__(self, world: Communicator, ranks: Sequence[int], tag: int = 0) -> None:
         self._world = world
-        self._ranks = tuple(sorted(ranks))
+        self._ranks = frozenset(ranks)
         self._tag = tag
 
     @property
     def members(self) -> tuple[int, ...]:
         """Those of the group who were alive at the world's last shrink, ascending."""
-        alive = self._world.members
-        return tuple(rank for rank in self._ranks if rank in alive)
+        return self._of(self._world.members)
 
     @property
     def here(self) -> tuple[int, ...]:
-        """The one worker that this process is."""
-        return self._world.here
+        """Those of them that this process plays."""
+        return self._of(self._world.here)
 
     @property
     def processes(self) -> tuple[tuple[int, ...], ...]:
-        """One process a member."""
-        return tuple((rank,) for rank in self.members)
+        """Those of them that each process plays, without processes that play none."""
+        return tuple(ranks for ranks in map(self._of, self._world.processes) if ranks)
+
+    @property
+    def crowd(self) -> int:
+        """Number of processes of the world: several groups may do the same at the same time."""
+        return self._world.crowd
 
     @property
     def generation(self) -> int:
@@ -50,29 +55,28 @@ class Subgroup:
 
     def alltoall(self, send: torch.Tensor, out: torch.Tensor) -> None:
         """Exchange rows; see :meth:`Exchange.alltoall`."""
-        places = {rank: i for i, rank in enumerate(self.members)}
-        mine = places.pop(self.here[0])
-        out[mine].copy_(send[mine])
-        self._world.exchange(
-            {rank: send[i] for rank, i in places.items()}, {rank: out[i] for rank, i in places.items()}, self._tag
-        )
+        me = self.processes.index(self.here)
+        out[me].copy_(send[me])
+        others = [i for i in range(len(send)) if i != me]
+        self.swap([(i, send[i]) for i in others], [(i, out[i]) for i in others])
 
     def allgather(self, part: torch.Tensor, out: torch.Tensor) -> None:
         """Collect rows; see :meth:`Exchange.allgather`."""
-        places = {rank: i for i, rank in enumerate(self.members)}
-        out[places.pop(self.here[0])].copy_(part)
-        self._world.exchange(dict.fromkeys(places, part), {rank: out[i] for rank, i in places.items()}, self._tag)
+        me = self.processes.index(self.here)
+        out[me].copy_(part)
+        others = [i for i in range(len(out)) if i != me]
+        self.swap([(i, part) for i in others], [(i, out[i]) for i in others])
 
     def swap(self, send: Sequence[tuple[int, torch.Tensor]], receive: Sequence[tuple[int, torch.Tensor]]) -> None:
         """Exchange tensors with some; see :meth:`Exchange.swap`."""
-        members = self.members
-        self._world.transfer(
-            [(members[i], data) for i, data in send], [(members[i], data) for i, data in receive], self._tag
+        places = [i for i, ranks in enumerate(self._world.processes) if self._of(ranks)]
+        self._world.swap(
+            [(places[i], data) for i, data in send], [(places[i], data) for i, data in receive], tag=self._tag
         )
 
     def maximum(self, values: Sequence[int]) -> list[int]:
         """Return the maximum of each integer; see :meth:`Exchange.maximum`."""
-        everybodys = torch.empty(len(self.members), len(values), dtype=torch.int64)
+        everybodys = torch.empty(len(self.processes), len(values), dtype=torch.int64)
         self.allgather(torch.from_numpy(np.array(values, dtype=np.int64)), everybodys)
         return [int(value) for value in everybodys.amax(0)]
 
@@ -82,11 +86,13 @@ class Subgroup:
 
     def barrier(self) -> None:
         """Return when every member has called it: after log2(n) rounds everybody has heard of everybody."""
-        members = self.members
-        place, count, step = members.index(self.here[0]), len(members), 1
+        count, place, step = len(self.processes), self.processes.index(self.here), 1
         word, heard = torch.zeros(1, dtype=torch.uint8), torch.empty(1, dtype=torch.uint8)
         while step < count:
-            self._world.exchange(
-                {members[(place + step) % count]: word}, {members[(place - step) % count]: heard}, self._tag
-            )
+            self.swap([((place + step) % count, word)], [((place - step) % count, heard)])
             step *= 2
+        if count == 1:
+            self.swap([], [])  # nobody to wait for, but somebody may be dead
+
+    def _of(self, ranks: Sequence[int]) -> tuple[int, ...]:
+        return tuple(rank for rank in ranks if rank in self._ranks)

@@ -36,8 +36,11 @@ _QUIET_S = 0.03
 _NOBODYS_TAG = (1 << 30) + 1
 """A tag that no message has."""
 
-_SWAP_TAG = 0
-"""The tag of swaps among all; a group's is its own."""
+_POST_TAG = 1
+"""The tag of what is posted; those of swaps are others."""
+
+_LOOK_EVERY_S = 1e-3
+"""How often a worker that waits for another one looks for deaths of third ones."""
 
 
 class Message:
@@ -99,6 +102,7 @@ class UlfmCommunicator(FixedMembership):
         self._shrunk_s = -_SECOND_DEATH_WITHIN_S
         self._owner = threading.get_ident()
         self._abandoned: list[Message] = []  # memory that MPI may still use
+        self._posted: list[Message] = []
 
     @property
     def members(self) -> tuple[int, ...]:
@@ -121,6 +125,11 @@ class UlfmCommunicator(FixedMembership):
         return tuple((rank,) for rank in self._members)
 
     @property
+    def crowd(self) -> int:
+        """Number of members."""
+        return len(self._members)
+
+    @property
     def generation(self) -> int:
         """Number of shrinks so far."""
         return self._generation
@@ -139,10 +148,36 @@ class UlfmCommunicator(FixedMembership):
             return
         self._collective(self._comm.Allgather, _bytes(part), _bytes(out))
 
-    def swap(self, send: Sequence[tuple[int, torch.Tensor]], receive: Sequence[tuple[int, torch.Tensor]]) -> None:
+    def swap(
+        self, send: Sequence[tuple[int, torch.Tensor]], receive: Sequence[tuple[int, torch.Tensor]], tag: int = 0
+    ) -> None:
         """Exchange tensors with some; see :meth:`Communicator.swap`."""
-        members = self._members
-        self.transfer([(members[i], data) for i, data in send], [(members[i], data) for i, data in receive], _SWAP_TAG)
+        self._check_thread()
+        self._clear_away()
+        begun: list[Message] = []
+        try:
+            for call, items in ((self._comm.Irecv, receive), (self._comm.Isend, send)):
+                for place, data in items:
+                    begun.append(self._start(call, data, place, tag))
+            for message in begun:  # one by one: Waitall was seen to hang after a death
+                self._finish(message)
+        except PeerFailed:
+            self._abandoned.extend(begun)
+            raise
+
+    def post(self, rank: int, data: torch.Tensor) -> None:
+        """Begin to give; see :meth:`Communicator.post`."""
+        self._clear_away()
+        self._posted.append(self._start(self._comm.Isend, data, self._place(rank), _POST_TAG))
+
+    def take(self, rank: int, data: torch.Tensor) -> None:
+        """Wait for what was posted; see :meth:`Communicator.take`."""
+        message = self._start(self._comm.Irecv, data, self._place(rank), _POST_TAG)
+        try:
+            self._finish(message)
+        except PeerFailed:
+            self._abandoned.append(message)
+            raise
 
     def maximum(self, values: Sequence[int]) -> list[int]:
         """Return the maximum of each integer; see :meth:`Communicator.maximum`."""
@@ -221,6 +256,8 @@ class UlfmCommunicator(FixedMembership):
             sys.stderr.write(f"holdfast: worker {self._me}: Open MPI failed in MPI_Comm_shrink: {error}\n")
             sys.stderr.flush()
             os.abort()
+        self._abandoned.extend(self._posted)
+        self._posted.clear()
         self._comm = comm
         self._members = tuple(sorted(self._world[place] for place in places))
         self._generation += 1
@@ -234,47 +271,33 @@ class UlfmCommunicator(FixedMembership):
         places = self._mpi.Group.Translate_ranks(group, None, self._mpi.COMM_WORLD.group)
         return tuple(sorted(self._world[place] for place in places))
 
-    # -- between two workers, for groups that are a part of the world
+    # -- between two workers
 
-    def exchange(self, send: Mapping[int, torch.Tensor], receive: Mapping[int, torch.Tensor], tag: int) -> None:
-        """Give a tensor to each of some workers, and take one from each of some.
-
-        Args:
-            send: By rank; contiguous.
-            receive: By rank; contiguous, overwritten.
-            tag: Told apart from other messages between the same two.
+    def _finish(self, message: Message) -> None:
+        """Wait until ``message`` is through, and look meanwhile: MPI tells only of deaths at its other end.
 
         Raises:
-            PeerFailed: if one of them did not arrive.
+            PeerFailed: if it did not arrive, or somebody has died.
         """
-        self.transfer(tuple(send.items()), tuple(receive.items()), tag)
+        with waiting:
+            looked_s = time.monotonic()
+            while not self._is_through(message):
+                time.sleep(0)
+                now_s = time.monotonic()
+                if now_s - looked_s > _LOOK_EVERY_S:
+                    self.look()
+                    looked_s = now_s
 
-    def transfer(
-        self, send: Sequence[tuple[int, torch.Tensor]], receive: Sequence[tuple[int, torch.Tensor]], tag: int
-    ) -> None:
-        """Give tensors to some workers, and take tensors from some; between the same two they keep their order.
-
-        Args:
-            send: Rank and tensor, contiguous.
-            receive: Rank and tensor, contiguous, overwritten.
-            tag: Told apart from other messages between the same two.
-
-        Raises:
-            PeerFailed: if one of them did not arrive.
-        """
-        self._check_thread()
-        self._abandoned = [message for message in self._abandoned if not self._is_over(message)]
-        calls = [(self._comm.Irecv, *item) for item in receive] + [(self._comm.Isend, *item) for item in send]
-        begun: list[Message] = []
+    def _is_through(self, message: Message) -> bool:
         try:
-            for call, rank, data in calls:
-                begun.append(Message(self, call(_bytes(data), self._place(rank), tag), data))
-            for message in begun:  # one by one: Waitall was seen to hang after a death
-                with waiting:
-                    message.request.Wait()
+            return bool(message.request.Test())
         except self._mpi.Exception as error:
-            self._abandoned.extend(begun)
             raise PeerFailed(str(error)) from error
+
+    def _clear_away(self) -> None:
+        """Forget messages that MPI has done with."""
+        self._abandoned = [message for message in self._abandoned if not self._is_over(message)]
+        self._posted = [message for message in self._posted if not self._is_over(message)]
 
     def _is_over(self, message: Message) -> bool:
         """Return whether MPI has done with a message that was given up; one that was revoked ends with an error."""

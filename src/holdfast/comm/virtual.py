@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 
 from holdfast.comm.base import FixedMembership
-from holdfast.errors import JobError, PeerFailed
+from holdfast.errors import InternalError, JobError, PeerFailed
 from holdfast.events import LOADING, Progress
 
 
@@ -34,6 +35,7 @@ class VirtualCommunicator(FixedMembership):
         self._completes = False
         self._shared = False
         self._generation = 0
+        self._posted: deque[torch.Tensor] = deque()
 
     @property
     def members(self) -> tuple[int, ...]:
@@ -49,6 +51,11 @@ class VirtualCommunicator(FixedMembership):
     def processes(self) -> tuple[tuple[int, ...], ...]:
         """One process, which plays all members."""
         return (self._members,)
+
+    @property
+    def crowd(self) -> int:
+        """This one process."""
+        return 1
 
     @property
     def generation(self) -> int:
@@ -81,11 +88,30 @@ class VirtualCommunicator(FixedMembership):
         self._enter()
         out[0].copy_(part)
 
-    def swap(self, send: Sequence[tuple[int, torch.Tensor]], receive: Sequence[tuple[int, torch.Tensor]]) -> None:
+    def swap(
+        self, send: Sequence[tuple[int, torch.Tensor]], receive: Sequence[tuple[int, torch.Tensor]], tag: int = 0
+    ) -> None:
         """Copy, unless somebody is dead."""
         self._enter()
         for (_, given), (_, taken) in zip(send, receive, strict=True):
             taken.copy_(given)
+
+    def post(self, rank: int, data: torch.Tensor) -> None:
+        """Keep it for this process, which plays everybody, unless somebody is dead."""
+        self.look()
+        self._posted.append(data)
+
+    def take(self, rank: int, data: torch.Tensor) -> None:
+        """Copy what was posted first, unless somebody is dead.
+
+        Raises:
+            InternalError: if nothing was posted: nobody else could do so.
+        """
+        self.look()
+        if not self._posted:
+            msg = f"nothing was posted that could be taken from worker {rank}"
+            raise InternalError(msg)
+        data.copy_(self._posted.popleft())
 
     def maximum(self, values: Sequence[int]) -> list[int]:
         """Return the values, unless somebody is dead."""
@@ -137,6 +163,7 @@ class VirtualCommunicator(FixedMembership):
         if self._late >= set(self._members):  # it did reach this process, though all whom it reached are dead
             self._late.clear()
         self._dead.clear()
+        self._posted.clear()
         self._shared = False
         self._generation += 1
         if not self._members:

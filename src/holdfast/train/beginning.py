@@ -10,8 +10,6 @@ import dataclasses
 import secrets
 from typing import Any
 
-import torch
-
 from holdfast.checkpoint import Loaded
 from holdfast.checkpoint.writer import Outcome
 from holdfast.errors import CheckpointCorrupt, ConfigError
@@ -21,7 +19,8 @@ from holdfast.train.replica import Replica
 from holdfast.train.requests import Requests
 from holdfast.train.scribe import Scribe
 from holdfast.train.seeds import generator_states, set_generator_states
-from holdfast.train.state import clone, model_sha256, model_tensors
+from holdfast.train.split.body import Pipelined
+from holdfast.train.state import clone
 from holdfast.train.welcome import give_state, take_state
 from holdfast.train.world import World
 
@@ -37,7 +36,9 @@ class Beginning:
         requests: What was changed while the job ran; goes back too.
     """
 
-    def __init__(self, world: World, replica: Replica, place: Place, scribe: Scribe, requests: Requests) -> None:
+    def __init__(
+        self, world: World, replica: Replica | Pipelined, place: Place, scribe: Scribe, requests: Requests
+    ) -> None:
         self._world = world
         self._replica = replica
         self._place = place
@@ -62,13 +63,13 @@ class Beginning:
         step, token, fallback = world.comm.maximum(mine)
         world.keeper.start_over(token, fallback)
         if step >= 0:
-            self._restore(world.keeper.load(step), keeps=True)
+            self._restore(world.keeper.load(step, self._replica.wanted(world.comm.members)), keeps=True)
             return
         if self._initial is not None:
             self._restore(self._initial)
-        self._make_equal()
-        if world.settings.strategy == "restart":
-            self._initial = self._loaded(world.step, clone(self._state()), self._info())
+        self._replica.make_equal(world.comm)
+        if world.settings.strategy == "restart" or self._replica.is_split:  # a part may be lost under any strategy
+            self._initial = self._loaded(world.step, clone(self._state(self._replica.shared_state())), self._info())
 
     def _loaded(self, step: int, state: dict[str, Any], info: dict[str, Any]) -> Loaded:
         return Loaded(step=step, state=state, info=info, generation=self._world.comm.generation)
@@ -79,8 +80,13 @@ class Beginning:
         if self.belongs_to_later_loop:
             return  # the checkpoint that was loaded holds more than this loop knows
         self._scribe.mark("checkpoint")
-        comm = world.comm
-        world.keeper.begin(world.step, self._state(), self._info(), comm.processes, comm.here, comm.generation)
+        comm, replica = world.comm, self._replica
+        writers = replica.writers(comm)
+        mine = replica.state_dict() if comm.here in writers else {}
+        state = {"replica": mine} if replica.is_split and not world.is_lead else self._state(mine)
+        world.keeper.begin(
+            world.step, state, self._info(), writers, comm.here, comm.generation, distinct=replica.is_split
+        )
 
     def save_alone(self) -> list[Outcome]:
         """Save the state before the step in progress, unless one of it or a later one is complete; return what came of it."""
@@ -88,13 +94,15 @@ class Beginning:
         if self.belongs_to_later_loop or keeper.has(self._world.step):
             return keeper.poll()
         attempt = comm.generation + 1 + comm.here[0]  # one of its own: another survivor may have died at its
-        keeper.begin(self._world.step, self._state(), self._info(), (comm.here,), comm.here, attempt)
+        keeper.begin(
+            self._world.step, self._state(self._replica.state_dict()), self._info(), (comm.here,), comm.here, attempt
+        )
         keeper.publish(self._world.step - 1, attempt, is_lead=True)
         return keeper.finish()
 
-    def _state(self) -> dict[str, Any]:
+    def _state(self, replica: dict[str, Any]) -> dict[str, Any]:
         return {
-            "replica": self._replica.state_dict(),
+            "replica": replica,
             "ledger": self._place.state_dict(),
             "metrics": self._world.metrics,
             "generators": generator_states(),
@@ -123,9 +131,17 @@ class Beginning:
             self._given = take_state(world.comm, newcomers)
             return
         first = self._initial
-        state = {"now": self._state(), "first": None if first is None else first.state}
+        state = {
+            "now": self._state(self._replica.shared_state()),
+            "first": None if first is None else first.state,
+        }
         info = {"now": self._info(), "first": None if first is None else first.info}
-        more = {"step": world.step, "first_step": 0 if first is None else first.step, "keeper": world.keeper.state()}
+        more = {
+            "step": world.step,
+            "first_step": 0 if first is None else first.step,
+            "keeper": world.keeper.state(),
+            "homes": self._replica.homes(),
+        }
         give_state(world.comm, newcomers, state, info | more)
 
     def install(self) -> None:
@@ -138,6 +154,7 @@ class Beginning:
             self._initial = self._loaded(info["first_step"], state["first"], info["first"])
         self._restore(self._loaded(info["step"], state["now"], info["now"]), keeps=True)
         self._world.keeper.take_over(info["keeper"])
+        self._replica.take_homes(info["homes"])
 
     def _find(self, *, trained: bool) -> int:
         """Return the newest step that this loop can go on from, -1 for none."""
@@ -147,7 +164,7 @@ class Beginning:
         if not trained and (world.loop > 0 or not world.settings.resume):
             world.keeper.check_empty(ours=world.loop > 0)
             return -1
-        found = world.keeper.newest(self._warn)
+        found = world.keeper.newest(self._warn, keep=not self._replica.is_split)
         if found < 0 and not trained:
             self._scribe.warn(f"there is no intact checkpoint in {world.keeper.url}: training starts at step 0")
         of_another_loop = trained and found >= 0 and world.keeper.info(found)["loop"] != world.loop
@@ -175,17 +192,3 @@ class Beginning:
         if not self.belongs_to_later_loop:
             set_generator_states(loaded.state["generators"])
         world.step, world.metrics = loaded.step, dict(loaded.state["metrics"])
-
-    def _make_equal(self) -> None:
-        """Give everybody the lowest worker's model, unless all are equal already."""
-        comm, model = self._world.comm, self._replica.model
-        digest = int(model_sha256(model)[:15], 16)
-        high, low = comm.maximum((digest, ~digest))
-        if high == ~low:
-            return
-        tensors = [tensor for _, tensor in model_tensors(model)]
-        staged = [tensor.clone(memory_format=torch.contiguous_format) for tensor in tensors]
-        for whole in staged:
-            comm.broadcast(whole, comm.members[0])
-        for tensor, whole in zip(tensors, staged, strict=True):  # all or nothing: the giver may die half-way
-            tensor.copy_(whole)

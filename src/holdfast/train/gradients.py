@@ -262,6 +262,14 @@ class StepBuffers:
         for start, buffer in zip(self._start, self._collected(), strict=True):
             buffer.copy_(start)
 
+    def lend(self) -> None:
+        """Let the next forward pass start from the beginning of the step with buffers of its own.
+
+        For a pass that goes back only after others have gone forward: it may have kept its buffers for that.
+        """
+        for (module, name, _), start in zip(self._places, self._start, strict=True):
+            module._buffers[name] = start.clone()
+
     def give(self, figures: torch.Tensor) -> None:
         """Write what a slice made of the buffers, each with a flag that says whether it changed it.
 

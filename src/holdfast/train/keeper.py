@@ -12,12 +12,14 @@ What the workers know of it, and what makes them agree without a message:
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
-from holdfast.checkpoint import Checkpoints, Loaded, take
+from holdfast.checkpoint import Checkpoints, Content, Loaded, take
 from holdfast.checkpoint.interval import Adaptive
+from holdfast.checkpoint.parts import Wanted, pick
 from holdfast.checkpoint.retain import to_remove
 from holdfast.checkpoint.writer import Outcome, Writer
 from holdfast.errors import CheckpointCorrupt, CheckpointError, ConfigError
@@ -155,6 +157,8 @@ class Keeper:
         writers: Sequence[tuple[int, ...]],
         me: tuple[int, ...],
         generation: int,
+        *,
+        distinct: bool = False,
     ) -> None:
         """Take the state before ``step``; it does not count yet.
 
@@ -165,30 +169,47 @@ class Keeper:
             writers: The processes that are alive, by the workers that they are; the first is the lead.
             me: This one.
             generation: Of the communicator.
+            distinct: Each of the writers, whatever the size, gives a part that no other gives, the lead also what all
+                have; see :func:`~holdfast.checkpoint.take`. Who is not among them gives nothing.
 
         Raises:
             CheckpointError: if the state holds something that cannot be saved. What the storage does not take is left to
                 :meth:`poll`.
+            ConfigError: if several writers are to give distinct parts in a format that has one writer only.
         """
         if self._begun == (step, generation):
             return
+        if distinct and len(writers) > 1 and self._settings.checkpoint_format == "dcp":
+            msg = (
+                "checkpoint_format dcp can be written by one worker only, and the parts of this model are held by "
+                f"{len(writers)}; choose safetensors, npz or hdf5"
+            )
+            raise ConfigError(msg)
         self._begun = (step, generation)
         if self.adaptive is not None:
             self.adaptive.began(time.monotonic())
         self._writer.abandon()
-        content = take(state)
-        shares = content.size_bytes > SHARED_BYTES and self._settings.checkpoint_format != "dcp"
-        part, parts = (writers.index(me), len(writers)) if shares else (0, 1)
-        if parts == 1 and me != writers[0]:
+        content = self._content(state, writers, me, distinct=distinct)
+        if content is None:
             return
-        content = content if parts == 1 else take(state, part, parts)
         try:
             self._writer.begin(step, content, info, f"{self._token:x}-{generation}")
         except CheckpointError as error:
             self._fail(step, error)
             return
-        self._writers = tuple(ranks[0] for ranks in writers[:parts])
+        self._writers = tuple(ranks[0] for ranks in writers[: content.parts])
         self._alive = frozenset(self._writers)
+
+    def _content(
+        self, state: dict[str, Any], writers: Sequence[tuple[int, ...]], me: tuple[int, ...], *, distinct: bool
+    ) -> Content | None:
+        """Return what this process writes, None if nothing."""
+        if distinct:
+            return take(state, writers.index(me), len(writers), distinct=True) if me in writers else None
+        content = take(state)
+        if len(writers) > 1 and content.size_bytes > SHARED_BYTES and self._settings.checkpoint_format != "dcp":
+            return take(state, writers.index(me), len(writers))
+        return content if me == writers[0] else None
 
     def publish(self, stable_step: int, generation: int, *, is_lead: bool) -> None:
         """Let the pending checkpoint count as soon as it is written, if the step before it is stable."""
@@ -238,24 +259,38 @@ class Keeper:
 
     # -- reading
 
-    def newest(self, on_damaged: Callable[[int, CheckpointCorrupt], None]) -> int:
-        """Return the newest step whose every byte is intact, or -1."""
+    def newest(self, on_damaged: Callable[[int, CheckpointCorrupt], None], *, keep: bool = True) -> int:
+        """Return the newest step whose every byte is intact, or -1.
+
+        Args:
+            on_damaged: Is told of each damaged checkpoint that is passed over, newest first.
+            keep: Keep the state in memory for :meth:`load`, which then need not read it again. Without it, a few blocks
+                are held at a time: the states of split models are larger than the memory of one worker.
+        """
 
         def note(step: int, damage: CheckpointCorrupt) -> None:
             self._damaged.add(step)
             on_damaged(step, damage)
 
         self._writer.wait()
-        self._found = self._checkpoints.load_newest(note) if self._named else None
-        return -1 if self._found is None else self._found.step
+        self._found = None
+        if not self._named:
+            return -1
+        if keep:
+            self._found = self._checkpoints.load_newest(note)
+            return -1 if self._found is None else self._found.step
+        step = self._checkpoints.newest_intact(note)
+        return -1 if step is None else step
 
-    def load(self, step: int) -> Loaded:
-        """Return the state before ``step``."""
+    def load(self, step: int, only: Wanted | None = None) -> Loaded:
+        """Return the state before ``step``, or what ``only`` wants of it; see :func:`~holdfast.checkpoint.load.load`."""
         found, self._found = self._found, None
-        return found if found is not None and found.step == step else self._checkpoints.load(step)
+        if found is None or found.step != step:
+            return self._checkpoints.load(step, only=only)
+        return found if only is None else dataclasses.replace(found, state=pick(found.state, only))
 
     def info(self, step: int) -> dict[str, Any]:
         """Return what was written down beside the state before ``step``."""
         if self._found is not None and self._found.step == step:
             return self._found.info
-        return self._checkpoints.load(step).info
+        return self._checkpoints.info(step)

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
-from holdfast.comm import Mean
+from holdfast.checkpoint.parts import Wanted
+from holdfast.comm import Communicator, Mean
 from holdfast.errors import CheckpointError, ConfigError
 from holdfast.train.batches import MiniBatch
 from holdfast.train.gradients import Buckets, Terms
 from holdfast.train.optimizers import may_write_gradients
-from holdfast.train.state import clone
+from holdfast.train.state import RotatingDigest, clone, model_sha256, model_tensors, state_sha256
 
 
 class Stateful(Protocol):
@@ -73,6 +74,80 @@ class Replica:
         self.summed_slices: list[tuple[int, ...]] = []
         self._before: dict[str, Any] = {}
 
+    # -- what a training loop asks, whether every worker has all of the model or a part
+
+    is_split = False
+    """Whether workers hold different parts."""
+
+    @property
+    def num_buckets(self) -> int:
+        """Buckets that all workers sum in a step."""
+        return len(self.buckets)
+
+    @property
+    def size_bytes(self) -> int:
+        """Memory of a slice in the sum of all workers."""
+        return self.buckets.size_bytes
+
+    @property
+    def device(self) -> torch.device:
+        """Of the gradients."""
+        return self.buckets.layouts[0].device
+
+    @property
+    def numel(self) -> int:
+        """Numbers in the parameters of the whole model."""
+        return sum(p.numel() for p in self.model.parameters())
+
+    def is_lost(self, members: Sequence[int]) -> bool:
+        """Return whether nobody among ``members`` has some part: never, each has all."""
+        return False
+
+    def wanted(self, members: Sequence[int]) -> Wanted | None:
+        """Return what a worker needs of a checkpoint; None is all."""
+        return None
+
+    def writers(self, comm: Communicator) -> tuple[tuple[int, ...], ...]:
+        """Return the processes that write a checkpoint, the lead first."""
+        return comm.processes
+
+    def homes(self) -> Any:
+        """Return who holds which part, as plain JSON: nothing to say."""
+        return None
+
+    def take_homes(self, homes: Any) -> None:
+        """Hear, as a newcomer, who holds which part."""
+
+    def make_equal(self, comm: Communicator) -> None:
+        """Give everybody the lowest worker's model, unless all are equal already.
+
+        Raises:
+            PeerFailed: if somebody died meanwhile.
+        """
+        digest = int(model_sha256(self.model)[:15], 16)
+        high, low = comm.maximum((digest, ~digest))
+        if high == ~low:
+            return
+        tensors = [tensor for _, tensor in model_tensors(self.model)]
+        staged = [tensor.clone(memory_format=torch.contiguous_format) for tensor in tensors]
+        for whole in staged:
+            comm.broadcast(whole, comm.members[0])
+        for tensor, whole in zip(tensors, staged, strict=True):  # all or nothing: the giver may die half-way
+            tensor.copy_(whole)
+
+    def begin_loop(self) -> None:
+        """Look at the parameters, where they are now."""
+        self._digest = RotatingDigest(self.model)
+
+    def digest(self, step: int) -> tuple[int, int]:
+        """Return what the maxima over all workers show to differ, if the weights do: a number, and its complement."""
+        number = self._digest.of_step(step)
+        return number, ~number
+
+    def sha256s(self) -> tuple[str, str]:
+        """Return the sha256 of the model, and that of the model and the optimizer's state."""
+        return model_sha256(self.model), state_sha256(self.model, self.optimizer)
+
     # -- a step
 
     def begin_step(self) -> None:
@@ -101,10 +176,18 @@ class Replica:
         """
         self.buckets.buffers.rewind()
         self.buckets.clear()
+        self.buckets.aim(self.next_terms(room))
+
+    def next_terms(self, room: Callable[[int], torch.Tensor]) -> Terms:
+        """Return where the next slice that is computed here puts what it gives; see :meth:`begin_slice`."""
         row = len(self.terms)
         if row == len(self._rows):
             self._rows.append(self.buckets.terms_in(room(row)))
-        self.buckets.aim(self._rows[row])
+        return self._rows[row]
+
+    def forget_room(self) -> None:
+        """Hear that slices will have other memory than before."""
+        self._rows = []
 
     def backward(self, loss: torch.Tensor, samples: int, midway: Callable[[], None] | None) -> None:
         """Add up gradients of the *sum* over the slice, because slices may differ in size.
@@ -159,17 +242,20 @@ class Replica:
         divisor = inside if rescale == "survivors" else batch.full_size
         return Mean(divisor, self.buckets.layouts[bucket].gradients_end)
 
-    def apply(self, batch: MiniBatch, names: Sequence[str]) -> dict[str, float]:
+    def apply(
+        self, batch: MiniBatch, names: Sequence[str], known: Mapping[str, float] | None = None
+    ) -> dict[str, float]:
         """Run the optimizer on the mean gradient, and return the figures of the step.
 
         Args:
             batch: The mini-batch of the step.
             names: Of the figures that were logged here.
+            known: Figures that are known already, where they were not summed with these gradients.
         """
         writes = self._scaler is not None or self._clip_grad_norm is not None or may_write_gradients(self.optimizer)
         self.buckets.give_gradients(self.sums, private=writes)
         self.buckets.take_buffers(self.sums[-1], max(1, len(self.summed_slices[-1])))
-        metrics = self.buckets.read_metrics(self.sums[-1], names)
+        metrics = self.buckets.read_metrics(self.sums[-1], names) if known is None else dict(known)
         self._optimize()
         self._reset()
         self._step_scheduler(batch, metrics)
@@ -208,7 +294,21 @@ class Replica:
         if hasattr(self._scheduler, "base_lrs"):
             self._scheduler.base_lrs = [value] * len(self._scheduler.base_lrs)
 
+    def model_state(self) -> dict[str, Any]:
+        """Return all of the model and nothing else, not copied."""
+        return {"model": self.model.state_dict(), "transient": self._transient()}
+
+    def load_model_state(self, state: dict[str, Any]) -> None:
+        """Take over what :meth:`model_state` returned elsewhere."""
+        self.model.load_state_dict(state["model"])
+        for name, buffer in self._transient().items():
+            buffer.copy_(state["transient"][name])
+
     # -- the state as a whole
+
+    def shared_state(self) -> dict[str, Any]:
+        """Return what all workers have: everything."""
+        return self.state_dict()
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything that a checkpoint must hold, not copied."""

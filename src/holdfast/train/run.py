@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -22,6 +22,7 @@ from holdfast.errors import (
 )
 from holdfast.events import (
     CALM,
+    LOST,
     ActDone,
     Action,
     Admitted,
@@ -48,9 +49,11 @@ from holdfast.events import (
     ProgressKnown,
     Publish,
     RanOut,
+    Rehome,
     Revoke,
     Revoked,
     SaveAndStop,
+    Settle,
     ShareProgress,
     Shrink,
     Shrunk,
@@ -72,8 +75,8 @@ from holdfast.train.replica import Replica
 from holdfast.train.requests import Requests
 from holdfast.train.scribe import Scribe
 from holdfast.train.seeds import seed_slice
-from holdfast.train.state import RotatingDigest, model_sha256, state_sha256
-from holdfast.train.step import Step
+from holdfast.train.split.body import Pipelined
+from holdfast.train.step import StagedStep, Step
 from holdfast.train.stranded import launcher_is_gone, turn
 from holdfast.train.world import ASK, CHANGE, LEAVE, SAVE, STOP, World
 
@@ -101,18 +104,26 @@ class Run:
     """
 
     def __init__(
-        self, world: World, replica: Replica, plan: Plan, dataset: Any, collate: Any, *, is_newcomer: bool = False
+        self,
+        world: World,
+        replica: Replica | Pipelined,
+        plan: Plan,
+        dataset: Any,
+        collate: Any,
+        *,
+        is_newcomer: bool = False,
     ) -> None:
         self._world = world
         self._replica = replica
         self._dataset = dataset
         self._collate = collate
-        self._protocol = Protocol(
-            make_strategy(world.settings.strategy, min_workers=world.settings.min_workers), len(replica.buckets)
-        )
+        strategy = make_strategy(world.settings.strategy, min_workers=world.settings.min_workers)
+        self._protocol = Protocol(strategy, replica.num_buckets, split=replica.is_split)
+        if isinstance(replica, Pipelined):
+            replica.connect(world)
+        replica.begin_loop()
         self._scribe = Scribe(world)
         self._sum = self._get_sum()
-        self._digest = RotatingDigest(replica.model)
         self._place = Place(plan, world.changes)
         self._requests = Requests(world, replica, self._place, self._protocol.set_strategy)
         self._beginning = Beginning(world, replica, self._place, self._scribe, self._requests)
@@ -126,15 +137,27 @@ class Run:
         self._recovery: _Recovery | None = None
         self._is_newcomer = is_newcomer
 
+    @property
+    def _whole(self) -> Replica:
+        """The model, of which every worker has all."""
+        assert isinstance(self._replica, Replica)
+        return self._replica
+
+    @property
+    def _parts(self) -> Pipelined:
+        """The model, of which workers hold parts."""
+        assert isinstance(self._replica, Pipelined)
+        return self._replica
+
     def _get_sum(self) -> OrderedSum:
         """Return the sum that the world keeps, with its memory, from one training loop to the next."""
-        world, buckets = self._world, self._replica.buckets
+        world, replica = self._world, self._replica
         if world.sum is None:
             world.sum = OrderedSum(
                 world.comm,
                 world.settings.order,
-                buckets.size_bytes,
-                device=buckets.layouts[0].device,
+                replica.size_bytes,
+                device=replica.device,
                 shared_bytes=world.settings.shared_bytes,
             )
         return world.sum
@@ -157,31 +180,44 @@ class Run:
                     case ComputeStep() if self._heard & ASK:
                         event = ChangesWait()
                     case ComputeStep(step=step):
-                        batch = self._next_batch(step)
-                        if batch is None:
-                            event = RanOut()
-                            continue
-                        begun_s = self._world.clock.now_s()
-                        attempt = self._begin_attempt(batch)
-                        yield attempt
-                        attempt.check_computed()
-                        if attempt.slices:
-                            self._world.beacon.say_computed((self._world.clock.now_s() - begun_s) / len(attempt.slices))
-                        event = Computed()
+                        event = yield from self._compute(step)
                     case Leave():
                         self._leave()
                         return
                     case _:
                         event = self._carry_out(order)
 
+    def _compute(self, step: int) -> Generator[Step, None, Event]:
+        """Let the script compute a step; where the model is split, workers need each other to begin and to finish."""
+        try:
+            attempt = self._begin(step)
+        except (PeerFailed, StoreLost) as error:
+            return self._answer(error)
+        if attempt is None:
+            return RanOut()
+        begun_s = self._world.clock.now_s()
+        yield attempt
+        attempt.check_computed()
+        if attempt.slices:
+            self._world.beacon.say_computed((self._world.clock.now_s() - begun_s) / len(attempt.slices))
+        try:
+            self._finish(attempt)
+        except (PeerFailed, StoreLost) as error:
+            return self._answer(error)
+        return Computed()
+
     def _carry_out(self, order: Action) -> Event:
         try:
             return self._try(order)
-        except PeerFailed:
-            self._see_failure()
-            return PeerLost()
-        except StoreLost as lost:
-            self._stop_alone(lost)
+        except (PeerFailed, StoreLost) as error:
+            return self._answer(error)
+
+    def _answer(self, error: PeerFailed | StoreLost) -> Event:
+        """Return the event that the protocol is told of a failure."""
+        if isinstance(error, StoreLost):
+            self._stop_alone(error)
+        self._see_failure()
+        return PeerLost()
 
     def _try(self, order: Action) -> Event:
         comm = self._world.comm
@@ -209,21 +245,23 @@ class Run:
                 parts = bool(changes) and self._world.parts
                 if parts:
                     self._finish_checkpoints()
+                before = comm.members
                 if not comm.shrink(admits=self._world.loop if changes else -1, leaves=parts):
                     self._outcome = "left"
                     return Parted()
                 comm.announce(self._world.loop)
+                self._world.beacon.say_recovered(in_vain=comm.members == before)
                 self._world.keeper.note_alive(comm.members)
                 self._reach_everywhere("recovery")
                 return Shrunk()
             case ShareProgress(progress=progress):
                 calm = self._recovery is not None and self._recovery.decision == "grow"
-                flags = self._heard | SAVE * self._save_due | CALM * calm
+                flags = self._heard | SAVE * self._save_due | CALM * calm | LOST * self._replica.is_lost(comm.members)
                 known = comm.share_progress(dataclasses.replace(progress, flags=flags))
                 for other in known.values():
-                    self._heard |= other.flags & ~(SAVE | CHANGE | CALM)
+                    self._heard |= other.flags & ~(SAVE | CHANGE | CALM | LOST)
                     self._save_due |= bool(other.flags & SAVE)
-                return ProgressKnown(known, len(self._replica.buckets))
+                return ProgressKnown(known, self._replica.num_buckets)
             case DiscardStep():
                 return self._discard()
             case HandOver(bucket=bucket, source=source):
@@ -236,6 +274,13 @@ class Run:
                 return ActDone()
             case Install():
                 self._beginning.install()
+                return ActDone()
+            case Rehome():
+                self._reach_everywhere("rehome")
+                self._parts.rehome()
+                return ActDone()
+            case Settle():
+                self._parts.settle()
                 return ActDone()
             case TakeChanges():
                 self._note_recovery()
@@ -274,6 +319,15 @@ class Run:
         self._scribe.mark("gate")
         return None
 
+    def _begin(self, step: int) -> Step | None:
+        """Return the next attempt, None if there is no next step."""
+        batch = self._next_batch(step)
+        if batch is not None:
+            return self._begin_attempt(batch)
+        if isinstance(self._replica, Pipelined) and not self._beginning.belongs_to_later_loop:
+            self._replica.finish()
+        return None
+
     def _begin_attempt(self, batch: MiniBatch) -> Step:
         self._batch = batch
         number, times = self._attempts
@@ -282,15 +336,48 @@ class Run:
         self._scribe.mark("forward")
         for rank in self._world.comm.here:
             self._world.faults.reach("forward", batch.step, rank)
-        mine = [number for number, rank in batch.owners.items() if rank in self._world.comm.here]
         self.between_slices(batch)
+        if isinstance(self._replica, Pipelined):
+            return StagedStep(self, batch, self._replica.slices(batch), self._attempts[1])
+        mine = [number for number, rank in batch.owners.items() if rank in self._world.comm.here]
         return Step(self, batch, mine, self._attempts[1])
+
+    def compute(self, batch: MiniBatch) -> None:
+        """Compute the stages that are this worker's.
+
+        Raises:
+            PeerFailed: if somebody died.
+        """
+        self._parts.compute(batch, self._place.plan.seed, self._fetcher(batch), self._reach)
+
+    def _fetcher(self, batch: MiniBatch) -> Callable[[int], Any]:
+        def get(number: int) -> Any:
+            seed_slice(self._place.plan.seed, batch.step, number)
+            self._world.beacon.mark("forward", batch.step, number, batch.slices[number])
+            return fetch(self._dataset, batch.slices[number], self._collate)
+
+        return get
+
+    def _reach(self, phase: str, bucket: int | None) -> None:
+        """Let a fault strike that is due in a phase of the step in progress."""
+        if phase != "handover":  # a part of the way forward
+            self._scribe.mark(phase)
+        for rank in self._world.comm.here:
+            self._world.faults.reach(phase, self._world.step, rank, bucket)
+
+    def _finish(self, attempt: Step) -> None:
+        """Do what is left of computing a step where the model is split."""
+        if not isinstance(self._replica, Pipelined):
+            return
+        if attempt.failure is not None:
+            raise attempt.failure
+        self._replica.finish_step(self._in_progress(), self._reach)
 
     def begin_slice(self, batch: MiniBatch, number: int) -> Any:
         """Make everything ready for the slice and return its inputs."""
         ids = batch.slices[number]
         self._world.beacon.mark("forward", batch.step, number, ids)
-        self._replica.begin_slice(self._sum.room)
+        self._whole.begin_slice(self._sum.room)
         seed_slice(self._place.plan.seed, batch.step, number)
         return fetch(self._dataset, ids, self._collate)
 
@@ -301,15 +388,15 @@ class Run:
         midway = None
         if faults.waits_for("backward", batch.step, owner):
             midway = lambda: faults.reach("backward", batch.step, owner)  # noqa: E731
-        self._replica.backward(loss, len(ids), midway)
+        self._whole.backward(loss, len(ids), midway)
 
     def end_slice(self, batch: MiniBatch, number: int, metrics: dict[str, torch.Tensor | float]) -> None:
         """Take the gradients away."""
-        if self._replica.terms and metrics.keys() != self._names.keys():
+        if self._whole.terms and metrics.keys() != self._names.keys():
             msg = f"every slice must log the same figures; slice {number} of step {batch.step} logged {', '.join(metrics)}, the one before {', '.join(self._names)}"
             raise ScriptError(msg)
         self._names = dict.fromkeys(metrics)
-        self._replica.end_slice(number, metrics, len(batch.slices[number]))
+        self._whole.end_slice(number, metrics, len(batch.slices[number]))
 
     def between_slices(self, batch: MiniBatch) -> None:
         """Make what the script draws outside the slices independent of the slices that were computed here."""
@@ -320,7 +407,7 @@ class Run:
         self._world.asked |= STOP
 
     def _sum_bucket(self, step: int, bucket: int) -> None:
-        batch, replica, members = self._in_progress(), self._replica, self._world.comm.members
+        batch, replica, members = self._in_progress(), self._whole, self._world.comm.members
         self._note_recovery()
         self._scribe.mark("allreduce")
         owners = {number: rank for number, rank in batch.owners.items() if rank in members}
@@ -341,8 +428,7 @@ class Run:
     def _close(self, step: int) -> None:
         self._note_recovery()
         self._scribe.mark("allreduce")
-        self._reach_in_sum(step, len(self._replica.buckets))
-        digest = self._digest.of_step(step)
+        self._reach_in_sum(step, self._replica.num_buckets)
         if self._world.comm.is_stranded:
             self._world.asked |= LEAVE  # while all are there to do so together
         asked = self._world.asked  # a maximum of flags is not all of them: each is sent by itself
@@ -355,7 +441,7 @@ class Run:
             1 - parts,
             ASK * (self._world.is_lead and self._requests.are_due()),
         )
-        sent = (digest, ~digest, step, ~step, *flags, *self._wants_to_save())
+        sent = (*self._replica.digest(step), step, ~step, *flags, *self._wants_to_save())
         high, low, last, first, stop, leave, changes, stays, asks, *saves = self._sum.maximum(sent)
         if last != ~first:
             msg = f"workers closed different steps, {~first} and {last}"
@@ -436,7 +522,8 @@ class Run:
 
     def _hand_over(self, bucket: int, source: int) -> None:
         """Give a sum, and the slices that are in it, to those who lack it."""
-        comm, replica, layout = self._world.comm, self._replica, self._replica.buckets.layouts[bucket]
+        comm, replica = self._world.comm, self._whole
+        layout = replica.buckets.layouts[bucket]
         has_it = len(replica.sums) > bucket
         inside = torch.zeros(len(self._in_progress().slices), dtype=torch.uint8)
         if has_it:
@@ -463,8 +550,7 @@ class Run:
     def _announce(self) -> None:
         if not self._announced:
             self._announced = True
-            parameters = sum(p.numel() for p in self._replica.model.parameters())
-            self._scribe.started(self._place.plan, len(self._replica.buckets), parameters)
+            self._scribe.started(self._place.plan, self._replica.num_buckets, self._replica.numel)
 
     def _load(self) -> int:
         world = self._world
@@ -540,9 +626,7 @@ class Run:
             self._scribe.left()
             raise SystemExit(0)
         self._note_recovery()
-        self._scribe.finished(
-            self._outcome, model_sha256(replica.model), state_sha256(replica.model, replica.optimizer), self.account()
-        )
+        self._scribe.finished(self._outcome, *replica.sha256s(), self.account())
         self._scribe.mark("script")
         world.asked &= ~STOP
         if self._outcome == "gave-up":

@@ -34,9 +34,9 @@ def _seed_torch() -> Callable[[int], object]:
     return torch.manual_seed if torch.accelerator.is_available() else torch.default_generator.manual_seed
 
 
-def seed_slice(seed: int, step: int, slice_: int) -> None:
-    """Seed torch's, NumPy's and Python's global generators for one slice of one step."""
-    key = seed_of("slice", seed, step, slice_)
+def seed_slice(seed: int, step: int, slice_: int, *part: int) -> None:
+    """Seed torch's, NumPy's and Python's global generators for one slice of one step, in one part of a model that is split."""
+    key = seed_of("slice", seed, step, slice_, *part)
     _seed_torch()(key)
     np.random.seed(key)  # the global one: datasets augment with it
     random.seed(key)

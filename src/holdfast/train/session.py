@@ -16,15 +16,27 @@ from holdfast.comm import Communicator, VirtualCommunicator, connect
 from holdfast.comm.waiting import waiting
 from holdfast.errors import ConfigError, ScriptError
 from holdfast.events import FaultFired
-from holdfast.faults.plan import Fault, FaultPlan
-from holdfast.faults.process import Injector, NoFaults, PlannedFaults, strike
-from holdfast.records import Beacon, FileRecorder, NoBeacon, NoRecorder, Pulse, beacon_path, records_path, stop_path
+from holdfast.faults.plan import SPLIT_PHASES, Fault, FaultPlan
+from holdfast.faults.process import Injector, NoFaults, PlannedFaults, ask_launcher, strike
+from holdfast.records import (
+    Beacon,
+    FileRecorder,
+    NoBeacon,
+    NoRecorder,
+    Pulse,
+    beacon_path,
+    records_path,
+    stop_path,
+    strike_path,
+)
 from holdfast.settings import Settings
 from holdfast.train import exits
 from holdfast.train.batches import Plan
 from holdfast.train.keeper import Keeper
 from holdfast.train.replica import Replica, Stateful
 from holdfast.train.run import Run
+from holdfast.train.split.body import Pipelined
+from holdfast.train.split.model import Pipeline
 from holdfast.train.step import Step
 from holdfast.train.world import LEAVE, World
 
@@ -45,9 +57,12 @@ class Session:
     models equal (the lowest worker's counts). Under ``python train.py`` there is one worker.
 
     Args:
-        model: Replicated at every worker. Its parameters, and which of them are trained, must not change later.
-        optimizer: Of the model's parameters. Runs when the loop asks for the next step.
-        scheduler: A learning-rate scheduler; the session steps it, after the optimizer.
+        model: Replicated at every worker, or a :class:`~holdfast.Pipeline`. Its parameters, and which of them are trained,
+            must not change later.
+        optimizer: Of the model's parameters. Runs when the loop asks for the next step. For a ``Pipeline``: a function
+            that makes one from the parameters of a stage.
+        scheduler: A learning-rate scheduler; the session steps it, after the optimizer. For a ``Pipeline``: a function
+            that makes one for an optimizer.
         schedule: ``"step"`` or ``"epoch"``: how often.
         scaler: A ``torch.amp.GradScaler``.
         clip_grad_norm: Largest norm of the mean gradient.
@@ -62,8 +77,8 @@ class Session:
 
     def __init__(
         self,
-        model: nn.Module,
-        optimizer: optim.Optimizer,
+        model: nn.Module | Pipeline,
+        optimizer: optim.Optimizer | Callable[[Any], optim.Optimizer],
         *,
         scheduler: Any = None,
         schedule: str = "step",
@@ -77,15 +92,8 @@ class Session:
             msg = f"schedule must be 'step' or 'epoch', got {schedule!r}"
             raise ConfigError(msg)
         self._settings = Settings.from_env(**settings)
-        self._replica = Replica(
-            model,
-            optimizer,
-            scheduler=scheduler,
-            schedule=schedule,
-            scaler=scaler,
-            clip_grad_norm=clip_grad_norm,
-            bucket_bytes=self._settings.bucket_bytes,
-        )
+        options = {"scheduler": scheduler, "schedule": schedule, "scaler": scaler, "clip_grad_norm": clip_grad_norm}
+        self._replica = _make_body(model, optimizer, self._settings, **options)
         self._total_steps = total_steps
         self._given_comm = comm
         self._world: World | None = None
@@ -262,7 +270,7 @@ class Session:
         )
         world.slices = settings.slices or len(world.first_members) - settings.spares
         real = not isinstance(comm, VirtualCommunicator)
-        if real and any(p.device.type != "cpu" for p in self._replica.model.parameters()):
+        if real and self._replica.device.type != "cpu":
             msg = "workers sum tensors in the memory of the CPU; the model is on another device: move it to 'cpu'"
             raise ConfigError(msg)
         if real and not settings.run_dir:
@@ -280,6 +288,9 @@ class Session:
         plan = FaultPlan.from_json(self._settings.faults)
 
         def announce(number: int, fault: Fault) -> None:
+            if fault.is_of_node:
+                ask_launcher(strike_path(Path(self._settings.run_dir), number), world.step)
+                return
             world.recorder.write(
                 FaultFired(
                     t_s=world.clock.now_s(),
@@ -325,6 +336,9 @@ class Session:
             return
         end = self._total_steps or world.step + plan.num_steps
         for fault in FaultPlan.from_json(self._settings.faults).faults:
+            if fault.phase in SPLIT_PHASES and not self._replica.is_split:
+                msg = f"--inject {fault.to_spec()}: the phases {' and '.join(SPLIT_PHASES)} are those of a model that is split, and this one is not"
+                raise ConfigError(msg)
             if fault.step >= end:
                 msg = f"--inject {fault.to_spec()}: step must be between 0 and {end - 1} (the run has {end} steps), got {fault.step}"
                 raise ConfigError(msg)
@@ -350,6 +364,34 @@ def at_exit() -> None:
     """
     for session in _sessions:
         session.check_finished()
+
+
+def _make_body(
+    model: nn.Module | Pipeline,
+    optimizer: optim.Optimizer | Callable[[Any], optim.Optimizer],
+    settings: Settings,
+    **options: Any,
+) -> Replica | Pipelined:
+    """Return what trains the model.
+
+    Raises:
+        ConfigError: if the arguments do not go together.
+    """
+    if isinstance(model, Pipeline):
+        if isinstance(optimizer, optim.Optimizer):
+            msg = "a Pipeline needs a function that makes an optimizer from the parameters of a stage, as lambda p: torch.optim.Adam(p); got an optimizer"
+            raise ConfigError(msg)
+        for name in ("scaler", "clip_grad_norm"):
+            if options.pop(name) is not None:
+                msg = (
+                    f"{name} is not there for a Pipeline, whose stages do not know each other's gradients; leave it out"
+                )
+                raise ConfigError(msg)
+        return Pipelined(model, optimizer, options["scheduler"], options["schedule"], settings)
+    if not isinstance(optimizer, optim.Optimizer):
+        msg = f"optimizer must be a torch.optim.Optimizer of the model's parameters, got {type(optimizer).__name__}"
+        raise ConfigError(msg)
+    return Replica(model, optimizer, **options, bucket_bytes=settings.bucket_bytes)
 
 
 def _check_arguments(dataset: Any, batch_size: int, epochs: int) -> None:

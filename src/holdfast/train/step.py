@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import torch
 
-from holdfast.errors import ScriptError
+from holdfast.errors import PeerFailed, ScriptError
 from holdfast.train.batches import MiniBatch
 
 
@@ -34,6 +34,10 @@ class SliceWork(Protocol):
         """Remember that training ends with this step."""
         ...
 
+    def compute(self, batch: MiniBatch) -> None:
+        """Compute the stages of a model that is split."""
+        ...
+
 
 class Step:
     """One step of training, as far as this worker computes it.
@@ -50,6 +54,8 @@ class Step:
         self._current = -1
         self._pending: list[int] = list(mine)
         self._metrics: dict[str, torch.Tensor | float] = {}
+        self.failure: PeerFailed | None = None
+        """Why computing it ended early; the session knows what to do about it."""
 
     @property
     def number(self) -> int:
@@ -145,4 +151,46 @@ class Step:
     def _check_in_slice(self, name: str) -> None:
         if self._current < 0:
             msg = f"step.{name} must be called inside `for ... in step`, once a slice is there"
+            raise ScriptError(msg)
+
+
+class StagedStep(Step):
+    """One step of a :class:`~holdfast.Pipeline`: its slices go through the stages of several workers."""
+
+    def __iter__(self) -> Iterator[Any]:
+        """Refuse: no worker sees a whole slice.
+
+        Raises:
+            ScriptError: always.
+        """
+        msg = "the slices of a Pipeline's step go through the stages of several workers: call step.compute()"
+        raise ScriptError(msg)
+
+    def compute(self) -> None:
+        """Take the slices forward and back through the stages that this worker holds.
+
+        After a failure it returns early, and the session yields the same step again.
+
+        Raises:
+            ScriptError: if it is called twice, or the stages or the loss are not what they must be.
+        """
+        if self._computed:
+            msg = f"step.compute was called twice in step {self.number}"
+            raise ScriptError(msg)
+        self._computed = True
+        try:
+            self._work.compute(self._batch)
+        except PeerFailed as failure:
+            self.failure = failure.with_traceback(None)
+
+    _computed = False
+
+    def check_computed(self) -> None:
+        """Make sure that the script computed the step.
+
+        Raises:
+            ScriptError: if it did not.
+        """
+        if not self._computed:
+            msg = f"step {self.number} was not computed: call step.compute()"
             raise ScriptError(msg)

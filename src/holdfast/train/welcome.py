@@ -22,7 +22,7 @@ PIECE_BYTES = 8 << 20
 """Size of a piece, at most: givers take turns with them."""
 _SMALL_BYTES = 64 << 10
 """Tensors below this are packed together, because a message costs more than to copy them."""
-_DIGEST_BYTES = 8
+DIGEST_BYTES = 8
 
 
 def give_state(comm: Communicator, newcomers: Sequence[int], state: Any, info: dict[str, Any]) -> None:
@@ -43,11 +43,11 @@ def give_state(comm: Communicator, newcomers: Sequence[int], state: Any, info: d
     }
     named = [[path, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] for path, tensor in tensors.items()]
     _share_header(comm, newcomers, json.dumps({"skeleton": skeleton, "info": info, "tensors": named}).encode())
-    packed = _Packed(tensors.values())
+    packed = Packed(tensors.values())
     packed.pack()
     givers = _givers(comm, newcomers)
     mine = packed.pieces[givers.index(comm.here[0]) :: len(givers)]
-    sent = [*mine, _digests(mine)]
+    sent = [*mine, digests(mine)]
     comm.swap([(comm.processes.index((rank,)), piece) for piece in sent for rank in newcomers], [])
 
 
@@ -60,21 +60,21 @@ def take_state(comm: Communicator, newcomers: Sequence[int]) -> tuple[Any, dict[
     """
     header = json.loads(_share_header(comm, newcomers, b""))
     tensors = {path: torch.empty(shape, dtype=DTYPES[dtype]) for path, dtype, shape in header["tensors"]}
-    packed = _Packed(tensors.values())
+    packed = Packed(tensors.values())
     givers = _givers(comm, newcomers)
     theirs = {giver: packed.pieces[number :: len(givers)] for number, giver in enumerate(givers)}
-    told = {giver: torch.empty(len(pieces) * _DIGEST_BYTES, dtype=torch.uint8) for giver, pieces in theirs.items()}
+    told = {giver: torch.empty(len(pieces) * DIGEST_BYTES, dtype=torch.uint8) for giver, pieces in theirs.items()}
     coming = {giver: [*pieces, told[giver]] for giver, pieces in theirs.items()}  # from all givers at the same time
     comm.swap([], [(comm.processes.index((giver,)), data) for giver, sent in coming.items() for data in sent])
     for giver, pieces in theirs.items():
-        if not torch.equal(_digests(pieces), told[giver]):
+        if not torch.equal(digests(pieces), told[giver]):
             msg = f"the state that worker {giver} gave came damaged"
             raise CheckpointError(msg)
     packed.unpack()
     return unflatten(tensors, header["skeleton"]), header["info"]
 
 
-class _Packed:
+class Packed:
     """The memory of tensors as pieces: parts of the large ones, where they lie, and the small ones in a row of their own.
 
     Args:
@@ -100,10 +100,10 @@ class _Packed:
             data.copy_(part)
 
 
-def _digests(pieces: Sequence[torch.Tensor]) -> torch.Tensor:
+def digests(pieces: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return the digests of the pieces, one after the other."""
-    digests = b"".join(xxhash.xxh3_64_digest(tensor_bytes(piece)) for piece in pieces)
-    return torch.frombuffer(bytearray(digests), dtype=torch.uint8) if digests else torch.empty(0, dtype=torch.uint8)
+    row = b"".join(xxhash.xxh3_64_digest(tensor_bytes(piece)) for piece in pieces)
+    return torch.frombuffer(bytearray(row), dtype=torch.uint8) if row else torch.empty(0, dtype=torch.uint8)
 
 
 def _givers(comm: Communicator, newcomers: Sequence[int]) -> list[int]:

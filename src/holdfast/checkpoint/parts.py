@@ -1,0 +1,157 @@
+"""Parts of a state: those of several writers put together, and one taken out of a whole.
+
+Both are done with the state itself, stand-ins in the place of its tensors. So paths and skeleton come out as they would
+if the state had been one from the beginning, or had never been more than the part.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from holdfast.checkpoint.format import DTYPES, flatten, tensor_path, unflatten
+from holdfast.checkpoint.manifest import FileEntry, Manifest, TensorEntry
+from holdfast.errors import CheckpointError
+
+Wanted = Callable[[str], bool]
+"""Says of the path of an entry of a dict, as ``replica/parts/2``, whether it is wanted. What is below an entry that is
+not wanted is not asked for."""
+
+
+def all_but(place: str, *kept: str) -> Wanted:
+    """Return what wants everything but what is below a place, and of that only what is named.
+
+    ``all_but("replica/parts", "replica/parts/2")`` is all that the workers of a split model have in common, and part 2.
+
+    Args:
+        place: A path; see :func:`~holdfast.checkpoint.format.tensor_path`.
+        kept: Paths below it.
+    """
+
+    def is_wanted(path: str) -> bool:
+        return not _is_below(path, place) or any(
+            path == keep or _is_below(path, keep) or _is_below(keep, path) for keep in kept
+        )
+
+    return is_wanted
+
+
+def _is_below(path: str, place: str) -> bool:
+    return path.startswith(f"{place}/")
+
+
+def pick(state: Any, only: Wanted) -> Any:
+    """Return a state without the entries of its dicts that are not wanted; nothing that is in it is copied."""
+    return _pick(state, only, ())
+
+
+def _pick(value: Any, only: Wanted, where: tuple[Any, ...]) -> Any:
+    if isinstance(value, list | tuple):
+        return type(value)(_pick(item, only, (*where, i)) for i, item in enumerate(value))
+    if not isinstance(value, dict):
+        return value
+    picked = type(value)()
+    for key, inner in value.items():
+        if only(tensor_path((*where, key))):
+            picked[key] = _pick(inner, only, (*where, key))
+    return picked
+
+
+def select(manifest: Manifest, only: Wanted) -> Manifest:
+    """Return what a manifest would say if nothing but the wanted had been saved; of files, those with values of it."""
+    stand_ins = _stand_ins(manifest.tensors)
+    whole = _rearranged(manifest, stand_ins, pick(unflatten(stand_ins, manifest.skeleton), only))
+    used = {piece.file for entry in whole.tensors.values() for piece in entry.pieces}
+    return dataclasses.replace(whole, files={name: file for name, file in whole.files.items() if name in used})
+
+
+def merge(parts: Sequence[Manifest]) -> Manifest:
+    """Return what all parts describe together, as a single writer would.
+
+    Where only the first one has a skeleton, it says how all tensors hang together. Where others have, each says it of
+    its own part, and these are joined: dicts that several have hold the entries of all, in the order of the writers, or
+    by number if all keys are numbers.
+
+    Raises:
+        CheckpointError: if they contradict each other. Whether they are the whole, it does not look.
+    """
+    first = parts[0]
+    files: dict[str, FileEntry] = {}
+    tensors: dict[str, TensorEntry] = {}
+    for part in parts:
+        if (part.step, part.format, part.folder) != (
+            first.step,
+            first.format,
+            first.folder,
+        ) or files.keys() & part.files:
+            msg = f"the writers of step {first.step} do not write the same checkpoint: one writes {sorted(part.files)} as {part.format} of step {part.step}"
+            raise CheckpointError(msg)
+        files |= part.files
+        for path, entry in part.tensors.items():
+            known = tensors.get(path)
+            if known is not None and (known.dtype, known.shape) != (entry.dtype, entry.shape):
+                msg = f"the writers of step {first.step} hold different tensors {path!r}: {known.dtype} {list(known.shape)} and {entry.dtype} {list(entry.shape)}"
+                raise CheckpointError(msg)
+            pieces = (known.pieces if known else ()) + entry.pieces
+            tensors[path] = dataclasses.replace(entry, pieces=pieces)
+    whole = dataclasses.replace(first, files=files, tensors=tensors)
+    return whole if all(part.skeleton is None for part in parts[1:]) else _join_all(whole, parts)
+
+
+def _join_all(whole: Manifest, parts: Sequence[Manifest]) -> Manifest:
+    """Put the skeletons of all parts together."""
+    stand_ins = _stand_ins(whole.tensors)
+    held_bytes = dict.fromkeys(whole.tensors, 0)
+    states = []
+    for part in parts:
+        states.append(unflatten({path: stand_ins[path] for path in part.tensors}, part.skeleton))
+        for path, entry in part.tensors.items():
+            held_bytes[path] += entry.size_bytes
+            if held_bytes[path] > math.prod(entry.shape) * DTYPES[entry.dtype].itemsize:
+                raise _twice(path, len(states) - 1, whole.step)
+    state = states[0]
+    for number, more in enumerate(states[1:], 1):
+        state = _join(state, more, (), number, whole.step)
+    return _rearranged(whole, stand_ins, state)
+
+
+def _join(one: Any, other: Any, where: tuple[Any, ...], number: int, step: int) -> Any:
+    if isinstance(one, torch.Tensor) and one is other:
+        return one  # shards of one tensor
+    if not isinstance(one, dict) or type(one) is not type(other):
+        raise _twice(tensor_path(where), number, step)
+    joined = type(one)(one)
+    for key, inner in other.items():
+        joined[key] = _join(one[key], inner, (*where, key), number, step) if key in one else inner
+    if 0 < len(one) < len(joined) and all(_is_number(key) for key in joined):
+        return type(one)((key, joined[key]) for key in sorted(joined, key=lambda key: (len(str(key)), str(key))))
+    return joined
+
+
+def _is_number(key: Any) -> bool:
+    return type(key) in (int, str) and str(key).isdecimal()
+
+
+def _twice(path: str, number: int, step: int) -> CheckpointError:
+    msg = (
+        f"part {number} of the checkpoint of step {step} holds {path!r}, and so does a part before it; where each writer gives "
+        "a part of its own, every value must be given by one of them only"
+    )
+    return CheckpointError(msg)
+
+
+def _stand_ins(paths: Iterable[str]) -> dict[str, torch.Tensor]:
+    """Return a tensor for each path, of one element: with none it would have no memory to be known by."""
+    return {path: torch.empty(1) for path in paths}
+
+
+def _rearranged(manifest: Manifest, stand_ins: Mapping[str, torch.Tensor], state: Any) -> Manifest:
+    """Return what a manifest says if its tensors hang together as their stand-ins do in a state."""
+    paths = {id(stand_in): path for path, stand_in in stand_ins.items()}
+    leaves, skeleton = flatten(state)
+    tensors = {path: manifest.tensors[paths[id(leaf)]] for path, leaf in leaves.items()}
+    return dataclasses.replace(manifest, tensors=tensors, skeleton=skeleton)

@@ -1,0 +1,314 @@
+"""A model that is split over workers, as the training loop sees it; see :class:`~holdfast.train.replica.Replica`."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from holdfast.checkpoint.parts import Wanted, all_but
+from holdfast.comm import Communicator
+from holdfast.errors import CheckpointError, ConfigError
+from holdfast.recovery.homes import Homes, Shape, first_homes
+from holdfast.settings import Settings
+from holdfast.train.batches import MiniBatch
+from holdfast.train.replica import Replica, Stateful
+from holdfast.train.split.holdings import Holdings
+from holdfast.train.split.model import Pipeline
+from holdfast.train.split.pipelined import Reach, Stages, chain_of
+from holdfast.train.split.transfer import give, take
+from holdfast.train.state import RotatingDigest, clone, model_sha256
+from holdfast.train.world import World
+
+MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
+MakeScheduler = Callable[[torch.optim.Optimizer], Any]
+
+NOTHING = -(1 << 63)
+"""Less than what anybody else says in the closing sum."""
+
+
+class Split:
+    """What all split models have in common: parts with homes, and their state.
+
+    Args:
+        shape: Of the homes.
+        build: Makes a part as it is at the beginning of training.
+        drop: Is told of a part that is not held here any more.
+    """
+
+    is_split = True
+
+    def __init__(
+        self, shape: Shape, build: Callable[[int], Replica], drop: Callable[[int], None] = lambda part: None
+    ) -> None:
+        self.registered: dict[str, Stateful] = {}
+        self._before: dict[str, Any] = {}
+        self.holdings = Holdings(shape, build, drop)
+        self._digests: dict[int, RotatingDigest] = {}
+        self._world: World | None = None
+        self._sha256s = ("", "")
+
+    def connect(self, world: World) -> None:
+        """Meet the others."""
+        self._world = world
+
+    @property
+    def _comm(self) -> Communicator:
+        assert self._world is not None, "the model is not connected"
+        return self._world.comm
+
+    def begin_loop(self) -> None:
+        """Look at the parameters, where they are now."""
+        self._digests = {}
+
+    def _remember(self) -> None:
+        """Remember what a step may change besides the parts."""
+        self._before = {name: clone(thing.state_dict()) for name, thing in self.registered.items()}
+
+    def _take_back(self) -> None:
+        for name, state in self._before.items():
+            self.registered[name].load_state_dict(clone(state))
+        self._before = {}
+
+    def digest(self, step: int) -> tuple[int, int]:
+        """Return what the maxima over all workers show to differ, if holders of this step's part do."""
+        parts = self.holdings.shape.parts
+        part = step % parts
+        held = self.holdings.held.get(part)
+        if held is None:
+            return NOTHING, NOTHING
+        if part not in self._digests:
+            self._digests[part] = RotatingDigest(held.model)
+        number = self._digests[part].of_step(step // parts)
+        return number, ~number
+
+    def set_learning_rate(self, value: float) -> None:
+        """Go on with another learning rate."""
+        for part in self.holdings.held.values():
+            part.set_learning_rate(value)
+
+    # -- parts and their homes
+
+    def is_lost(self, members: Sequence[int]) -> bool:
+        """Return whether nobody among ``members`` holds some part."""
+        return self.holdings.is_lost(members)
+
+    def rehome(self) -> int:
+        """See :meth:`Holdings.rehome`."""
+        return self.holdings.rehome(self._comm)
+
+    def settle(self) -> None:
+        """See :meth:`Holdings.settle`."""
+        self.holdings.settle(self._comm.here)
+        self._digests = {}
+
+    def make_equal(self, comm: Communicator) -> None:
+        """Begin with the parts as they were made, the same at all who hold them; see :meth:`Holdings.make_equal`."""
+        self.holdings.begin(comm.members, comm.here, None)
+        self.holdings.make_equal(comm)
+        self._digests = {}
+
+    def homes(self) -> Any:
+        """Return who holds which part, as plain JSON."""
+        return self.holdings.now.to_json()
+
+    def take_homes(self, homes: Any) -> None:
+        """Hear, as a newcomer that holds nothing yet, who holds which part."""
+        self.holdings.homes = Homes.from_json(homes)
+
+    # -- the state as a whole
+
+    def wanted(self, members: Sequence[int]) -> Wanted | None:
+        """Return what this worker needs of a checkpoint: its parts, as they are when it is loaded, and what all have."""
+        held = first_homes(self.holdings.shape, members).held_by(self._comm.here)
+        return all_but("replica/parts", *(f"replica/parts/{part}" for part in held))
+
+    def writers(self, comm: Communicator) -> tuple[tuple[int, ...], ...]:
+        """Return the processes that write a checkpoint: the lead, and the lowest holder of each part."""
+        homes = self.holdings.now
+        ranks = [comm.members[0], *(homes.holders(part)[0] for part in range(homes.parts))]
+        found = [next(process for process in comm.processes if rank in process) for rank in ranks]
+        return tuple(dict.fromkeys(found))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what this worker is to save: the parts of which it is the lowest holder, and from the lead what all have."""
+        assert self._world is not None
+        parts = {"parts": self.holdings.states(self.holdings.led_by(self._comm.here))}
+        return parts | self.shared_state() if self._world.is_lead else parts
+
+    def shared_state(self) -> dict[str, Any]:
+        """Return what all workers have."""
+        return {f"registered.{name}": thing.state_dict() for name, thing in self.registered.items()}
+
+    def load_shared_state(self, state: Mapping[str, Any]) -> None:
+        """Go back to what all workers have.
+
+        Raises:
+            CheckpointError: if the state is of other parts than this session has.
+        """
+        mine = self.shared_state().keys()
+        if mine != state.keys() - {"parts"}:
+            msg = f"the checkpoint holds {', '.join(sorted(state))}; this session has {', '.join(sorted(mine | {'parts'}))}"
+            raise CheckpointError(msg)
+        for name, thing in self.registered.items():
+            thing.load_state_dict(clone(state[f"registered.{name}"]))
+
+    def load_state_dict(self, state: dict[str, Any], *, keeps: bool = False) -> None:
+        """Go back to a state; where there are parts in it, the homes are those of a beginning.
+
+        Args:
+            state: What all have, and the parts that are held here then; or only what all have.
+            keeps: Its tensors may become those of this worker.
+        """
+        self.load_shared_state(state)
+        self._digests = {}
+        if "parts" in state:
+            saved = {int(part): of_part for part, of_part in state["parts"].items()}
+            self.holdings.begin(self._comm.members, self._comm.here, saved)
+
+    def sha256s(self) -> tuple[str, str]:
+        """Return the sha256 of the whole model; and that over those of each part with its optimizer's state."""
+        return self._sha256s
+
+    def _note_sha256s(self, model: torch.nn.Module, of_parts: Sequence[str]) -> None:
+        self._sha256s = (model_sha256(model), hashlib.sha256("".join(of_parts).encode()).hexdigest())
+
+
+def shape_of(parts: int, chains: int, settings: Settings) -> Shape:
+    """Return the shape of the homes: without a replica of the model, each part has a mirror, unless the user says otherwise."""
+    return Shape(parts=parts, chains=chains, copies=1 + settings.mirror if settings.mirror >= 0 else 2)
+
+
+class Pipelined(Split):
+    """The stages of a pipeline that this worker holds.
+
+    Args:
+        model: What the user gave.
+        make_optimizer: Makes the optimizer of a stage from its parameters.
+        make_scheduler: Makes its learning-rate scheduler, if there is one.
+        schedule: ``"step"`` or ``"epoch"``.
+        settings: Of the run.
+    """
+
+    num_buckets = 0
+    size_bytes = 64
+    device = torch.device("cpu")
+
+    def __init__(
+        self,
+        model: Pipeline,
+        make_optimizer: MakeOptimizer,
+        make_scheduler: MakeScheduler | None,
+        schedule: str,
+        settings: Settings,
+    ) -> None:
+        if settings.strategy == "forward":
+            msg = (
+                "strategy must be rollback or restart for a Pipeline, got forward: a step cannot go on without a stage"
+            )
+            raise ConfigError(msg)
+        self._model = model
+        self._make_optimizer = make_optimizer
+        self._make_scheduler = make_scheduler
+        self._schedule = schedule
+        self._settings = settings
+        super().__init__(shape_of(model.parts, max(1, settings.workers // model.parts), settings), self._build)
+        self._metrics: dict[str, float] = {}
+
+    def _build(self, part: int) -> Replica:
+        module = self._model.build(part, self._settings.seed)
+        optimizer = self._make_optimizer(module.parameters())
+        scheduler = None if self._make_scheduler is None else self._make_scheduler(optimizer)
+        return Replica(
+            module,
+            optimizer,
+            scheduler=scheduler,
+            schedule=self._schedule,
+            scaler=None,
+            clip_grad_norm=None,
+            bucket_bytes=self._settings.bucket_bytes,
+        )
+
+    def connect(self, world: World) -> None:
+        """Meet the others."""
+        super().connect(world)
+        self._stages = Stages(self._model, self.holdings, world.comm, self._settings)
+
+    @property
+    def numel(self) -> int:
+        """Numbers in the parameters that this worker holds."""
+        return sum(part.numel for part in self.holdings.held.values())
+
+    # -- a step
+
+    def begin_step(self) -> None:
+        """Forget the step before, and remember what a forward pass may change.
+
+        Raises:
+            PeerFailed: if somebody died.
+        """
+        for part in self.holdings.held.values():
+            part.begin_step()
+        self._remember()
+        self._stages.begin()
+
+    def compute(self, batch: MiniBatch, seed: int, fetch: Callable[[int], Any], reach: Reach) -> None:
+        """Compute the stages that are this worker's; see :meth:`Stages.compute`."""
+        self._stages.compute(batch, seed, fetch, reach)
+
+    def finish_step(self, batch: MiniBatch, reach: Reach) -> None:
+        """Sum the gradients; see :meth:`Stages.sum`."""
+        self._stages.sum(batch, reach)
+        self._metrics = self._stages.share_figures()
+
+    def discard_step(self) -> None:
+        """Take back all that the attempt changed."""
+        for part in self.holdings.held.values():
+            part.discard_step()
+        self._take_back()
+
+    def missing_slices(self, batch: MiniBatch) -> dict[int, tuple[int, ...]]:
+        """Return nothing: a step goes without no slice."""
+        return {}
+
+    def apply(self, batch: MiniBatch, names: Sequence[str]) -> dict[str, float]:
+        """Run the optimizers, and return the figures of the step."""
+        for part in self.holdings.held.values():
+            part.apply(batch, (), self._metrics)
+        return self._metrics
+
+    def slices(self, batch: MiniBatch) -> list[int]:
+        """Return the slices of which some stage is computed here."""
+        homes = self.holdings.now
+        return [n for n in sorted(batch.owners) if set(chain_of(homes, batch, n)) & set(self._comm.here)]
+
+    def finish(self) -> None:
+        """Give every worker the whole model.
+
+        Raises:
+            PeerFailed: if somebody died.
+        """
+        comm, homes = self._comm, self.holdings.now
+        own = self.holdings.sha256s()
+        modules, sha256s = [], []
+        for part in range(self._model.parts):
+            giver = homes.holders(part)[0]
+            takers = [rank for rank in comm.members if rank not in homes.holders(part)]
+            if giver in comm.here:
+                state: dict[str, Any] = {"part": self.holdings.held[part].model_state(), "sha256": own[part]}
+                for taker in takers:
+                    if taker not in comm.here:
+                        give(comm, taker, state)
+            if part in self.holdings.held:
+                modules.append(self.holdings.held[part].model)
+                sha256s.append(own[part])
+            else:
+                state = take(comm, giver)
+                made = self._build(part)
+                made.load_model_state(state["part"])
+                modules.append(made.model)
+                sha256s.append(state["sha256"])
+        self._model.module = torch.nn.Sequential(*modules)
+        self._note_sha256s(self._model.module, sha256s)

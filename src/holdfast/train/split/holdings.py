@@ -1,0 +1,132 @@
+"""The parts of a split model that this worker holds, and who holds the others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from holdfast.comm import Communicator
+from holdfast.recovery.homes import Homes, Shape, first_homes, gifts, new_homes
+from holdfast.train.replica import Replica
+from holdfast.train.split.transfer import give, take
+from holdfast.train.state import clone, state_sha256
+
+Build = Callable[[int], Replica]
+
+
+class Holdings:
+    """Keeps parts where their homes are: at the beginning, and when workers die or come.
+
+    Args:
+        shape: Of the homes.
+        build: Makes a part as it is at the beginning of training.
+        drop: Is told of a part that is not held here any more.
+    """
+
+    def __init__(self, shape: Shape, build: Build, drop: Callable[[int], None] = lambda part: None) -> None:
+        self.shape = shape
+        self._build = build
+        self._drop = drop
+        self.homes: Homes | None = None
+        self.held: dict[int, Replica] = {}
+        self._next: Homes | None = None
+        self._staged: dict[int, dict[str, Any]] = {}
+
+    @property
+    def now(self) -> Homes:
+        """The homes, once there are some."""
+        assert self.homes is not None, "the parts have no homes yet"
+        return self.homes
+
+    def is_lost(self, members: Sequence[int]) -> bool:
+        """Return whether a part has no holder among ``members``; False as long as nobody has any."""
+        return self.homes is not None and bool(self.homes.lost(members))
+
+    def begin(self, members: Sequence[int], here: Sequence[int], saved: Mapping[int, Mapping[str, Any]] | None) -> None:
+        """Hold what a job of these members holds when it begins, or loads.
+
+        Args:
+            members: The living.
+            here: Those of them that this process plays.
+            saved: By part, the state that was loaded; None: as it is at the beginning of training.
+        """
+        self._staged, self._next = {}, None
+        self.homes = first_homes(self.shape, members)
+        held = self.homes.held_by(here)
+        for part in set(self.held) - set(held):
+            self._forget(part)
+        for part in held:
+            if saved is None or part not in self.held:
+                self.held[part] = self._build(part)
+            if saved is not None:
+                self.held[part].load_state_dict(clone(saved[part]))
+        self.held = dict(sorted(self.held.items()))
+
+    def make_equal(self, comm: Communicator) -> None:
+        """Give the lowest holder's part to the others, so that no chance of building it makes a difference.
+
+        Raises:
+            PeerFailed: if somebody died meanwhile.
+        """
+        for part in range(self.now.parts):
+            giver, *takers = self.now.holders(part)
+            for taker in takers:
+                state = self._transfer(comm, part, giver, taker)
+                if state is not None:
+                    self.held[part].load_state_dict(state, keeps=True)
+
+    def rehome(self, comm: Communicator) -> int:
+        """Let all parts have holders among the living, as they are to have; what comes here is kept aside.
+
+        Returns:
+            How many parts changed hands.
+
+        Raises:
+            PeerFailed: if somebody died meanwhile.
+        """
+        self._staged = {}
+        self._next = new_homes(self.shape, self.now, comm.members)
+        moved = gifts(self.now, self._next, comm.members)
+        for gift in moved:
+            state = self._transfer(comm, gift.part, gift.giver, gift.taker)
+            if state is not None:
+                self._staged[gift.part] = state
+        return len(moved)
+
+    def settle(self, here: Sequence[int]) -> None:
+        """Go on with the new homes, which everybody has."""
+        assert self._next is not None, "there are no new homes"
+        self.homes, self._next = self._next, None
+        for part, state in self._staged.items():
+            self.held[part] = self._build(part)
+            self.held[part].load_state_dict(state, keeps=True)
+        self._staged = {}
+        for part in set(self.held) - set(self.homes.held_by(here)):
+            self._forget(part)
+        self.held = dict(sorted(self.held.items()))
+
+    def led_by(self, here: Sequence[int]) -> tuple[int, ...]:
+        """Return the parts of which this process plays the lowest holder: it writes them."""
+        return tuple(part for part in self.held if self.now.holders(part)[0] in here)
+
+    def states(self, parts: Sequence[int]) -> dict[str, Any]:
+        """Return the states of some parts that are held here, by number as a string, not copied."""
+        return {str(part): self.held[part].state_dict() for part in parts}
+
+    def sha256s(self) -> dict[int, str]:
+        """Return, by part that is held here, the sha256 over its weights and its optimizer's state."""
+        return {part: state_sha256(held.model, held.optimizer) for part, held in self.held.items()}
+
+    def _transfer(self, comm: Communicator, part: int, giver: int, taker: int) -> dict[str, Any] | None:
+        """Take part in giving a part; return it where it arrives."""
+        if giver in comm.here and taker in comm.here:
+            return None  # one process plays both, and has the part
+        if giver in comm.here:
+            give(comm, taker, self.held[part].state_dict())
+        elif taker in comm.here:
+            return take(comm, giver)
+        return None
+
+    def _forget(self, part: int) -> None:
+        del self.held[part]
+        self._drop(part)

@@ -1,0 +1,254 @@
+"""A step of a pipeline: micro-batches forward through the stages, then back, then the sums of each stage (GPipe).
+
+What makes it right when workers die: everything here lies between two closing sums of the whole world. A worker enters
+the closing sum only when it has the summed gradient of every stage that it holds, computing or not. So when the closing
+sum has returned to anybody, all have all that they need to apply the step, and otherwise all drop it.
+
+Nobody waits in a circle: all do what they do in the order of (micro-batch, stage), forward and then back, sending never
+waits, and what is received was sent earlier in that order.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from holdfast.comm import Communicator, Mail, OrderedSum, Subgroup
+from holdfast.errors import ScriptError
+from holdfast.recovery.homes import Homes
+from holdfast.settings import Settings
+from holdfast.train.batches import MiniBatch
+from holdfast.train.gradients import Terms
+from holdfast.train.seeds import seed_slice
+from holdfast.train.split.holdings import Holdings
+from holdfast.train.split.model import Pipeline
+
+Reach = Callable[[str, int | None], None]
+"""Called at a phase, and bucket, of the step, for faults that are due there."""
+
+
+@dataclass(slots=True)
+class _Passed:
+    """A micro-batch in a stage, between its way forward and its way back."""
+
+    given: torch.Tensor | None
+    output: torch.Tensor
+    terms: Terms
+
+
+@dataclass(slots=True)
+class _Work:
+    """What one attempt at a step has made here."""
+
+    passed: dict[tuple[int, int], _Passed] = field(default_factory=dict)
+    handed: dict[tuple[int, int, bool], torch.Tensor] = field(default_factory=dict)
+    figures: tuple[str, ...] = ()
+
+
+class Stages:
+    """Computes the stages that this worker holds, and sums their gradients among all who hold them.
+
+    Args:
+        model: What the user gave.
+        holdings: Who holds what.
+        comm: The living.
+        settings: Of the run.
+    """
+
+    def __init__(self, model: Pipeline, holdings: Holdings, comm: Communicator, settings: Settings) -> None:
+        self._model = model
+        self._holdings = holdings
+        self._comm = comm
+        self._settings = settings
+        self._mail = Mail(comm, shared_bytes=settings.shared_bytes)
+        self._sums: dict[int, tuple[tuple[int, ...], OrderedSum]] = {}
+        self._work = _Work()
+
+    def begin(self) -> None:
+        """Start anew; all members do."""
+        self._work = _Work()
+        self._sums = {part: known for part, known in self._sums.items() if part in self._holdings.held}
+        self._mail.begin()
+
+    def compute(self, batch: MiniBatch, seed: int, fetch: Callable[[int], Any], reach: Reach) -> None:
+        """Take the micro-batches of this worker's chains through its stages.
+
+        Args:
+            batch: Of the step.
+            seed: Of the job.
+            fetch: Returns the inputs of a slice.
+            reach: See :data:`Reach`.
+
+        Raises:
+            PeerFailed: if a peer died.
+            ScriptError: if the script's batches, stages or loss are not what they must be.
+        """
+        reach("handover", None)
+        for number, part in self._places(batch, back=False):
+            self._forward(batch, seed, number, part, fetch)
+        reach("backward", None)
+        for number, part in self._places(batch, back=True):
+            self._backward(batch, number, part)
+
+    def sum(self, batch: MiniBatch, reach: Reach) -> None:
+        """Sum the gradients of every stage among its holders, the last stage first.
+
+        Raises:
+            PeerFailed: if a peer died.
+        """
+        homes = self._holdings.now
+        slices = sorted(batch.owners)
+        count = 0
+        for part in reversed(self._holdings.held):
+            stage, adds = self._holdings.held[part], self._sum_of(part)
+            owners = {number: chain_of(homes, batch, number)[part] for number in slices}
+            for bucket, layout in enumerate(stage.buckets.layouts):
+                mean = stage.mean(bucket, batch, slices, "survivors")
+                result = adds(
+                    layout.span,
+                    owners,
+                    rows=list(stage.terms),
+                    mean=mean,
+                    midway=lambda bucket=count: reach("allreduce", bucket),  # type: ignore[misc]
+                )
+                stage.add_sum(result, slices)
+                count += 1
+
+    def share_figures(self) -> dict[str, float]:
+        """Return the figures of the step, which one who computes the last stage tells all others.
+
+        Before the step is closed: then all have them who may ever apply it.
+
+        Raises:
+            PeerFailed: if a peer died.
+        """
+        last = self._holdings.now.parts - 1
+        teller = self._holdings.now.chains[0][last]
+        if teller not in self._comm.here:
+            return dict(json.loads(self._mail.receive(teller).numpy().tobytes()))
+        stage = self._holdings.held[last]
+        figures = stage.buckets.read_metrics(stage.sums[-1], self._work.figures)
+        told = torch.frombuffer(bytearray(json.dumps(figures).encode()), dtype=torch.uint8)
+        for rank in self._comm.members:
+            if rank not in self._comm.here:
+                self._mail.send(rank, told)
+        return figures
+
+    # -- one micro-batch in one stage
+
+    def _places(self, batch: MiniBatch, *, back: bool) -> Iterator[tuple[int, int]]:
+        """Yield the (slice, stage) that are computed here, in the order in which they are."""
+        homes, here = self._holdings.now, self._comm.here
+        stages = range(homes.parts)
+        for number in sorted(batch.owners):
+            chain = chain_of(homes, batch, number)
+            for part in reversed(stages) if back else stages:
+                if chain[part] in here:
+                    yield number, part
+
+    def _forward(self, batch: MiniBatch, seed: int, number: int, part: int, fetch: Callable[[int], Any]) -> None:
+        stage, last = self._holdings.held[part], part == self._holdings.now.parts - 1
+        targets: Sequence[Any] = ()
+        given = None
+        if part == 0 or last:
+            first, *targets = _checked(fetch(number))
+        if part == 0:
+            inputs = first
+        else:
+            given = inputs = self._take(batch, number, part - 1, part, back=False).requires_grad_()
+        stage.buckets.buffers.lend()
+        seed_slice(seed, batch.step, number, part)
+        output = stage.model(inputs)
+        if not isinstance(output, torch.Tensor):
+            msg = f"a stage must return one tensor, stage {part} returned {type(output).__name__}"
+            raise ScriptError(msg)
+        samples = len(batch.slices[number])
+        metrics: Mapping[str, Any] = {"loss": 0.0}
+        if last:
+            loss, metrics = self._loss(output, targets)
+            output = loss * samples
+        else:
+            self._give(batch, number, part, part + 1, output.detach(), back=False)
+        terms = stage.next_terms(self._room(part))
+        stage.buckets.put_figures(terms.flat[-1], metrics, samples)
+        stage.terms[number] = terms
+        self._work.passed[number, part] = _Passed(given, output, terms)
+
+    def _loss(self, output: torch.Tensor, targets: Sequence[Any]) -> tuple[torch.Tensor, dict[str, Any]]:
+        made = self._model.loss(output, *targets)
+        loss, more = made if isinstance(made, tuple) else (made, {})
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+            msg = "the loss of a Pipeline must return a scalar, the mean over the micro-batch"
+            raise ScriptError(msg)
+        metrics = {"loss": loss.detach(), **{name: value for name, value in more.items() if name != "loss"}}
+        names = tuple(metrics)
+        if self._work.figures not in ((), names):
+            msg = f"every micro-batch must log the same figures: {', '.join(names)}, and before {', '.join(self._work.figures)}"
+            raise ScriptError(msg)
+        self._work.figures = names
+        return loss, metrics
+
+    def _backward(self, batch: MiniBatch, number: int, part: int) -> None:
+        stage, passed = self._holdings.held[part], self._work.passed.pop((number, part))
+        stage.buckets.clear()
+        stage.buckets.aim(passed.terms)
+        if part == self._holdings.now.parts - 1:
+            passed.output.backward()
+        elif passed.output.requires_grad:
+            passed.output.backward(self._take(batch, number, part + 1, part, back=True))
+        if passed.given is not None:
+            assert passed.given.grad is not None, "autograd gave no gradient to the input of a stage"
+            self._give(batch, number, part, part - 1, passed.given.grad, back=True)
+        stage.buckets.collect(passed.terms)
+
+    # -- between stages
+
+    def _give(self, batch: MiniBatch, number: int, part: int, to: int, data: torch.Tensor, *, back: bool) -> None:
+        chain = chain_of(self._holdings.now, batch, number)
+        if chain[to] in self._comm.here:
+            self._work.handed[number, to, back] = data
+        else:
+            self._mail.send(chain[to], data.contiguous())
+
+    def _take(self, batch: MiniBatch, number: int, source: int, part: int, *, back: bool) -> torch.Tensor:
+        chain = chain_of(self._holdings.now, batch, number)
+        if chain[source] in self._comm.here:
+            return self._work.handed.pop((number, part, back))
+        return self._mail.receive(chain[source])
+
+    # -- memory
+
+    def _sum_of(self, part: int) -> OrderedSum:
+        """Return what adds the gradients of a stage, among those who hold it now."""
+        holders = self._holdings.now.holders(part)
+        known = self._sums.get(part)
+        if known is None or known[0] != holders:
+            size_bytes = self._holdings.held[part].buckets.size_bytes
+            made = OrderedSum(
+                Subgroup(self._comm, holders),
+                self._settings.order,
+                size_bytes,
+                shared_bytes=self._settings.shared_bytes,
+            )
+            known = self._sums[part] = (holders, made)
+            self._holdings.held[part].forget_room()
+        return known[1]
+
+    def _room(self, part: int) -> Callable[[int], torch.Tensor]:
+        return self._sum_of(part).room
+
+
+def chain_of(homes: Homes, batch: MiniBatch, number: int) -> tuple[int, ...]:
+    """Return who computes a slice: the chains have contiguous runs of them."""
+    return homes.chains[number * len(homes.chains) // len(batch.slices)]
+
+
+def _checked(inputs: Any) -> Sequence[Any]:
+    if isinstance(inputs, list | tuple) and len(inputs) > 0 and isinstance(inputs[0], torch.Tensor):
+        return inputs
+    msg = f"a Pipeline needs a dataset of tuples, the first stage's input first, got {type(inputs).__name__}"
+    raise ScriptError(msg)

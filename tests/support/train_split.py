@@ -1,0 +1,51 @@
+"""A model that is split over workers, as a script: ``train_split.py pipeline [--stages N] [--steps N]``."""
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import reference
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import holdfast
+
+
+def stages():
+    """Four stages with everything that is awkward: batch norm, dropout, a stage without hidden layers."""
+    return [
+        lambda: nn.Sequential(nn.Conv2d(1, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU()),
+        lambda: nn.Sequential(nn.Dropout(0.3), nn.Flatten(), nn.Linear(512, 32)),
+        lambda: nn.Sequential(nn.ReLU(), nn.Dropout(0.2), nn.Linear(32, 32)),
+        lambda: nn.Linear(32, 10),
+    ]
+
+
+def loss(output, labels):
+    return F.cross_entropy(output, labels), {"accuracy": (output.argmax(1) == labels).float().mean()}
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("kind", choices=("pipeline",))
+    parser.add_argument("--optimizer", choices=reference.OPTIMIZERS, default="adam")
+    parser.add_argument("--pause", type=float, default=0.0)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True)
+    make = {"sgd": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9), "adam": lambda p: torch.optim.Adam(p, lr=1e-3)}
+    model = holdfast.Pipeline(stages(), loss)
+    session = holdfast.Session(model, make[options.optimizer], seed=reference.SEED, slices=4, bucket_bytes=4096)
+    data = TensorDataset(*reference.data())
+    for step in session.steps(data, reference.BATCH, reference.EPOCHS):
+        time.sleep(options.pause)
+        step.compute()
+    if session.is_lead:
+        with torch.no_grad():
+            accuracy = (model.module.eval()(data.tensors[0]).argmax(1) == data.tensors[1]).float().mean()
+        session.log(test_accuracy=float(accuracy))
