@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from holdfast.errors import ConfigError, HoldfastError, ScriptError
     from holdfast.settings import Settings
     from holdfast.train.session import Session
-    from holdfast.train.split.model import Pipeline
+    from holdfast.train.split.model import Pipeline, Sharded
     from holdfast.train.step import Step
 
 __version__ = "0.1.0"
@@ -24,10 +24,21 @@ _WHERE = {
     "ScriptError": "holdfast.errors",
     "Session": "holdfast.train.session",
     "Settings": "holdfast.settings",
+    "Sharded": "holdfast.train.split.model",
     "Step": "holdfast.train.step",
 }
 
-__all__ = ["ConfigError", "HoldfastError", "Pipeline", "ScriptError", "Session", "Settings", "Step", "__version__"]
+__all__ = [
+    "ConfigError",
+    "HoldfastError",
+    "Pipeline",
+    "ScriptError",
+    "Session",
+    "Settings",
+    "Sharded",
+    "Step",
+    "__version__",
+]
 
 
 def __getattr__(name: str) -> Any:

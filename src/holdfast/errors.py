@@ -9,6 +9,7 @@
     ├── PeerFailed             a collective did not complete: somebody died; recovery answers it
     ├── JobError               the run cannot go on
     │   ├── TooFewWorkers      fewer survivors than ``min_workers``; the state was saved
+    │   ├── StateLost          nobody has some part of the model any more, in memory or saved
     │   ├── StoreLost          the store that membership is kept in cannot be reached
     │   ├── VotedOut           the others went on without this worker
     │   └── ReplicasDiffer     replicas that must be equal are not
@@ -67,6 +68,10 @@ class JobError(HoldfastError):
 
 class TooFewWorkers(JobError):
     """Fewer workers are alive than the run may go on with."""
+
+
+class StateLost(JobError):
+    """A part of the model is lost with all who held it, and was not saved: the job must begin again."""
 
 
 class StoreLost(JobError):

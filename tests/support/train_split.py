@@ -1,4 +1,4 @@
-"""A model that is split over workers, as a script: ``train_split.py pipeline [--stages N] [--steps N]``."""
+"""A model that is split over workers, as a script: ``train_split.py pipeline|sharded|whole``."""
 
 import argparse
 import sys
@@ -32,20 +32,38 @@ def loss(output, labels):
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
-    parser.add_argument("kind", choices=("pipeline",))
+    parser.add_argument("kind", choices=("pipeline", "sharded", "whole"))
     parser.add_argument("--optimizer", choices=reference.OPTIMIZERS, default="adam")
     parser.add_argument("--pause", type=float, default=0.0)
     options = parser.parse_args()
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
     make = {"sgd": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9), "adam": lambda p: torch.optim.Adam(p, lr=1e-3)}
-    model = holdfast.Pipeline(stages(), loss)
-    session = holdfast.Session(model, make[options.optimizer], seed=reference.SEED, slices=4, bucket_bytes=4096)
     data = TensorDataset(*reference.data())
+    settings = {"seed": reference.SEED, "slices": 4, "bucket_bytes": 4096}
+    if options.kind == "pipeline":
+        model = holdfast.Pipeline(stages(), loss)
+        session = holdfast.Session(model, make[options.optimizer], **settings)
+    else:
+        module = reference.make_model("cnn")
+        model, optimizer = module, make[options.optimizer]
+        if options.kind == "sharded":
+            model = holdfast.Sharded(module, shards=4)
+        else:
+            optimizer = optimizer(module.parameters())
+        session = holdfast.Session(model, optimizer, **settings)
     for step in session.steps(data, reference.BATCH, reference.EPOCHS):
         time.sleep(options.pause)
-        step.compute()
+        if options.kind == "pipeline":
+            step.compute()
+            continue
+        for x, y in step:
+            output = module(x)
+            value, figures = loss(output, y)
+            step.backward(value)
+            step.log(**figures)
     if session.is_lead:
+        whole = model.module if options.kind == "pipeline" else module
         with torch.no_grad():
-            accuracy = (model.module.eval()(data.tensors[0]).argmax(1) == data.tensors[1]).float().mean()
+            accuracy = (whole.eval()(data.tensors[0]).argmax(1) == data.tensors[1]).float().mean()
         session.log(test_accuracy=float(accuracy))

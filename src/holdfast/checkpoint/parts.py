@@ -106,8 +106,11 @@ def _join_all(whole: Manifest, parts: Sequence[Manifest]) -> Manifest:
     """Put the skeletons of all parts together."""
     stand_ins = _stand_ins(whole.tensors)
     held_bytes = dict.fromkeys(whole.tensors, 0)
-    states = []
+    states: list[Any] = []
     for part in parts:
+        if part.skeleton is None:
+            msg = f"part {len(states)} of the checkpoint of step {whole.step} is no distinct one, and others are; all its writers must call take() alike"
+            raise CheckpointError(msg)
         states.append(unflatten({path: stand_ins[path] for path in part.tensors}, part.skeleton))
         for path, entry in part.tensors.items():
             held_bytes[path] += entry.size_bytes

@@ -25,7 +25,21 @@ def run(
     script: Annotated[Path, typer.Argument(metavar="SCRIPT", help="The training script.", show_default=False)],
     args: Annotated[list[str] | None, typer.Argument(metavar="[ARGS]...", help="Handed on to the script.")] = None,
     *,
-    workers: Annotated[int, typer.Option("--workers", "-n", metavar="N", help="Workers on this machine.")] = 1,
+    workers: Annotated[
+        int | None, typer.Option("--workers", "-n", metavar="N", help="Workers on this machine, or on all --hosts [1].")
+    ] = None,
+    hosts: Annotated[
+        str | None, typer.Option(metavar="HOST:N,...|FILE|slurm", help="Machines to start workers on; --fabric ulfm.")
+    ] = None,
+    launch_agent: Annotated[
+        str | None, typer.Option(metavar="CMD", help="What reaches them, as CMD HOST COMMAND [ssh].")
+    ] = None,
+    network: Annotated[
+        str | None, typer.Option(metavar="NET", help="By which they talk: an interface, or ADDRESS/BITS [any].")
+    ] = None,
+    run_dir: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="A folder that they all see [that of --checkpoint-dir].")
+    ] = None,
     nnodes: Annotated[int, typer.Option(metavar="N", help="Machines, each with a launcher and so many workers.")] = 1,
     node_rank: Annotated[int, typer.Option(metavar="R", help="Which of them this is, from 0.")] = 0,
     rdzv: Annotated[
@@ -123,12 +137,16 @@ def run(
 
     Example: holdfast run -n 4 --inject kill:rank=1,step=20 --report out train.py --epochs 3
     """
+    from holdfast.launch.hosts import parse_hosts
     from holdfast.launch.job import Job
     from holdfast.launch.launcher import launch
     from holdfast.launch.live import make_view
 
     _check(workers=workers, mtbf=mtbf, keep_last=keep_last, keep_every=keep_every, expected_mtbf=expected_mtbf)
     script_args, last_report = _split_off_report(args or [])
+    machines = parse_hosts(hosts) if hosts is not None else ()
+    if workers is None:
+        workers = max(1, sum(host.slots for host in machines) - (spares or 0))
     settings = Settings.from_env(
         workers=workers,
         spares=spares,
@@ -171,6 +189,10 @@ def run(
         rdzv=rdzv or "",
         rdzv_timeout_s=rdzv_timeout,
         node_timeout_s=node_timeout,
+        hosts=machines,
+        launch_agent=launch_agent or "",
+        network=network or "",
+        run_dir=run_dir,
         stragglers=stragglers,
         straggler_factor=straggler_factor,
         stall_timeout_s=stall_timeout,
@@ -239,7 +261,7 @@ def _plan(specs: list[str], settings: Settings, nnodes: int, newcomers: int) -> 
 
     try:
         plan = FaultPlan(tuple(parse(spec) for spec in specs), settings.seed)
-        plan.check(range(nnodes * (settings.workers + settings.spares) + newcomers))
+        plan.check(range(nnodes * (settings.workers + settings.spares) + newcomers), nodes=nnodes)
     except ConfigError as error:
         msg = f"--inject {error}"
         raise ConfigError(msg) from error

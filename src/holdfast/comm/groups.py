@@ -14,6 +14,7 @@ import queue
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -60,8 +61,7 @@ class Aside:
     """
 
     def __init__(self, act: Callable[[], Any], keep: object = None) -> None:
-        self._act = act
-        self._keep = keep
+        self._task: tuple[Callable[[], Any], object] | None = (act, keep)
         self._result: Any = None
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="holdfast-aside", daemon=True)
@@ -79,10 +79,13 @@ class Aside:
         return self._result
 
     def _run(self) -> None:
+        assert self._task is not None
         try:
-            self._result = self._act()
+            self._result = self._task[0]()
         except BaseException as error:  # whoever waits gets it
+            traceback.clear_frames(error.__traceback__)  # which would keep what is waited for, in a circle
             self._error = error
+        self._task = None
 
 
 def wait(work: Work, check: Callable[[], None]) -> Any:
@@ -221,11 +224,12 @@ def hang_up(group: Any) -> None:
 
     There is no call for it, but Gloo closes them all when a wait runs out of time; nobody sends with this tag.
     """
-    if group.name() == "gloo" and group.size() > 1:
-        with contextlib.suppress(RuntimeError):
-            group.recv([torch.empty(1)], (group.rank() + 1) % group.size(), _NOBODYS_TAG).wait(
-                timedelta(milliseconds=1)
-            )
+    if group.name() != "gloo":
+        return
+    for place in range(group.size()):
+        if place != group.rank():
+            with contextlib.suppress(RuntimeError):  # it ran out of time, or that one is closed already
+                group.recv([torch.empty(1)], place, _NOBODYS_TAG).wait(timedelta(milliseconds=1))
 
 
 def bury(group: Any) -> None:

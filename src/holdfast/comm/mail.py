@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections import defaultdict, deque
+from collections.abc import Collection
 
 import torch
 
@@ -71,11 +72,11 @@ class Mail:
             inbox.begin(self._attempt)
         self._kept.clear()
 
-    def send(self, to: int, data: torch.Tensor, *, me: int | None = None) -> None:
-        """Send a copy of ``data``; never waits for the receiver.
+    def send(self, to: int | Collection[int], data: torch.Tensor, *, me: int | None = None) -> None:
+        """Send a copy of ``data``; never waits for a receiver.
 
         Args:
-            to: A member, this worker too.
+            to: A member, this worker too; or some members, who read the same copy if they share memory with this worker.
             data: Any shape of at most 8 dimensions, any dtype and device.
             me: Who sends, among those whom this process plays.
 
@@ -83,15 +84,22 @@ class Mail:
             PeerFailed: if it cannot be sent.
             ScriptError: if it has more dimensions.
         """
-        self._check(to)
+        ranks = (to,) if isinstance(to, int) else tuple(to)
+        for rank in ranks:
+            self._check(rank)
         data = data.detach()
         if data.dim() > MAX_DIMS:
             msg = f"a message may have at most {MAX_DIMS} dimensions, got the shape {tuple(data.shape)}: flatten some"
             raise ScriptError(msg)
-        if to in self._comm.here:
-            self._kept[self._who(me), to].append(data.cpu().clone())
-        elif to not in self._readers or not self._outbox.put(to, data):
-            self._post(to, data)
+        for rank in ranks:
+            if rank in self._comm.here:
+                self._kept[self._who(me), rank].append(data.cpu().clone())
+        readers = [rank for rank in ranks if rank in self._readers]
+        if readers and not self._outbox.put(readers, data):
+            readers = []
+        for rank in ranks:
+            if rank not in self._comm.here and rank not in readers:
+                self._post(rank, data)
 
     def receive(self, source: int, *, me: int | None = None) -> torch.Tensor:
         """Wait for the next message of this attempt from ``source``; the n-th call gets the n-th message.

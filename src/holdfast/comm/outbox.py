@@ -12,7 +12,7 @@ generations too: who reads them has met their owner since.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -78,8 +78,8 @@ class Outbox:
         for part in self._parts:
             part.used = 0
 
-    def put(self, to: int, data: torch.Tensor) -> bool:
-        """Send a copy of ``data``; return False if there is no memory for it, which the receiver is told.
+    def put(self, to: Collection[int], data: torch.Tensor) -> bool:
+        """Send one copy of ``data`` to some; return False if there is no memory for it, which the receivers are told.
 
         Raises:
             OSError: if there is no memory to say so.
@@ -87,14 +87,16 @@ class Outbox:
         size = data.numel() * data.element_size()
         part = self._find_room(size)
         if part is None:
-            self._say(to, [ELSEWHERE])
+            for rank in to:
+                self._say(rank, [ELSEWHERE])
             return False
         start = part.used
         part.used += -(-size // ALIGN) * ALIGN
         memory = part.segment.bytes
         memory[start : start + size].view(data.dtype).view(data.shape).copy_(data)
         shape = list(data.shape)
-        self._say(to, [part.segment.fd, memory.numel(), start, DTYPES.index(data.dtype), len(shape), *shape])
+        for rank in to:
+            self._say(rank, [part.segment.fd, memory.numel(), start, DTYPES.index(data.dtype), len(shape), *shape])
         return True
 
     def _say(self, to: int, words: list[int]) -> None:

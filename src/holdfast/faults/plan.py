@@ -19,12 +19,22 @@ ENDS = ("kill", "segfault", "oom")
 """Kinds that end the process at once."""
 STUCK = ("hang", "gil", "spin", "deadlock")
 """Kinds after which the process is there and gets no further, for some seconds or for ever."""
-KINDS = (*ENDS, *STUCK, "slow", "leave")
+OF_WORKERS = (*ENDS, *STUCK, "slow", "leave")
+"""Kinds that strike one worker."""
+OF_NODES = ("nodeloss", "partition")
+"""Kinds that strike a node, with all that its launcher has started."""
+KINDS = (*OF_WORKERS, *OF_NODES)
 PHASES = ("forward", "backward", "allreduce", "optimizer", "recovery", "checkpoint", "rejoin")
+SPLIT_PHASES = ("handover", "rehome")
+"""Phases of models that are split: before a worker hands its first micro-batch over, and when parts change homes."""
+
+NOBODY = -1
+"""The rank of a fault that strikes a node, until it is known who its first worker is."""
 
 _SHORTEST_S, _LONGEST_S = 0.001, 1e6
+_LASTING = (*STUCK, "slow", "partition")
 
-_NUMBERS = ("rank", "step", "bucket")
+_NUMBERS = ("rank", "node", "step", "bucket")
 _KEYS = ("rank", "step", "phase", "bucket", "seconds")
 
 _Place = tuple[int, int, str, int | None]
@@ -39,14 +49,17 @@ class Fault:
             ``segfault``: by SIGSEGV. ``hang``: it is stopped (SIGSTOP); ``gil``: a thread keeps Python's lock; ``spin``: it
             computes nothing, busily; ``deadlock``: it waits for a lock that it has. ``slow``: the step takes ``seconds``
             longer. ``leave``: it is told to leave (SIGTERM), as on a machine that will be taken away. In ``checkpoint`` it
-            strikes whichever thread writes the manifest.
-        rank: Whom it strikes; the number of the first world, kept for life.
+            strikes whichever thread writes the manifest. ``nodeloss``: all processes of a node end by SIGKILL at once, its
+            launcher too; ``partition``: the network of a node is cut. The launcher of that node does it.
+        rank: Whom it strikes; the number of the first world, kept for life. With ``node``: that node's first worker, who
+            says when it is time, or :data:`NOBODY` as long as it is not known who that is.
         step: In which step, counted from 0.
         phase: Where in the step, one of :data:`PHASES`.
         bucket: Only with ``allreduce``: the fault strikes after this bucket was summed, in the middle of the
             sum that follows. None: in the middle of the step's first sum.
-        seconds: How long it lasts, 0.001 to 1,000,000; ``slow`` needs it, those that end a process or tell it to leave do
+        seconds: How long it lasts, 0.001 to 1,000,000; ``slow`` needs it, those that end processes or tell one to leave do
             not have it, others last for ever without it.
+        node: Which node it strikes, for the kinds of :data:`OF_NODES`; None for the others.
 
     Raises:
         ConfigError: if a value is not allowed.
@@ -58,18 +71,22 @@ class Fault:
     phase: str = "forward"
     bucket: int | None = None
     seconds: float | None = None
+    node: int | None = None
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             _refuse(f"kind must be {_either(KINDS)}, got {self.kind!r}")
+        self._check_victim()
         for name in _NUMBERS:
             value = getattr(self, name)
-            if value is None and name == "bucket":
+            if (value is None and name in ("node", "bucket")) or (
+                value == NOBODY and name == "rank" and self.is_of_node
+            ):
                 continue
             if type(value) is not int or value < 0:
                 _refuse(f"{name} must be a whole number of at least 0, got {value!r}")
-        if self.phase not in PHASES:
-            _refuse(f"phase must be one of {', '.join(PHASES)}, got {self.phase!r}")
+        if self.phase not in PHASES + SPLIT_PHASES:
+            _refuse(f"phase must be one of {', '.join(PHASES + SPLIT_PHASES)}, got {self.phase!r}")
         if self.bucket is not None and self.phase != "allreduce":
             _refuse(f"bucket is only allowed with phase=allreduce, got phase={self.phase}")
         if self.seconds is not None:
@@ -77,22 +94,38 @@ class Fault:
         if self.seconds is None and self.kind == "slow":
             _refuse("slow needs seconds, as in slow:rank=1,step=20,seconds=0.5")
 
+    @property
+    def is_of_node(self) -> bool:
+        """Whether it strikes a node, not one worker."""
+        return self.kind in OF_NODES
+
+    def _check_victim(self) -> None:
+        if self.is_of_node and self.node is None:
+            _refuse(f"{self.kind} strikes a node: say which, as in {self.kind}:node=1,step=20")
+        if self.node is not None and not self.is_of_node:
+            _refuse(
+                f"node is only allowed with {', '.join(OF_NODES)}, got {self.kind}: it strikes one worker, rank says which"
+            )
+
     def _check_seconds(self, seconds: float) -> None:
         if type(seconds) not in (int, float) or not _SHORTEST_S <= seconds <= _LONGEST_S:
             _refuse(f"seconds must be a number from 0.001 to 1000000, got {seconds!r}")
-        if self.kind not in (*STUCK, "slow"):
-            _refuse(f"seconds is only allowed with {', '.join((*STUCK, 'slow'))}, got {self.kind}")
+        if self.kind not in _LASTING:
+            _refuse(f"seconds is only allowed with {', '.join(_LASTING)}, got {self.kind}")
 
     def to_spec(self) -> str:
         """Return the text that :func:`parse` reads as this fault."""
         phase = "" if self.phase == "forward" else f",phase={self.phase}"
         bucket = "" if self.bucket is None else f",bucket={self.bucket}"
         seconds = "" if self.seconds is None else f",seconds={self.seconds!r}"
-        return f"{self.kind}:rank={self.rank},step={self.step}{phase}{bucket}{seconds}"
+        victim = f"node={self.node}" if self.is_of_node else f"rank={self.rank}"
+        return f"{self.kind}:{victim},step={self.step}{phase}{bucket}{seconds}"
 
 
 def parse(spec: str) -> Fault:
     """Read a fault as ``--inject`` takes it: ``KIND:rank=1,step=20[,phase=allreduce[,bucket=2]][,seconds=0.5]``.
+
+    The kinds of :data:`OF_NODES` have ``node=1`` instead of ``rank=1``.
 
     Raises:
         ConfigError: if it is malformed; one line that begins with the spec.
@@ -101,29 +134,36 @@ def parse(spec: str) -> Fault:
         kind, colon, rest = spec.partition(":")
         if kind not in KINDS:
             _refuse(f"the kind before the colon must be {_either(KINDS)}, got {kind!r}")
+        victim, other = ("node", "rank") if kind in OF_NODES else ("rank", "node")
         if not colon or not rest:
-            _refuse(f"after the kind there must be at least rank and step, as in {kind}:rank=1,step=20")
-        return Fault(kind, **_parse_values(rest))
+            _refuse(f"after the kind there must be at least {victim} and step, as in {kind}:{victim}=1,step=20")
+        values = _parse_values(rest, victim, other)
+        return Fault(kind, **({"rank": NOBODY} | values))
     except ConfigError as error:
         shown = spec if spec.isprintable() else repr(spec)
         msg = f"{shown}: {error}"
         raise ConfigError(msg) from None
 
 
-def _parse_values(text: str) -> dict[str, Any]:
+def _parse_values(text: str, victim: str, other: str) -> dict[str, Any]:
+    """Return the values; ``victim`` is the key that says whom it strikes, ``other`` what says so with other kinds."""
     values: dict[str, Any] = {}
+    keys = (victim, *_KEYS[1:])
     for item in text.split(","):
         key, equals, value = item.partition("=")
-        if key not in _KEYS:
-            _refuse(f"unknown key {key!r}; there are {', '.join(_KEYS)}")
+        if key == other:
+            strikes = "one worker" if victim == "rank" else "a whole node"
+            _refuse(f"{other} is not allowed here: this kind strikes {strikes}, and {victim} says which")
+        if key not in keys:
+            _refuse(f"unknown key {key!r}; there are {', '.join(keys)}")
         if not equals or not value:
             _refuse(f"{key} needs a value, as in {key}={'forward' if key == 'phase' else '1'}")
         if key in values:
             _refuse(f"{key} is given twice; give it once")
         values[key] = _PARSERS[key](key, value) if key in _PARSERS else value
-    for key in ("rank", "step"):
+    for key in (victim, "step"):
         if key not in values:
-            _refuse(f"{key} is missing; rank and step are needed")
+            _refuse(f"{key} is missing; {victim} and step are needed")
     return values
 
 
@@ -198,18 +238,26 @@ class FaultPlan:
         """Return the plan after these have fired too; the numbers of the others stay what they were."""
         return replace(self, fired=self.fired | frozenset(fired))
 
-    def check(self, workers: Collection[int], num_buckets: int | None = None) -> None:
+    def of_node(self, node: int, first: int) -> Self:
+        """Return the plan as the workers of a node need it: its ``first`` worker says when a fault of the node strikes."""
+        faults = tuple(replace(f, rank=first) if f.node == node else f for f in self.faults)
+        return replace(self, faults=faults)
+
+    def check(self, workers: Collection[int], num_buckets: int | None = None, *, nodes: int = 1) -> None:
         """Make sure that every fault can find its victim.
 
         Args:
             workers: The ranks of the job.
             num_buckets: Buckets of a step, if it is known already.
+            nodes: How many launchers the job has.
 
         Raises:
-            ConfigError: if a fault names a rank or a bucket that there is not.
+            ConfigError: if a fault names a rank, a node or a bucket that there is not.
         """
         for fault in self.faults:
-            if fault.rank not in workers:
+            if fault.node is not None:
+                _check_node(fault, nodes)
+            elif fault.rank not in workers:
                 _refuse(f"{fault.to_spec()}: rank must be {_ranks(workers)}, got {fault.rank}")
             if num_buckets is not None and fault.bucket is not None and fault.bucket >= num_buckets:
                 _refuse(f"{fault.to_spec()}: bucket must be {_ranks(range(num_buckets))}, got {fault.bucket}")
@@ -220,7 +268,7 @@ class FaultPlan:
 
     def to_json(self) -> str:
         """Return the plan in one line."""
-        faults = [{"kind": f.kind, **{key: getattr(f, key) for key in _KEYS}} for f in self.faults]
+        faults = [{"kind": f.kind, **{key: getattr(f, key) for key in _keys(f.kind)}} for f in self.faults]
         return json.dumps({"seed": self.seed, "faults": faults, "fired": sorted(self.fired)})
 
     @classmethod
@@ -268,7 +316,7 @@ class FaultPlan:
             steps: The job has the steps 0 to ``steps - 1``.
             kills: How many of them are struck, less than ``workers``.
             num_buckets: Buckets of a step.
-            kinds: Kinds to choose from; one that is there twice comes twice as often.
+            kinds: Kinds of :data:`OF_WORKERS` to choose from; one that is there twice comes twice as often.
             newcomers: Ranks from ``workers`` on that may come later; about half of them are struck too.
 
         Raises:
@@ -348,10 +396,24 @@ def _of_some_kind(rng: random.Random, fault: Fault, kinds: Sequence[str]) -> Fau
 
 def _fault_from(number: int, fields: Any) -> Fault:
     try:
-        _check_keys("it", fields, ("kind", *_KEYS))
+        kind = fields.get("kind") if type(fields) is dict else None
+        _check_keys("it", fields, ("kind", *_keys(kind)))
         return Fault(**fields)
     except ConfigError as error:
         _refuse(f"fault {number} of the plan: {error}")
+
+
+def _keys(kind: Any) -> tuple[str, ...]:
+    return (*_KEYS, "node") if kind in OF_NODES else _KEYS
+
+
+def _check_node(fault: Fault, nodes: int) -> None:
+    if nodes < 2:
+        _refuse(
+            f"{fault.to_spec()}: {fault.kind} strikes one of several nodes: it needs --fabric gloo and --nnodes 2 or more"
+        )
+    if fault.node not in range(nodes):
+        _refuse(f"{fault.to_spec()}: node must be {_ranks(range(nodes))}, got {fault.node}")
 
 
 def _check_keys(what: str, fields: Any, keys: Sequence[str]) -> None:

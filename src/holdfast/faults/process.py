@@ -10,11 +10,15 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Protocol
 
 from holdfast.faults.plan import Fault, FaultPlan
 
 _FOR_EVER_S = 1e6
+_ANSWER_S = 60.0
+"""A launcher that has not struck its node by then will not."""
+_POLL_S = 0.005
 
 
 class Injector(Protocol):
@@ -71,8 +75,23 @@ class PlannedFaults:
         return self._plan.due(rank, step, phase) is not None
 
 
+def ask_launcher(request: Path, step: int) -> None:
+    """Have the launcher strike this node, and wait until it has.
+
+    Args:
+        request: The file that says so; the launcher removes it.
+        step: The step in progress.
+    """
+    draft = request.with_suffix(".draft")
+    draft.write_text(str(step))
+    draft.replace(request)
+    ends_s = time.monotonic() + _ANSWER_S
+    while request.exists() and time.monotonic() < ends_s:
+        time.sleep(_POLL_S)
+
+
 def strike(fault: Fault) -> None:
-    """Make a fault happen to this process; see :class:`~holdfast.faults.plan.Fault`."""
+    """Make a fault happen to this process; see :class:`~holdfast.faults.plan.Fault`. Nodes are struck by their launchers."""
     sys.stdout.flush()
     sys.stderr.flush()
     limit_s = fault.seconds or _FOR_EVER_S

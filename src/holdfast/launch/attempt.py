@@ -17,14 +17,18 @@ from pathlib import Path
 from typing import Self
 
 from holdfast.events import Record, WorkerEnded
+from holdfast.launch.hosts import Hosts
 from holdfast.launch.job import Job, find_mpirun
-from holdfast.launch.processes import Pair, Process, end, pair_path, start, values_of
+from holdfast.launch.processes import Pair, Process, end, pair_path, start, this_node, values_of
 from holdfast.launch.tail import LineTail, RecordTail
-from holdfast.launch.worker import ALL_STOP, GRACE_S, LAUNCHER, LOG_DIR
+from holdfast.launch.worker import ALL_STOP, GRACE_S, LAUNCHER, LAUNCHER_NODE, LOG_DIR
 from holdfast.records import Beacon, Position, beacon_path, records_path
 from holdfast.settings import Settings
 
-_MPIRUN = ("--with-ft", "ulfm", "--oversubscribe", "--bind-to", "none")
+_MPIRUN = ("--with-ft", "ulfm", "--bind-to", "none")
+_HERE = ("--oversubscribe",)
+_BY_SLOTS = ("--map-by", "slot:OVERSUBSCRIBE")
+"""Cores may be fewer than workers. The other way to say it would have all workers start on the first of several machines."""
 _MCA = (("coll", "^han"), ("mpi_yield_when_idle", "1"))
 """``coll/han`` is not fault tolerant; with more workers than cores those that wait must let the others compute."""
 _MEMORY_VARIABLES = ("OMPI_MCA_btl_sm_backing_directory", "OMPI_MCA_osc_sm_backing_directory")
@@ -40,27 +44,40 @@ class Places:
         run_dir: For records and beacons; goes with the run.
         log_dir: For the output of each worker, and of mpirun.
         memory_dir: In memory, for MPI's shared segments: mpirun leaves them behind when it is killed. None where the
-            machine has no such place.
+            machine has no such place, or is not the only one.
+        link: Names a run folder that is elsewhere where those look who ask something of the job; None if none does.
     """
 
     run_dir: Path
     log_dir: Path
     memory_dir: Path | None
+    link: Path | None = None
 
     @classmethod
-    def make(cls, log_dir: Path | None) -> Self:
-        """Make them; the log folder inside the run folder if None is given."""
-        memory = Path("/dev/shm")  # noqa: S108 - a folder of our own is made in it
-        usable = os.access(memory, os.W_OK)
+    def make(cls, log_dir: Path | None, shared: Path | None = None) -> Self:
+        """Make them; the log folder inside the run folder if None is given.
+
+        Args:
+            log_dir: The log folder.
+            shared: The run folder is to be in here, where several machines see it.
+        """
+        memory, temporary = Path("/dev/shm"), Path(tempfile.gettempdir())  # noqa: S108 - a folder of our own is made in it
+        usable = os.access(memory, os.W_OK) and shared is None
         prefix = f"holdfast-{os.getpid()}-"
-        for parent in (Path(tempfile.gettempdir()), *([memory] if usable else [])):
+        for parent in (temporary, *([memory] if usable else [])):
             _sweep(parent)
-        run_dir = Path(tempfile.mkdtemp(prefix=prefix))
+        # Nobody sweeps what is shared: whose launcher lives is only known on its machine.
+        run_dir = Path(
+            tempfile.mkdtemp(prefix=prefix if shared is None else f".holdfast-run-{this_node()}-", dir=shared)
+        )
         places = cls(
             run_dir=run_dir,
-            log_dir=log_dir or run_dir / "logs",
+            log_dir=(log_dir or run_dir / "logs").absolute(),
             memory_dir=Path(tempfile.mkdtemp(prefix=prefix, dir=memory)) if usable else None,
+            link=None if shared is None else temporary / f"{prefix}run",
         )
+        if places.link is not None:
+            places.link.symlink_to(run_dir)
         places.log_dir.mkdir(parents=True, exist_ok=True)
         for old in (*places.log_dir.glob("rank-*.log"), places.log_dir / "mpirun.log"):
             old.unlink(missing_ok=True)
@@ -71,6 +88,8 @@ class Places:
         shutil.rmtree(self.run_dir, ignore_errors=True)
         if self.memory_dir is not None:
             shutil.rmtree(self.memory_dir, ignore_errors=True)
+        if self.link is not None:
+            self.link.unlink(missing_ok=True)
 
 
 def _sweep(parent: Path) -> None:
@@ -83,14 +102,18 @@ def _sweep(parent: Path) -> None:
         return
     served = {value.partition(" ")[0] for value in values_of(LAUNCHER)}
     for folder in left:
-        if folder.name.split("-")[1] not in served:
+        if folder.name.split("-")[1] in served:
+            continue
+        if folder.is_symlink():
+            folder.unlink(missing_ok=True)
+        else:
             shutil.rmtree(folder, ignore_errors=True)
 
 
 def _is_left(folder: Path) -> bool:
     number = folder.name.split("-")[1]
     try:
-        return number.isdigit() and not Path("/proc", number).exists() and folder.stat().st_uid == os.getuid()
+        return number.isdigit() and not Path("/proc", number).exists() and folder.lstat().st_uid == os.getuid()
     except FileNotFoundError:  # another launcher sweeps, too
         return False
 
@@ -104,12 +127,21 @@ class Attempt:
         ranks: The workers' numbers.
         places: Where they write.
         all_stop: All workers of the job stop when this launcher dies, not only these.
+        hosts: The machines under mpirun; None if it is this one.
     """
 
     def __init__(
-        self, job: Job, settings: Settings, ranks: Sequence[int], places: Places, *, all_stop: bool = True
+        self,
+        job: Job,
+        settings: Settings,
+        ranks: Sequence[int],
+        places: Places,
+        *,
+        all_stop: bool = True,
+        hosts: Hosts | None = None,
     ) -> None:
         self._run_dir = run_dir = places.run_dir
+        self._hosts = hosts
         self.processes = tuple(ranks[:1] if job.is_virtual else ranks)
         for rank in ranks:
             for stale in (beacon_path(run_dir, rank), pair_path(run_dir, rank)):
@@ -117,7 +149,10 @@ class Attempt:
         self._log = places.log_dir / "mpirun.log"
         self._env = _environment(settings, places, job.grace_s)
         self._env[ALL_STOP] = str(int(all_stop))
-        self._command = _command(job, len(ranks))
+        if hosts is not None:
+            self._env[LAUNCHER_NODE] = f"{this_node()} {time.time() - time.monotonic() + settings.origin_s}"
+            self._env.setdefault("MASTER_ADDR", hosts.left[0].name)
+        self._command = _command(job, len(ranks), None if hosts is None else hosts.mpirun_words(self._env))
         self._started: list[subprocess.Popen[bytes]] = []
         if job.settings.fabric == "gloo":
             for rank in ranks:
@@ -137,7 +172,12 @@ class Attempt:
 
     def pair(self, rank: int) -> Pair | None:
         """Return the processes of ``rank``, None if they have not started yet."""
-        return Pair.read(pair_path(self._run_dir, rank))
+        pair = Pair.read(pair_path(self._run_dir, rank))
+        return pair if pair is None or self._hosts is None else self._hosts.reach(pair)
+
+    def pairs(self) -> list[Pair]:
+        """Return the processes of all that have started."""
+        return [pair for rank in self.processes if (pair := self.pair(rank)) is not None]
 
     def pids(self, ranks: Iterable[int]) -> dict[int, int]:
         """Return the process numbers of those of ``ranks`` that have started."""
@@ -163,7 +203,7 @@ class Attempt:
 
     def end(self) -> None:
         """End whatever still runs."""
-        end(self._started, [pair for rank in self.processes if (pair := self.pair(rank)) is not None])
+        (end if self._hosts is None else self._hosts.end)(self._started, self.pairs())
 
 
 class Files:
@@ -172,15 +212,16 @@ class Files:
     def __init__(self, places: Places) -> None:
         self._run_dir = places.run_dir
         self._log_dir = places.log_dir
+        self._far = places.link is not None
         self._records: dict[str, RecordTail] = {}
         self._logs: dict[int, LineTail] = {}
 
     def follow(self, workers: Iterable[int], processes: Iterable[int]) -> None:
         """Look at the files of these too."""
         for rank in processes:
-            self._logs.setdefault(rank, LineTail(self._log_dir / f"rank-{rank}.log"))
+            self._logs.setdefault(rank, LineTail(self._log_dir / f"rank-{rank}.log", far=self._far))
         for writer in (*(f"watch-{rank}" for rank in processes), *map(str, workers)):
-            self._records.setdefault(writer, RecordTail(records_path(self._run_dir, writer)))
+            self._records.setdefault(writer, RecordTail(records_path(self._run_dir, writer), far=self._far))
 
     def records(self) -> list[Record]:
         """Return what is new; the end of a worker comes after everything that it wrote itself."""
@@ -203,18 +244,24 @@ class Files:
             log.close()
 
 
-def _command(job: Job, num_workers: int) -> list[str]:
+def _command(job: Job, num_workers: int, hosts: Sequence[str] | None) -> list[str]:
     worker = [sys.executable, "-m", "holdfast.launch.worker", str(job.script), *job.args]
     if job.settings.fabric != "ulfm":
         return worker
-    return [*mpirun_command(num_workers), *worker]
+    return [*mpirun_command(num_workers, hosts), *worker]
 
 
-def mpirun_command(num_workers: int) -> list[str]:
-    """Return what starts ``num_workers`` processes of the program whose words follow."""
+def mpirun_command(num_workers: int, hosts: Sequence[str] | None = None) -> list[str]:
+    """Return what starts ``num_workers`` processes of the program whose words follow.
+
+    Args:
+        num_workers: How many.
+        hosts: Words that say on which machines; None: on this one.
+    """
+    where = _HERE if hosts is None else (*_BY_SLOTS, *hosts)
     root = ["--allow-run-as-root"] if os.getuid() == 0 else []
     mca = [word for name, value in _MCA for word in ("--mca", name, value)]
-    return [find_mpirun(), *_MPIRUN, *root, *mca, "-n", str(num_workers)]
+    return [find_mpirun(), *_MPIRUN, *where, *root, *mca, "-n", str(num_workers)]
 
 
 # Gradients are freed and allocated anew in every step. Given back to the system in between, as glibc would, each page

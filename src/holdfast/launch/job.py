@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 
 from holdfast.errors import ConfigError
 from holdfast.events import Record
+from holdfast.launch.hosts import Host
 from holdfast.launch.stragglers import POLICIES
 from holdfast.settings import Settings
 
@@ -42,6 +43,10 @@ class Job:
         rdzv: The store where they meet; "" for a single node.
         rdzv_timeout_s: How long to wait for it, and for the launchers of the other nodes.
         node_timeout_s: A node that has not been heard of for so long is lost.
+        hosts: Machines on which mpirun starts the workers; none: this one alone.
+        launch_agent: Reaches them, as ``ssh`` does; "": ``ssh``.
+        network: By which they talk, an interface or the addresses of a network; "": any.
+        run_dir: A folder that they all see, for what workers tell the launcher; None: that of the checkpoints.
         stragglers: What to do about workers that are slower than the rest, one of :data:`~holdfast.launch.stragglers.POLICIES`.
         straggler_factor: How many times the median of the others makes a worker a straggler.
         mtbf_s: Kill random workers, on average one in so many seconds; 0 kills none.
@@ -59,6 +64,10 @@ class Job:
     rdzv: str = ""
     rdzv_timeout_s: float = 300.0
     node_timeout_s: float = 10.0
+    hosts: tuple[Host, ...] = ()
+    launch_agent: str = ""
+    network: str = ""
+    run_dir: Path | None = None
     stragglers: str = "warn"
     straggler_factor: float = 2.0
     stall_timeout_s: float = 60.0
@@ -87,6 +96,11 @@ class Job:
         if rank < self.workers:
             return rank // self.settings.workers
         return (rank - self.workers) // self.settings.spares if rank in self.ranks else 0
+
+    @property
+    def host_list(self) -> str:
+        """The hosts, as they are given."""
+        return ",".join(map(str, self.hosts))
 
     @property
     def slices(self) -> int:
@@ -200,7 +214,8 @@ def check_plan(job: Job) -> None:
     if job.settings.faults:
         from holdfast.faults.plan import FaultPlan
 
-        FaultPlan.from_json(job.settings.faults).check(range(len(job.ranks) + job.max_respawns))
+        workers = range(len(job.ranks) + job.max_respawns)
+        FaultPlan.from_json(job.settings.faults).check(workers, nodes=job.nnodes)
 
 
 def _check_writable(folder: Path, option: str) -> None:
@@ -265,6 +280,10 @@ _JOB_OPTIONS = (
     ("--rdzv", "rdzv"),
     ("--rdzv-timeout", "rdzv_timeout_s"),
     ("--node-timeout", "node_timeout_s"),
+    ("--hosts", "host_list"),
+    ("--launch-agent", "launch_agent"),
+    ("--network", "network"),
+    ("--run-dir", "run_dir"),
     ("--stragglers", "stragglers"),
     ("--straggler-factor", "straggler_factor"),
     ("--stall-timeout", "stall_timeout_s"),
@@ -313,6 +332,8 @@ def resume_command(job: Job, workers: int, checkpoint_dir: str) -> str:
         workers: How many are left, spares among them; the job may need more.
         checkpoint_dir: Where the state is.
     """
+    if job.hosts:  # all workers end with a host that is lost, and those that are left have room again
+        workers = min(len(job.ranks), sum(host.slots for host in job.hosts))
     share = max(min(workers, job.workers) if job.settings.spares else workers, job.settings.min_workers)
     settings = dataclasses.replace(
         job.settings,

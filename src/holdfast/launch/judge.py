@@ -24,6 +24,9 @@ from holdfast.records import Position
 POISON_DEATHS = 3
 """So many deaths in a row at the same slice of the same step: the samples are to blame, not the machine."""
 
+VAIN_RECOVERIES = 3
+"""So many recoveries in a row that lose nobody, let nobody in and commit nothing are no chance."""
+
 _COMPUTING = ("forward", "backward")
 _WAITING = ("allreduce", "recovery", "gate")
 _NAMED_SAMPLES = 20
@@ -89,6 +92,7 @@ class _Start:
     finished: dict[int, Finished] = field(default_factory=dict)
     failed: list[ScriptFailed] = field(default_factory=list)
     quiet: dict[int, tuple[int, float]] = field(default_factory=dict)
+    in_vain: dict[int, tuple[int, float]] = field(default_factory=dict)
 
 
 class Judge:
@@ -97,7 +101,8 @@ class Judge:
     Args:
         script: Name of the script, for messages.
         virtual: Whether all workers live in one process.
-        stall_timeout_s: After this long without a sign of life in a sum the job is lost.
+        stall_timeout_s: After this long without a sign of life in a sum, or with recoveries of which nothing comes, the job is
+            lost.
     """
 
     def __init__(self, script: str, *, virtual: bool = False, stall_timeout_s: float = 60.0) -> None:
@@ -229,7 +234,7 @@ class Judge:
             now_s: The time.
             running: Whether mpirun (or the one process) was alive before the last records were heard.
         """
-        return self._script_fault() or self._poisoned() or self._all_over(running) or self._stalled(now_s)
+        return self._script_fault() or self._poisoned() or self._all_over(running) or self._stands_still(now_s)
 
     def watch(self, positions: Mapping[int, Position], now_s: float) -> None:
         """Take where the workers are, to find out when they stand still."""
@@ -238,6 +243,8 @@ class Judge:
             known = self._start.quiet.get(rank)
             if known is None or known[0] != beats:
                 self._start.quiet[rank] = (beats, now_s)
+            _, since_s = self._start.in_vain.get(rank, (0, now_s))
+            self._start.in_vain[rank] = (position.in_vain, since_s if position.in_vain else now_s)
 
     def _script_fault(self) -> Verdict | None:
         start = self._start
@@ -316,9 +323,18 @@ class Judge:
             f"no worker gave a sign of life for {self._stall_timeout_s:g} s, all of them waiting for each other"
         )
 
-    def _stalled(self, now_s: float) -> Verdict | None:
+    def _stands_still(self, now_s: float) -> Verdict | None:
         living = self.living()
-        return self.stalled() if living and self.stand_still(living, now_s) else None
+        if living and self.stand_still(living, now_s):
+            return self.stalled()
+        for rank in living:  # one is enough: a step is committed by all, and members change for all
+            count, since_s = self._start.in_vain.get(rank, (0, now_s))
+            if count >= VAIN_RECOVERIES and now_s - since_s >= self._stall_timeout_s:
+                return Lost(
+                    f"the workers recovered {count} times in {now_s - since_s:.0f} s, and nothing came of it: nobody was lost or "
+                    "let in, and no step was committed"
+                )
+        return None
 
 
 def cause_of_death(exit_code: int) -> str:

@@ -201,7 +201,7 @@ class Story:
         if isinstance(record, RunStarted):
             self._started = record
         if isinstance(record, FaultFired):
-            self._injected.add(record.rank)
+            self._injected.update((record.rank, *record.workers))
         if isinstance(record, Left):
             self._left.add(record.rank)
         key, line = self._line(record)
@@ -219,10 +219,11 @@ class Story:
                 who = count(record.workers, "rank")
                 return ("start",), f"{who}: torch.distributed, sums inside DDP go on over the survivors"
             case FaultFired():
+                victim = f"rank {record.rank}" if record.node < 0 else f"node {record.node}"
                 return (
                     "fault",
                     record.fault,
-                ), f"{record.kind} of rank {record.rank} at step {record.step}, {record.phase}"
+                ), f"{record.kind} of {victim} at step {record.step}, {record.phase}"
             case WorkerFenced():
                 return ("fenced", record.rank), f"rank {record.rank} is ended: {record.reason}"
             case SettingChanged():

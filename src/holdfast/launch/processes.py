@@ -8,10 +8,10 @@ import select
 import signal
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
+from typing import NoReturn, Self
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -86,25 +86,38 @@ class Process:
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """A worker, and the watcher beside it."""
+    """A worker, and the watcher beside it.
+
+    Args:
+        worker: One.
+        watcher: The other.
+        node: How their machine calls itself; "" where it is that of the launcher, as no other can be.
+    """
 
     worker: Process
     watcher: Process
+    node: str = ""
 
     @classmethod
     def read(cls, path: Path) -> Self | None:
         """Return what was noted in ``path``, None if nothing was."""
         try:
-            worker, watcher = (Process.parse(line) for line in path.read_text().splitlines())
+            *processes, node = path.read_text().split("\n")
+            worker, watcher = map(Process.parse, processes)
         except (OSError, ValueError):
             return None
-        return cls(worker, watcher) if worker is not None and watcher is not None else None
+        return cls(worker, watcher, node) if worker is not None and watcher is not None else None
 
     def note(self, path: Path) -> None:
         """Write it down, all or nothing."""
         draft = path.with_suffix(".draft")
-        draft.write_text(f"{self.worker}\n{self.watcher}\n")
+        draft.write_text(f"{self.worker}\n{self.watcher}\n{self.node}")
         draft.replace(path)
+
+
+def this_node() -> str:
+    """Return how this machine calls itself."""
+    return os.uname().nodename
 
 
 def pair_path(run_dir: Path, rank: int) -> Path:
@@ -167,6 +180,30 @@ def end_children() -> None:
             os.close(handle)
 
 
+def end_at_once(spared: Collection[int] = ()) -> NoReturn:
+    """End this process and all below it by SIGKILL, as if the power failed: nobody saves, or tells anything.
+
+    All are stopped before the first is ended, so that none finds out that others are gone.
+
+    Args:
+        spared: Numbers of children that go on.
+    """
+    stopped: set[Process] = set()
+    while new := _below_us(spared) - stopped:
+        for process in new:
+            process.send(signal.SIGSTOP)
+        stopped |= new
+    for process in stopped:
+        process.send(signal.SIGKILL)
+    os.kill(os.getpid(), signal.SIGKILL)
+    raise AssertionError
+
+
+def _below_us(spared: Collection[int]) -> set[Process]:
+    children = [Process.of(number) for number in children_of(os.getpid()) if number not in spared]
+    return {process for child in children if child is not None for process in (child, *descendants_of(child.pid))}
+
+
 def wait_for_end(handles: Mapping[str, int], timeout_s: float | None = None) -> set[str]:
     """Return which of some processes have ended, as soon as one has; nobody if none has within ``timeout_s``.
 
@@ -179,6 +216,14 @@ def wait_for_end(handles: Mapping[str, int], timeout_s: float | None = None) -> 
         looks.register(handle, select.POLLIN)
     ready = {number for number, _ in looks.poll(None if timeout_s is None else max(0.0, 1000 * timeout_s))}
     return {name for name, handle in handles.items() if handle in ready}
+
+
+def name_of(pid: int) -> str:
+    """Return the name of a process, "" if it has ended."""
+    try:
+        return Path("/proc", str(pid), "comm").read_text().strip()
+    except OSError:
+        return ""
 
 
 def value_of(pid: int, variable: str) -> str | None:

@@ -13,10 +13,17 @@ _CHUNK_BYTES = 1 << 20
 
 
 class LineTail:
-    """Gives the whole lines that were added to ``path`` since it was last asked; the file need not exist yet."""
+    """Gives the whole lines that were added to ``path`` since it was last asked; the file need not exist yet.
 
-    def __init__(self, path: Path) -> None:
+    Args:
+        path: The file.
+        far: It is written on other machines: what they have written is certain to be seen by who opens it anew.
+    """
+
+    def __init__(self, path: Path, *, far: bool = False) -> None:
         self._path = path
+        self._far = far
+        self._read_bytes = 0
         self._file: int | None = None
         self._rest = b""
 
@@ -27,9 +34,13 @@ class LineTail:
                 self._file = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
             except FileNotFoundError:
                 return []
+            os.lseek(self._file, self._read_bytes, os.SEEK_SET)
         parts = [self._rest]
         while chunk := os.read(self._file, _CHUNK_BYTES):
             parts.append(chunk)
+            self._read_bytes += len(chunk)
+        if self._far:
+            self.close()
         *lines, self._rest = b"".join(parts).split(b"\n")
         return lines
 
@@ -46,11 +57,11 @@ class LineTail:
 
 
 class RecordTail:
-    """Gives the records that were added to ``path`` since it was last asked."""
+    """Gives the records that were added to ``path`` since it was last asked; see :class:`LineTail`."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, far: bool = False) -> None:
         self._path = path
-        self._lines = LineTail(path)
+        self._lines = LineTail(path, far=far)
 
     def read(self) -> list[Record]:
         """Return the new records.

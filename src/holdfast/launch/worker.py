@@ -12,10 +12,12 @@ ended, and all of it when the launcher has: then the worker is told to save and 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import signal
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -26,8 +28,10 @@ from holdfast.launch.processes import (
     die_with_parent,
     end_children,
     end_gently,
+    name_of,
     outlive_parent,
     pair_path,
+    this_node,
     value_of,
     wait_for_end,
 )
@@ -59,8 +63,14 @@ def mpi_rank() -> int:
 ALL_STOP = "HOLDFAST_ALL_STOP"
 """Says whether all workers of the job stop when the launcher is gone, not only those of this node."""
 
+LAUNCHER_NODE = "HOLDFAST_LAUNCHER_NODE"
+"""Where workers may be on other machines than the launcher: the name of its machine, and ``origin_s`` as Unix time."""
+
 GRACE_S = "HOLDFAST_GRACE_S"
 """How long workers may take to save and end when the launcher is gone, in seconds."""
+
+_PUBLISH_S = 1.0
+"""How often what a worker has written is brought to the other machines."""
 
 _LONGER = 0.5
 """A worker that waits for others has so much more of the grace: they may be the ones that do not answer."""
@@ -68,6 +78,7 @@ _LONGER = 0.5
 
 def main() -> NoReturn:
     """Fork, run the script in the child, watch it in the parent."""
+    _read_our_clock()
     launcher, mpirun = _launcher(), _mpirun()
     if launcher is None or os.getppid() != launcher.pid:  # until _wait looks after it
         die_with_parent(signal.SIGKILL)
@@ -119,16 +130,31 @@ def _who() -> tuple[Settings, int]:
 def _note_pair(run_dir: Path, rank: int, pid: int) -> None:
     worker, watcher = Process.of(pid), Process.of(os.getpid())
     if worker is not None and watcher is not None:
-        Pair(worker, watcher).note(pair_path(run_dir, rank))
+        Pair(worker, watcher, this_node() if LAUNCHER_NODE in os.environ else "").note(pair_path(run_dir, rank))
+
+
+def _is_elsewhere() -> bool:
+    """Return whether the launcher is on another machine."""
+    return LAUNCHER_NODE in os.environ and os.environ[LAUNCHER_NODE].split()[0] != this_node()
+
+
+def _read_our_clock() -> None:
+    """On another machine than the launcher's, say by its own clock when the job began: each counts from its own start."""
+    if _is_elsewhere():
+        began = float(os.environ[LAUNCHER_NODE].split()[1])
+        os.environ["HOLDFAST_ORIGIN_S"] = str(time.monotonic() - (time.time() - began))
 
 
 def _launcher() -> Process | None:
-    return Process.parse(os.environ.get(LAUNCHER, ""))
+    """Return the launcher, None if it is on another machine: then Open MPI's daemon on this one stands in for it."""
+    return None if _is_elsewhere() else Process.parse(os.environ.get(LAUNCHER, ""))
 
 
 def _mpirun() -> Process | None:
     """Return the process that started this one, if it is neither the launcher nor a stranger that adopted us."""
     parent, launcher = os.getppid(), os.environ.get(LAUNCHER)
+    if _is_elsewhere():
+        return Process.of(parent) if name_of(parent) == "prted" else None
     return Process.of(parent) if launcher and value_of(parent, LAUNCHER) == launcher else None
 
 
@@ -142,7 +168,7 @@ def _wait(pid: int, mpirun: Process | None, settings: Settings, rank: int) -> in
     handles = {name: handle for name, handle in opened.items() if handle is not None} | {"worker": os.pidfd_open(pid)}
     if "mpirun" in handles:
         outlive_parent()
-    ended = opened.keys() - handles.keys() or wait_for_end(handles)
+    ended = opened.keys() - handles.keys() or _wait_and_publish(handles, settings, rank)
     if ended == {"launcher"}:
         handles.pop("launcher", None)
         _tell_to_stop(pid, settings)
@@ -151,6 +177,30 @@ def _wait(pid: int, mpirun: Process | None, settings: Settings, rank: int) -> in
         os.kill(pid, signal.SIGKILL)
     _, status = os.waitpid(pid, 0)
     return None if "mpirun" in ended else os.waitstatus_to_exitcode(status)
+
+
+def _wait_and_publish(handles: dict[str, int], settings: Settings, rank: int) -> set[str]:
+    """Return who has ended. Until then, let other machines see what the worker writes into the shared folder."""
+    if LAUNCHER_NODE not in os.environ or not settings.run_dir:
+        return wait_for_end(handles)
+    from holdfast.records import beacon_path, records_path
+
+    run_dir = Path(settings.run_dir)
+    while not (ended := wait_for_end(handles, _PUBLISH_S)):
+        for path in (beacon_path(run_dir, rank), records_path(run_dir, str(rank))):
+            _publish(path)
+    return ended
+
+
+def _publish(path: Path) -> None:
+    """Write out what this machine has of a file; memory that is mapped, too, of which network file systems hear nothing."""
+    try:
+        file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except OSError:  # the worker has not begun with it, or the run is over and its folder gone
+        return
+    with contextlib.suppress(OSError):  # the next second is another chance
+        os.fsync(file)
+    os.close(file)
 
 
 def _tell_to_stop(pid: int, settings: Settings) -> None:
@@ -179,8 +229,8 @@ def _wait_for_stop(handles: dict[str, int], settings: Settings, rank: int) -> se
 def _is_last(settings: Settings) -> bool:
     """Return whether the launcher is gone, and with this worker all of the job have ended that were there."""
     launcher = _launcher()
-    if launcher is None or launcher.is_alive() or not settings.run_dir:
-        return False
+    if launcher is None or launcher.is_alive() or not settings.run_dir or LAUNCHER_NODE in os.environ:
+        return False  # of those on other machines nobody here knows; mpirun ends after them
     pairs = [Pair.read(path) for path in Path(settings.run_dir).glob("process-*[0-9]")]
     return not any(pair is not None and pair.worker.is_alive() for pair in pairs)
 
@@ -289,10 +339,12 @@ def _redirect_output(rank: int) -> None:
 def _set_torchrun_variables(settings: Settings) -> None:
     """Set what scripts made for torchrun look for; RANK counts this start's workers from 0 without gaps."""
     size, rank = os.environ.get("OMPI_COMM_WORLD_SIZE", "1"), str(mpi_rank())
+    local = os.environ.get("OMPI_COMM_WORLD_LOCAL_RANK", rank), os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE", size)
     if settings.rank >= 0:
         ranks = [int(rank) for rank in settings.ranks.split(",")]
         size, rank = str(len(ranks)), str(ranks.index(settings.rank) if settings.rank in ranks else settings.rank)
-    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=size, LOCAL_WORLD_SIZE=size)
+        local = rank, size
+    os.environ.update(RANK=rank, LOCAL_RANK=local[0], WORLD_SIZE=size, LOCAL_WORLD_SIZE=local[1])
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     os.environ.setdefault("MASTER_PORT", "29500")
 

@@ -19,7 +19,7 @@ from holdfast.train.replica import Replica
 from holdfast.train.requests import Requests
 from holdfast.train.scribe import Scribe
 from holdfast.train.seeds import generator_states, set_generator_states
-from holdfast.train.split.body import Pipelined
+from holdfast.train.split.body import Split
 from holdfast.train.state import clone
 from holdfast.train.welcome import give_state, take_state
 from holdfast.train.world import World
@@ -37,7 +37,7 @@ class Beginning:
     """
 
     def __init__(
-        self, world: World, replica: Replica | Pipelined, place: Place, scribe: Scribe, requests: Requests
+        self, world: World, replica: Replica | Split, place: Place, scribe: Scribe, requests: Requests
     ) -> None:
         self._world = world
         self._replica = replica
@@ -79,8 +79,10 @@ class Beginning:
         world = self._world
         if self.belongs_to_later_loop:
             return  # the checkpoint that was loaded holds more than this loop knows
-        self._scribe.mark("checkpoint")
         comm, replica = world.comm, self._replica
+        if replica.is_lost(comm.members):
+            return  # under restart, a step is finished that somebody closed, and then all load what is whole
+        self._scribe.mark("checkpoint")
         writers = replica.writers(comm)
         mine = replica.state_dict() if comm.here in writers else {}
         state = {"replica": mine} if replica.is_split and not world.is_lead else self._state(mine)

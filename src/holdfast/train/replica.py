@@ -252,14 +252,17 @@ class Replica:
             names: Of the figures that were logged here.
             known: Figures that are known already, where they were not summed with these gradients.
         """
-        writes = self._scaler is not None or self._clip_grad_norm is not None or may_write_gradients(self.optimizer)
-        self.buckets.give_gradients(self.sums, private=writes)
+        self.buckets.give_gradients(self.sums, private=self._may_write())
         self.buckets.take_buffers(self.sums[-1], max(1, len(self.summed_slices[-1])))
         metrics = self.buckets.read_metrics(self.sums[-1], names) if known is None else dict(known)
         self._optimize()
         self._reset()
         self._step_scheduler(batch, metrics)
         return metrics
+
+    def _may_write(self) -> bool:
+        """Return whether what comes may write the gradients, which others may still read."""
+        return self._scaler is not None or self._clip_grad_norm is not None or may_write_gradients(self.optimizer)
 
     def _optimize(self) -> None:
         if self._scaler is not None and not self.terms:

@@ -20,7 +20,7 @@ from holdfast.records import requests_path
 from holdfast.recovery import Strategy, make_strategy
 from holdfast.train.place import Place
 from holdfast.train.replica import Replica
-from holdfast.train.split.body import Pipelined
+from holdfast.train.split.body import Split
 from holdfast.train.world import World
 
 _MOST_RANKS = 1 << 20
@@ -37,7 +37,7 @@ class Requests:
     """
 
     def __init__(
-        self, world: World, replica: Replica | Pipelined, place: Place, set_strategy: Callable[[Strategy], None]
+        self, world: World, replica: Replica | Split, place: Place, set_strategy: Callable[[Strategy], None]
     ) -> None:
         self._world = world
         self._replica = replica

@@ -10,13 +10,14 @@ from typing import Any, NoReturn
 import torch
 
 from holdfast.checkpoint.writer import Outcome
-from holdfast.comm import OrderedSum
+from holdfast.comm import OrderedSum, VirtualCommunicator
 from holdfast.errors import (
     CheckpointError,
     InternalError,
     PeerFailed,
     ReplicasDiffer,
     ScriptError,
+    StateLost,
     StoreLost,
     TooFewWorkers,
 )
@@ -69,13 +70,15 @@ from holdfast.recovery.protocol import State
 from holdfast.train.batches import MiniBatch, Plan
 from holdfast.train.beginning import Beginning
 from holdfast.train.data import fetch
+from holdfast.train.exits import kill_self
 from holdfast.train.ledger import Account
 from holdfast.train.place import Place
 from holdfast.train.replica import Replica
 from holdfast.train.requests import Requests
 from holdfast.train.scribe import Scribe
 from holdfast.train.seeds import seed_slice
-from holdfast.train.split.body import Pipelined
+from holdfast.train.split.body import Pipelined, Split
+from holdfast.train.split.sharded import Shards
 from holdfast.train.step import StagedStep, Step
 from holdfast.train.stranded import launcher_is_gone, turn
 from holdfast.train.world import ASK, CHANGE, LEAVE, SAVE, STOP, World
@@ -106,7 +109,7 @@ class Run:
     def __init__(
         self,
         world: World,
-        replica: Replica | Pipelined,
+        replica: Replica | Pipelined | Shards,
         plan: Plan,
         dataset: Any,
         collate: Any,
@@ -119,7 +122,7 @@ class Run:
         self._collate = collate
         strategy = make_strategy(world.settings.strategy, min_workers=world.settings.min_workers)
         self._protocol = Protocol(strategy, replica.num_buckets, split=replica.is_split)
-        if isinstance(replica, Pipelined):
+        if isinstance(replica, Split):
             replica.connect(world)
         replica.begin_loop()
         self._scribe = Scribe(world)
@@ -139,14 +142,25 @@ class Run:
 
     @property
     def _whole(self) -> Replica:
-        """The model, of which every worker has all."""
-        assert isinstance(self._replica, Replica)
+        """The model, with all of which workers compute."""
+        return self._replica if isinstance(self._replica, Replica) else self._sharded.flow
+
+    @property
+    def _parts(self) -> Split:
+        """The model, of which workers hold parts."""
+        assert isinstance(self._replica, Split)
         return self._replica
 
     @property
-    def _parts(self) -> Pipelined:
-        """The model, of which workers hold parts."""
+    def _staged(self) -> Pipelined:
+        """The model, of which workers compute parts."""
         assert isinstance(self._replica, Pipelined)
+        return self._replica
+
+    @property
+    def _sharded(self) -> Shards:
+        """The model, with all of which workers compute, and of which they hold parts."""
+        assert isinstance(self._replica, Shards)
         return self._replica
 
     def _get_sum(self) -> OrderedSum:
@@ -291,7 +305,10 @@ class Run:
                 self._heard &= ~ASK
                 return ActDone()
             case LoadCheckpoint():
-                return CheckpointLoaded(self._load())
+                try:
+                    return CheckpointLoaded(self._load())
+                except StateLost as lost:
+                    self._begin_job_again(lost)
             case SaveAndStop():
                 return self._save_and_stop()
             case _:
@@ -324,7 +341,7 @@ class Run:
         batch = self._next_batch(step)
         if batch is not None:
             return self._begin_attempt(batch)
-        if isinstance(self._replica, Pipelined) and not self._beginning.belongs_to_later_loop:
+        if isinstance(self._replica, Split) and not self._beginning.belongs_to_later_loop:
             self._replica.finish()
         return None
 
@@ -348,7 +365,7 @@ class Run:
         Raises:
             PeerFailed: if somebody died.
         """
-        self._parts.compute(batch, self._place.plan.seed, self._fetcher(batch), self._reach)
+        self._staged.compute(batch, self._place.plan.seed, self._fetcher(batch), self._reach)
 
     def _fetcher(self, batch: MiniBatch) -> Callable[[int], Any]:
         def get(number: int) -> Any:
@@ -559,11 +576,22 @@ class Run:
         self._world.asked &= ~STOP
         self._heard &= ~STOP  # a script that asked to stop will ask again
         self._save_due = False
+        lost = self._parts.lost(world.comm.members) if self._replica.is_split else ()
         self._beginning.load(trained=self._announced or self._is_newcomer)
+        if lost and world.is_lead:
+            what = f"{'parts' if len(lost) > 1 else 'part'} {', '.join(map(str, lost))} of the model"
+            self._scribe.warn(f"nobody is left who holds {what}: all go back to step {world.step}")
         if self._recovery is not None:
             self._recovery.decision = "load"
             self._recovery.redone_steps = reached - world.step if self._announced else 0
         return world.step
+
+    def _begin_job_again(self, lost: StateLost) -> NoReturn:
+        """Let the launcher start the job again, as when all workers have died."""
+        if not self._world.settings.run_dir or isinstance(self._world.comm, VirtualCommunicator):
+            raise lost
+        self._scribe.warn(str(lost))
+        kill_self()
 
     def _publish(self, stable_step: int) -> None:
         world, keeper = self._world, self._world.keeper
@@ -605,7 +633,7 @@ class Run:
         """Save the state before the step in progress, unless somebody has, and stop: nothing can be agreed on any more."""
         world, run_dir = self._world, self._world.settings.run_dir
         has_begun = self._announced and self._protocol.progress.completed >= 0
-        if not (has_begun and launcher_is_gone(run_dir)):
+        if not (has_begun and launcher_is_gone(run_dir)) or self._replica.is_split:  # one alone has not all of it
             raise lost
         self._discard()
         with turn(run_dir):

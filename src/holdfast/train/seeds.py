@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -36,10 +37,24 @@ def _seed_torch() -> Callable[[int], object]:
 
 def seed_slice(seed: int, step: int, slice_: int, *part: int) -> None:
     """Seed torch's, NumPy's and Python's global generators for one slice of one step, in one part of a model that is split."""
-    key = seed_of("slice", seed, step, slice_, *part)
+    _seed_all(seed_of("slice", seed, step, slice_, *part))
+
+
+def _seed_all(key: int) -> None:
     _seed_torch()(key)
     np.random.seed(key)  # the global one: datasets augment with it
     random.seed(key)
+
+
+@contextlib.contextmanager
+def seeded(key: int) -> Iterator[None]:
+    """Seed the global generators with 32 bits for a while, and put them back where they were."""
+    before = generator_states()
+    _seed_all(key)
+    try:
+        yield
+    finally:
+        set_generator_states(before)
 
 
 def generator_states() -> dict[str, Any]:

@@ -36,7 +36,8 @@ from holdfast.train.keeper import Keeper
 from holdfast.train.replica import Replica, Stateful
 from holdfast.train.run import Run
 from holdfast.train.split.body import Pipelined
-from holdfast.train.split.model import Pipeline
+from holdfast.train.split.model import Pipeline, Sharded
+from holdfast.train.split.sharded import Shards
 from holdfast.train.step import Step
 from holdfast.train.world import LEAVE, World
 
@@ -57,12 +58,12 @@ class Session:
     models equal (the lowest worker's counts). Under ``python train.py`` there is one worker.
 
     Args:
-        model: Replicated at every worker, or a :class:`~holdfast.Pipeline`. Its parameters, and which of them are trained,
+        model: Replicated at every worker, or a :class:`~holdfast.Pipeline`, or :class:`~holdfast.Sharded`. Its parameters, and which of them are trained,
             must not change later.
-        optimizer: Of the model's parameters. Runs when the loop asks for the next step. For a ``Pipeline``: a function
-            that makes one from the parameters of a stage.
-        scheduler: A learning-rate scheduler; the session steps it, after the optimizer. For a ``Pipeline``: a function
-            that makes one for an optimizer.
+        optimizer: Of the model's parameters. Runs when the loop asks for the next step. For a model that is
+            split: a function that makes one from the parameters of a part.
+        scheduler: A learning-rate scheduler; the session steps it, after the optimizer. For a model that is split:
+            a function that makes one for an optimizer.
         schedule: ``"step"`` or ``"epoch"``: how often.
         scaler: A ``torch.amp.GradScaler``.
         clip_grad_norm: Largest norm of the mean gradient.
@@ -77,7 +78,7 @@ class Session:
 
     def __init__(
         self,
-        model: nn.Module | Pipeline,
+        model: nn.Module | Pipeline | Sharded,
         optimizer: optim.Optimizer | Callable[[Any], optim.Optimizer],
         *,
         scheduler: Any = None,
@@ -92,8 +93,15 @@ class Session:
             msg = f"schedule must be 'step' or 'epoch', got {schedule!r}"
             raise ConfigError(msg)
         self._settings = Settings.from_env(**settings)
-        options = {"scheduler": scheduler, "schedule": schedule, "scaler": scaler, "clip_grad_norm": clip_grad_norm}
-        self._replica = _make_body(model, optimizer, self._settings, **options)
+        self._replica = _make_body(
+            model,
+            optimizer,
+            self._settings,
+            scheduler=scheduler,
+            schedule=schedule,
+            scaler=scaler,
+            clip_grad_norm=clip_grad_norm,
+        )
         self._total_steps = total_steps
         self._given_comm = comm
         self._world: World | None = None
@@ -367,31 +375,46 @@ def at_exit() -> None:
 
 
 def _make_body(
-    model: nn.Module | Pipeline,
+    model: nn.Module | Pipeline | Sharded,
     optimizer: optim.Optimizer | Callable[[Any], optim.Optimizer],
     settings: Settings,
-    **options: Any,
-) -> Replica | Pipelined:
+    *,
+    scheduler: Any,
+    schedule: str,
+    scaler: Any,
+    clip_grad_norm: float | None,
+) -> Replica | Pipelined | Shards:
     """Return what trains the model.
 
     Raises:
         ConfigError: if the arguments do not go together.
     """
-    if isinstance(model, Pipeline):
-        if isinstance(optimizer, optim.Optimizer):
-            msg = "a Pipeline needs a function that makes an optimizer from the parameters of a stage, as lambda p: torch.optim.Adam(p); got an optimizer"
+    kind = type(model).__name__
+    if not isinstance(model, Pipeline | Sharded):
+        if not isinstance(optimizer, optim.Optimizer):
+            msg = f"optimizer must be a torch.optim.Optimizer of the model's parameters, got {type(optimizer).__name__}"
             raise ConfigError(msg)
-        for name in ("scaler", "clip_grad_norm"):
-            if options.pop(name) is not None:
-                msg = (
-                    f"{name} is not there for a Pipeline, whose stages do not know each other's gradients; leave it out"
-                )
-                raise ConfigError(msg)
-        return Pipelined(model, optimizer, options["scheduler"], options["schedule"], settings)
-    if not isinstance(optimizer, optim.Optimizer):
-        msg = f"optimizer must be a torch.optim.Optimizer of the model's parameters, got {type(optimizer).__name__}"
+        return Replica(
+            model,
+            optimizer,
+            scheduler=scheduler,
+            schedule=schedule,
+            scaler=scaler,
+            clip_grad_norm=clip_grad_norm,
+            bucket_bytes=settings.bucket_bytes,
+        )
+    if isinstance(optimizer, optim.Optimizer):
+        msg = f"a {kind} needs a function that makes an optimizer from the parameters of a part, as lambda p: torch.optim.Adam(p); got an optimizer"
         raise ConfigError(msg)
-    return Replica(model, optimizer, **options, bucket_bytes=settings.bucket_bytes)
+    if scaler is not None:
+        msg = f"there is no scaler for a {kind}, whose parts do not know each other's gradients; leave it out"
+        raise ConfigError(msg)
+    if isinstance(model, Sharded):
+        return Shards(model, optimizer, scheduler, schedule, clip_grad_norm, settings)
+    if clip_grad_norm is not None:
+        msg = "there is no clip_grad_norm for a Pipeline, whose stages do not know each other's gradients; leave it out"
+        raise ConfigError(msg)
+    return Pipelined(model, optimizer, scheduler, schedule, settings)
 
 
 def _check_arguments(dataset: Any, batch_size: int, epochs: int) -> None:

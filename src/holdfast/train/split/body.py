@@ -91,9 +91,13 @@ class Split:
 
     # -- parts and their homes
 
+    def lost(self, members: Sequence[int]) -> tuple[int, ...]:
+        """Return the parts that nobody among ``members`` holds; none as long as they have no homes."""
+        return self.holdings.lost(members)
+
     def is_lost(self, members: Sequence[int]) -> bool:
         """Return whether nobody among ``members`` holds some part."""
-        return self.holdings.is_lost(members)
+        return bool(self.lost(members))
 
     def rehome(self) -> int:
         """See :meth:`Holdings.rehome`."""
@@ -127,15 +131,16 @@ class Split:
 
     def writers(self, comm: Communicator) -> tuple[tuple[int, ...], ...]:
         """Return the processes that write a checkpoint: the lead, and the lowest holder of each part."""
-        homes = self.holdings.now
-        ranks = [comm.members[0], *(homes.holders(part)[0] for part in range(homes.parts))]
+        ranks = [comm.members[0], *self.holdings.lowest_holders(comm.members)]
         found = [next(process for process in comm.processes if rank in process) for rank in ranks]
         return tuple(dict.fromkeys(found))
 
     def state_dict(self) -> dict[str, Any]:
         """Return what this worker is to save: the parts of which it is the lowest holder, and from the lead what all have."""
         assert self._world is not None
-        parts = {"parts": self.holdings.states(self.holdings.led_by(self._comm.here))}
+        comm = self._comm
+        mine = [part for part, rank in enumerate(self.holdings.lowest_holders(comm.members)) if rank in comm.here]
+        parts = {"parts": self.holdings.states(mine)}
         return parts | self.shared_state() if self._world.is_lead else parts
 
     def shared_state(self) -> dict[str, Any]:
@@ -216,10 +221,18 @@ class Pipelined(Split):
         self._settings = settings
         super().__init__(shape_of(model.parts, max(1, settings.workers // model.parts), settings), self._build)
         self._metrics: dict[str, float] = {}
+        self.numel = 0
+        """Numbers in the parameters of all stages."""
 
     def _build(self, part: int) -> Replica:
         module = self._model.build(part, self._settings.seed)
+        if not any(p.requires_grad for p in module.parameters()):
+            msg = f"stage {part} of the Pipeline has no parameters that are trained: make it a part of a stage that has some"
+            raise ConfigError(msg)
         optimizer = self._make_optimizer(module.parameters())
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            msg = f"the function that makes the optimizer of a stage must return a torch.optim.Optimizer, got {type(optimizer).__name__}"
+            raise ConfigError(msg)
         scheduler = None if self._make_scheduler is None else self._make_scheduler(optimizer)
         return Replica(
             module,
@@ -236,10 +249,31 @@ class Pipelined(Split):
         super().connect(world)
         self._stages = Stages(self._model, self.holdings, world.comm, self._settings)
 
-    @property
-    def numel(self) -> int:
-        """Numbers in the parameters that this worker holds."""
-        return sum(part.numel for part in self.holdings.held.values())
+    # -- the size of the whole, of which each knows its own: learnt where all begin together
+
+    def make_equal(self, comm: Communicator) -> None:
+        """See :meth:`Split.make_equal`."""
+        super().make_equal(comm)
+        self._count(comm)
+
+    def load_state_dict(self, state: dict[str, Any], *, keeps: bool = False) -> None:
+        """See :meth:`Split.load_state_dict`; where there are parts in the state, all members load together."""
+        super().load_state_dict(state, keeps=keeps)
+        if "parts" in state:
+            self._count(self._comm)
+
+    def _count(self, comm: Communicator) -> None:
+        held = self.holdings.held
+        self.numel = sum(comm.maximum([held[n].numel if n in held else 0 for n in range(self._model.parts)]))
+
+    def homes(self) -> Any:
+        """Return who holds which part, and the size of the whole, as plain JSON."""
+        return [self.numel, super().homes()]
+
+    def take_homes(self, homes: Any) -> None:
+        """Hear, as a newcomer, what :meth:`homes` returned."""
+        self.numel, of_parts = homes
+        super().take_homes(of_parts)
 
     # -- a step
 

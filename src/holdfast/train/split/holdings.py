@@ -38,9 +38,9 @@ class Holdings:
         assert self.homes is not None, "the parts have no homes yet"
         return self.homes
 
-    def is_lost(self, members: Sequence[int]) -> bool:
-        """Return whether a part has no holder among ``members``; False as long as nobody has any."""
-        return self.homes is not None and bool(self.homes.lost(members))
+    def lost(self, members: Sequence[int]) -> tuple[int, ...]:
+        """Return the parts that have no holder among ``members``; none as long as nobody has any."""
+        return () if self.homes is None else self.homes.lost(members)
 
     def begin(self, members: Sequence[int], here: Sequence[int], saved: Mapping[int, Mapping[str, Any]] | None) -> None:
         """Hold what a job of these members holds when it begins, or loads.
@@ -105,9 +105,10 @@ class Holdings:
             self._forget(part)
         self.held = dict(sorted(self.held.items()))
 
-    def led_by(self, here: Sequence[int]) -> tuple[int, ...]:
-        """Return the parts of which this process plays the lowest holder: it writes them."""
-        return tuple(part for part in self.held if self.now.holders(part)[0] in here)
+    def lowest_holders(self, members: Sequence[int]) -> tuple[int, ...]:
+        """Return who writes each part: the lowest of ``members`` that holds it; right after a death some holders are dead."""
+        homes = self.now
+        return tuple(next(rank for rank in homes.holders(part) if rank in members) for part in range(homes.parts))
 
     def states(self, parts: Sequence[int]) -> dict[str, Any]:
         """Return the states of some parts that are held here, by number as a string, not copied."""

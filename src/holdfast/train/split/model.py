@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from holdfast.errors import ConfigError, ScriptError
-from holdfast.train.seeds import seed_of
+from holdfast.train.seeds import seed_of, seeded
 
 Loss = Callable[..., torch.Tensor | tuple[torch.Tensor, Mapping[str, torch.Tensor | float]]]
 """Takes the last stage's output, then the rest of the batch; returns the mean over it, and figures to log if it likes."""
@@ -31,7 +31,7 @@ class Pipeline:
 
     Args:
         stages: Functions that make the stages, each called only where it is needed, with the global generators seeded by
-            the job's seed and the stage; or the stages, which every worker then has in its memory from the beginning to the
+            the job's seed and the stage; or the stages, alike at all workers, each of which then has all in its memory from the beginning to the
             end. A stage takes and returns one tensor.
         loss: See :data:`Loss`.
 
@@ -114,8 +114,7 @@ class Sharded:
 def _made(stage: Callable[[], nn.Module] | nn.Module, seed: int) -> nn.Module:
     if isinstance(stage, nn.Module):
         return copy.deepcopy(stage)
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(seed)
+    with seeded(seed):
         made: Any = stage()
     if not isinstance(made, nn.Module):
         msg = f"a stage must be an nn.Module or a function that makes one, got {type(made).__name__}"

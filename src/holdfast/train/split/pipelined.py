@@ -133,9 +133,7 @@ class Stages:
         stage = self._holdings.held[last]
         figures = stage.buckets.read_metrics(stage.sums[-1], self._work.figures)
         told = torch.frombuffer(bytearray(json.dumps(figures).encode()), dtype=torch.uint8)
-        for rank in self._comm.members:
-            if rank not in self._comm.here:
-                self._mail.send(rank, told)
+        self._mail.send([rank for rank in self._comm.members if rank not in self._comm.here], told)
         return figures
 
     # -- one micro-batch in one stage
@@ -163,9 +161,7 @@ class Stages:
         stage.buckets.buffers.lend()
         seed_slice(seed, batch.step, number, part)
         output = stage.model(inputs)
-        if not isinstance(output, torch.Tensor):
-            msg = f"a stage must return one tensor, stage {part} returned {type(output).__name__}"
-            raise ScriptError(msg)
+        _check_output(output, part)
         samples = len(batch.slices[number])
         metrics: Mapping[str, Any] = {"loss": 0.0}
         if last:
@@ -198,10 +194,12 @@ class Stages:
         stage.buckets.aim(passed.terms)
         if part == self._holdings.now.parts - 1:
             passed.output.backward()
-        elif passed.output.requires_grad:
+        else:
             passed.output.backward(self._take(batch, number, part + 1, part, back=True))
         if passed.given is not None:
-            assert passed.given.grad is not None, "autograd gave no gradient to the input of a stage"
+            if passed.given.grad is None:
+                msg = f"what stage {part} of a Pipeline returns does not depend on what it is given, so no gradient goes back to stage {part - 1}"
+                raise ScriptError(msg)
             self._give(batch, number, part, part - 1, passed.given.grad, back=True)
         stage.buckets.collect(passed.terms)
 
@@ -245,6 +243,15 @@ class Stages:
 def chain_of(homes: Homes, batch: MiniBatch, number: int) -> tuple[int, ...]:
     """Return who computes a slice: the chains have contiguous runs of them."""
     return homes.chains[number * len(homes.chains) // len(batch.slices)]
+
+
+def _check_output(output: Any, part: int) -> None:
+    if not isinstance(output, torch.Tensor):
+        msg = f"a stage must return one tensor, stage {part} returned {type(output).__name__}"
+        raise ScriptError(msg)
+    if not output.requires_grad:
+        msg = f"what stage {part} of a Pipeline returns does not depend on its parameters as far as autograd knows: a detach or no_grad?"
+        raise ScriptError(msg)
 
 
 def _checked(inputs: Any) -> Sequence[Any]:

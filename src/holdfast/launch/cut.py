@@ -1,0 +1,90 @@
+"""Cutting network devices off for some time: ``python cut.py SECONDS DEVICE...``, 0 seconds for ever.
+
+A process of its own, so that the network comes back whatever becomes of the launcher: when the time is over, or when standard
+input ends, as it does with the launcher. It prints ``cut`` when nothing gets through any more, and nothing if it could not
+do it. It is run by its path, and imports nothing of the package, so that it starts at once.
+"""
+
+from __future__ import annotations
+
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import IO
+
+_IP_S = 10.0
+"""How long one call of ``ip`` may take."""
+_FORGOTTEN = (("-6", "addr"), ("-4", "route"), ("-6", "route"))
+"""What a device forgets when it is taken down, in the order in which it must be given back."""
+
+
+def ip(*words: str, stdin: IO[bytes] | None = None) -> bytes:
+    """Run ``ip`` and return what it prints.
+
+    Raises:
+        subprocess.CalledProcessError: if it fails; ``stderr`` says why.
+    """
+    return subprocess.run(["ip", *words], stdin=stdin, capture_output=True, timeout=_IP_S, check=True).stdout
+
+
+@dataclass(frozen=True, slots=True)
+class _Device:
+    """A device, and what it will have forgotten; of a protocol that the machine does not have there is nothing."""
+
+    name: str
+    saved: tuple[bytes, ...]
+
+    @classmethod
+    def of(cls, name: str) -> _Device:
+        saved = []
+        for family, what in _FORGOTTEN:
+            found = subprocess.run(
+                ["ip", family, what, "save", "dev", name], capture_output=True, timeout=_IP_S, check=False
+            )
+            saved.append(b"" if found.returncode else found.stdout)
+        return cls(name, tuple(saved))
+
+    def cut(self) -> None:
+        ip("link", "set", "dev", self.name, "down")
+
+    def heal(self) -> None:
+        ip("link", "set", "dev", self.name, "up")
+        for (family, what), saved in zip(_FORGOTTEN, self.saved, strict=True):
+            if saved:
+                with tempfile.TemporaryFile() as file:  # a pipe will not do: ip reads it several times
+                    file.write(saved)
+                    file.seek(0)
+                    ip(family, what, "restore", stdin=file)
+
+
+def main(seconds: float, names: Sequence[str]) -> int:
+    """Cut the devices off, wait, heal them; return 0 if all that could be done."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # meant for the launcher: this process ends when that has
+    devices = [_Device.of(name) for name in names]
+    try:
+        done = [_try(device.cut, f"cut {device.name}") for device in devices]
+        if all(done):
+            print("cut", flush=True)  # noqa: T201 - the launcher waits for it
+            select.select([sys.stdin], [], [], seconds or None)
+    finally:
+        done += [_try(device.heal, f"give {device.name} back its network") for device in devices]
+    return int(not all(done))
+
+
+def _try(act: Callable[[], None], what: str) -> bool:
+    try:
+        act()
+    except subprocess.SubprocessError as error:
+        why = getattr(error, "stderr", None) or str(error).encode()
+        print(f"holdfast: could not {what}: {why.decode().strip()}", file=sys.stderr)  # noqa: T201 - of our own
+        return False
+    return True
+
+
+if __name__ == "__main__":
+    sys.exit(main(float(sys.argv[1]), sys.argv[2:]))

@@ -1,0 +1,316 @@
+"""Several machines under one mpirun: which they are, whether they can take part, and what is left of them.
+
+Open MPI's runtime ends the whole job when it loses a machine, so this launcher starts the job again on the others.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+from holdfast.errors import ConfigError
+from holdfast.launch.agent import SSH, Agent, Answer, kill_command, reached
+from holdfast.launch.processes import Pair, end, this_node
+
+if TYPE_CHECKING:
+    from holdfast.launch.attempt import Places
+    from holdfast.launch.job import Job
+
+SLURM = "slurm"
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
+_TASKS = re.compile(r"(\d+)(?:\(x(\d+)\))?")
+_MARK = "holdfast-node"
+_FIRST_CODE = 91
+_PROBES = 3
+_END_S = 5.0
+_HANDED_ON = ("HOLDFAST_", "OMP_", "MKL_", "MALLOC_", "MASTER_", "PYTHON", "CUDA_", "NCCL_", "TORCH")
+"""Variables that workers find on all machines; what begins with OMPI_ mpirun hands on by itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """A machine for some workers.
+
+    Args:
+        name: How it is reached.
+        slots: Most workers there.
+    """
+
+    name: str
+    slots: int
+
+    def __str__(self) -> str:
+        return f"{self.name}:{self.slots}"
+
+
+# ---------------------------------------------------------------------------------------------
+# Which they are
+
+
+def parse_hosts(text: str, env: Mapping[str, str] | None = None) -> tuple[Host, ...]:
+    """Return the machines that ``--hosts`` names.
+
+    Args:
+        text: ``node0:8,node1:8``; or a file with a line for each, ``node0:8`` or ``node0 slots=8``; or ``slurm`` for those
+            of the allocation.
+        env: Where Slurm says which these are; None: the environment of this process.
+
+    Raises:
+        ConfigError: if it is none of these.
+    """
+    if text == SLURM:
+        hosts = _of_slurm(os.environ if env is None else env)
+    elif Path(text).is_file():
+        lines = (line.partition("#")[0].strip() for line in Path(text).read_text().splitlines())
+        hosts = [_host(re.sub(r"\s+slots\s*=\s*", ":", line)) for line in lines if line]
+    elif "/" in text:
+        _refuse(f"--hosts: there is no file {text}")
+    else:
+        hosts = [_host(word.strip()) for word in text.split(",")]
+    if not hosts:
+        _refuse(f"--hosts {text} names no machine")
+    twice = {host.name for host in hosts if [other.name for other in hosts].count(host.name) > 1}
+    if twice:
+        _refuse(f"--hosts names {', '.join(sorted(twice))} twice; give the workers there as one number, HOST:N")
+    return tuple(hosts)
+
+
+def _host(word: str) -> Host:
+    name, colon, slots = word.partition(":")
+    if not _NAME.fullmatch(name):
+        _refuse(f"--hosts must be HOST:WORKERS[,HOST:WORKERS...], a file of such lines, or {SLURM}; got {word!r}")
+    if colon and not (slots.isdecimal() and 1 <= int(slots) <= 1024):
+        _refuse(f"--hosts: the workers of {name} must be a number from 1 to 1024, got {slots!r}")
+    return Host(name, int(slots) if colon else 1)
+
+
+def _of_slurm(env: Mapping[str, str]) -> list[Host]:
+    nodes, tasks = env.get("SLURM_JOB_NODELIST", ""), env.get("SLURM_TASKS_PER_NODE", "")
+    if not nodes or shutil.which("scontrol") is None:
+        what = "scontrol is not on PATH" if nodes else "SLURM_JOB_NODELIST is not set"
+        _refuse(f"--hosts {SLURM} works inside an allocation of Slurm only, and {what}")
+    shown = subprocess.run(
+        ["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, timeout=60, check=False
+    )
+    if shown.returncode:
+        _refuse(f"--hosts {SLURM}: scontrol show hostnames {nodes} says: {shown.stderr.strip()}")
+    names = shown.stdout.split()
+    matches = [_TASKS.fullmatch(part) for part in tasks.split(",")]
+    slots = [int(match[1]) for match in matches if match for _ in range(int(match[2] or 1))]
+    if len(slots) != len(names) or None in matches:
+        _refuse(f"--hosts {SLURM}: SLURM_TASKS_PER_NODE={tasks!r} does not fit the {len(names)} nodes of {nodes}")
+    return [Host(name, number) for name, number in zip(names, slots, strict=True)]
+
+
+def check_hosts(job: Job) -> None:
+    """Find out whether the options about hosts go together.
+
+    Raises:
+        ConfigError: if not.
+    """
+    if not job.hosts:
+        for given, option in (
+            (job.launch_agent, "--launch-agent"),
+            (job.network, "--network"),
+            (job.run_dir, "--run-dir"),
+        ):
+            if given:
+                _refuse(f"{option} needs --hosts: on one machine it has no meaning")
+        return
+    if job.settings.fabric != "ulfm":
+        _refuse(
+            f"--hosts needs --fabric ulfm, got {job.settings.fabric}; with gloo start a launcher on each machine, see docs/nodes.md"
+        )
+    slots = sum(host.slots for host in job.hosts)
+    if len(job.ranks) > slots:
+        _refuse(f"--hosts has room for {slots} workers, and -n and --spares ask for {len(job.ranks)}")
+    _agent_words(job)
+    shared_folder(job)
+
+
+def _agent_words(job: Job) -> list[str]:
+    words = shlex.split(job.launch_agent) or list(SSH)
+    if shutil.which(words[0]) is None:
+        where = f"--launch-agent {words[0]}" if job.launch_agent else "ssh"
+        _refuse(f"{where} cannot be run; --launch-agent names the program that reaches the other machines, as ssh does")
+    return words
+
+
+def shared_folder(job: Job) -> Path | None:
+    """Return where launcher and workers meet that are on several machines; None for a job on one.
+
+    Raises:
+        ConfigError: if there is no such place.
+    """
+    place = job.settings.checkpoint_dir.removeprefix("file://")
+    if not job.hosts:
+        return None
+    if job.run_dir is None and (not place or "://" in place):
+        _refuse("--hosts needs a folder that all machines see: --checkpoint-dir, or --run-dir if that is not one")
+    folder = Path(job.run_dir or place).absolute()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        msg = f"--{'run' if job.run_dir else 'checkpoint'}-dir {folder} cannot be made: {error.strerror}"
+        raise ConfigError(msg) from error
+    return folder
+
+
+def _refuse(message: str) -> NoReturn:
+    raise ConfigError(message)
+
+
+# ---------------------------------------------------------------------------------------------
+# What is left of them
+
+
+class Hosts:
+    """The machines of a job: those that are left, and how they are reached.
+
+    Args:
+        job: What is run on them; it was checked.
+        places: Its folders, which all must see.
+    """
+
+    def __init__(self, job: Job, places: Places) -> None:
+        self.left = job.hosts
+        self._job = job
+        self._agent = Agent(_agent_words(job), [host.name for host in job.hosts if _is_here(host.name)])
+        self._needs = (
+            (f"test -d {shlex.quote(str(places.run_dir))}", f"does not see {places.run_dir.parent}: it must be shared"),
+            (f"test -d {shlex.quote(str(places.log_dir))}", f"does not see {places.log_dir}: it must be shared"),
+            (f"cd {shlex.quote(os.getcwd())}", f"has no folder {os.getcwd()}, where this was started"),
+            (f"test -r {shlex.quote(str(job.script))}", f"has no script {job.script} in {os.getcwd()}"),
+            (f"test -x {shlex.quote(sys.executable)}", f"has no {sys.executable}; install the same environment there"),
+        )
+        self._names: dict[str, str] = {}
+
+    # -- looking
+
+    def meet(self) -> None:
+        """Make sure that all machines can take part.
+
+        Raises:
+            ConfigError: naming each that cannot, and why.
+        """
+        answers, missing = self._look({})
+        if missing:
+            _refuse("; ".join(f"host {name} {why}" for name, why in missing.items()))
+        for name, answer in answers.items():
+            node = _node(answer)
+            if node in self._names:
+                _refuse(f"hosts {self._names[node]} and {name} are one machine, {node}; name it once, HOST:WORKERS")
+            self._names[node] = name
+
+    def look_again(self, pairs: Iterable[Pair]) -> dict[str, str]:
+        """Find out who is left when mpirun has ended; return who is not, and why.
+
+        Args:
+            pairs: The processes that ran under it: what still runs of them is ended.
+        """
+        _, missing = self._look(self._kills(pairs))
+        self.left = tuple(host for host in self.left if host.name not in missing)
+        return missing
+
+    def _look(self, ends: Mapping[str, Sequence[str]]) -> tuple[dict[str, Answer], dict[str, str]]:
+        checks = [f"{need} || exit {_FIRST_CODE + number}" for number, (need, _) in enumerate(self._needs)]
+        look = "; ".join([*checks, f"echo {_MARK} $(uname -n)"])
+        commands = {host.name: "; ".join([*ends.get(host.name, ()), look]) for host in self.left}
+        answers = self._agent.ask(commands, self._job.node_timeout_s)
+        return answers, {name: why for name, answer in answers.items() if (why := self._why_not(answer))}
+
+    def _why_not(self, answer: Answer) -> str:
+        """Return why a machine cannot take part, "" if it can."""
+        if answer.exit_code is None:
+            return f"did not answer within {self._job.node_timeout_s:g} s"
+        number = answer.exit_code - _FIRST_CODE
+        if 0 <= number < len(self._needs):
+            return self._needs[number][1]
+        if answer.exit_code or _node(answer) == "":
+            said = answer.said.strip().splitlines()
+            return f"could not be reached: {said[-1] if said else f'exit code {answer.exit_code}'}"
+        return ""
+
+    def name_of(self, node: str) -> str:
+        """Return by which of its names in the list a machine is known, from how it calls itself; "" if by none."""
+        return self._names.get(node, "")
+
+    @property
+    def slots(self) -> int:
+        """The most workers on the machines that are left."""
+        return sum(host.slots for host in self.left)
+
+    # -- using them
+
+    def mpirun_words(self, env: Mapping[str, str]) -> list[str]:
+        """Return what tells mpirun where to start workers, and which variables to hand on."""
+        patience_s = self._job.node_timeout_s
+        mca = {
+            "plm": "ssh",  # the same way in and outside of Slurm
+            "oob_tcp_keepalive_time": max(1, round(patience_s / 2)),
+            "oob_tcp_keepalive_intvl": max(1, round(patience_s / 2 / _PROBES)),
+            "oob_tcp_keepalive_probes": _PROBES,
+        }
+        if self._job.launch_agent:
+            mca["plm_ssh_agent"] = self._job.launch_agent
+        if self._job.network:
+            mca["prte_if_include"] = self._job.network
+        words = ["--host", ",".join(map(str, self.left))]
+        words += [word for name, value in mca.items() for word in ("--prtemca", name, str(value))]
+        words += ["--mca", "btl_tcp_if_include", self._job.network] if self._job.network else []
+        for name in sorted(env):
+            words += ["-x", name] if name.startswith(_HANDED_ON) else []
+        return words
+
+    def reach(self, pair: Pair) -> Pair:
+        """Return a pair so that it can be sent signals, wherever it is."""
+        name = self._names.get(pair.node)
+        return pair if name is None or pair.node == this_node() else reached(pair, name, self._agent)
+
+    def end(self, processes: Sequence[subprocess.Popen[bytes]], pairs: Sequence[Pair]) -> None:
+        """End mpirun and all that is under it; on machines that do not answer that is left to Open MPI."""
+        here = [pair for pair in pairs if pair.node == this_node()]
+        if any(process.poll() is None for process in processes):
+            kills = self._kills(pair for pair in pairs if pair not in here)
+            self._agent.ask({name: "; ".join(words) for name, words in kills.items()}, _END_S)
+        end(processes, here)
+
+    def _kills(self, pairs: Iterable[Pair]) -> dict[str, list[str]]:
+        """Return, by host, the commands that end these there."""
+        kills: dict[str, list[str]] = {}
+        for pair in pairs:
+            if pair.node in self._names:
+                ends = (kill_command(process, signal.SIGKILL) for process in (pair.watcher, pair.worker))
+                kills.setdefault(self._names[pair.node], []).extend(ends)
+        return kills
+
+    def close(self) -> None:
+        """End what is under way to other machines."""
+        self._agent.close()
+
+
+def _is_here(name: str) -> bool:
+    """Return whether a name is that of this machine, which needs no agent to be reached."""
+    try:
+        address = socket.gethostbyname(name)
+        with socket.socket() as probe:
+            probe.bind((address, 0))  # addresses of others cannot be had
+    except OSError:
+        return False
+    return True
+
+
+def _node(answer: Answer) -> str:
+    """Return how a machine calls itself, "" if it did not say."""
+    lines = answer.said.splitlines()
+    return next((line.split()[1] for line in lines if line.startswith(f"{_MARK} ")), "")

@@ -1,0 +1,103 @@
+"""Looking now and then where the workers are: the stuck are ended, the slow are named, and those who all wait are found."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+from collections.abc import Mapping, Sequence
+
+from holdfast.errors import StoreLost
+from holdfast.events import StragglerSeen, WorkerFenced
+from holdfast.launch.attempt import Attempt
+from holdfast.launch.control import append
+from holdfast.launch.hangs import Hangs
+from holdfast.launch.news import News
+from holdfast.launch.nodes import Nodes
+from holdfast.launch.run import Run
+from holdfast.launch.stragglers import Stragglers
+from holdfast.records import Position, requests_path
+
+_LOOK_S = 0.25
+
+
+class Lookout:
+    """Watches the workers of this node.
+
+    Args:
+        run: Of which job.
+        news: Whom to tell what was found.
+    """
+
+    def __init__(self, run: Run, news: News) -> None:
+        self._run = run
+        self._news = news
+        self._hangs = Hangs(0.0 if run.job.is_virtual else run.job.settings.hang_timeout_s)
+        self._stragglers = Stragglers(run.job.straggler_factor)
+        self._look_at_s = 0.0
+
+    def begin(self) -> None:
+        """Hear that the job is started, or started again."""
+        self._hangs.begin()
+        self._stragglers.begin()
+
+    def is_due(self) -> bool:
+        """Return whether it is time to look."""
+        return self._run.clock.now_s() >= self._look_at_s
+
+    def look(self, attempt: Attempt) -> None:
+        """Look where the workers are, and do what is to be done about it."""
+        now_s = self._run.clock.now_s()
+        self._look_at_s = now_s + min(_LOOK_S, self._hangs.look_every_s or _LOOK_S)
+        living = [rank for rank in self._run.judge.living() if rank in attempt.processes]
+        watched = {*living, *self._run.judge.waiting} & set(attempt.processes)
+        positions = {rank: p for rank in watched if (p := attempt.position(rank)) is not None}
+        self._run.judge.watch(positions, now_s)
+        self._end_stuck(attempt, positions, now_s)
+        self._say_how_it_goes(living, now_s)
+        self._look_for_stragglers(attempt, positions, now_s)
+        self._news.show(attempt.pids(living))
+
+    def all_stall(self, attempt: Attempt, nodes: Nodes) -> bool:
+        """Return whether the workers of all nodes wait for each other; of this node alone the judge knows."""
+        living = set(self._run.judge.living())
+        remote = living.difference(attempt.processes)
+        if not remote or not nodes.all_say("stalls", nodes.homes_of(sorted(remote))):
+            return False
+        return self._run.judge.stand_still(living - remote, self._run.clock.now_s())
+
+    def _say_how_it_goes(self, living: Sequence[int], now_s: float) -> None:
+        """Tell the other launchers what decides, for all workers together, whether some are stuck."""
+        if (others := self._run.others) is not None:
+            with contextlib.suppress(StoreLost):  # found at the next look
+                others.say("waits", true=self._hangs.keep_us_waiting)
+                others.say("stalls", true=self._run.judge.stand_still(living, now_s))
+
+    def _end_stuck(self, attempt: Attempt, positions: Mapping[int, Position], now_s: float) -> None:
+        nodes = self._run.nodes
+        elsewhere = nodes is not None and nodes.any_says("waits")
+        for stuck in self._hangs.look(positions, now_s, elsewhere=elsewhere):
+            pair = attempt.pair(stuck.rank)
+            if pair is not None:
+                pair.watcher.send(signal.SIGCONT)  # if it is what was stopped, it cannot tell how its worker ended
+            if pair is None or not pair.worker.is_alive():
+                continue
+            position = positions[stuck.rank]
+            self._news.note(
+                WorkerFenced(
+                    t_s=now_s, rank=stuck.rank, step=position.step, silent_s=stuck.silent_s, reason=stuck.reason
+                )
+            )
+            pair.worker.send(signal.SIGKILL)
+
+    def _look_for_stragglers(self, attempt: Attempt, positions: Mapping[int, Position], now_s: float) -> None:
+        policy = self._run.job.stragglers
+        if policy == "ignore" or self._run.job.is_virtual:
+            return
+        for rank, score in self._stragglers.look(positions).items():
+            step = positions[rank].step
+            self._news.note(StragglerSeen(t_s=now_s, rank=rank, step=step, score=score, policy=policy))
+            if policy == "replace":  # it leaves in order, so that nothing of its work is lost
+                attempt.send(rank, signal.SIGTERM)
+                self._run.births.died(rank, now_s)
+        if policy == "rebalance" and (speeds := self._stragglers.new_speeds(positions)) is not None:
+            append(requests_path(self._run.places.run_dir), {"speeds": speeds})

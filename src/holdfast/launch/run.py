@@ -1,0 +1,44 @@
+"""What the parts of a launcher have in common."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from holdfast.clock import Clock
+from holdfast.launch.attempt import Files, Places
+from holdfast.launch.births import Births
+from holdfast.launch.job import Job
+from holdfast.launch.judge import Judge
+from holdfast.launch.live import View
+from holdfast.launch.nodes import Nodes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """One run of a job, over all its starts.
+
+    Args:
+        job: What is run.
+        view: Who shows it.
+        judge: What is known of the workers.
+        births: Who is to be started beside those.
+        nodes: The launchers, as this one is among them; None where the fabric needs no store.
+        places: The folders.
+        files: What the workers write there.
+        clock: Zero is when it began, on the first node.
+    """
+
+    job: Job
+    view: View
+    judge: Judge
+    births: Births
+    nodes: Nodes | None
+    places: Places
+    files: Files
+    clock: Clock
+
+    @property
+    def others(self) -> Nodes | None:
+        """The launchers of the other nodes, None if there are none, or this node can take no part any more."""
+        nodes = self.nodes
+        return None if nodes is None or self.job.nnodes == 1 or nodes.store_lost else nodes

@@ -1,0 +1,144 @@
+"""Stopping a job, or this node's part in it, before its end: on a signal, on another launcher's word, without a store."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+from types import FrameType
+from typing import Any
+
+from holdfast.errors import StoreLost
+from holdfast.launch.attempt import Attempt
+from holdfast.launch.judge import Broken, Completed, Verdict
+from holdfast.launch.news import News
+from holdfast.launch.nodes import FENCE_LEASES
+from holdfast.launch.run import Run
+from holdfast.records import stop_path
+
+_TOGETHER_S = 1.0
+"""Launchers that are told to stop within this time are told so as a whole."""
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class Stopping:
+    """Has the workers save or leave when somebody asks for it, and says when their time is over.
+
+    Args:
+        run: Of which job.
+        news: What has been heard of it.
+    """
+
+    def __init__(self, run: Run, news: News) -> None:
+        self._run = run
+        self._news = news
+        self._requests = 0
+        self._at_once = False
+        self._by_s: float | None = None
+        self._told = False
+        self._lost_store_by_s: float | None = None
+        self._handlers: dict[signal.Signals, Any] = {}
+
+    # -- requests
+
+    def take_signals(self) -> None:
+        """Take signals to this process for requests to stop, until :meth:`close`."""
+        if threading.current_thread() is threading.main_thread():
+            # nohup ignores SIGHUP
+            wanted = [number for number in _SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
+            self._handlers = {number: signal.signal(number, self._on_signal) for number in wanted}
+
+    def close(self) -> None:
+        """Leave signals to whom they were left before."""
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether somebody has asked to stop."""
+        return self._requests > 0
+
+    def ask(self) -> None:
+        """Hear that the job is to stop; who asks twice is no more urgent."""
+        if not self._requests:
+            self._requests = 1
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self._at_once = self._requests > 0 and number == signal.SIGINT  # schedulers repeat SIGTERM, people do not
+        self._requests += 1
+
+    # -- answers
+
+    def answer(self, attempt: Attempt) -> None:
+        """Tell the workers, once it is known who is to stop: the whole job, or this node alone."""
+        if not self.is_asked or self._told:
+            return
+        grace_s, now_s = self._run.job.grace_s, self._run.clock.now_s()
+        if self._by_s is None:
+            self._by_s = now_s + grace_s
+        all_stop = self._all_are_to_stop()
+        if not all_stop and now_s < self._by_s - grace_s + min(_TOGETHER_S, grace_s / 4):
+            return  # the others may be told to stop just now, too
+        self._told = True
+        what = "the workers finish their step and save" if all_stop else "the workers of this node leave the others"
+        if self._news.is_distributed:
+            what = "the ranks are sent a SIGTERM"
+        self._run.view.say(f"stopping: {what}, within {grace_s:g} s (Ctrl-C to stop at once)")
+        self._tell(attempt, all_stop=all_stop)
+
+    def timed_out(self) -> Verdict | None:
+        """Return the verdict if the workers were given enough time, or somebody will not wait for them."""
+        if self._at_once:
+            return Broken("stopped at once on a second request; nothing was saved for it")
+        if self._by_s is not None and self._run.clock.now_s() > self._by_s:
+            what = "ranks did not end" if self._news.is_distributed else "workers did not save"
+            return Broken(f"stopped on request, but the {what} within {self._run.job.grace_s:g} s")
+        return None
+
+    def _all_are_to_stop(self) -> bool:
+        """Return whether the whole job is to stop, not this node alone, as far as is known by now."""
+        others = self._run.others
+        if others is None:
+            return True
+        with contextlib.suppress(StoreLost):  # found at the next look
+            others.say("stops", true=True)
+            if not others.is_stopping() and (others.is_host or others.all_say("stops")):
+                others.ask_all_to_stop()
+        return others.is_stopping()
+
+    def _tell(self, attempt: Attempt, *, all_stop: bool) -> None:
+        if all_stop:
+            stop_path(self._run.places.run_dir).touch()
+        for rank in attempt.processes:
+            attempt.send(rank, signal.SIGTERM)
+
+    # -- without a store
+
+    def without_store(self, attempt: Attempt, why: str) -> Verdict | None:
+        """Have the workers save and stop, if all are there to do so; return what has become of it.
+
+        They must have ended before other nodes, if only this one is cut off, may start the job again.
+        """
+        run = self._run
+        if self._lost_store_by_s is None:
+            grace_s = run.job.grace_s
+            if run.job.nnodes > 1:
+                grace_s = min(grace_s, (FENCE_LEASES - 1) * run.job.node_timeout_s)
+            run.view.say(f"stopping: {why}; the workers finish their step and save, within {grace_s:g} s")
+            self._lost_store_by_s = run.clock.now_s() + grace_s
+            self._tell(attempt, all_stop=True)
+        if attempt.is_running() and run.clock.now_s() < self._lost_store_by_s:
+            return None
+        self._news.read(attempt)
+        verdict = run.judge.verdict(run.clock.now_s(), running=False)
+        return verdict if isinstance(verdict, Completed) else self.cut_off(why)
+
+    def cut_off(self, why: str) -> Broken:
+        """Return the verdict where the store is lost and the workers have ended."""
+        job = self._run.job
+        if job.nnodes == 1:
+            return Broken(f"the store was lost: {why}")
+        return Broken(
+            f"node {job.node_rank} can no longer take part: {why}. Its workers were ended, and nothing counts that "
+            "the others do not know of; to come back, start it again with the same command"
+        )

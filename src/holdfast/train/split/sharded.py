@@ -1,0 +1,283 @@
+"""A model whose parameters are spread over workers, each of which computes its slices with all of them.
+
+A step has the same sums as that of a replicated model, and the same bits. What is different: before it, who holds a
+shard lends it to all others, and after it only they run the optimizer on it. On one host what is lent is read where its
+holder put it; nobody has a copy. It may not be written, and is taken back when the step is over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from holdfast.comm import Communicator, Mail
+from holdfast.errors import StateLost
+from holdfast.settings import Settings
+from holdfast.train.batches import MiniBatch
+from holdfast.train.optimizers import may_write_gradients
+from holdfast.train.replica import Replica
+from holdfast.train.split.body import MakeOptimizer, MakeScheduler, Split, shape_of
+from holdfast.train.split.model import Sharded
+from holdfast.train.world import World
+
+
+@dataclass(slots=True)
+class _Shard:
+    """Parameters of one shard, which lie in one row for each type of number, where they are held."""
+
+    names: list[str]
+    rows: list[torch.Tensor]
+
+
+class Shards(Split):
+    """The shards that this worker holds, and the model that it computes with.
+
+    Args:
+        model: What the user gave.
+        make_optimizer: Makes the optimizer of a shard from its parameters.
+        make_scheduler: Makes its learning-rate scheduler, if there is one.
+        schedule: ``"step"`` or ``"epoch"``.
+        clip_grad_norm: Largest norm of the mean gradient of the whole model.
+        settings: Of the run.
+    """
+
+    def __init__(
+        self,
+        model: Sharded,
+        make_optimizer: MakeOptimizer,
+        make_scheduler: MakeScheduler | None,
+        schedule: str,
+        clip_grad_norm: float | None,
+        settings: Settings,
+    ) -> None:
+        self._model = model.module
+        self._parameters = dict(model.module.named_parameters())
+        self._shards = [_Shard(names, []) for names in model.cut(model.shards or settings.workers)]
+        self._make_optimizer = make_optimizer
+        self._make_scheduler = make_scheduler
+        self._schedule = schedule
+        self._settings = settings
+        self._given_away = False
+        super().__init__(shape_of(len(self._shards), 1, settings), self._build, self._drop)
+        self.flow = _Flow(self, schedule, clip_grad_norm, settings)
+        self.num_buckets = self.flow.num_buckets
+        self.size_bytes = self.flow.size_bytes
+        self.device = self.flow.device
+        self.numel = self.flow.numel
+
+    def connect(self, world: World) -> None:
+        """Meet the others."""
+        super().connect(world)
+        self._mail = Mail(world.comm, shared_bytes=self._settings.shared_bytes)
+
+    # -- the shards that are held here
+
+    def _build(self, part: int) -> Replica:
+        """Return a shard with the parameters as they are at the beginning, or with memory for what comes."""
+        shard = self._shards[part]
+        if not shard.rows:
+            shard.rows = self._in_rows([self._parameters[name] for name in shard.names])
+        tree = _tree({name: self._parameters[name] for name in shard.names})
+        optimizer = self._make_optimizer(tree.parameters())
+        return Replica(
+            tree,
+            optimizer,
+            scheduler=None if self._make_scheduler is None else self._make_scheduler(optimizer),
+            schedule=self._schedule,
+            scaler=None,
+            clip_grad_norm=None,
+            bucket_bytes=self._settings.bucket_bytes,
+        )
+
+    @staticmethod
+    def _in_rows(parameters: Sequence[nn.Parameter]) -> list[torch.Tensor]:
+        """Move parameters into rows of their own, one for each type of number."""
+        rows = []
+        for dtype in dict.fromkeys(p.dtype for p in parameters):
+            mine = [p for p in parameters if p.dtype == dtype]
+            rows.append(torch.cat([p.detach().reshape(-1) for p in mine]))
+            _put(mine, rows[-1])
+        return rows
+
+    def _drop(self, part: int) -> None:
+        self._shards[part].rows = []
+        if self._given_away:  # before that, they are as they were at the beginning, and may be needed again
+            self._take_back_loans()
+
+    def make_equal(self, comm: Communicator) -> None:
+        """Begin with the shards as the script made them, the same at all who hold them.
+
+        Raises:
+            PeerFailed: if somebody died.
+            StateLost: if they were given away since: nobody has them any more as they were.
+        """
+        if self._given_away:
+            msg = "a shard of the model is lost with its holders, and there is no checkpoint: the job must begin again"
+            raise StateLost(msg)
+        super().make_equal(comm)
+        for _, buffer in self._model.named_buffers():
+            whole = buffer.detach().clone()
+            comm.broadcast(whole, comm.members[0])
+            buffer.copy_(whole)
+
+    # -- a step
+
+    def begin_loop(self) -> None:
+        """Look at the parameters, where they are now."""
+        super().begin_loop()
+        self.flow.begin_loop()
+
+    def begin_step(self) -> None:
+        """Lend what is held here, borrow what is not.
+
+        Raises:
+            PeerFailed: if somebody died.
+        """
+        self._remember()
+        self._borrow()
+        self.flow.begin_step()
+
+    def _borrow(self) -> None:
+        comm, homes = self._comm, self.holdings.now
+        self._given_away = True
+        self._mail.begin()
+        for part, shard in enumerate(self._shards):
+            holders = homes.holders(part)
+            if holders[0] in comm.here:
+                others = [rank for rank in comm.members if rank not in holders and rank not in comm.here]
+                for row in shard.rows:
+                    self._mail.send(others, row)
+            if part not in self.holdings.held:
+                parameters = [self._parameters[name] for name in shard.names]
+                for dtype in dict.fromkeys(p.dtype for p in parameters):
+                    _put([p for p in parameters if p.dtype == dtype], self._mail.receive(holders[0]))
+
+    def _take_back_loans(self) -> None:
+        """Let go of parameters that are not held here; they keep their shape, and take no memory."""
+        for part, shard in enumerate(self._shards):
+            if part not in self.holdings.held:
+                for name in shard.names:
+                    parameter = self._parameters[name]
+                    parameter.data = parameter.data.new_zeros(()).expand(parameter.shape)
+
+    def discard_step(self) -> None:
+        """Take back all that the attempt changed."""
+        self.flow.discard_step()
+        self._take_back()
+        self._take_back_loans()
+
+    def missing_slices(self, batch: MiniBatch) -> dict[int, tuple[int, ...]]:
+        """Return the buckets that each lost slice is missing from."""
+        return self.flow.missing_slices(batch)
+
+    def apply(self, batch: MiniBatch, names: Sequence[str]) -> dict[str, float]:
+        """Run the optimizers of the shards that are held here, and return the figures of the step."""
+        metrics = self.flow.apply(batch, names)
+        self._take_back_loans()
+        return metrics
+
+    def finish(self) -> None:
+        """Give every worker all parameters, for good.
+
+        Raises:
+            PeerFailed: if somebody died.
+        """
+        self._borrow()
+        for part, shard in enumerate(self._shards):
+            if part not in self.holdings.held:
+                for name in shard.names:
+                    self._parameters[name].data = self._parameters[name].data.clone()
+        self._note_sha256s(self._model, self._gather_sha256s())
+
+    def _gather_sha256s(self) -> list[str]:
+        comm, homes, own = self._comm, self.holdings.now, self.holdings.sha256s()
+        found = []
+        for part in range(homes.parts):
+            giver = homes.holders(part)[0]
+            if giver in comm.here:
+                told = torch.frombuffer(bytearray(own[part].encode()), dtype=torch.uint8)
+                self._mail.send([rank for rank in comm.members if rank not in comm.here], told)
+                found.append(own[part])
+            else:
+                found.append(self._mail.receive(giver).numpy().tobytes().decode())
+        return found
+
+    # -- the state as a whole
+
+    def shared_state(self) -> dict[str, Any]:
+        """Return what all workers have."""
+        return super().shared_state() | {"buffers": dict(self._model.named_buffers())}
+
+    def load_shared_state(self, state: Any) -> None:
+        """Go back to what all workers have."""
+        super().load_shared_state(state)
+        for name, buffer in self._model.named_buffers():
+            buffer.copy_(state["buffers"][name])
+
+
+class _Flow(Replica):
+    """The gradients of the whole model, which the optimizers of the held shards use.
+
+    Args:
+        shards: Whose.
+        schedule: ``"step"`` or ``"epoch"``.
+        clip_grad_norm: Largest norm of the mean gradient.
+        settings: Of the run.
+    """
+
+    def __init__(self, shards: Shards, schedule: str, clip_grad_norm: float | None, settings: Settings) -> None:
+        nobodys = torch.optim.SGD(shards._model.parameters(), lr=0.0)  # only says whose parameters these are
+        super().__init__(
+            shards._model,
+            nobodys,
+            scheduler=None,
+            schedule=schedule,
+            scaler=None,
+            clip_grad_norm=clip_grad_norm,
+            bucket_bytes=settings.bucket_bytes,
+        )
+        self._shards = shards
+
+    @property
+    def _held(self) -> list[Replica]:
+        return list(self._shards.holdings.held.values())
+
+    def _may_write(self) -> bool:
+        return self._clip_grad_norm is not None or any(may_write_gradients(part.optimizer) for part in self._held)
+
+    def _optimize(self) -> None:
+        if self._clip_grad_norm is not None:
+            nn.utils.clip_grad_norm_(self.model.parameters(), self._clip_grad_norm)
+        for part in self._held:
+            part.optimizer.step()
+
+    def _step_scheduler(self, batch: MiniBatch, metrics: dict[str, float]) -> None:
+        for part in self._held:
+            part._step_scheduler(batch, metrics)
+
+
+def _put(parameters: Sequence[nn.Parameter], row: torch.Tensor) -> None:
+    """Let parameters lie in ``row``, one after the other."""
+    parts = row.split([parameter.numel() for parameter in parameters])
+    for parameter, part in zip(parameters, parts, strict=True):
+        parameter.data = part.view(parameter.shape)
+
+
+def _tree(named: dict[str, nn.Parameter]) -> nn.Module:
+    """Return a module that has these parameters under their names, and computes nothing."""
+    root = nn.Module()
+    for name, parameter in named.items():
+        *path, last = name.split(".")
+        at = root
+        for step in path:
+            if step not in at._modules:
+                at.add_module(step, nn.Module())
+            inner = at._modules[step]
+            assert inner is not None
+            at = inner
+        at.register_parameter(last, parameter)
+    return root

@@ -1,0 +1,47 @@
+"""Workers of a split model, each a process that writes its own part of one checkpoint, and is killed while it does."""
+
+import torch
+from checkpoint_writers import die_at
+
+from holdfast.settings import Settings
+from holdfast.train.keeper import Keeper
+
+NUM_STAGES = 4
+
+
+def stage(number, value):
+    weight = torch.full((50, 3), float(value))
+    return {"model": {"w": weight, "number": torch.tensor(number)}, "optimizer": {"lr": value / 10, "m": weight * 2}}
+
+
+def state_of(value, stages=range(NUM_STAGES)):
+    """Return what the first writer gives: what all have, and these stages."""
+    parts = {str(number): stage(number, value) for number in stages}
+    return {"replica": {"parts": parts, "registered.mean": torch.full((9,), float(value))}, "value": value}
+
+
+def save_part(root, step, value, rank, holders, pipe, point="", nth=1):
+    """Write a part of a checkpoint and, as the first, complete it; end with why, if it does not come off.
+
+    Args:
+        root: Where.
+        step: Which.
+        value: Of the state.
+        rank: Of this worker.
+        holders: Of each worker, the stages that it gives.
+        pipe: Tells who is alive, when everybody who is to die has.
+        point: Die there.
+        nth: When it is passed for the n-th time.
+    """
+    die_at(point, nth)
+    keeper = Keeper(Settings(checkpoint_dir=root, keep_last=3), background=True)
+    keeper.start_over(value, 0)
+    state = state_of(value, holders[rank])
+    state = state if rank == 0 else {"replica": {"parts": state["replica"]["parts"]}}
+    writers = [(number,) for number in range(len(holders))]
+    keeper.begin(step, state, {"value": value}, writers, (rank,), 0, distinct=True)
+    keeper.publish(step - 1, 0, is_lead=rank == 0)
+    keeper.note_alive(pipe.recv())
+    why = [str(outcome.error) for outcome in keeper.finish() if outcome.error is not None]
+    if why:
+        raise SystemExit("; ".join(why))
