@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import signal
 import subprocess
 import sys
@@ -11,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from jobs import assert_landed, clean_env, exit_codes, run_report
-from train_saving import Training
+from train_saving import undisturbed
 
 from holdfast.launch.processes import Process
 
@@ -19,17 +18,6 @@ pytestmark = [pytest.mark.chaos, pytest.mark.timeout(170)]
 
 SCRIPT = Path(__file__).parents[1] / "support" / "train_children.py"
 DEADLINE_S = 60.0
-
-
-@pytest.fixture(autouse=True)
-def _no_session_outlives_a_test(monkeypatch):
-    monkeypatch.setattr("holdfast.train.session._sessions", [])
-
-
-@functools.cache
-def undisturbed():
-    """The hash of a run that nothing happened to."""
-    return Training().run().sha256
 
 
 def children(folder, rank):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import subprocess
 import sys
@@ -11,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from jobs import ROOT, clean_env, exit_codes, holdfast, run_report
-from train_saving import EPOCHS, LOOP_ENDS, Training
+from train_saving import EPOCHS, LOOP_ENDS, Training, undisturbed
 
 from holdfast.checkpoint import steps
 from holdfast.launch.control import append
@@ -23,17 +22,6 @@ SCRIPT = Path(__file__).parents[1] / "support" / "train_saving.py"
 STEPS = LOOP_ENDS[-1]
 LIMIT_S = 300
 NOTHING_LOST = {"planned": 180, "committed": 180, "lost": 0, "repeated": 0}
-
-
-@pytest.fixture(autouse=True)
-def _no_session_outlives_a_test(monkeypatch):
-    monkeypatch.setattr("holdfast.train.session._sessions", [])
-
-
-@functools.cache
-def undisturbed():
-    """The hash of a run that nothing happened to."""
-    return Training().run().sha256
 
 
 def words(*options, inject=(), deeds=(), workers=3):

@@ -464,19 +464,20 @@ def test_wrong_calls_are_named_at_every_rank_and_the_group_goes_on(misuse, call,
         assert line["works"]["result"]["sum"] == [6.0] * 5
 
 
-def test_sums_of_different_lengths_are_refused_with_the_lengths(tmp_path):
-    seen = run(tmp_path, 2, "lengths")
+@pytest.fixture(scope="module")
+def unlike(tmp_path_factory):
+    return run(tmp_path_factory.mktemp("unlike"), 2, "unlike")
 
-    for line in seen.one("lengths", [0, 1]):
+
+def test_sums_of_different_lengths_are_refused_with_the_lengths(unlike):
+    for line in unlike.one("lengths", [0, 1]):
         assert line["kind"] == "ScriptError"
         assert "different lengths, in the order of ranks [3, 4]" in line["says"]
         assert line["works"]["result"]["sum"] == [3.0] * 5
 
 
-def test_sums_of_different_types_are_refused(tmp_path):
-    seen = run(tmp_path, 2, "dtypes")
-
-    for line in seen.one("dtypes", [0, 1]):
+def test_sums_of_different_types_are_refused(unlike):
+    for line in unlike.one("dtypes", [0, 1]):
         assert line.get("kind") == "ScriptError", line["given"]
         assert line["given"] == [1, 1, 1]
 
@@ -492,7 +493,7 @@ def test_sums_of_very_different_lengths_are_refused_too(tmp_path):
 def test_under_torchrun_the_last_line_says_what_to_do(tmp_path):
     """What torchrun sets is there, and mpirun's is not."""
     done = subprocess.run(
-        [sys.executable, str(PLAYS), "lengths"],
+        [sys.executable, str(PLAYS), "unlike"],
         env=clean_env(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0"),
         capture_output=True,
         text=True,

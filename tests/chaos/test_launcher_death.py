@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from jobs import clean_env
-from train_saving import Training
+from train_saving import Training, undisturbed
 
 from holdfast.checkpoint import steps, verify
 from holdfast.events import Finished, WorkerEnded
@@ -21,17 +21,6 @@ pytestmark = [pytest.mark.chaos, pytest.mark.timeout(170)]
 
 SCRIPT = Path(__file__).parents[1] / "support" / "train_saving.py"
 DEADLINE_S = 90.0
-
-
-@pytest.fixture(autouse=True)
-def _no_session_outlives_a_test(monkeypatch):
-    monkeypatch.setattr("holdfast.train.session._sessions", [])
-
-
-@functools.cache
-def undisturbed():
-    """The hash of a run that nothing happened to."""
-    return Training().run().sha256
 
 
 class Orphans:

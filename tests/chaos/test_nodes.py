@@ -1,164 +1,16 @@
 """Jobs on several nodes, a launcher each: on one machine, and on hosts made of namespaces (see ``netns.py``)."""
 
 import contextlib
-import functools
-import json
 import os
-import re
 import signal
-import socket
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 import etcd
 import pytest
-import reference
-from jobs import clean_env
+from clusters import DEADLINE_S, Cluster, assert_complete, of_kind, until
 from netns import make_hosts
 
-from holdfast.records import read_run
-
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(600)]
-
-SCRIPT = Path(__file__).with_name("nodes_script.py")
-ALL_SAMPLES = {"planned": 406, "committed": 406, "lost": 0, "repeated": 0}
-DEADLINE_S = 200
-expected_hash = functools.cache(lambda: reference.train("mlp", "sgd"))
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-def until(ready, what):
-    """Return what ``ready`` returns once it is true."""
-    ends_s = time.monotonic() + DEADLINE_S
-    while not (found := ready()):
-        assert time.monotonic() < ends_s, f"{what} did not come true within {DEADLINE_S} s"
-        time.sleep(0.02)
-    return found
-
-
-class Cluster:
-    """The launchers of one job, numbered from 0.
-
-    Args:
-        folder: For all that they write.
-        count: How many.
-        options: Of ``holdfast run``, for all.
-        hosts: Where each has a host of its own; None puts all on this machine.
-        pause: Seconds before each step.
-        workers: On each node.
-        url: Where they meet, if not at the first.
-    """
-
-    def __init__(self, folder, count, *options, hosts=None, pause=0.1, workers=2, url=None):
-        self.folder, self.count, self.options, self.hosts, self.pause = folder, count, options, hosts, pause
-        self.workers = workers
-        address = "127.0.0.1" if hosts is None else hosts.address(1)
-        self.url = url or f"holdfast://{address}:{free_port()}"
-        self.launchers = {}
-        self.starts = 0
-        self.hold = []
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        for launcher in self.launchers.values():
-            if launcher.poll() is None:
-                launcher.kill()
-            launcher.wait(timeout=20)
-        if self.hosts is not None:
-            for number in range(1, self.count + 1):
-                self.hosts.heal(number)
-                self.hosts.kill(number)
-
-    def start(self, node, *more):
-        """Start the launcher of a node."""
-        self.starts += 1
-        place = self.folder / f"start-{self.starts}-node-{node}"
-        (place / "tmp").mkdir(parents=True)
-        words = [
-            *([] if self.hosts is None else self.hosts.inside(node + 1)),
-            *(sys.executable, "-m", "holdfast", "run", "--fabric", "gloo", "-n", self.workers, "--nnodes", self.count),
-            *("--node-rank", node, "--rdzv", self.url, "--rdzv-token", "a secret", "--log-dir", place / "logs"),
-            *("--report", place / "report", *self.options, *more, SCRIPT, "--pause", self.pause, *self.hold),
-        ]
-        with (place / "output").open("wb") as output:
-            launcher = subprocess.Popen(
-                [str(word) for word in words],
-                env=clean_env(TMPDIR=str(place / "tmp")),
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-            )
-        launcher.place = place
-        self.launchers[node] = launcher
-        return launcher
-
-    def start_all(self):
-        return [self.start(node) for node in range(self.count)]
-
-    def hold_until(self, path):
-        """Have training wait in its middle for :meth:`come_back`."""
-        self.hold = ["--hold", path]
-
-    def come_back(self, node, rank):
-        """Start the launcher of a node again; training goes on when its newcomer is there."""
-        back = self.start(node)
-        until(lambda: list(back.place.glob(f"tmp/holdfast-*/beacon-{rank}")), f"the newcomer {rank}")
-        self.hold[1].touch()
-        return back
-
-    def wait(self, *nodes):
-        """Return the exit codes."""
-        nodes = nodes or tuple(self.launchers)
-        try:
-            return {node: self.launchers[node].wait(timeout=DEADLINE_S) for node in nodes}
-        except subprocess.TimeoutExpired:
-            raise AssertionError(self.said()) from None
-
-    def output(self, node):
-        return (self.launchers[node].place / "output").read_text()
-
-    def said(self):
-        """All that launchers and workers have printed, for messages."""
-        files = sorted(self.folder.glob("start-*/output")) + sorted(self.folder.glob("start-*/logs/*"))
-        return "\n".join(f"-- {path.relative_to(self.folder)}\n{path.read_text()[-2000:]}" for path in files)
-
-    def committed(self, launcher):
-        """By rank, the most steps that each worker of a launcher has committed."""
-        found = {}
-        for log in (launcher.place / "logs").glob("rank-*.log"):
-            counts = [int(count) for count in re.findall(r"^committed (\d+)$", log.read_text(), re.MULTILINE)]
-            found[int(log.stem.partition("-")[2])] = max(counts, default=0)
-        return found
-
-    def until_step(self, step, node=0):
-        """Wait until some worker of a node is so far."""
-        launcher = self.launchers[node]
-
-        def is_there():
-            assert launcher.poll() is None, self.said()
-            return any(count >= step for count in self.committed(launcher).values())
-
-        until(is_there, f"step {step} at node {node}")
-
-    def live(self, launcher, kind):
-        """The records of one kind that a launcher, while it runs, has or has heard."""
-        runs = launcher.place.glob("tmp/holdfast-*-*")
-        return [record for run in runs for record in read_run(run) if type(record).__name__ == kind]
-
-    def report(self, launcher):
-        report = json.loads((launcher.place / "report" / "report.json").read_text())
-        lines = (launcher.place / "report" / "events.jsonl").read_text().splitlines()
-        report["_events"] = [json.loads(line) for line in lines]
-        return report
 
 
 @pytest.fixture(scope="module")
@@ -166,17 +18,6 @@ def hosts():
     made = make_hosts(3, net="10.202.0")
     yield made
     made.remove()
-
-
-def of_kind(report, kind):
-    return [event for event in report["_events"] if event["event"] == kind]
-
-
-def assert_complete(report):
-    """Training is over, and its result is that of one process."""
-    assert report["replicas"]["state_sha256"] == expected_hash()
-    assert report["replicas"]["identical"] is True
-    assert report["samples"] == ALL_SAMPLES
 
 
 def test_launchers_hear_everything_and_a_lost_one_ends_only_its_own_workers(tmp_path):

@@ -5,7 +5,6 @@ The judge is the hash of the run that nothing happened to.
 
 from __future__ import annotations
 
-import functools
 import os
 import signal
 import subprocess
@@ -14,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from jobs import assert_landed, clean_env, run_report
-from train_saving import LOOP_ENDS, Training
+from train_saving import LOOP_ENDS, Training, undisturbed
 
 from holdfast.checkpoint import steps, verify
 from holdfast.checkpoint.interval import daly
@@ -25,17 +24,6 @@ pytestmark = [pytest.mark.chaos, pytest.mark.timeout(170)]
 SCRIPT = Path(__file__).parents[1] / "support" / "train_saving.py"
 STEPS = LOOP_ENDS[-1]
 BALLAST_MB = 40
-
-
-@pytest.fixture(autouse=True)
-def _no_session_outlives_a_test(monkeypatch):
-    monkeypatch.setattr("holdfast.train.session._sessions", [])
-
-
-@functools.cache
-def undisturbed(schedule="step"):
-    """The hash of a run that nothing happened to."""
-    return Training(schedule).run().sha256
 
 
 def run(tmp_path, *options, deeds=(), script=(), **expected):

@@ -1,10 +1,9 @@
-"""Random plans, judged by one hash: some in every run of the tests, a long campaign with ``make chaos``; see ``soak.py``.
+"""Random plans, judged by one hash: a few in every run of the tests, a long campaign with ``make chaos``; see ``soak.py``.
 
 HOLDFAST_SOAK_RUNS and HOLDFAST_SOAK_SEED choose the campaign.
 """
 
 import os
-import time
 
 import pytest
 import soak
@@ -13,28 +12,23 @@ pytestmark = pytest.mark.chaos
 
 RUNS = int(os.environ.get("HOLDFAST_SOAK_RUNS", "300"))
 FIRST_SEED = int(os.environ.get("HOLDFAST_SOAK_SEED", "1000"))
-SHORT_S = 60
+FEW = (1, 3, 7)
+"""Between them, on three to five workers: two and three deaths, a stuck worker, one that leaves, spares, newcomers."""
+
+
+def check(seed, folder, fabric=None):
+    plan = soak.draw(seed, folder, fabric)
+    print(f"seed {seed}: {plan}")
+    print(soak.describe(plan, soak.run(plan, folder)))
 
 
 @pytest.mark.parametrize("fabric", ["ulfm", "gloo"])
-def test_for_half_a_minute_random_faults_change_no_bit(fabric, tmp_path):
-    ends_s, seed = time.monotonic() + SHORT_S / 2, 1
-
-    while time.monotonic() < ends_s:
-        folder = tmp_path / str(seed)
-        folder.mkdir()
-        plan = soak.draw(seed, folder, fabric)
-        print(f"seed {seed}: {plan}")
-        print(soak.describe(plan, soak.run(plan, folder)))
-        seed += 1
+@pytest.mark.parametrize("seed", FEW)
+def test_a_few_random_plans_change_no_bit(seed, fabric, tmp_path):
+    check(seed, tmp_path, fabric)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("seed", range(FIRST_SEED, FIRST_SEED + RUNS))
 def test_random_faults_change_no_bit(seed, tmp_path):
-    plan = soak.draw(seed, tmp_path)
-    print(f"seed {seed}: {plan}")
-
-    report = soak.run(plan, tmp_path)
-
-    print(soak.describe(plan, report))
+    check(seed, tmp_path)

@@ -56,14 +56,30 @@ def open_things():
     return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
 
 
+def give_up_taking(rank):
+    """Wait for what that worker never posts, until somebody says that it is dead."""
+    look = comm.look
+    ends_s = time.monotonic() + 0.01
+
+    def dies():
+        if time.monotonic() > ends_s:
+            raise PeerFailed("it is dead")
+
+    comm.look = dies
+    expect_failure(lambda: comm.take(rank, torch.zeros(1)))
+    comm.look = look
+
+
 def rebuilding():
-    """Group after group, each given up with an operation that nobody completes, leaves nothing behind."""
+    """Group after group, given up with a sum, a post and a take that nobody completes, leaves nothing behind."""
     comm.barrier()
     before = open_things()
     for _ in range(REBUILDS):
         comm.barrier()
         if comm.here == (1,):
             comm._groups["cpu"].allreduce([torch.zeros(1000)])
+        comm.post((comm.here[0] + 1) % 3, torch.zeros(1 << 18))
+        give_up_taking((comm.here[0] + 1) % 3)
         assert comm.agree(True)
         comm.shrink()
     comm.barrier()

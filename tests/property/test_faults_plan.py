@@ -1,12 +1,13 @@
 from __future__ import annotations
 
 import contextlib
+from dataclasses import replace
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.errors import ConfigError
-from holdfast.faults.plan import KINDS, PHASES, STUCK, Fault, FaultPlan, mtbf_schedule, parse
+from holdfast.faults.plan import KINDS, NOBODY, OF_NODES, PHASES, STUCK, Fault, FaultPlan, mtbf_schedule, parse
 
 _numbers = st.integers(0, 10**6)
 
@@ -17,8 +18,11 @@ def faults(draw):
     bucket = draw(st.none() | _numbers) if phase == "allreduce" else None
     kind = draw(st.sampled_from(KINDS))
     some_s = st.floats(0.001, 1e6) | st.integers(1, 10**6)
-    lasts = {"slow": some_s} | dict.fromkeys(STUCK, st.none() | some_s)
-    return Fault(kind, draw(_numbers), draw(_numbers), phase, bucket, draw(lasts.get(kind, st.none())))
+    lasts = {"slow": some_s} | dict.fromkeys((*STUCK, "partition"), st.none() | some_s)
+    victim = {"rank": NOBODY, "node": draw(_numbers)} if kind in OF_NODES else {"rank": draw(_numbers)}
+    return Fault(
+        kind, step=draw(_numbers), phase=phase, bucket=bucket, seconds=draw(lasts.get(kind, st.none())), **victim
+    )
 
 
 @st.composite
@@ -38,6 +42,7 @@ def test_a_plan_survives_json_and_specs(plan):
     st.text()
     | st.text("kilrankstepbucketphase=:,0123456789-").map("kill:".__add__)
     | st.text("0123456789.e-+_,").map("slow:rank=1,step=2,seconds=".__add__)
+    | st.text("ranknodestepseconds=:,0123456789-").map("partition:".__add__)
 )
 def test_any_text_is_a_fault_or_is_refused_in_one_line(text):
     try:
@@ -57,6 +62,7 @@ def test_any_text_is_a_plan_or_is_refused(text):
 @given(plans())
 def test_each_fault_fires_once_however_it_is_asked_for(plan):
     seen = []
+    plan = FaultPlan(tuple(replace(f, rank=7) if f.node is not None else f for f in plan.faults), plan.seed, plan.fired)
     for fault in (*plan.faults, *plan.faults):
         while found := plan.due(fault.rank, fault.step, fault.phase, fault.bucket):
             seen.append(found[0])

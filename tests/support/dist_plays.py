@@ -682,21 +682,16 @@ def misuse():
 
 
 @play
-def lengths():
-    """Sums of different lengths, without HOLDFAST_DEBUG. Two ranks."""
+def unlike():
+    """Sums of different lengths, and of as many numbers of another type, without HOLDFAST_DEBUG. Two ranks."""
     note("lengths", **tried(lambda: dist.all_reduce(torch.ones(3 + me()))), works=tried(works))
-
-
-@play
-def dtypes():
-    """Sums of as many numbers of another type, without HOLDFAST_DEBUG. Two ranks."""
     given = torch.full((3,), 1, dtype=torch.int32 if me() else torch.float32)
     note("dtypes", **tried(lambda: dist.all_reduce(given)), given=given.tolist(), works=tried(works))
 
 
 @play
 def very_different_lengths():
-    """The same, but one needs more memory than there is, and sets it up."""
+    """Sums of different lengths, where one needs more memory than there is, and sets it up. Two ranks."""
     note("lengths", **tried(lambda: dist.all_reduce(torch.ones(3 + 100_000 * me()))))
 
 

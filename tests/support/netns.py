@@ -37,8 +37,9 @@ class Hosts:
         """Make them, or nothing."""
         try:
             ip("netns", "add", self._switch)
-            ip("-n", self._switch, "link", "add", "name", "bridge0", "type", "bridge")
-            ip("-n", self._switch, "link", "set", "bridge0", "up")
+            for bridge in ("bridge0", "bridge1"):  # nobody is at the second one before the switch is divided
+                ip("-n", self._switch, "link", "add", "name", bridge, "type", "bridge")
+                ip("-n", self._switch, "link", "set", bridge, "up")
             for number in self._numbers:
                 self._plug_in(number)
         except BaseException:
@@ -76,6 +77,11 @@ class Hosts:
         name = self.name(number)
         return ["ip", "netns", "exec", name, "unshare", "--uts", "sh", "-c", 'hostname "$0" && exec "$@"', name]
 
+    def run(self, number, *words):
+        """Run a command in the network of a host; return the finished process."""
+        command = ["ip", "netns", "exec", self.name(number), *words]
+        return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+
     def pids(self, number):
         """The processes on a host."""
         listed = subprocess.run(["ip", "netns", "pids", self.name(number)], capture_output=True, text=True, check=False)
@@ -91,9 +97,14 @@ class Hosts:
         """Drop everything that goes to a host or comes from it from now on."""
         ip("-n", self._switch, "link", "set", f"port{number}", "down")
 
+    def divide(self, numbers):
+        """Give some hosts a switch of their own: they reach each other, and nobody else."""
+        for number in numbers:
+            ip("-n", self._switch, "link", "set", f"port{number}", "master", "bridge1")
+
     def heal(self, number):
         """Let through again what goes to a host or comes from it."""
-        ip("-n", self._switch, "link", "set", f"port{number}", "up")
+        ip("-n", self._switch, "link", "set", f"port{number}", "master", "bridge0", "up")
 
 
 def make_hosts(count, **where):

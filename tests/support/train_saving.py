@@ -5,6 +5,7 @@ As a script over Holdfast: ``train_saving.py [--schedule epoch] [--ballast MB] [
 
 import argparse
 import contextlib
+import functools
 import os
 import random
 import resource
@@ -135,6 +136,12 @@ class Training:
     def sha256(self):
         """Of the model and the optimizer at the end."""
         return self.session._world.finished[0].state_sha256
+
+
+@functools.cache
+def undisturbed(schedule="step"):
+    """The hash of a run that nothing happened to."""
+    return Training(schedule).run().sha256
 
 
 def launcher():

@@ -6,7 +6,19 @@ import json
 import pytest
 
 from holdfast.errors import ConfigError
-from holdfast.faults.plan import ENDS, KINDS, PHASES, STUCK, Fault, FaultPlan, mtbf_schedule, parse
+from holdfast.faults.plan import (
+    ENDS,
+    KINDS,
+    NOBODY,
+    OF_WORKERS,
+    PHASES,
+    SPLIT_PHASES,
+    STUCK,
+    Fault,
+    FaultPlan,
+    mtbf_schedule,
+    parse,
+)
 
 
 @pytest.mark.parametrize(
@@ -21,6 +33,11 @@ from holdfast.faults.plan import ENDS, KINDS, PHASES, STUCK, Fault, FaultPlan, m
         ("gil:rank=1,step=2,seconds=1.5", Fault("gil", 1, 2, seconds=1.5)),
         ("slow:seconds=2,rank=0,step=9,phase=backward", Fault("slow", 0, 9, "backward", None, 2.0)),
         ("leave:rank=3,step=4,phase=rejoin", Fault("leave", 3, 4, "rejoin")),
+        ("nodeloss:node=1,step=5", Fault("nodeloss", NOBODY, 5, node=1)),
+        (
+            "partition:seconds=10,step=5,node=0,phase=allreduce,bucket=2",
+            Fault("partition", NOBODY, 5, "allreduce", 2, 10.0, 0),
+        ),
     ],
 )
 def test_a_spec_says_what_happens_to_whom_and_when(spec, fault):
@@ -48,13 +65,31 @@ def test_a_spec_says_what_happens_to_whom_and_when(spec, fault):
         ("kill:rank=1,rank=2,step=3", "rank is given twice; give it once"),
         (
             "kill:rank=1,step=2,phase=lunch",
-            "phase must be one of forward, backward, allreduce, optimizer, recovery, checkpoint, rejoin, got 'lunch'",
+            f"phase must be one of {', '.join(PHASES + SPLIT_PHASES)}, got 'lunch'",
         ),
         ("kill:rank=1,step=2,bucket=1", "bucket is only allowed with phase=allreduce, got phase=forward"),
         ("slow:rank=1,step=2", "slow needs seconds, as in slow:rank=1,step=20,seconds=0.5"),
         ("slow:rank=1,step=2,seconds=", "seconds needs a value, as in seconds=1"),
-        ("kill:rank=1,step=2,seconds=1", "seconds is only allowed with hang, gil, spin, deadlock, slow, got kill"),
-        ("leave:rank=1,step=2,seconds=1", "seconds is only allowed with hang, gil, spin, deadlock, slow, got leave"),
+        *(
+            (
+                f"{fault},seconds=1",
+                f"seconds is only allowed with hang, gil, spin, deadlock, slow, partition, got {kind}",
+            )
+            for fault, kind in (
+                ("kill:rank=1,step=2", "kill"),
+                ("leave:rank=1,step=2", "leave"),
+                ("nodeloss:node=1,step=2", "nodeloss"),
+            )
+        ),
+        ("nodeloss", "after the kind there must be at least node and step, as in nodeloss:node=1,step=20"),
+        ("nodeloss:step=2", "node is missing; node and step are needed"),
+        ("nodeloss:node=-1,step=2", "node must be a whole number of at least 0, got '-1'"),
+        (
+            "partition:rank=1,step=2",
+            "rank is not allowed here: this kind strikes a whole node, and node says which",
+        ),
+        ("kill:node=1,step=2", "node is not allowed here: this kind strikes one worker, and rank says which"),
+        ("partition:node=1,step=2,colour=red", "unknown key 'colour'; there are node, step, phase, bucket, seconds"),
         ("hang:rank=1,step=2,seconds=0", "seconds must be a number from 0.001 to 1000000, got 0.0"),
         ("hang:rank=1,step=2,seconds=0.0009", "seconds must be a number from 0.001 to 1000000, got 0.0009"),
         ("hang:rank=1,step=2,seconds=1000001", "seconds must be a number from 0.001 to 1000000, got 1000001.0"),
@@ -120,6 +155,34 @@ def test_a_fault_for_nobody_is_refused(workers, allowed):
     assert str(refused.value) == f"kill:rank=7,step=1: rank must be {allowed}, got 7"
 
 
+@pytest.mark.parametrize(
+    ("nodes", "complaint"),
+    [
+        (1, "nodeloss strikes one of several nodes: it needs --fabric gloo and --nnodes 2 or more"),
+        (3, "node must be one of 0..2, got 3"),
+    ],
+)
+def test_a_fault_of_a_node_that_there_is_not_is_refused(nodes, complaint):
+    plan = FaultPlan((parse("nodeloss:node=3,step=1"),))
+
+    plan.check(range(2), nodes=4)
+    with pytest.raises(ConfigError) as refused:
+        plan.check(range(2), nodes=nodes)
+
+    assert str(refused.value) == f"nodeloss:node=3,step=1: {complaint}"
+
+
+def test_a_fault_of_a_node_is_due_at_its_first_worker_and_only_in_the_plan_of_that_node():
+    plan = FaultPlan((parse("kill:rank=4,step=5"), parse("nodeloss:node=2,step=5")))
+
+    assert plan.due(4, 5, "forward") == (0, plan.faults[0])
+    assert plan.of_node(1, 4) == plan
+    here = plan.without([0]).of_node(2, 4)
+    assert here.due(4, 5, "forward") == (1, Fault("nodeloss", 4, 5, node=2))
+    assert here.to_specs() == plan.to_specs()
+    assert FaultPlan.from_json(here.to_json()) == here
+
+
 def test_a_fault_after_a_bucket_that_there_is_not_is_refused():
     plan = FaultPlan((parse("kill:rank=1,step=1,phase=allreduce,bucket=3"),))
 
@@ -129,6 +192,8 @@ def test_a_fault_after_a_bucket_that_there_is_not_is_refused():
 
 
 _FAULT = '{"kind": "kill", "rank": 1, "step": 2, "phase": "forward", "bucket": null, "seconds": null}'
+
+_ON_NODE = _FAULT.replace("kill", "nodeloss").replace("}", ', "node": 3}')
 
 _SLOW = '{"kind": "slow", "rank": 1, "step": 2, "phase": "forward", "bucket": null, "seconds": 0.5}'
 
@@ -163,6 +228,9 @@ def test_the_json_of_a_plan_is_what_its_readers_rely_on():
         (f'{{"seed": 0, "faults": [{_SLOW.replace("0.5", "1e400")}], "fired": []}}', "seconds must be a number"),
         (f'{{"seed": 0, "faults": [{_SLOW.replace("0.5", "null")}], "fired": []}}', "slow needs seconds"),
         (f'{{"seed": 0, "faults": [{_FAULT}], "fired": [0.0]}}', "fired must be whole numbers"),
+        (f'{{"seed": 0, "faults": [{_FAULT.replace("kill", "nodeloss")}], "fired": []}}', "wrong or missing: node"),
+        (f'{{"seed": 0, "faults": [{_ON_NODE.replace("nodeloss", "kill")}], "fired": []}}', "wrong or missing: node"),
+        (f'{{"seed": 0, "faults": [{_ON_NODE.replace("3", "null")}], "fired": []}}', "nodeloss strikes a node"),
         (
             f'{{"seed": 0, "faults": [{_FAULT.replace("2", "2.5")}], "fired": []}}',
             "fault 0 of the plan: step must be a whole number of at least 0, got 2.5",
@@ -200,10 +268,10 @@ def test_random_plans_of_one_kind_are_what_they_were_before_there_were_others():
 
 
 def test_random_plans_draw_every_kind_and_only_what_can_be_asked_for():
-    plans = [FaultPlan.random(seed, 8, 20, 4, 3, kinds=KINDS, newcomers=3) for seed in range(100)]
+    plans = [FaultPlan.random(seed, 8, 20, 4, 3, kinds=OF_WORKERS, newcomers=3) for seed in range(100)]
     faults = [fault for plan in plans for fault in plan.faults]
 
-    assert {fault.kind for fault in faults} == set(KINDS)
+    assert {fault.kind for fault in faults} == set(OF_WORKERS)
     assert {fault.phase for fault in faults} == set(PHASES)
     assert {fault.rank for fault in faults} == set(range(11))
     assert any(fault.seconds is None for fault in faults if fault.kind in STUCK)
@@ -225,6 +293,8 @@ def test_a_random_plan_of_no_kind_is_refused():
         FaultPlan.random(0, 4, 10, 2, 1, kinds=[])
     with pytest.raises(ConfigError, match="kind must be one of"):
         FaultPlan.random(0, 4, 10, 2, 1, kinds=["maim"])
+    with pytest.raises(ConfigError, match="nodeloss strikes a node: say which"):
+        FaultPlan.random(0, 4, 10, 2, 1, kinds=["nodeloss"])
 
 
 def test_a_fault_in_rejoin_strikes_the_first_time_from_its_step_on():

@@ -12,7 +12,7 @@ import threading
 import numpy as np
 import pytest
 import torch
-from train_saving import LOOP_ENDS, Training
+from train_saving import LOOP_ENDS, Training, undisturbed
 
 from holdfast import points
 from holdfast.checkpoint import load, steps, verify, write_tensors
@@ -28,16 +28,9 @@ STEPS = LOOP_ENDS[-1]
 
 @pytest.fixture(autouse=True)
 def _nothing_outlives_a_test(monkeypatch, tmp_path):
-    monkeypatch.setattr("holdfast.train.session._sessions", [])
     monkeypatch.chdir(tmp_path)
     yield
     points.arm(None)
-
-
-@functools.cache
-def undisturbed(schedule="step"):
-    """The hash of a run that nothing happened to."""
-    return Training(schedule).run().sha256
 
 
 def saved_at(step, where, schedule="step", **settings):

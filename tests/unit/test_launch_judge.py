@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from holdfast.events import FaultFired, Finished, Left, Recovered, RunStarted, ScriptFailed, WorkerEnded
-from holdfast.launch.judge import Broken, Completed, Judge, Lost
+from holdfast.launch.judge import VAIN_RECOVERIES, Broken, Completed, Judge, Lost
 from holdfast.records import Position
 
 
@@ -223,6 +225,39 @@ def test_one_worker_that_computes_or_moves_is_enough_to_wait(judge, busy):
     judge.watch({0: busy}, 60.0)
 
     assert judge.verdict(80.0, running=True) is None
+
+
+def in_vain(count):
+    """Where a worker is that has recovered so often and moves on all the time."""
+    return replace(at("recovery", beats=100 + count), in_vain=count)
+
+
+def test_recoveries_of_which_nothing_comes_lose_the_job(judge):
+    for count in range(1, VAIN_RECOVERIES + 1):
+        judge.watch({rank: in_vain(count if rank == 2 else 0) for rank in range(3)}, 10.0 * count)
+    assert judge.verdict(69.0, running=True) is None
+
+    verdict = judge.verdict(71.0, running=True)
+
+    assert verdict == Lost(
+        "the workers recovered 3 times in 61 s, and nothing came of it: nobody was lost or let in, and no step was committed"
+    )
+    judge.begin((0, 1, 2))
+    assert judge.verdict(200.0, running=True) is None, "what was before the restart does not count"
+
+
+@pytest.mark.parametrize("changed", ["few", "progress", "dead"])
+def test_a_recovery_that_may_yet_succeed_loses_nothing(judge, changed):
+    judge.watch({2: in_vain(VAIN_RECOVERIES - 1)}, 10.0)
+    if changed != "few":
+        judge.watch({2: in_vain(VAIN_RECOVERIES)}, 20.0)
+    if changed == "progress":  # a step was applied, or a member was lost, and then it begins again
+        judge.watch({2: in_vain(0)}, 40.0)
+        judge.watch({2: in_vain(VAIN_RECOVERIES)}, 50.0)
+    if changed == "dead":
+        judge.hear(ended(2, -9))
+
+    assert judge.verdict(90.0, running=True) is None
 
 
 def test_a_virtual_job_is_judged_by_its_one_process():

@@ -101,3 +101,11 @@ def test_a_change_is_told_once_though_every_worker_says_it():
     said = [SettingChanged(t_s=1.0, rank=rank, step=7, name="lr", value="0.01") for rank in range(3)]
 
     assert told(*said) == ["from step 7 on: lr is 0.01"]
+
+
+def test_a_fault_of_a_node_names_the_node():
+    fault = FaultFired(t_s=0.5, rank=2, step=5, fault=0, kind="partition", phase="forward", node=1, workers=(2, 3))
+
+    assert told(fault, WorkerEnded(t_s=3.0, rank=3, step=5, exit_code=-9, pid=1)) == [
+        "partition of node 1 at step 5, forward"
+    ]

@@ -27,7 +27,8 @@ from holdfast.events import (
 from holdfast.launch.attempt import Places, _environment
 from holdfast.launch.job import Job
 from holdfast.launch.judge import Broken, Lost
-from holdfast.launch.launcher import Kills, Launcher
+from holdfast.launch.kills import Kills
+from holdfast.launch.launcher import Launcher
 from holdfast.launch.live import NoView, Status, Story, make_view
 from holdfast.launch.processes import Pair, Process, descendants_of, end_gently, wait_for_end
 from holdfast.launch.tail import LineTail, RecordTail
@@ -324,8 +325,8 @@ def ddp_launcher():
     job = Job(script=Path("train.py"), settings=Settings(fabric="ulfm", workers=3))
     with Launcher(dataclasses.replace(job, grace_s=0.0), Said()) as launcher:
         launcher._judge.begin((0, 1, 2))
-        launcher._hear(ddp_started(0))
-        launcher._signals = 1
+        launcher._news.hear(ddp_started(0))
+        launcher._stopping.ask()
         yield launcher
 
 
@@ -347,10 +348,10 @@ class Deaf:
 
 
 def test_torch_distributed_is_not_said_to_save_when_it_is_stopped(ddp_launcher):
-    ddp_launcher._answer_signals(Deaf())
+    ddp_launcher._stopping.answer(Deaf())
 
     assert ddp_launcher._view.lines == ["stopping: the ranks are sent a SIGTERM, within 0 s (Ctrl-C to stop at once)"]
-    assert ddp_launcher._timed_out() == Broken("stopped on request, but the ranks did not end within 0 s")
+    assert ddp_launcher._stopping.timed_out() == Broken("stopped on request, but the ranks did not end within 0 s")
     assert ddp_launcher._restart(Lost("rank 0 killed by SIGTERM"), (1,)) == Broken(
         "stopped on request: rank 0 killed by SIGTERM"
     )

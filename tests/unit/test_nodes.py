@@ -9,9 +9,10 @@ import pytest
 
 from holdfast.errors import ConfigError
 from holdfast.events import StepCommitted, WorkerEnded
-from holdfast.launch import nodes
+from holdfast.launch import nodes, telling
 from holdfast.launch.job import Job
-from holdfast.launch.nodes import FENCE_LEASES, Nodes, check_nodes, split_address
+from holdfast.launch.nodes import FENCE_LEASES, Nodes
+from holdfast.launch.rdzv import check_nodes, split_address
 from holdfast.records import Position
 from holdfast.settings import Settings
 
@@ -76,7 +77,7 @@ def committed(step, t_s=0.0):
 
 def fall_silent(launcher):
     """As if the network of a node were gone: nothing is said, not even good-bye."""
-    for store in (launcher._members, launcher._store):
+    for store in (launcher._members, launcher.launchers):
         if store is not None:
             store.close()
 
@@ -106,7 +107,7 @@ def test_what_one_tells_all_others_hear_once_in_order_with_the_place_of_a_death(
 
 
 def test_records_do_not_pile_up_in_the_store(meet, monkeypatch):
-    monkeypatch.setattr(nodes, "_SLOTS", 4)
+    monkeypatch.setattr(telling, "_SLOTS", 4)
     first, second = meet(2)
     told = []
 
@@ -119,7 +120,7 @@ def test_records_do_not_pile_up_in_the_store(meet, monkeypatch):
 
 
 def test_many_records_at_once_go_in_pieces_that_a_store_takes(meet, monkeypatch):
-    monkeypatch.setattr(nodes, "_BATCH_BYTES", 500)
+    monkeypatch.setattr(telling, "_BATCH_BYTES", 500)
     first, second = meet(2)
     told = []
 
@@ -149,6 +150,19 @@ def test_a_silent_node_is_lost_with_its_workers_and_one_that_says_goodbye_is_not
     assert first.given_up == {1}
 
 
+def test_whoever_finds_a_silent_node_second_loses_its_workers_like_the_first(meet):
+    first, second, third = launchers = meet(3, workers=1)
+    for launcher in launchers:
+        launcher.begin(0)
+    fall_silent(second)
+
+    until(lambda: first.look().lost)
+    until(lambda: third.launchers.get("gone/0/1"))
+
+    assert until(lambda: third.look().lost) == {1: (1,)}
+    assert third.given_up == {1}
+
+
 def test_who_comes_back_to_a_lost_node_brings_newcomers_and_knows_who_is_there(meet, make_job):
     first, second = meet(2)
     for launcher in (first, second):
@@ -171,6 +185,19 @@ def test_who_comes_back_to_a_lost_node_brings_newcomers_and_knows_who_is_there(m
     heard = []
     until(lambda: heard.extend(first.hear()) or len(heard) == 2)
     assert [told.record.step for told in heard] == [1, 2]
+
+
+def test_newcomers_of_two_nodes_at_once_are_known_each_at_its_home(meet):
+    first, second, third = launchers = meet(3, workers=1)
+    for launcher in launchers:
+        launcher.begin(0)
+    second.free_number(10)
+    third.free_number(11)
+    until(lambda: {rank for seated in first._meeting.there().values() for rank in seated.ranks} >= {10, 11})
+
+    assert sorted(first.look().newcomers) == [10, 11]
+
+    assert (first.homes_of([10]), first.homes_of([11])) == ((1,), (2,))
 
 
 def test_a_node_has_one_launcher(meet, make_job):
@@ -329,6 +356,7 @@ def test_a_port_that_is_taken_is_said(make_job):
         ({"rdzv": "10.0.0.1:29400"}, "--rdzv must be holdfast://HOST:PORT"),
         ({"rdzv": "holdfast://host:99999"}, "--rdzv must be holdfast://HOST:PORT"),
         ({"node_timeout_s": 0.0}, "--node-timeout must be between 0.5 and 3600 seconds, got 0"),
+        ({"stragglers": "rebalance"}, "--stragglers rebalance works on one node: .* take warn or replace"),
     ],
 )
 def test_options_that_do_not_go_together_are_refused(make_job, given, complaint):

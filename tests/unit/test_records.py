@@ -192,3 +192,17 @@ def wait_until(ready):
     while not ready():
         assert time.monotonic() < ends_s
         time.sleep(0.005)
+
+
+def test_recoveries_in_vain_are_counted_until_members_change_or_a_step_is_applied(tmp_path):
+    beacon = Beacon(tmp_path / "beacon")
+    counted = []
+    for said in ("same", "same", "others", "same", "same", "recovery", "optimizer", "same"):
+        if said in PHASES:
+            beacon.mark(said, 4)
+        else:
+            beacon.say_recovered(in_vain=said == "same")
+            beacon.mark("recovery", 4)
+        counted.append(Beacon.read(tmp_path / "beacon").in_vain)
+
+    assert counted == [1, 2, 0, 1, 2, 2, 0, 1]

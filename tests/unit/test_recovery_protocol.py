@@ -9,6 +9,7 @@ from holdfast.events import (
     CALM,
     JOINING,
     LOADING,
+    LOST,
     ActDone,
     Action,
     Admitted,
@@ -38,9 +39,11 @@ from holdfast.events import (
     ProgressKnown,
     Publish,
     RanOut,
+    Rehome,
     Revoke,
     Revoked,
     SaveAndStop,
+    Settle,
     ShareProgress,
     Shrink,
     Shrunk,
@@ -524,6 +527,73 @@ def test_a_step_has_a_bucket():
         Protocol(Rollback(), 0)
     with pytest.raises(InternalError, match="got -1"):
         Protocol(Rollback(), -1, split=True)
+
+
+# -- split models
+
+# From the start to the closing sum of step 0, where all sums but the closing one are among some workers.
+SPLIT: Table = [
+    (Started(), [LoadCheckpoint()]),
+    (CheckpointLoaded(0), [ComputeStep(0)]),
+    (Computed(), [CloseStep(0)]),
+]
+
+# The parts get new homes, and the step in progress is computed.
+REHOMED: Table = [(ActDone(), [AGREE_1]), (YES, [Settle()])]
+
+
+def test_the_closing_sum_of_a_split_model_publishes_the_step_before():
+    play(
+        Protocol(Rollback(), 0, split=True),
+        SPLIT,
+        [
+            (StepClosed(), [Publish(-1), ApplyStep(0)]),
+            (StepApplied(), [ComputeStep(1)]),
+            (Computed(), [CloseStep(1)]),
+            (StepClosed(), [Publish(0), ApplyStep(1)]),
+        ],
+    )
+
+
+def test_who_catches_up_publishes_what_the_closing_sum_showed_to_be_stable():
+    play(
+        Protocol(Rollback(), 0, split=True),
+        SPLIT,
+        recovery(Progress(0, computed=False)),
+        news(0, 1, computed=False, num_buckets=0),
+        [(YES, [Publish(-1), ApplyStep(0)]), (StepApplied(), [DiscardStep(1)]), (ActDone(), [Rehome()])],
+        REHOMED,
+        [(ActDone(), [ComputeStep(1)])],
+    )
+
+
+@pytest.mark.parametrize("strategy", [Rollback(), Forward()], ids=["rollback", "forward"])
+def test_parts_of_the_dead_get_new_homes_before_the_step_is_computed_again(strategy):
+    play(
+        Protocol(strategy, 0, split=True),
+        SPLIT,
+        recovery(Progress(0, computed=False)),  # nobody can go on with what it computed: the dead's part is missing
+        news(0, 0, computed=False, num_buckets=0),
+        [(YES, [DiscardStep(0)]), (ActDone(), [Rehome()])],
+        REHOMED,
+        [(ActDone(), [ComputeStep(0)])],
+    )
+
+
+def test_a_failure_while_a_split_step_is_computed_is_everybodys():
+    play(Protocol(Rollback(), 0, split=True), SPLIT[:-1], recovery(Progress(0, computed=False)))
+
+
+@pytest.mark.parametrize("strategy", [Rollback(), Forward(), Restart()], ids=["rollback", "forward", "restart"])
+def test_where_a_part_is_lost_all_load_and_loading_gives_it_a_home(strategy):
+    progress = {0: Progress(0, computed=False), 2: Progress(0, computed=False, flags=LOST)}
+
+    play(
+        Protocol(strategy, 0, split=True),
+        SPLIT,
+        recovery(Progress(0, computed=False)),
+        [(ProgressKnown(progress, 0), [AGREE_1]), (YES, [LoadCheckpoint()]), (CheckpointLoaded(0), [ComputeStep(0)])],
+    )
 
 
 # -- copies

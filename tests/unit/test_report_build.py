@@ -580,6 +580,39 @@ def test_a_hang_that_passed_is_no_failure():
     assert report_of([fired(1.5, 1, 5, "forward", "hang"), *undisturbed()])["failures"] == []
 
 
+def a_node_is_struck(kind, *after):
+    strikes = FaultFired(t_s=1.5, rank=2, step=5, fault=0, kind=kind, phase="forward", node=1, workers=(2, 3))
+    return [*started(1.0, range(4)), *(committed(1.1 + 0.1 * step, step) for step in range(5)), strikes, *after]
+
+
+@pytest.mark.parametrize("kind", ["nodeloss", "partition"])
+def test_with_a_node_all_its_workers_are_lost_to_the_injected_fault(kind):
+    lost = [
+        *(seen(3.5, rank, 5) for rank in (0, 1)),
+        *(recovered(3.6, rank, 5, (2, 3), (0, 1)) for rank in (0, 1)),
+        *(committed(3.7 + 0.1 * (step - 5), step) for step in range(5, 10)),
+        *finished(4.3, (0, 1)),
+    ]
+    report = report_of(a_node_is_struck(kind, *lost))
+
+    assert [(f["rank"], f["kind"], f["injected"], f["step"], f["detect_s"]) for f in report["failures"]] == [
+        (rank, kind, True, 5, 2.0) for rank in (2, 3)
+    ]
+    assert ("were killed" in headline(report)) == (kind == "nodeloss")
+
+
+def test_a_node_that_was_cut_off_for_a_moment_is_no_failure():
+    well = [*(committed(2.7 + 0.1 * (step - 5), step) for step in range(5, 10)), *finished(3.3, range(4))]
+
+    assert report_of(a_node_is_struck("partition", *well))["failures"] == []
+
+
+def test_a_node_that_is_lost_with_the_whole_job_is_a_failure_though_nobody_recovered():
+    report = report_of(a_node_is_struck("nodeloss"))
+
+    assert [(f["rank"], f["kind"]) for f in report["failures"]] == [(2, "nodeloss"), (3, "nodeloss")]
+
+
 def test_what_every_worker_says_of_a_change_is_told_once():
     said = [SettingChanged(t_s=1.5 + r / 100, rank=r, step=4, name="lr", value="0.01") for r in range(4)]
     said += [SettingChanged(t_s=1.7 + r / 100, rank=r, step=6, name="lr", value="0.02") for r in range(4)]

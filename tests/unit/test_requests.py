@@ -18,8 +18,7 @@ STEPS = LOOP_ENDS[-1]
 
 
 @pytest.fixture(autouse=True)
-def _nothing_outlives_a_test(monkeypatch, tmp_path):
-    monkeypatch.setattr("holdfast.train.session._sessions", [])
+def _in_a_folder_of_its_own(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
 
 

@@ -22,11 +22,6 @@ from holdfast.testing.counting import CountingCommunicator
 SAMPLES = 50
 
 
-@pytest.fixture(autouse=True)
-def _no_session_outlives_a_test(monkeypatch):
-    monkeypatch.setattr("holdfast.train.session._sessions", [])
-
-
 def make(lr=0.1, **arguments):
     torch.manual_seed(0)
     model = nn.Linear(3, 2)

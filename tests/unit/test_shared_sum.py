@@ -4,7 +4,6 @@ import faulthandler
 import gc
 import os
 import signal
-import threading
 import traceback
 import warnings
 from pathlib import Path
@@ -13,6 +12,7 @@ import numpy as np
 import pytest
 import reference
 import torch
+from threads import PATIENCE_S, Threads, side_by_side
 from torch import nn
 from train_reference import train
 
@@ -26,59 +26,6 @@ from holdfast.train.gradients import Buckets
 from holdfast.train.replica import Replica
 
 SPAN = Span(0, 1000, torch.float32)
-PATIENCE_S = 30
-
-
-class Threads:
-    """Threads of this process as workers of a communicator: they share memory as processes of one host do."""
-
-    def __init__(self, meeting, rank, ranks, generation=0):
-        self.meeting, self.members, self.here, self.generation = meeting, ranks, (rank,), generation
-        self.processes = tuple((member,) for member in ranks)
-
-    def barrier(self):
-        self.meeting.wall.wait(PATIENCE_S)
-
-    def look(self):
-        if self.meeting.wall.broken:
-            raise PeerFailed("another thread has failed")
-
-    def allgather(self, part, out):
-        self.meeting.desk[self.here[0]] = part.clone()
-        self.meeting.wall.wait(PATIENCE_S)
-        for row, rank in zip(out, self.members, strict=True):
-            row.copy_(self.meeting.desk[rank])
-        self.meeting.wall.wait(PATIENCE_S)
-
-    def maximum(self, values):
-        everybodys = torch.empty(len(self.members), len(values), dtype=torch.int64)
-        self.allgather(torch.tensor(values, dtype=torch.int64), everybodys)
-        return everybodys.amax(0).tolist()
-
-
-class Meeting:
-    def __init__(self, count):
-        self.wall, self.desk = threading.Barrier(count), {}
-
-
-def side_by_side(ranks, work, generation=0):
-    """``work(comm)`` in one thread a rank; what each returned, or raised."""
-    meeting, results = Meeting(len(ranks)), {}
-
-    def run(rank):
-        try:
-            results[rank] = work(Threads(meeting, rank, ranks, generation))
-        except Exception as error:
-            results[rank] = error
-            meeting.wall.abort()
-
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in ranks]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(PATIENCE_S)
-        assert not thread.is_alive()
-    return results
 
 
 def term(number, length=SPAN.length):
@@ -385,7 +332,7 @@ def test_who_has_no_slice_gives_no_term():
 class Liar:
     """The communicator of one of two processes; its barriers return at once."""
 
-    members, here, processes, generation = (0, 1), (0,), ((0,), (1,)), 3
+    members, here, processes, generation, crowd = (0, 1), (0,), ((0,), (1,)), 3, 2
 
     def barrier(self):
         pass

@@ -75,6 +75,12 @@ def run(
     spares: Annotated[
         int | None, typer.Option(metavar="K", help="Workers that wait, warm, to take the place of who dies [0].")
     ] = None,
+    mirror: Annotated[
+        int | None,
+        typer.Option(
+            metavar="K", help="Workers that hold each part of a split model beside those that compute it [1]."
+        ),
+    ] = None,
     respawn: Annotated[bool, typer.Option("--respawn", help="Start a new worker for each that dies.")] = False,
     max_respawns: Annotated[int, typer.Option(metavar="R", help="How many, at most.")] = 16,
     min_workers: Annotated[int | None, typer.Option(metavar="M", help="Below this: save and stop [1].")] = None,
@@ -142,7 +148,14 @@ def run(
     from holdfast.launch.launcher import launch
     from holdfast.launch.live import make_view
 
-    _check(workers=workers, mtbf=mtbf, keep_last=keep_last, keep_every=keep_every, expected_mtbf=expected_mtbf)
+    _check(
+        workers=workers,
+        mirror=mirror,
+        mtbf=mtbf,
+        keep_last=keep_last,
+        keep_every=keep_every,
+        expected_mtbf=expected_mtbf,
+    )
     script_args, last_report = _split_off_report(args or [])
     machines = parse_hosts(hosts) if hosts is not None else ()
     if workers is None:
@@ -157,6 +170,7 @@ def run(
         split=split,
         batch=batch,
         rescale=rescale,
+        mirror=mirror,
         min_workers=min_workers,
         seed=seed,
         checkpoint_dir=checkpoint_dir,
@@ -212,7 +226,7 @@ def _check(**given: Any) -> None:
     Raises:
         ConfigError: naming the option.
     """
-    for name, least in (("workers", 1), ("keep_last", 2), ("keep_every", 1)):
+    for name, least in (("workers", 1), ("mirror", 0), ("keep_last", 2), ("keep_every", 1)):
         if given[name] is not None and given[name] < least:
             why = ", because the newest may turn out to be damaged" if name == "keep_last" else ""
             msg = f"--{name.replace('_', '-')} must be at least {least}{why}, got {given[name]}"

@@ -142,7 +142,7 @@ def new_homes(shape: Shape, homes: Homes, members: Sequence[int]) -> Homes:
     chains += [list(nobody) for _ in range(shape.chains_of(len(members)) - len(chains))]
     holders = [tuple(rank for rank in homes.holders(part) if rank in alive) for part in range(shape.parts)]
     for chain, part in _empty(chains):
-        chain[part] = _who_takes(part, chains, members, holders[part])
+        chain[part] = _who_takes(chains, members, holders[part])
     _relieve(chains, members, holders)
     return _with_mirrors(shape, members, chains, holders)
 
@@ -170,12 +170,13 @@ def _empty(chains: list[list[int]]) -> Iterator[tuple[list[int], int]]:
                 yield chain, part
 
 
-def _who_takes(part: int, chains: list[list[int]], members: Sequence[int], holders: Collection[int]) -> int:
-    """Return who is to compute ``part`` in an empty place; in its chains it may be nobody's twin of itself."""
+def _who_takes(chains: list[list[int]], members: Sequence[int], holders: Collection[int]) -> int:
+    """Return who is to compute, in an empty place, the part that ``holders`` have.
+
+    With several chains there is a worker for every place, so nobody becomes a twin of itself.
+    """
     load = {rank: sum(chain.count(rank) for chain in chains) for rank in members}
-    twins = {chain[part] for chain in chains}
-    free = [rank for rank in members if rank not in twins] or list(members)
-    return min(free, key=lambda rank: (load[rank] > 0, rank not in holders, load[rank], rank))
+    return min(members, key=lambda rank: (load[rank] > 0, rank not in holders, load[rank], rank))
 
 
 def _relieve(chains: list[list[int]], members: Sequence[int], holders: Sequence[Collection[int]]) -> None:

@@ -6,7 +6,8 @@ closed step already holds all of it, and no state is ever sent between survivors
 
 Where the model is split, a step has no buckets of the world: its parts are summed, and stages hand over, while it is
 computed, among whom it concerns. Only the closing sum is everybody's, and nobody enters it who lacks anything of the
-step for a part that it holds. So whoever is behind a closed step still holds all of it.
+step for a part that it holds. So whoever is behind a closed step still holds all of it. It may fail while it is computed, and
+then nobody can go on with it, whatever the strategy: what the dead would have computed is missing.
 
 When a sum fails::
 
@@ -194,16 +195,14 @@ class Protocol:
                 self._state, self._orders = State.ACT, (TakeChanges(), Agree(flag=True), MakeChanges())
                 return self._next_order()
             case State.COMPUTE, Computed():
-                self._computed = True
+                self._computed = not self._split  # where it is, nobody can go on without what the dead computed
                 return self._sum_next()
             case State.COMPUTE, RanOut():
                 return self._enter(State.GATE, Agree(flag=True))
             case State.SUM, BucketSummed():
                 return self._after_bucket()
             case State.CLOSE, StepClosed():
-                # Without buckets this is the first sum of the step that is everybody's.
-                stable = [Publish(self.step - 1)] if self._num_buckets == 0 else []
-                return [*stable, *self._enter(State.APPLY, ApplyStep(self.step))]
+                return [*self._publish_where_closed(), *self._enter(State.APPLY, ApplyStep(self.step))]
             case State.APPLY, StepApplied():
                 self._finish_step()
                 return self._compute()
@@ -267,6 +266,10 @@ class Protocol:
         step, position = divmod(self._completed, self._sums)
         return [Publish(step - 1)] if position == 1 else []
 
+    def _publish_where_closed(self) -> list[Action]:
+        """Return the order to publish the step before, if the closing sum is the first sum of a step."""
+        return [Publish(self.step - 1)] if self._num_buckets == 0 else []
+
     def _finish_step(self) -> None:
         self._completed = (self.step + 1) * self._sums
         self._computed = False
@@ -328,7 +331,7 @@ class Protocol:
             match order:
                 case CatchUp(step=step):
                     if self._completed == (step + 1) * self._sums - 1:
-                        return [ApplyStep(step)]
+                        return [*self._publish_where_closed(), ApplyStep(step)]
                 case DiscardStep(step=step):
                     self._completed, self._computed = step * self._sums, False
                     return [order]

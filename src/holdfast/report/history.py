@@ -204,8 +204,8 @@ class Life:
             yield deaths[0]
 
 
-_ENDS = ("kill", "segfault", "oom")
-"""Kinds of injected faults that end a process at once."""
+_ENDS = ("kill", "segfault", "oom", "nodeloss")
+"""Kinds of injected faults that end processes at once."""
 
 
 def is_distributed(start: RunStarted) -> bool:
@@ -357,10 +357,12 @@ class History:
     def _unanswered(self, life: Life, explained: set[int]) -> Iterator[Failure]:
         """Yield those that died in ``life`` without the survivors deciding about it."""
         for fault in life.of(FaultFired):
-            if _was_fatal(life, fault) and fault.rank not in explained:
-                explained.add(fault.rank)
-                seen = [r for r in life.of(FailureSeen) if r.t_s >= fault.t_s and r.rank != fault.rank]
-                yield dataclasses.replace(_injected(fault), known_s=seen[0].t_s if seen else None)
+            struck = _victims(fault)
+            seen = [r for r in life.of(FailureSeen) if r.t_s >= fault.t_s and r.rank not in struck]
+            for rank in struck:
+                if _was_fatal(life, fault, rank) and rank not in explained:
+                    explained.add(rank)
+                    yield dataclasses.replace(_injected(fault, rank), known_s=seen[0].t_s if seen else None)
         if life.restart is not None:
             for rank in sorted(life.members - set(life.restart.workers) - explained):
                 explained.add(rank)
@@ -393,9 +395,10 @@ class History:
 
 def _struck(life: Life, recovery: Recovery, rank: int) -> Failure:
     """Say how ``rank`` was lost, as far as it is known before the recovery."""
-    faults = [f for f in life.of(FaultFired) if f.rank == rank and f.t_s <= recovery.last_s and _was_fatal(life, f)]
+    before = [f for f in life.of(FaultFired) if rank in _victims(f) and f.t_s <= recovery.last_s]
+    faults = [fault for fault in before if _was_fatal(life, fault, rank)]
     if faults:
-        return _injected(faults[-1])
+        return _injected(faults[-1], rank)
     first = recovery.seen[0] if recovery.seen else None
     return Failure(
         rank=rank,
@@ -407,15 +410,21 @@ def _struck(life: Life, recovery: Recovery, rank: int) -> Failure:
     )
 
 
-def _was_fatal(life: Life, fault: FaultFired) -> bool:
-    """Return whether ``fault`` ended its worker: one that only got stuck may have gone on."""
+def _victims(fault: FaultFired) -> tuple[int, ...]:
+    return fault.workers if fault.node >= 0 else (fault.rank,)
+
+
+def _was_fatal(life: Life, fault: FaultFired, rank: int) -> bool:
+    """Return whether ``fault`` ended a worker: one that only got stuck, or was cut off for a while, may have gone on."""
     if fault.kind in _ENDS or fault.kind in ("slow", "leave"):
         return fault.kind in _ENDS
-    return any(r.rank == fault.rank and r.t_s >= fault.t_s for r in life.of(WorkerFenced))
+    if fault.kind == "partition":
+        return rank not in life.left and not any(r.rank == rank for r in life.of(Finished))
+    return any(r.rank == rank and r.t_s >= fault.t_s for r in life.of(WorkerFenced))
 
 
-def _injected(fault: FaultFired) -> Failure:
-    return Failure(rank=fault.rank, kind=fault.kind, step=fault.step, phase=fault.phase, injected=True, t_s=fault.t_s)
+def _injected(fault: FaultFired, rank: int) -> Failure:
+    return Failure(rank=rank, kind=fault.kind, step=fault.step, phase=fault.phase, injected=True, t_s=fault.t_s)
 
 
 def _fenced(life: Life, failure: Failure) -> Failure:

@@ -12,7 +12,7 @@ MINUS = "\u2212"
 DISTRIBUTED = "torch.distributed"
 """``api`` of a run whose script speaks to ``torch.distributed``, and not to a session."""
 
-_KILLS = ("kill", "oom", "segfault")
+_KILLS = ("kill", "oom", "segfault", "nodeloss")
 _STUCK = ("hang", "gil", "spin", "deadlock")
 _SMALL = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 

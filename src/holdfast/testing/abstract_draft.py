@@ -1,20 +1,19 @@
 """The draft of a state: what each move of the abstract engine changes, and the promises that it may break.
 
-Checked in every run: whoever waits is answered; nobody meets a ``Shrink`` with an ``Agree`` or a revoke; nobody adds
-up gradients of different attempts, nor after different changes of the settings. What one worker does by itself, and what
-is promised about that, is in ``abstract_work``; that whoever waits is answered is for ``Engine.is_stuck``, and what lies in
-shared memory for ``abstract_memory``.
+Checked in every run: whoever waits is answered; nobody meets a ``Shrink`` with an ``Agree`` or a revoke. What is summed, and
+what is promised about that, is in ``abstract_sums``, what one worker does by itself in ``abstract_work``, with the parts of a
+split model in ``abstract_exchanges``; that whoever waits is answered is for ``Engine.is_stuck``, and what lies in shared
+memory for ``abstract_memory``.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Sequence
 
 from holdfast.events import (
     CALM,
     JOINING,
-    LOADING,
+    LOST,
     ActDone,
     Action,
     Admitted,
@@ -37,8 +36,10 @@ from holdfast.events import (
     Progress,
     ProgressKnown,
     Publish,
+    Rehome,
     Revoke,
     SaveAndStop,
+    Settle,
     ShareProgress,
     Shrink,
     Shrunk,
@@ -48,16 +49,19 @@ from holdfast.events import (
     TakeChanges,
     Welcome,
 )
-from holdfast.testing.abstract_engine import (
-    SUMS,
+from holdfast.testing.abstract_engine import Engine
+from holdfast.testing.abstract_members import CHANGE, Lapse, Wish
+from holdfast.testing.abstract_memory import Adding, AtBarrier, Rule, Violation, ranks
+from holdfast.testing.abstract_parts import EXCHANGES, Giving, Swap
+from holdfast.testing.abstract_state import (
     Add,
     Complete,
     Decide,
     Die,
     Do,
     Doing,
-    Engine,
     Fail,
+    Given,
     GiveUp,
     Hear,
     Move,
@@ -68,13 +72,10 @@ from holdfast.testing.abstract_engine import (
     Stop,
     Sum,
     Wake,
-    Worker,
     living_ranks,
     lowest,
 )
-from holdfast.testing.abstract_members import ASK, CHANGE, Lapse, Wish
-from holdfast.testing.abstract_memory import Adding, AtBarrier, Rule, Violation, ranks
-from holdfast.testing.abstract_work import Work
+from holdfast.testing.abstract_sums import Sums
 
 
 def first_state(engine: Engine) -> State:
@@ -114,7 +115,7 @@ def state_after(engine: Engine, state: State, move: Move) -> State:
     return draft.finish()
 
 
-class Draft(Work):
+class Draft(Sums):
     """A state that is being changed by one move."""
 
     # -- moves
@@ -139,6 +140,15 @@ class Draft(Work):
                 self._is_given(rank, self._sums[worker.sums].brought)
             self.tell(rank, ActDone())
             return
+        if isinstance(worker.waits, EXCHANGES):
+            computed = self._complete_exchange(rank, worker.waits)
+            if computed is not None:
+                self.tell(rank, computed)
+            return
+        if isinstance(worker.waits, Giving):
+            self._is_given_parts(rank, worker.waits, self._sums[worker.sums].brought)
+            self.tell(rank, ActDone())
+            return
         this = self._sums[worker.sums]
         if not self._engine.is_rooted(worker.waits):
             self._fenced = True  # everybody has entered it, so everybody is back from the shrink
@@ -161,10 +171,11 @@ class Draft(Work):
             case ShareProgress():
                 everybody = {who: _progress(payload) for who, payload in this.brought}
                 for progress in everybody.values():
-                    self._set(rank, heard=self._worker(rank).heard | progress.flags & ~CALM)
-                self.tell(rank, ProgressKnown(everybody, self._engine.world.buckets))
+                    self._set(rank, heard=self._worker(rank).heard | progress.flags & ~(CALM | LOST))
+                self.tell(rank, ProgressKnown(everybody, self._engine.buckets))
             case LoadCheckpoint():
-                self.tell(rank, self._load(rank, *_state(this.brought[0])))
+                given = _state(this.brought[0])
+                self.tell(rank, self._load(rank, given.steps, given.taken))
 
     def fail(self, rank: int) -> None:
         """Let the sum that ``rank`` waits in fail there."""
@@ -231,7 +242,8 @@ class Draft(Work):
     def _shrink(self, living: int) -> None:
         heard = sum(1 << rank for rank in ranks(living) if self._worker(rank).heard & CHANGE)
         leaving, admitted = self._wishes.shrink(living, heard, self._engine.world.lapses)
-        self._members, self._failed, self._revokers, self._sums, self._fenced = living, 0, 0, {}, False
+        self._members, self._failed, self._revokers, self._fenced = living, 0, 0, False
+        self._sums, self._swaps = {}, {}
         self._memory.renew()
         for rank in ranks(living):
             self._set(rank, sums=0, heard=self._worker(rank).heard & ~CHANGE)
@@ -305,6 +317,10 @@ class Draft(Work):
             case MakeChanges():
                 self._make_changes(rank)
                 return ActDone()
+            case Rehome():
+                self._enter(rank, self._begin_giving(rank))
+            case Settle():
+                return self._settle(rank)
             case Leave():
                 self._leave(rank)
             case GiveUp():
@@ -314,36 +330,6 @@ class Draft(Work):
             case _:
                 self._enter(rank, order)
         return None
-
-    # -- sums
-
-    def _enter(self, rank: int, order: Action) -> None:
-        brought = self._brings(rank, order)
-        if isinstance(order, LoadCheckpoint):
-            self._drop_gradients(rank)
-            self._set(rank, steps=LOADING)
-        worker = self._worker(rank)
-        # What is added up must be gradients of the same attempt of the same step on the same weights.
-        what: tuple[object, ...] = (order, worker.steps, worker.group, worker.taken)
-        if isinstance(order, ShareProgress | Welcome | TakeChanges):
-            what = (type(order),)
-        number = worker.sums + 1
-        this = self._sums.get(number) or Sum(number, what, 0, ())
-        if this.what != what:
-            msg = f"rubbish is summed: {rank} enters {what}, others are in {this.what}"
-            raise Violation(msg)
-        mine = () if brought is None else ((rank, brought),)
-        self._sums[number] = this._replace(entered=this.entered | 1 << rank, brought=(*this.brought, *mine))
-        self._set(rank, waits=order, sums=number)
-        if isinstance(order, AtBarrier):
-            self._announce(rank, number)
-
-    def _enter_sum(self, rank: int, order: SumBucket) -> None:
-        self._memory.enter(rank, order.bucket)
-        if self._memory.keeps(Rule.BARRIER_A):
-            self._enter(rank, AtBarrier("A", order))
-        else:
-            self._begin_to_add(rank, order)
 
     def _pass_barrier(self, rank: int, barrier: AtBarrier) -> None:
         number = self._worker(rank).sums
@@ -359,79 +345,9 @@ class Draft(Work):
         else:
             self._know_sum(rank, barrier.order.bucket)
 
-    def _begin_to_add(self, rank: int, order: SumBucket) -> None:
-        self._set(rank, waits=Adding(order))
-        self._memory.begin_to_add(rank, order.bucket, self._what_is_added(rank))
-        if not self._memory.keeps(Rule.WORD_COMES_LAST):
-            self._announce(rank, self._worker(rank).sums + 1)
-
     def _know_sum(self, rank: int, bucket: int) -> None:
         self._hold(rank, bucket, self._members)
         self.tell(rank, BucketSummed())
-
-    def _announce(self, rank: int, barrier: int) -> None:
-        if self._engine.world.lying:  # else the words never say anything new
-            self._memory.announce(rank, barrier)
-
-    def _brings(self, rank: int, order: Action) -> Payload | None:
-        worker = self._worker(rank)
-        match order:
-            case SumBucket(bucket=bucket) | AtBarrier(name="A", order=SumBucket(bucket=bucket)):
-                if not worker.inputs & 1 << bucket:
-                    msg = f"rubbish is summed: {rank} has no gradient of bucket {bucket} any more"
-                    raise Violation(msg)
-            case CloseStep(step=step):
-                self._check_may_close(rank, worker, step)
-            case HandOver(bucket=bucket, source=source) if source == rank:
-                return self._hands_over(rank, bucket)
-            case ShareProgress(progress=progress):
-                passed_on = worker.heard & ~ASK if Lapse.KEEPS_ASK in self._engine.world.lapses else worker.heard
-                return dataclasses.replace(progress, flags=passed_on | CALM * worker.calm)
-            case Welcome():
-                return self._gives(rank, order)
-            case LoadCheckpoint() if rank == lowest(self._members):
-                return self._published, self._published_taken
-        return None
-
-    def _hands_over(self, rank: int, bucket: int) -> int:
-        if not self._worker(rank).have[bucket]:
-            if not self._engine.world.shared:
-                msg = f"bucket missing: {rank} hands over bucket {bucket} and does not hold it"
-                raise Violation(msg)
-            self._hold(rank, bucket, self._memory.what_lies(rank, bucket))  # it takes what it finds
-        self._memory.read(rank, bucket, self._what(rank, bucket))
-        return self._worker(rank).have[bucket]
-
-    def _check_may_close(self, rank: int, worker: Worker, step: int) -> None:
-        if step < self._engine.world.steps:
-            self._check_have(rank, worker, "closes")
-        if self._engine.world.all_publish and worker.told < step:
-            msg = f"never published: {rank} closes step {step}, and has not published all before"
-            raise Violation(msg)
-
-    def _result(self, this: Sum, result: int) -> int:
-        """Return what a sum says; ``result`` if nobody knows it yet."""
-        if this.result < 0:
-            self._sums[this.number] = this = this._replace(result=result)
-        return this.result
-
-    def _is_of_use(self, this: Sum) -> bool:
-        """Return whether anybody can still complete ``this``."""
-        may_enter = living_ranks(self._workers) | self._memory.may_enter(this.number)
-        never_again = self._members & ~may_enter | self._failed
-        needed = self._members
-        for rank in ranks(living_ranks(self._workers) & ~self._failed):
-            worker = self._worker(rank)
-            if worker.sums == this.number and isinstance(worker.waits, SUMS):
-                needed &= self._engine.needed(self._members, rank, worker.waits)
-        if needed & ~this.entered & never_again:
-            return False
-        for rank in ranks(living_ranks(self._workers) & ~self._failed):
-            worker = self._worker(rank)
-            waits_in_it = worker.sums == this.number and isinstance(worker.waits, SUMS)
-            if worker.sums < this.number or waits_in_it:
-                return True
-        return False
 
     # -- the end of a move
 
@@ -450,6 +366,7 @@ class Draft(Work):
             failed=self._failed,
             revokers=self._revokers,
             fenced=self._fenced,
+            swaps=tuple(this for this in sorted(self._swaps.values(), key=_name) if self._is_still_needed(this)),
             sums=tuple(this._replace(brought=tuple(sorted(this.brought, key=lambda b: b[0]))) for this in sums),
             log=tuple(log),
             published=self._published,
@@ -465,10 +382,10 @@ class Draft(Work):
             if worker is not None and worker.steps != JOINING:
                 yield worker.steps
             if worker is not None and worker.given is not None:
-                yield worker.given[0]
+                yield worker.given.steps
         for _, payload in (each for this in sums for each in this.brought):
-            if isinstance(payload, tuple):
-                yield payload[0]
+            if isinstance(payload, Given):
+                yield payload.steps
 
     def _decides_at_once(self, living: int) -> bool:
         waits = [self._worker(rank).waits for rank in ranks(living)]
@@ -483,15 +400,19 @@ class Draft(Work):
         return all(isinstance(order, Agree) for order in waits) and Agree(flag=False) in waits
 
 
+def _name(this: Swap) -> tuple[str, str]:
+    return type(this.order).__name__, repr(this.order)
+
+
 def _number(brought: tuple[int, Payload]) -> int:
     payload = brought[1]
     assert isinstance(payload, int)
     return payload
 
 
-def _state(brought: tuple[int, Payload]) -> tuple[int, int]:
+def _state(brought: tuple[int, Payload]) -> Given:
     payload = brought[1]
-    assert isinstance(payload, tuple)
+    assert isinstance(payload, Given)
     return payload
 
 

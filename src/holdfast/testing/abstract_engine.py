@@ -1,8 +1,8 @@
-"""The abstract engine: how workers, their communicator and their weights are written down, and what can happen next.
+"""The abstract engine: what can happen next to workers, their communicator and their weights.
 
-``explorer`` searches it, ``abstract_draft`` says what each move changes. The workers are driven by the real
-:class:`~holdfast.recovery.Protocol`; the engine is as nasty as its contract allows; the weights of a body are the list
-of what was put into them.
+``abstract_state`` writes these down, ``explorer`` searches, ``abstract_draft`` says what each move changes. The workers are
+driven by the real :class:`~holdfast.recovery.Protocol`; the engine is as nasty as its contract allows; the weights of a
+body are the list of what was put into them.
 
 The engine:
 
@@ -16,6 +16,7 @@ The engine:
 - a worker that left looks dead, or blocks those who need it;
 - ``Shrink`` leaves out who wants to leave, unless all do, and admits newcomers if all the living have heard of them;
 - a newcomer has the state when all have given who are no newcomers; a giver is done when it likes, and may die then;
+- a worker has its new parts of a split model when their givers have begun to give; it fails and is done when it likes;
 - with shared memory: a barrier of a sum may lie and return when a member is dead; a worker may be stopped while it
   adds. To the others it is dead, but it may wake up at any time later and write where it was writing.
 
@@ -41,9 +42,6 @@ Steps that are in everybody's weights are forgotten: there is nobody left to dis
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
 
 from holdfast.errors import InternalError, JobError
 from holdfast.events import (
@@ -52,264 +50,38 @@ from holdfast.events import (
     Agree,
     CloseStep,
     Event,
-    HandOver,
     Leave,
-    LoadCheckpoint,
-    Progress,
     ProgressKnown,
-    ShareProgress,
     Shrink,
     SumBucket,
-    TakeChanges,
     Welcome,
 )
 from holdfast.recovery import Protocol, Strategy
-from holdfast.testing.abstract_members import CHANGE, NO_LAPSE, Lapse, Wish, Wishes
-from holdfast.testing.abstract_memory import NO_RULE, Adding, AtBarrier, Memory, Rule, Violation, first_memory, ranks
-
-Payload = int | Progress | tuple[int, int]
-"""What one worker brings to a sum, as far as others care."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class World:
-    """A small job and the engine under it.
-
-    Args:
-        workers: Workers at the start.
-        deaths: The most workers that die.
-        steps: Steps of the job.
-        buckets: Buckets of a step.
-        checkpoint_every: Steps between two checkpoints.
-        all_publish: Whether every survivor must be told that a step is stable, not only somebody.
-        lossy: Whether a step may go without the gradients of a dead worker, as with ``forward``.
-        in_place: Whether a failed sum spoils its input.
-        rooted: Buckets that are broadcast by the lowest worker, not summed, so that the root completes alone.
-        uniform: Whether ``Agree`` returns the same everywhere although somebody died.
-        atomic: Whether moves are joined where that loses nothing.
-        shared: Whether buckets are summed through shared memory.
-        late: Whether a worker may be stopped while it adds, and wake up late. It counts as one that dies.
-        lying: Whether the barriers of a sum may return although a dead member has not entered them.
-        keep_input: Whether gradients stay whole until their step is over, not only until their sum is known.
-        without: Rules of the sum through shared memory that are left out.
-        newcomers: Workers that may come.
-        leavers: Workers that may be told to leave.
-        changes: Strategies that the running job may be changed to, one after the other.
-        lapses: What the engine does wrong with these.
-        make_protocol: Makes one worker's protocol from a strategy and the number of buckets. Give a broken one to
-            see that it is found out.
-    """
-
-    workers: int = 3
-    deaths: int = 2
-    steps: int = 2
-    buckets: int = 2
-    checkpoint_every: int = 1
-    all_publish: bool = False
-    lossy: bool = False
-    in_place: bool = False
-    rooted: frozenset[int] = frozenset()
-    uniform: bool = True
-    atomic: bool = True
-    shared: bool = False
-    late: bool = False
-    lying: bool = False
-    keep_input: bool = False
-    without: Rule = NO_RULE
-    newcomers: int = 0
-    leavers: frozenset[int] = frozenset()
-    changes: tuple[Strategy, ...] = ()
-    lapses: Lapse = NO_LAPSE
-    make_protocol: Callable[[Strategy, int], Protocol] = Protocol
-
-
-# ---------------------------------------------------------------------------------------------
-# What there is. Sets of workers, and of buckets, are bit masks.
-
-
-@dataclass(frozen=True, slots=True)
-class Returning(Action):
-    """Not an order: the agreement or the shrink has been decided, and the worker is about to hear."""
-
-    event: Event
-
-
-@dataclass(frozen=True, slots=True)
-class Doing(Action):
-    """Not an order: the worker has orders, and is about to carry out the first of them."""
-
-    orders: tuple[Action, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class GiveUp(Action):
-    """Not an order: the protocol says that the job cannot go on."""
-
-
-class Worker(NamedTuple):
-    """A living worker.
-
-    Args:
-        mind: Its protocol, by number.
-        waits: The order that it waits in.
-        sums: Sums that it has entered on this communicator.
-        steps: Steps in its weights, LOADING while they are being replaced, JOINING if it has not got the others' yet.
-        group: Who shared the mini-batch whose gradients it has, 0 if it has none.
-        inputs: Buckets whose own gradient it still has.
-        have: By bucket, whose gradients are in the sum that it holds, 0 if it holds none.
-        saved: It was ordered to save and stop.
-        told: Steps that it was told are stable, if that is checked.
-        heard: Of CHANGE, ASK and LEAVE, what it has heard in closing sums and nothing was done about.
-        calm: It is about to meet the others because members change, and has seen no failure.
-        taken: How often its settings were changed.
-        used: The same, when it applied the newest of its steps.
-        aside: The same, of those that it has been given; 0 if there are none that do not count yet.
-        given: Steps in the state that it has been given as a newcomer, and ``taken``; None if there is none.
-    """
-
-    mind: int
-    waits: Action
-    sums: int
-    steps: int
-    group: int
-    inputs: int
-    have: tuple[int, ...]
-    saved: bool = False
-    told: int = 0
-    heard: int = 0
-    calm: bool = False
-    taken: int = 0
-    used: int = 0
-    aside: int = 0
-    given: tuple[int, int] | None = None
-
-    def without_gradients(self) -> Worker:
-        """Return the worker with nothing of a step in its hands."""
-        return self._replace(group=0, inputs=0, have=(0,) * len(self.have))
-
-
-class Sum(NamedTuple):
-    """A sum that somebody can still complete: its number on the communicator, what it is, and who brought what.
-
-    ``result`` is what a closing sum says, or how many changes are taken; -1 as long as nobody knows it.
-    """
-
-    number: int
-    what: tuple[object, ...]
-    entered: int
-    brought: tuple[tuple[int, Payload], ...]
-    result: int = -1
-
-
-class State(NamedTuple):
-    """Everything.
-
-    Args:
-        workers: By rank; None if dead or left.
-        left: Those who left.
-        members: The group of the communicator.
-        failed: Living members who saw a sum fail on it.
-        revokers: Living members who revoked it.
-        fenced: Everybody is known to have left the shrink that made it.
-        sums: Those in progress.
-        log: By step, what was put into the weights; None once everybody alive has it.
-        published: Steps in the newest published state.
-        published_taken: How often the settings had been changed when that was made: they are a part of it.
-        deaths_left: How many may still die.
-        memory: What is shared, empty if nothing is.
-        wishes: Who wants to come or leave.
-    """
-
-    workers: tuple[Worker | None, ...]
-    left: int
-    members: int
-    failed: int
-    revokers: int
-    fenced: bool
-    sums: tuple[Sum, ...]
-    log: tuple[tuple[int, ...] | None, ...]
-    published: int
-    published_taken: int
-    deaths_left: int
-    memory: Memory
-    wishes: Wishes
-
-
-class Die(NamedTuple):
-    """``rank`` dies."""
-
-    rank: int
-
-
-class Complete(NamedTuple):
-    """``rank`` has the result of the sum that it waits in."""
-
-    rank: int
-
-
-class Fail(NamedTuple):
-    """The sum that ``rank`` waits in fails there."""
-
-    rank: int
-
-
-class Hear(NamedTuple):
-    """``rank`` returns from what was decided."""
-
-    rank: int
-
-
-class Do(NamedTuple):
-    """``rank`` carries out its next order."""
-
-    rank: int
-
-
-class Decide(NamedTuple):
-    """The agreement, or the shrink, is decided; those in ``yes`` hear True."""
-
-    yes: int
-
-
-class Add(NamedTuple):
-    """``rank`` has added its share, and enters barrier B."""
-
-    rank: int
-
-
-class Stop(NamedTuple):
-    """``rank`` is stopped while it adds; everybody takes it for dead."""
-
-    rank: int
-
-
-class Wake(NamedTuple):
-    """``rank`` wakes up, adds its share where it was doing so, and enters barrier B."""
-
-    rank: int
-
-
-class Read(NamedTuple):
-    """The optimizer of ``rank`` has read the results."""
-
-    rank: int
-
-
-Move = Die | Complete | Fail | Hear | Do | Decide | Add | Stop | Wake | Read | Wish
-
-SUMS = (SumBucket, AtBarrier, CloseStep, HandOver, ShareProgress, LoadCheckpoint, TakeChanges, Welcome)
-"""What is carried out on the communicator, and may fail: a sum, but for :class:`Welcome`."""
-
-
-def lowest(mask: int) -> int:
-    """Return the lowest rank in ``mask``."""
-    return (mask & -mask).bit_length() - 1
-
-
-def living_ranks(workers: Sequence[Worker | None]) -> int:
-    """Return the ranks in ``workers`` that are alive."""
-    return sum(1 << rank for rank, worker in enumerate(workers) if worker is not None)
-
+from holdfast.testing.abstract_members import CHANGE, Lapse, Wish, Wishes
+from holdfast.testing.abstract_memory import Adding, AtBarrier, Memory, Violation, first_memory, ranks
+from holdfast.testing.abstract_parts import ABSENT, EXCHANGES, Giving, Registry, concerned, needed_by
+from holdfast.testing.abstract_state import (
+    SUMS,
+    Add,
+    Complete,
+    Decide,
+    Die,
+    Do,
+    Doing,
+    Fail,
+    GiveUp,
+    Hear,
+    Move,
+    Read,
+    Returning,
+    State,
+    Stop,
+    Wake,
+    Worker,
+    World,
+    living_ranks,
+    lowest,
+)
 
 # ---------------------------------------------------------------------------------------------
 # The protocols of all workers, each kept once
@@ -363,9 +135,19 @@ class Engine:
         if world.shared and (world.newcomers or world.changes):
             msg = "the sum through shared memory is explored among the same workers with the same settings"
             raise InternalError(msg)
+        if world.split is not None and (world.shared or world.rooted or world.in_place):
+            msg = "a split model is explored with exchanges, which are neither in shared memory nor broadcasts nor in place"
+            raise InternalError(msg)
         self.world = world
         self.strategies = (strategy, *world.changes)
-        self.minds = Minds(world.make_protocol(strategy, world.buckets))
+        self.buckets = world.buckets if world.split is None else 0
+        self.homes = None if world.split is None else Registry(world.split, world.lapses)
+        first = (
+            world.make_protocol(strategy, self.buckets, split=True)
+            if world.split
+            else world.make_protocol(strategy, self.buckets)
+        )
+        self.minds = Minds(first)
 
     def blank_state(self) -> State:
         """Return the state before anybody has started."""
@@ -377,6 +159,7 @@ class Engine:
             revokers=0,
             fenced=True,
             sums=(),
+            swaps=(),
             log=(),
             published=0,
             published_taken=0,
@@ -387,8 +170,19 @@ class Engine:
 
     def newborn(self, steps: int = JOINING) -> Worker:
         """Return a worker that has done nothing, with ``steps`` in its weights."""
-        nothing = (0,) * self.world.buckets
-        return Worker(mind=0, waits=Leave(), sums=0, steps=steps, group=0, inputs=0, have=nothing)
+        parts = 0 if self.homes is None else self.homes.parts
+        nothing, absent = (0,) * (self.buckets + parts), (ABSENT,) * parts
+        return Worker(
+            mind=0,
+            waits=Leave(),
+            sums=0,
+            steps=steps,
+            group=0,
+            inputs=0,
+            have=nothing,
+            parts=absent,
+            staged=absent,
+        )
 
     def moves(self, state: State) -> list[Move]:
         """Return what can happen next."""
@@ -406,10 +200,13 @@ class Engine:
                 moves.append(Hear(rank))
             elif isinstance(worker.waits, Doing):
                 moves.append(Do(rank))
-            elif isinstance(worker.waits, SUMS):
+            elif isinstance(worker.waits, SUMS + EXCHANGES):
                 if self.can_complete(state, rank, worker):
                     moves.append(Complete(rank))
-                if gone or state.revokers:
+                revoked = state.revokers and not (
+                    isinstance(worker.waits, EXCHANGES) and Lapse.REVOKES_HALF in self.world.lapses
+                )
+                if gone or revoked:
                     moves.append(Fail(rank))
             moves += self._memory_moves(state, rank, worker)
             if quiet and moves:
@@ -475,13 +272,27 @@ class Engine:
                 return True
             case Decide():  # who left does not answer any more
                 return not state.members & state.left
+            case Complete(rank) | Fail(rank) if isinstance(order := self._waits(state, rank), EXCHANGES):
+                if not dead & concerned(order) and isinstance(move, Complete):
+                    return True
+                revoked = state.revokers and Lapse.REVOKES_HALF not in self.world.lapses
+                return bool(revoked or (dead & concerned(order) and not state.failed))
             case Complete() if not dead:
                 return True
             case _:  # a revoke reaches everybody; a death is seen by one of those who wait
                 return bool(state.revokers or (dead and not state.failed))
 
+    @staticmethod
+    def _waits(state: State, rank: int) -> Action:
+        worker = state.workers[rank]
+        assert worker is not None
+        return worker.waits
+
     def can_complete(self, state: State, rank: int, worker: Worker) -> bool:
-        """Return whether the sum that ``rank`` waits in has all that ``rank`` needs."""
+        """Return whether what ``rank`` waits in has all that ``rank`` needs."""
+        if isinstance(order := worker.waits, EXCHANGES):
+            swap = next((s for s in state.swaps if s.order == order), None)
+            return swap is not None and not needed_by(rank, order) & ~swap.entered
         if self.world.lying and isinstance(worker.waits, AtBarrier) and state.members & ~living_ranks(state.workers):
             return True
         needed = self.needed(state.members, rank, worker.waits)
@@ -495,7 +306,15 @@ class Engine:
         if isinstance(order, Welcome):
             newcomers = sum(1 << newcomer for newcomer in order.newcomers)
             return members & ~newcomers if newcomers & 1 << rank else 1 << rank
+        if isinstance(order, Giving):
+            return 1 << rank | self._givers(order, members, rank)
         return members
+
+    def _givers(self, order: Giving, members: int, taker: int) -> int:
+        assert self.homes is not None
+        return sum(
+            1 << giver for giver in {gift.giver for gift in self.homes.gifts(order, members) if gift.taker == taker}
+        )
 
     def is_rooted(self, order: Action) -> bool:
         """Return whether ``order`` is a broadcast."""

@@ -33,6 +33,18 @@ class Lapse(enum.Flag):
     """Who has heard of new settings does not say so in recovery to those who have not."""
     TAKES_AT_ONCE = enum.auto()
     """New settings count as soon as a worker has them."""
+    SETTLES_AT_ONCE = enum.auto()
+    """New homes count as soon as a worker has its parts."""
+    MIRRORS_LATE = enum.auto()
+    """Mirrors get the gradient of their part only when the step is applied."""
+    SUMS_LATE = enum.auto()
+    """Everybody gets the gradient of its parts only when the step is applied."""
+    NOBODY_SAYS_LOST = enum.auto()
+    """Nobody says that a part of the model is lost."""
+    ONE_SAYS_LOST = enum.auto()
+    """Only the last of those who know that a part is lost says so."""
+    REVOKES_HALF = enum.auto()
+    """A revoke does not reach who waits in an exchange, only who waits in a sum of the world."""
 
 
 NO_LAPSE = Lapse(0)

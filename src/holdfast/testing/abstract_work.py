@@ -9,7 +9,6 @@ nothing may be missing from a step.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from holdfast.events import (
     JOINING,
@@ -24,33 +23,18 @@ from holdfast.events import (
     StepApplied,
     Welcome,
 )
-from holdfast.testing.abstract_engine import Engine, Payload, State, Worker, living_ranks
+from holdfast.testing.abstract_exchanges import Exchanges
 from holdfast.testing.abstract_members import ASK, CHANGE, LEAVE
-from holdfast.testing.abstract_memory import MemoryDraft, Violation, What, ranks
+from holdfast.testing.abstract_memory import Violation, What, ranks
+from holdfast.testing.abstract_state import Given, Payload, Worker, living_ranks
 
 
-class Work:
+class Work(Exchanges):
     """A state that is being changed, and what one worker may change of it."""
-
-    def __init__(self, engine: Engine, state: State) -> None:
-        self._engine = engine
-        self._workers = list(state.workers)
-        self._left = state.left
-        self._members = state.members
-        self._failed = state.failed
-        self._revokers = state.revokers
-        self._fenced = state.fenced
-        self._sums = {s.number: s for s in state.sums}
-        self._log = list(state.log)
-        self._published = state.published
-        self._published_taken = state.published_taken
-        self._deaths_left = state.deaths_left
-        self._memory = MemoryDraft(state.memory, engine.world.without, keep_input=engine.world.keep_input)
-        self._wishes = state.wishes
 
     # -- steps
 
-    def _compute(self, rank: int, step: int) -> Event:
+    def _compute(self, rank: int, step: int) -> Event | None:
         self._check_step(rank, step, "computes")
         heard = self._worker(rank).heard
         if heard & CHANGE:
@@ -63,10 +47,11 @@ class Work:
             self._set(rank, saved=True)
         if step >= self._engine.world.steps or heard & LEAVE:
             return RanOut()
-        everything = (1 << self._engine.world.buckets) - 1
-        self._set(rank, group=self._members, inputs=everything, have=(0,) * self._engine.world.buckets)
+        everything = (1 << self._engine.buckets) - 1
+        self._workers[rank] = self._worker(rank).without_gradients()
+        self._set(rank, group=self._members, inputs=everything)
         self._memory.compute(rank, step, self._members)
-        return Computed()
+        return Computed() if self._engine.homes is None else self._next_exchange(rank)
 
     def _discard(self, rank: int, step: int) -> Event:
         self._check_step(rank, step, "discards")
@@ -75,10 +60,13 @@ class Work:
 
     def _apply(self, rank: int, step: int) -> Event:
         self._check_step(rank, step, "applies")
+        if self._engine.homes is not None:
+            self._apply_parts(rank, step)
         worker = self._worker(rank)
-        self._check_have(rank, worker, "applies")
-        self._check_nothing_is_missing(rank, worker)
-        self._write(rank, step, (worker.group, worker.taken, *worker.have))
+        if self._engine.homes is None:
+            self._check_have(rank, worker, "applies")
+            self._check_nothing_is_missing(rank, worker)
+        self._write(rank, step, (worker.group, worker.taken, worker.homes, *worker.have))
         self._memory.apply(rank, [self._what(rank, bucket) for bucket in range(len(worker.have))])
         self._drop_gradients(rank)
         self._set(rank, steps=step + 1, used=worker.taken)
@@ -97,14 +85,6 @@ class Work:
             if whose & ~worker.group or must_be_in & ~whose:
                 msg = f"gradients are missing: {rank} applies step {worker.steps}, bucket {bucket}, of {list(ranks(whose))} only"
                 raise Violation(msg)
-
-    def _write(self, rank: int, step: int, what: tuple[int, ...]) -> None:
-        if len(self._log) == step:
-            self._log.append(what)
-        elif self._log[step] != what:
-            kind = "published state is not in the history" if step < self._published else "replicas differ"
-            msg = f"{kind}: {rank} puts something else into step {step}"
-            raise Violation(msg)
 
     def _publish(self, rank: int, step: int) -> None:
         if self._worker(rank).steps <= step:
@@ -138,6 +118,7 @@ class Work:
         if worker.steps < self._published:
             msg = f"published state is not in the history: {rank} leaves without it"
             raise Violation(msg)
+        self._check_has_its_parts(rank, "leaves")
         self._set_published(rank, worker.steps)  # its result is out
         self._remove(rank)
         self._left |= 1 << rank
@@ -151,13 +132,13 @@ class Work:
     # -- newcomers, and changes
 
     def _is_given(self, rank: int, brought: Sequence[tuple[int, Payload]]) -> None:
-        given = {payload for _, payload in brought if isinstance(payload, tuple)}
+        given = {payload for _, payload in brought if isinstance(payload, Given)}
         if len(given) != 1:
             msg = f"different states are given to {rank}: {given}"
             raise Violation(msg)
         self._set(rank, given=given.pop())
 
-    def _gives(self, rank: int, order: Welcome) -> tuple[int, int] | None:
+    def _gives(self, rank: int, order: Welcome) -> Given | None:
         """Return what ``rank`` gives, None if it is a newcomer."""
         self._set(rank, calm=True)
         worker = self._worker(rank)
@@ -166,13 +147,13 @@ class Work:
         if worker.steps != order.step or worker.group:
             msg = f"wrong state is given: {rank} gives {worker.steps} steps{' and a part of one' * bool(worker.group)}"
             raise Violation(msg)
-        return worker.steps, worker.taken
+        return Given(worker.steps, worker.taken, worker.homes)
 
     def _install(self, rank: int, step: int) -> Event:
         worker = self._worker(rank)
         if worker.steps == JOINING and worker.given is not None:
-            steps, taken = worker.given
-            self._set(rank, steps=steps, given=None, told=steps, used=taken)
+            steps, taken, homes = worker.given
+            self._set(rank, steps=steps, given=None, told=steps, used=taken, homes=homes)
             self._take(rank, taken)
         self._check_step(rank, step, "installs")
         return ActDone()
@@ -200,6 +181,7 @@ class Work:
         self._drop_gradients(rank)
         self._set(rank, steps=steps, used=taken)
         self._take(rank, taken)
+        self._load_parts(rank, steps)
         return CheckpointLoaded(steps)
 
     def _hold(self, rank: int, bucket: int, whose: int) -> None:
@@ -208,16 +190,7 @@ class Work:
         self._set(rank, have=have, inputs=worker.inputs & ~(1 << bucket))  # known, so its input is dropped
         self._memory.summed(rank, bucket)
 
-    def _drop_gradients(self, rank: int) -> None:
-        self._workers[rank] = self._worker(rank).without_gradients()
-        self._memory.drop(rank)
-
     # -- looking things up
-
-    def _worker(self, rank: int) -> Worker:
-        worker = self._workers[rank]
-        assert worker is not None
-        return worker
 
     def _what(self, rank: int, bucket: int) -> What:
         worker = self._worker(rank)
@@ -226,15 +199,6 @@ class Work:
     def _what_is_added(self, rank: int) -> What:
         worker = self._worker(rank)
         return What(worker.steps, worker.group, self._members)
-
-    def _set(self, rank: int, **fields: Any) -> None:
-        self._workers[rank] = self._worker(rank)._replace(**fields)
-
-    def _check_step(self, rank: int, step: int, does: str) -> None:
-        steps = self._worker(rank).steps
-        if steps != step:
-            msg = f"wrong step: {rank} {does} step {step} with {steps} steps in its weights"
-            raise Violation(msg)
 
     def _check_have(self, rank: int, worker: Worker, does: str) -> None:
         if 0 in worker.have:

@@ -9,7 +9,8 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from holdfast.comm import Communicator, Mean, OrderedSum, Span
+from holdfast.comm import Communicator, Mail, Mean, OrderedSum, Span, Subgroup
+from holdfast.comm.base import Exchange
 from holdfast.errors import PeerFailed
 from holdfast.events import Progress
 
@@ -29,12 +30,19 @@ def check_communicator(comm: Communicator, die: Callable[[int], None], victims: 
     Raises:
         AssertionError: saying which promise was broken.
     """
-    check_collectives(comm)
-    check_ordered_sum(comm)
+    _check_all(comm)
     for victim in victims:
         check_death(comm, die, victim)
-        check_collectives(comm)
-        check_ordered_sum(comm)
+        _check_all(comm)
+
+
+def _check_all(comm: Communicator) -> None:
+    check_collectives(comm)
+    check_ordered_sum(comm)
+    check_subgroups(comm)
+    check_mail(comm)
+    if len(comm.processes) > 1 or len(comm.members) > 1:
+        _check_post(comm)
 
 
 def check_collectives(comm: Communicator) -> None:
@@ -68,7 +76,7 @@ def check_collectives(comm: Communicator) -> None:
     assert not comm.agree(lowest != comm.members[0]), "one No is a No for all"
 
 
-def _check_exchange(comm: Communicator, dtype: torch.dtype) -> None:
+def _check_exchange(comm: Exchange, dtype: torch.dtype) -> None:
     count, me = len(comm.processes), comm.processes.index(comm.here)
     send = torch.tensor([[10 * me + i, me] for i in range(count)], dtype=dtype)
     before = send.clone()
@@ -81,7 +89,7 @@ def _check_exchange(comm: Communicator, dtype: torch.dtype) -> None:
     assert torch.equal(gathered, torch.arange(1, count + 1, dtype=dtype)[:, None].expand(count, 3))
 
 
-def _check_swap(comm: Communicator) -> None:
+def _check_swap(comm: Exchange) -> None:
     """Give two tensors of different sizes to the next process, and one to the one after it: order is kept."""
     count, me = len(comm.processes), comm.processes.index(comm.here)
     steps = ((1, 3), (1, 2), (2, 1))
@@ -93,6 +101,90 @@ def _check_swap(comm: Communicator) -> None:
             "a swap gives what was meant for this process"
         )
     comm.swap([], [])
+
+
+def _check_post(comm: Communicator) -> None:
+    """Post to the next process, twice, before anybody takes: the first that is taken is the first that was posted."""
+    count, me = len(comm.processes), comm.processes.index(comm.here)
+    sizes = (3, 1 << 18)
+    for size in sizes:
+        comm.post(comm.processes[(me + 1) % count][0], torch.full((size,), 10 * me + size))
+    before = comm.processes[(me - 1) % count][0]
+    for size in sizes:
+        taken = torch.zeros(size, dtype=torch.int64)
+        comm.take(before, taken)
+        assert torch.equal(taken, torch.full_like(taken, 10 * ((me - 1) % count) + size)), "posts keep their order"
+    comm.barrier()  # who ends loses what it has posted
+    comm.post(comm.processes[(me + 1) % count][0], torch.zeros(1 << 18))  # nobody takes it, which keeps nobody waiting
+
+
+def check_subgroups(comm: Communicator) -> None:
+    """Check sums among some of the members; the others do not take part, and nobody waits for them."""
+    members = comm.members
+    for ranks in (members[:2], members[1:], members[-1:]):
+        if not set(ranks) & set(comm.here):
+            continue
+        group = Subgroup(comm, ranks)
+        assert group.members == ranks
+        for dtype in DTYPES:
+            _check_exchange(group, dtype)
+        _check_swap(group)
+        assert group.maximum([min(group.here), 7]) == [max(some[0] for some in group.processes), 7]
+        group.barrier()
+        for shared_bytes in (-1, 0):
+            add = OrderedSum(group, "fold", SPAN.end, shared_bytes=shared_bytes)
+            terms = {n: torch.randn(1003, generator=torch.Generator().manual_seed(n)) * 10.0**n for n in range(3)}
+            owners = {n: ranks[n % len(ranks)] for n in range(3)}
+            for _ in range(2):
+                assert torch.equal(_sum(group, add, terms, owners), (terms[0] + terms[1]) + terms[2])
+            _check_maxima(group, add)
+
+
+def _check_maxima(comm: Exchange, add: OrderedSum) -> None:
+    """Take one maximum after another: nobody writes the next numbers while somebody reads these."""
+    lowest, highest = comm.processes[0][0], comm.processes[-1][0]
+    for n in range(50):
+        assert add.maximum([n + min(comm.here), n - min(comm.here)]) == [n + highest, n - lowest]
+
+
+def check_mail(comm: Communicator) -> None:
+    """Check that messages inside a step come as they were sent, through memory and by the communicator."""
+    for shared_bytes in (-1, 0, 1 << 20):  # the last one is too little for all messages
+        mail = Mail(comm, shared_bytes=shared_bytes)
+        for attempt in range(3):
+            mail.begin()
+            for me in comm.here:
+                for to in comm.members:
+                    _send_some(mail, me, to, attempt)
+            for me in comm.here:
+                for source in comm.members:
+                    _receive_some(mail, me, source, attempt)
+            comm.barrier()  # as a closing sum would, before anybody begins the next
+
+
+def _letters(source: int, to: int, attempt: int) -> list[torch.Tensor]:
+    number = 100 * attempt + 10 * source + to
+    return [
+        torch.full((), number, dtype=torch.int64),
+        torch.full((300, 301), number, dtype=torch.float32),
+        torch.full((2, 1, 3), number % 2, dtype=torch.bool),
+        torch.zeros(0, 5),
+        torch.full((1, 1, 1, 1, 1, 1, 1, 70_000), number % 100, dtype=torch.bfloat16),
+    ]
+
+
+def _send_some(mail: Mail, me: int, to: int, attempt: int) -> None:
+    for letter in _letters(me, to, attempt):
+        mail.send(to, letter, me=me)
+        letter.zero_()  # it has been copied
+
+
+def _receive_some(mail: Mail, me: int, source: int, attempt: int) -> None:
+    for expected in _letters(source, me, attempt):
+        letter = mail.receive(source, me=me)
+        assert letter.dtype == expected.dtype, "a message has the type that it was sent with"
+        assert letter.shape == expected.shape, "a message has the shape that it was sent with"
+        assert torch.equal(letter, expected), "messages come in order and whole"
 
 
 def check_ordered_sum(comm: Communicator) -> None:
@@ -125,7 +217,7 @@ def check_ordered_sum(comm: Communicator) -> None:
 
 
 def _sum(
-    comm: Communicator,
+    comm: Exchange,
     add: OrderedSum,
     terms: Mapping[int, torch.Tensor],
     owners: Mapping[int, int],

@@ -39,6 +39,11 @@ class CountingCommunicator:
         return self._comm.processes
 
     @property
+    def crowd(self) -> int:
+        """See :class:`Communicator`."""
+        return self._comm.crowd
+
+    @property
     def generation(self) -> int:
         """See :class:`Communicator`."""
         return self._comm.generation
@@ -53,10 +58,21 @@ class CountingCommunicator:
         self._count("allgather", part.numel() * part.element_size())
         self._comm.allgather(part, out)
 
-    def swap(self, send: Sequence[tuple[int, torch.Tensor]], receive: Sequence[tuple[int, torch.Tensor]]) -> None:
+    def swap(
+        self, send: Sequence[tuple[int, torch.Tensor]], receive: Sequence[tuple[int, torch.Tensor]], tag: int = 0
+    ) -> None:
         """Count and hand on."""
         self._count("swap", sum(data.numel() * data.element_size() for _, data in send))
-        self._comm.swap(send, receive)
+        self._comm.swap(send, receive, tag)
+
+    def post(self, rank: int, data: torch.Tensor) -> None:
+        """Count and hand on."""
+        self._count("post", data.numel() * data.element_size())
+        self._comm.post(rank, data)
+
+    def take(self, rank: int, data: torch.Tensor) -> None:
+        """Hand on; it was counted where it was posted."""
+        self._comm.take(rank, data)
 
     def maximum(self, values: Sequence[int]) -> list[int]:
         """Count and hand on."""

@@ -1,9 +1,11 @@
 """Try everything that can go wrong: an explicit-state explorer for the recovery protocol and for strategies.
 
 It drives the real :class:`~holdfast.recovery.Protocol`, one per worker, over an abstract engine. This file holds the
-search, which is every run or one at random, and the trace of what it finds. ``abstract_engine`` says what there is and
-what can happen next, ``abstract_draft`` what a move changes, ``abstract_work`` what a worker does by itself, both with the
-promises that are checked, ``abstract_members`` who wants to come or leave, ``abstract_memory`` what lies in shared memory.
+search, which is every run or one at random, and the trace of what it finds. ``abstract_state`` says what there is,
+``abstract_engine`` what can happen next, ``abstract_draft`` what a move changes, ``abstract_sums`` what is summed and
+``abstract_work`` what a worker does by itself, these three with the promises that are checked; ``abstract_members`` who wants
+to come or leave, ``abstract_memory`` what lies in shared memory, ``abstract_parts`` and ``abstract_exchanges`` how a model
+is split over the workers.
 """
 
 from __future__ import annotations
@@ -17,14 +19,17 @@ from holdfast.errors import InternalError
 from holdfast.events import Action, Agree, Progress, ShareProgress
 from holdfast.recovery import Strategy
 from holdfast.testing.abstract_draft import first_state, state_after
-from holdfast.testing.abstract_engine import (
+from holdfast.testing.abstract_engine import Engine
+from holdfast.testing.abstract_members import Lapse, Wish
+from holdfast.testing.abstract_memory import Adding, AtBarrier, Rule, Violation, ranks
+from holdfast.testing.abstract_parts import Split
+from holdfast.testing.abstract_state import (
     Add,
     Complete,
     Decide,
     Die,
     Do,
     Doing,
-    Engine,
     Fail,
     Hear,
     Move,
@@ -36,10 +41,8 @@ from holdfast.testing.abstract_engine import (
     Worker,
     World,
 )
-from holdfast.testing.abstract_members import Lapse, Wish
-from holdfast.testing.abstract_memory import Adding, AtBarrier, Rule, Violation, ranks
 
-__all__ = ["Lapse", "Result", "Rule", "World", "explore", "walk"]
+__all__ = ["Lapse", "Result", "Rule", "Split", "World", "explore", "walk"]
 
 _STUCK = "deadlock: somebody waits for ever"
 

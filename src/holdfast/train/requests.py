@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -115,6 +116,12 @@ class Requests:
 
     def _make(self, request: Mapping[str, Any]) -> None:
         for name, value in request.items():
+            if name == "strategy" and value == "forward" and self._replica.is_split:
+                if self._world.is_lead:
+                    sys.stderr.write(
+                        "holdfast: --strategy forward is not there for a model that is split: left as it was\n"
+                    )
+                continue
             _CHANGES[name](self, value)
             self._world.recorder.write(
                 SettingChanged(

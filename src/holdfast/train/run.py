@@ -349,6 +349,8 @@ class Run:
         self._batch = batch
         number, times = self._attempts
         self._attempts = (batch.step, times + 1 if number == batch.step else 0)
+        if not self._replica.num_buckets:
+            self._sum.open()  # no sum of all workers would, before the closing one
         self._replica.begin_step()
         self._scribe.mark("forward")
         for rank in self._world.comm.here:

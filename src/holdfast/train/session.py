@@ -147,12 +147,15 @@ class Session:
 
         Raises:
             ConfigError: if an argument is not allowed, or a planned fault lies outside the run.
-            ScriptError: if the loop before this one was left before its end.
+            ScriptError: if the loop before this one was left before its end; or the model is split, and was trained.
             TooFewWorkers: after fewer than ``min_workers`` survived; the state is saved.
             SystemExit: with code 4, after SIGTERM; the state is saved.
         """
         _check_arguments(dataset, batch_size, epochs)
         self.check_finished()
+        if self._replica.is_split and self._world is not None and self._world.loop > 0:
+            msg = "a model that is split is trained in one call of session.steps, which ends with the whole of it at every worker: ask for all epochs at once"
+            raise ScriptError(msg)
         world = self._connect()
         plan = self._plan(world, len(dataset), batch_size, epochs, shuffle=shuffle, drop_last=drop_last)
         if not plan.epoch_samples:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 
@@ -163,6 +163,9 @@ class StagedStep(Step):
         Raises:
             ScriptError: always.
         """
+        self._check_in_slice("")
+
+    def _check_in_slice(self, name: str) -> NoReturn:
         msg = "the slices of a Pipeline's step go through the stages of several workers: call step.compute()"
         raise ScriptError(msg)
 

@@ -1,0 +1,174 @@
+"""One mpirun over several hosts (see ``machines.py``): workers there die and hang, and whole hosts are lost."""
+
+import functools
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import reference
+from jobs import clean_env
+from machines import make_machines
+
+pytestmark = [pytest.mark.chaos, pytest.mark.timeout(300)]
+
+SCRIPT = Path(__file__).with_name("nodes_script.py")
+ALL_SAMPLES = {"planned": 406, "committed": 406, "lost": 0, "repeated": 0}
+DEADLINE_S = 150
+expected_hash = functools.cache(lambda: reference.train("mlp", "sgd"))
+
+
+@pytest.fixture
+def machines(tmp_path):
+    made = make_machines(3, tmp_path, net="10.203.0")
+    yield made
+    made.remove()
+
+
+class Run:
+    """A job with a worker on the first and the last host and two between; its launcher runs on the first."""
+
+    def __init__(self, machines, folder, *options, pause=0.0):
+        self.folder = folder
+        inside = machines.hosts.inside(1)
+        words = [*inside, sys.executable, "-m", "holdfast", "run", "--hosts", machines.listed(1, 2, 1)]
+        words += ["--launch-agent", machines.agent, "--node-timeout", 4, "--report", folder / "report"]
+        words += ["--checkpoint-dir", folder / "ckpt", "--checkpoint-every", 2, *options, SCRIPT, "--pause", pause]
+        self._output = (folder / "output").open("w+")
+        self.launcher = subprocess.Popen(
+            [str(word) for word in words],
+            env=clean_env(TMPDIR=str(folder)),
+            stdin=subprocess.DEVNULL,
+            stdout=self._output,
+            stderr=subprocess.STDOUT,
+        )
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.launcher.terminate()
+        try:
+            self.launcher.wait(timeout=60)
+        finally:
+            self.launcher.kill()
+            self._output.close()
+
+    def until_checkpoint(self, step):
+        """Wait until one is complete."""
+        ends_s = time.monotonic() + DEADLINE_S
+        while f"checkpoint before step {step}:" not in self.said():
+            assert self.launcher.poll() is None, self.said()
+            assert time.monotonic() < ends_s, self.said()
+            time.sleep(0.02)
+
+    def wait(self):
+        try:
+            return self.launcher.wait(timeout=DEADLINE_S)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(self.said()) from None
+
+    def said(self):
+        return (self.folder / "output").read_text()
+
+    def report(self):
+        report = json.loads((self.folder / "report" / "report.json").read_text())
+        lines = (self.folder / "report" / "events.jsonl").read_text().splitlines()
+        report["_events"] = [json.loads(line) for line in lines]
+        return report
+
+
+def of_kind(report, kind):
+    return [event for event in report["_events"] if event["event"] == kind]
+
+
+def assert_complete(report):
+    """Training is over, and its result is that of one process."""
+    assert report["replicas"]["state_sha256"] == expected_hash()
+    assert report["replicas"]["identical"] is True
+    assert report["samples"] == ALL_SAMPLES
+
+
+def test_a_worker_of_another_host_dies_then_a_host_loses_power_and_the_bits_are_the_same(machines, tmp_path):
+    with Run(machines, tmp_path, "--inject", "kill:rank=3,step=2", pause=0.3) as run:
+        run.until_checkpoint(4)
+        machines.power_off(2)
+        code = run.wait()
+
+        assert code == 0, run.said()
+        report = run.report()
+        assert_complete(report)
+        assert report["restarts"] == 1
+        (again,) = of_kind(report, "JobRestarted")
+        assert f"host {machines.hosts.address(2)} is lost" in again["reason"]
+        assert again["workers"] == [0, 4], "on each host that is left as many as it has room for"
+        in_place = of_kind(report, "Recovered")[0]
+        assert in_place["lost"] == [3]
+        assert in_place["t_s"] < again["t_s"], "a worker alone ends nothing"
+        assert max(event["step"] for event in of_kind(report, "RunStarted")) >= 4, "it began where a checkpoint was"
+        assert max(event["t_s"] for event in report["_events"]) <= report["wall_s"], "all hosts count from one moment"
+        assert not list((tmp_path / "ckpt").glob(".holdfast*")), "the run folder goes with the run"
+
+
+def test_without_a_restart_a_lost_host_is_the_end_and_the_job_says_how_to_go_on(machines, tmp_path):
+    with Run(machines, tmp_path, "--max-restarts", 0, pause=0.3) as run:
+        run.until_checkpoint(4)
+        machines.power_off(2)
+
+        assert run.wait() == 1, run.said()
+        assert f"host {machines.hosts.address(2)} is lost" in run.said()
+        left = f"--hosts {machines.hosts.address(1)}:1,{machines.hosts.address(3)}:1"
+        assert left in run.said().rpartition("go on with:")[2]
+
+
+@pytest.mark.soak
+def test_a_worker_of_another_host_that_hangs_is_ended_there(machines, tmp_path):
+    with Run(machines, tmp_path, "--inject", "hang:rank=3,step=6", "--hang-timeout", 3) as run:
+        assert run.wait() == 0, run.said()
+
+        report = run.report()
+        assert_complete(report)
+        assert report["restarts"] == 0
+        assert {e["rank"]: e["exit_code"] for e in of_kind(report, "WorkerEnded")} == {0: 0, 1: 0, 2: 0, 3: -9}
+        assert [event["rank"] for event in of_kind(report, "WorkerFenced")] == [3]
+
+
+@pytest.mark.soak
+def test_a_host_that_is_cut_off_is_found_by_its_silence(machines, tmp_path):
+    with Run(machines, tmp_path, pause=0.3) as run:
+        run.until_checkpoint(4)
+        machines.cut_off(3)
+        code = run.wait()
+
+        assert code == 0, run.said()
+        report = run.report()
+        assert_complete(report)
+        assert report["restarts"] == 1
+        assert of_kind(report, "JobRestarted")[0]["workers"] == [0, 1, 2]
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 4), (signal.SIGKILL, -signal.SIGKILL)])
+def test_when_the_launcher_is_told_to_stop_or_killed_the_workers_of_all_hosts_save(machines, tmp_path, number, code):
+    idle = [len(machines.hosts.pids(host)) for host in (1, 2, 3)]
+    with Run(machines, tmp_path, pause=0.5) as run:
+        run.until_checkpoint(4)
+        os.kill(run.launcher.pid, number)
+        assert run.wait() == code, run.said()
+        ends_s = time.monotonic() + DEADLINE_S
+        while [len(machines.hosts.pids(host)) for host in (1, 2, 3)] != idle:
+            assert time.monotonic() < ends_s, "workers are left"
+            time.sleep(0.1)
+
+    again = tmp_path / "again"
+    again.mkdir()
+    (tmp_path / "ckpt").rename(again / "ckpt")
+    with Run(machines, again, "--resume") as run:
+        assert run.wait() == 0, run.said()
+        report = run.report()
+        assert_complete(report)
+        assert of_kind(report, "RunStarted")[0]["step"] >= 4

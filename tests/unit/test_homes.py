@@ -1,0 +1,220 @@
+"""Who holds which part of a split model, whoever dies and comes."""
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from holdfast.errors import ConfigError
+from holdfast.recovery.homes import Gift, Homes, Shape, first_homes, gifts, new_homes
+
+shapes = st.builds(Shape, parts=st.integers(1, 5), chains=st.integers(1, 3), copies=st.integers(1, 4))
+groups = st.sets(st.integers(0, 11), min_size=1).map(sorted)
+
+
+@st.composite
+def histories(draw):
+    """Return a shape, and the groups that follow each other: some of each live on, some may be new."""
+    history = [draw(groups)]
+    for _ in range(draw(st.integers(0, 5))):
+        stay = draw(st.sets(st.sampled_from(history[-1]), min_size=1))
+        history.append(sorted(stay | draw(st.sets(st.integers(0, 11), max_size=3))))
+    return draw(shapes), history
+
+
+def homes_after(shape: Shape, history: Sequence[Sequence[int]]) -> Homes:
+    homes = first_homes(shape, history[0])
+    for members in history[1:]:
+        homes = new_homes(shape, homes, members)
+    return homes
+
+
+# -- what holds whatever happened before
+
+
+@given(histories())
+def test_the_living_fill_every_place_of_every_chain_and_hold_every_part_as_often_as_asked(given_history):
+    shape, history = given_history
+    members = history[-1]
+
+    homes = homes_after(shape, history)
+
+    assert len(homes.chains) == shape.chains_of(len(members))
+    for part in range(shape.parts):
+        computing = [chain[part] for chain in homes.chains]
+        assert set(homes.holders(part)) <= set(members)
+        assert len(homes.holders(part)) == shape.copies_of(len(members))
+        assert len(set(computing)) == len(computing)  # nobody is its own twin
+        assert not set(computing) & set(homes.mirrors[part])
+    assert homes.lost(members) == ()
+
+
+@given(histories())
+def test_with_workers_enough_nobody_computes_in_two_places_and_with_too_few_nobody_is_idle(given_history):
+    shape, history = given_history
+    members = history[-1]
+
+    places = [rank for chain in homes_after(shape, history).chains for rank in chain]
+
+    assert len(set(places)) == min(len(members), len(places))
+
+
+@given(histories())
+def test_nothing_changes_where_nobody_came_or_died(given_history):
+    shape, history = given_history
+    homes = homes_after(shape, history)
+
+    assert new_homes(shape, homes, history[-1]) == homes
+    assert gifts(homes, homes, history[-1]) == ()
+
+
+@given(shapes, groups)
+def test_a_job_that_begins_has_homes_that_are_those_of_its_members_and_stay(shape, members):
+    homes = first_homes(shape, members)
+
+    assert homes == first_homes(shape, tuple(members))
+    assert new_homes(shape, homes, members) == homes
+
+
+# -- what is given
+
+
+@given(histories())
+def test_what_was_given_and_what_was_held_is_what_is_to_be_held(given_history):
+    shape, history = given_history
+    before = homes_after(shape, history[:-1] or history)
+    members = history[-1]
+    after = new_homes(shape, before, members)
+
+    given_parts = gifts(before, after, members)
+
+    assert len(set(given_parts)) == len(given_parts)
+    for gift in given_parts:
+        assert gift.giver in before.holders(gift.part)
+        assert gift.taker not in before.holders(gift.part)
+        assert {gift.giver, gift.taker} <= set(members)
+    for part in range(shape.parts):
+        takers = {gift.taker for gift in given_parts if gift.part == part}
+        has_it = set() if part in before.lost(members) else set(before.holders(part)) & set(members) | takers
+        assert set(after.holders(part)) <= has_it or part in before.lost(members)
+        assert takers <= set(after.holders(part))
+
+
+@given(shapes, groups, st.data())
+def test_a_death_has_only_parts_given_that_the_dead_held(shape, members, data):
+    survivors = sorted(data.draw(st.sets(st.sampled_from(members), min_size=1)))
+    before = first_homes(shape, members)
+
+    given_parts = gifts(before, new_homes(shape, before, survivors), survivors)
+
+    for gift in given_parts:
+        assert not set(before.holders(gift.part)) <= set(survivors)
+    for part in range(shape.parts):
+        dead_holders = set(before.holders(part)) - set(survivors)
+        assert sum(gift.part == part for gift in given_parts) <= len(dead_holders)
+
+
+@given(histories())
+def test_parts_that_nobody_alive_holds_are_lost_and_not_given(given_history):
+    shape, history = given_history
+    before = homes_after(shape, history[:-1] or history)
+    members = history[-1]
+
+    lost = before.lost(members)
+
+    assert lost == tuple(p for p in range(shape.parts) if not any(rank in members for rank in before.holders(p)))
+    assert {gift.part for gift in gifts(before, new_homes(shape, before, members), members)}.isdisjoint(lost)
+
+
+@given(shapes, groups)
+def test_no_part_is_lost_to_fewer_deaths_than_there_are_copies(shape, members):
+    homes = first_homes(shape, members)
+    copies = shape.copies_of(len(members))
+
+    for part in range(shape.parts):
+        dead = homes.holders(part)[: copies - 1]
+        assert homes.lost([rank for rank in members if rank not in dead]) == ()
+
+
+@given(histories())
+def test_homes_survive_a_message(given_history):
+    homes = homes_after(*given_history)
+
+    assert Homes.from_json(homes.to_json()) == homes
+
+
+# -- who takes over, by example
+
+
+def test_who_holds_the_part_and_computes_nothing_takes_over_and_only_the_mirror_is_given():
+    shape = Shape(parts=2, chains=1, copies=2)
+    before = first_homes(shape, [0, 1, 2])
+    assert before == Homes(chains=((0, 1),), mirrors=((2,), (2,)))
+
+    after = new_homes(shape, before, [1, 2])
+
+    assert after == Homes(chains=((2, 1),), mirrors=((1,), (2,)))
+    assert gifts(before, after, [1, 2]) == (Gift(0, 2, 1),)
+
+
+def test_of_those_who_compute_nothing_the_one_that_holds_the_part_takes_over():
+    shape = Shape(parts=2, chains=1, copies=2)
+    before = first_homes(shape, [0, 1, 2, 3])
+    assert before == Homes(chains=((0, 1),), mirrors=((2,), (3,)))
+
+    assert new_homes(shape, before, [0, 2, 3]).chains == ((0, 3),)
+
+
+def test_who_computes_nothing_takes_over_before_who_holds_the_part_and_computes_another():
+    shape = Shape(parts=2, chains=1, copies=2)
+    before = new_homes(shape, first_homes(shape, [0, 1]), [0, 1, 5])
+    assert before == Homes(chains=((0, 1),), mirrors=((1,), (0,)))
+
+    after = new_homes(shape, before, [0, 5])
+
+    assert after.chains == ((0, 5),)
+
+
+def test_the_chain_that_lost_most_is_given_up():
+    shape = Shape(parts=2, chains=2, copies=1)
+
+    after = new_homes(shape, first_homes(shape, [0, 1, 2, 3]), [1, 2, 3])
+
+    assert after.chains == ((2, 3),)
+
+
+def test_workers_that_are_left_of_a_chain_take_the_places_in_the_others():
+    shape = Shape(parts=2, chains=2, copies=1)
+    before = first_homes(shape, [0, 1, 2, 3])
+    assert before.chains == ((0, 1), (2, 3))
+
+    after = new_homes(shape, before, [1, 2])
+
+    assert after.chains == ((2, 1),)
+    assert gifts(before, after, [1, 2]) == ()
+
+
+def test_newcomers_relieve_who_computes_several_parts_and_then_make_a_chain():
+    shape = Shape(parts=2, chains=2, copies=1)
+    alone = first_homes(shape, [0])
+
+    two = new_homes(shape, alone, [0, 5])
+    four = new_homes(shape, two, [0, 5, 6, 7])
+
+    assert [sorted(chain) for chain in two.chains] == [[0, 5]]
+    assert four.chains == (*two.chains, (6, 7))
+
+
+def test_with_fewer_workers_than_parts_each_computes_neighbours():
+    homes = first_homes(Shape(parts=4, chains=1, copies=1), [3, 8])
+
+    assert homes.chains == ((3, 3, 8, 8),)
+    assert homes.held_by([3]) == (0, 1)
+    assert homes.computed_by([8]) == ((0, 2), (0, 3))
+
+
+@pytest.mark.parametrize("name", ["parts", "chains", "copies"])
+def test_a_shape_that_cannot_be_is_refused(name):
+    with pytest.raises(ConfigError, match=f"{name} of a split model must be at least 1, got 0"):
+        Shape(**{"parts": 1, "chains": 1, "copies": 1, name: 0})

@@ -1,0 +1,436 @@
+"""A pipeline, with virtual workers: the bits of a plain loop, what is lost and what comes back, and what errors say."""
+
+import numpy as np
+import pytest
+import torch
+from reference import key
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
+
+import holdfast
+from holdfast.errors import ConfigError, ScriptError, TooFewWorkers
+from holdfast.events import Recovered, RunStarted
+from holdfast.faults.plan import FaultPlan, parse
+from holdfast.records import read_run
+
+SAMPLES, BATCH, EPOCHS, SLICES, SEED = 23, 8, 2, 3, 5
+STEPS = EPOCHS * 3
+
+STAGES = {
+    "awkward": [
+        lambda: nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU()),
+        lambda: nn.Sequential(nn.Dropout(0.3), nn.Flatten(), nn.Linear(64, 8)),
+        lambda: nn.Sequential(nn.ReLU(), nn.Dropout(0.2), nn.Linear(8, 3)),
+    ],
+    "one": [lambda: nn.Sequential(nn.Flatten(), nn.Linear(36, 8), nn.Dropout(0.5), nn.Linear(8, 3))],
+    "layers": [
+        lambda: nn.Sequential(nn.Flatten(), nn.Linear(36, 8)),
+        lambda: nn.BatchNorm1d(8),
+        lambda: nn.Linear(8, 8),
+        lambda: nn.Linear(8, 5),
+        lambda: nn.Linear(5, 3),
+    ],
+}
+OPTIMIZERS = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+    "adam": lambda p: torch.optim.Adam(p, lr=1e-2),
+}
+SCHEDULERS = {
+    "none": (None, "step"),
+    "step": (lambda o: torch.optim.lr_scheduler.StepLR(o, 2, 0.5), "step"),
+    "epoch": (lambda o: torch.optim.lr_scheduler.ExponentialLR(o, 0.5), "epoch"),
+    "plateau": (
+        lambda o: torch.optim.lr_scheduler.ReduceLROnPlateau(o, factor=0.5, patience=0, threshold=0.99),
+        "epoch",
+    ),
+}
+
+
+def dataset():
+    generator = torch.Generator().manual_seed(1)
+    return TensorDataset(
+        torch.randn(SAMPLES, 1, 6, 6, generator=generator), torch.randint(0, 3, (SAMPLES,), generator=generator)
+    )
+
+
+def made(stages, part):
+    """A stage as it is at the beginning of training."""
+    if isinstance(stages[part], nn.Module):
+        return stages[part]
+    torch.manual_seed(key("part", SEED, part))
+    return stages[part]()
+
+
+def plainly(stages, make_optimizer, make_scheduler=None, schedule="step"):
+    """The judge: stages and optimizers after training in plain torch, written without Holdfast."""
+    x, y = dataset().tensors
+    modules = [made(stages, part) for part in range(len(stages))]
+    optimizers = [make_optimizer(module.parameters()) for module in modules]
+    schedulers = [make_scheduler(optimizer) for optimizer in optimizers] if make_scheduler else []
+    step = 0
+    for epoch in range(EPOCHS):
+        order = torch.randperm(SAMPLES, generator=torch.Generator().manual_seed(key("order", SEED, epoch)))
+        for first in range(0, SAMPLES, BATCH):
+            ids = order[first : first + BATCH]
+            start = [[b.clone() for b in module.buffers()] for module in modules]
+            ends = []
+            loss_sum = 0.0
+            for number in range(SLICES):
+                mine = ids[number * len(ids) // SLICES : (number + 1) * len(ids) // SLICES]
+                given, outputs = [x[mine]], []
+                for part, module in enumerate(modules):
+                    for buffer, begin in zip(module.buffers(), start[part], strict=True):
+                        buffer.copy_(begin)
+                    torch.manual_seed(key("slice", SEED, step, number, part))
+                    outputs.append(module(given[-1]))
+                    given.append(outputs[-1].detach().requires_grad_())
+                loss = F.cross_entropy(outputs[-1], y[mine])
+                loss_sum += loss.item() * len(mine)
+                (loss * len(mine)).backward()
+                for part in reversed(range(1, len(modules))):
+                    outputs[part - 1].backward(given[part].grad)
+                ends.append([[b.clone() for b in module.buffers()] for module in modules])
+            for part, (module, optimizer) in enumerate(zip(modules, optimizers, strict=True)):
+                for i, (buffer, begin) in enumerate(zip(module.buffers(), start[part], strict=True)):
+                    mean = torch.stack([end[part][i] for end in ends]).sum(0) / len(ends)
+                    buffer.copy_(mean if buffer.is_floating_point() else begin + 1)
+                for parameter in module.parameters():
+                    parameter.grad /= len(ids)
+                optimizer.step()
+                optimizer.zero_grad()
+            step += 1
+            for scheduler in schedulers if schedule == "step" or first + BATCH >= SAMPLES else ():
+                plateau = isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
+                scheduler.step(*([loss_sum / len(ids)] if plateau else []))
+    return modules, optimizers
+
+
+def loss_of(output, labels):
+    return F.cross_entropy(output, labels), {"accuracy": (output.argmax(1) == labels).float().mean()}
+
+
+def begin(stages=STAGES["awkward"], optimizer="adam", scheduler="none", loss=loss_of, **settings):
+    make_scheduler, schedule = SCHEDULERS[scheduler]
+    model = holdfast.Pipeline(stages, loss)
+    options = {"scheduler": make_scheduler, "schedule": schedule}
+    settings = {"workers": 4, "slices": SLICES, "seed": SEED, "bucket_bytes": 512} | settings
+    return model, holdfast.Session(model, OPTIMIZERS[optimizer], **options, **settings)
+
+
+def train(session, each=lambda step: None, compute=lambda step: step.compute()):
+    for step in session.steps(dataset(), BATCH, EPOCHS):
+        compute(step)
+        each(step)
+
+
+def faults(*specs):
+    return FaultPlan(tuple(map(parse, specs))).to_json()
+
+
+def recovered(run_dir):
+    """What was decided, once for each recovery, with what was lost."""
+    said = [r for r in read_run(run_dir) if isinstance(r, Recovered)]
+    return list(dict.fromkeys((r.decision, r.lost, r.redone_steps) for r in said))
+
+
+def check_bits(model, session, stages=STAGES["awkward"], optimizer="adam", scheduler="none"):
+    modules, optimizers = plainly(stages, OPTIMIZERS[optimizer], *SCHEDULERS[scheduler])
+    expected = nn.Sequential(*modules).state_dict()
+    got = model.module.state_dict()
+    assert got.keys() == expected.keys()
+    assert [name for name in got if not torch.equal(got[name], expected[name])] == []
+    held = session._replica.holdings.held
+    for part, plain in enumerate(optimizers):
+        mine, its = held[part].optimizer.state_dict(), plain.state_dict()
+        assert mine["param_groups"] == its["param_groups"]
+        for number, values in its["state"].items():
+            for name, value in values.items():
+                if value is not None:
+                    assert torch.equal(torch.as_tensor(mine["state"][number][name]), torch.as_tensor(value)), name
+
+
+# -- the bits
+
+
+@pytest.mark.parametrize(
+    ("stages", "optimizer", "scheduler", "workers"),
+    [
+        ("awkward", "adam", "none", 4),
+        ("awkward", "sgd", "step", 7),
+        ("one", "adam", "epoch", 3),
+        ("layers", "sgd", "plateau", 2),
+        ("layers", "adam", "none", 1),
+    ],
+)
+def test_every_bit_is_that_of_a_plain_loop(stages, optimizer, scheduler, workers):
+    model, session = begin(STAGES[stages], optimizer, scheduler, workers=workers)
+
+    train(session)
+
+    check_bits(model, session, STAGES[stages], optimizer, scheduler)
+    assert session.metrics.keys() == {"loss", "accuracy"}
+
+
+def test_stages_that_are_there_already_are_not_touched_and_give_the_same_bits():
+    stages = [make() for make in STAGES["awkward"]]
+    before = nn.Sequential(*stages).state_dict()
+    before = {name: tensor.clone() for name, tensor in before.items()}
+    model, session = begin(stages)
+
+    train(session)
+
+    after = nn.Sequential(*stages).state_dict()
+    assert all(torch.equal(after[name], before[name]) for name in before)
+    check_bits(model, session, stages)
+
+
+def test_what_a_stage_draws_when_it_is_made_is_its_own_and_disturbs_nobody():
+    drawn = []
+
+    def make():
+        drawn.append(np.random.rand())
+        return nn.Sequential(nn.Flatten(), nn.Linear(36, 3))
+
+    np.random.seed(3)
+    _, session = begin([make], workers=1)
+    session.steps(dataset(), BATCH)
+    np.random.seed(3)
+    session._replica._build(0)
+    session._replica._build(0)
+
+    assert len(set(drawn)) == 1, "by the job's seed and the stage"
+    assert np.random.rand() == np.random.RandomState(3).rand(), "and the script's generators go on as before"
+
+
+# -- deaths
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2, 4])
+@pytest.mark.parametrize(
+    "phase",
+    ["forward", "handover", "backward", "allreduce", "allreduce,bucket=1", "optimizer", "recovery", "rehome"],
+)
+def test_a_death_in_any_phase_of_any_stage_or_mirror_changes_no_bit_and_loads_nothing(phase, rank, tmp_path):
+    first = ["kill:rank=3,step=2"] if phase in ("recovery", "rehome") else []
+    model, session = begin(
+        workers=5, mirror=2, run_dir=str(tmp_path), faults=faults(*first, f"kill:rank={rank},step=2,phase={phase}")
+    )
+
+    train(session)
+
+    lost = {r for _, ranks, _ in recovered(tmp_path) for r in ranks}
+    assert lost == {rank} | ({3} if first else set())
+    assert {decision for decision, _, _ in recovered(tmp_path)} == {"redo"}
+    check_bits(model, session)
+
+
+def test_one_death_after_the_other_down_to_one_worker_changes_no_bit(tmp_path):
+    deaths = faults("kill:rank=1,step=0", "kill:rank=0,step=2,phase=backward", "kill:rank=3,step=4,phase=handover")
+    model, session = begin(run_dir=str(tmp_path), faults=deaths)
+    slices = []
+
+    train(session, each=lambda step: slices.append(step.slices))
+
+    assert session.world_size == 1
+    assert set(slices) == {(0, 1, 2)}
+    check_bits(model, session)
+
+
+@pytest.mark.parametrize(("every", "step"), [(0, 0), (2, 2)])
+def test_a_stage_that_is_lost_with_its_mirror_takes_all_back_to_what_was_saved_and_the_run_says_so(
+    every, step, tmp_path, capsys
+):
+    model, session = begin(
+        run_dir=str(tmp_path),
+        checkpoint_dir=str(tmp_path / "c"),
+        checkpoint_every=every,
+        faults=faults("kill:rank=1,step=3", "kill:rank=2,step=3"),  # of stage 1, and its mirror
+    )
+
+    train(session)
+
+    assert recovered(tmp_path) == [("load", (1, 2), 4 - step)]
+    assert f"nobody is left who holds part 1 of the model: all go back to step {step}" in capsys.readouterr().err
+    check_bits(model, session)
+
+
+@pytest.mark.parametrize("strategy", ["rollback", "restart"])
+def test_without_mirrors_a_death_takes_all_back(strategy, tmp_path, capsys):
+    model, session = begin(
+        mirror=0,
+        strategy=strategy,
+        run_dir=str(tmp_path),
+        checkpoint_dir=str(tmp_path / "c"),
+        checkpoint_every=2,
+        faults=faults("kill:rank=2,step=3,phase=allreduce"),
+    )
+
+    train(session)
+
+    assert recovered(tmp_path) == [("load", (2,), 2)]
+    assert "part 2 of the model" in capsys.readouterr().err
+    check_bits(model, session)
+
+
+def test_too_few_workers_save_the_whole_though_the_lowest_holder_of_a_stage_is_dead(tmp_path):
+    kept = {"checkpoint_dir": str(tmp_path), "checkpoint_every": 4}
+    _, session = begin(**kept, min_workers=4, faults=faults("kill:rank=0,step=3,phase=backward"))
+    with pytest.raises(TooFewWorkers):
+        train(session)
+
+    model, session = begin(**kept, workers=2, resume=True)
+    steps = []
+    train(session, each=lambda step: steps.append(step.number))
+
+    assert steps == [3, 4, 5]
+    check_bits(model, session)
+
+
+def test_a_death_while_all_are_given_the_whole_model_changes_no_bit(monkeypatch):
+    from holdfast.errors import PeerFailed
+    from holdfast.train.split.body import Pipelined
+
+    finish, calls = Pipelined.finish, []
+
+    def dies_once(body):
+        finish(body)
+        calls.append(len(body._comm.members))
+        if len(calls) == 1:
+            body._comm.fail(2)
+            raise PeerFailed("a death in finish")
+
+    monkeypatch.setattr(Pipelined, "finish", dies_once)
+    model, session = begin()
+
+    train(session)
+
+    assert calls == [4, 3]
+    check_bits(model, session)
+
+
+def test_all_workers_know_the_size_of_the_whole(tmp_path):
+    model, session = begin(run_dir=str(tmp_path))
+    train(session)
+
+    (record,) = [r for r in read_run(tmp_path) if isinstance(r, RunStarted)]
+    assert record.parameters == sum(p.numel() for p in model.module.parameters())
+
+
+# -- bad input
+
+
+class Two(nn.Linear):
+    def forward(self, x):
+        return super().forward(x), x
+
+
+class Cut(nn.Linear):
+    def forward(self, x):
+        return super().forward(x.flatten(1)).detach()
+
+
+class Deaf(nn.Linear):
+    def forward(self, x):
+        return super().forward(torch.ones(len(x), self.in_features))
+
+
+flat = lambda: nn.Sequential(nn.Flatten(), nn.Linear(36, 3))  # noqa: E731
+
+
+@pytest.mark.parametrize(
+    ("stages", "loss", "error", "says"),
+    [
+        ([flat], lambda o, y: o.sum(1), ScriptError, "the loss of a Pipeline must return a scalar"),
+        ([lambda: Two(6, 3), flat], loss_of, ScriptError, "a stage must return one tensor, stage 0 returned tuple"),
+        ([flat, nn.ReLU], loss_of, ConfigError, "stage 1 of the Pipeline has no parameters that are trained"),
+        ([flat, lambda: 3], loss_of, ScriptError, "a stage must be an nn.Module or a function that makes one, got int"),
+        (
+            [lambda: Cut(36, 3), lambda: nn.Linear(3, 3)],
+            loss_of,
+            ScriptError,
+            "what stage 0 of a Pipeline returns does",
+        ),
+        ([flat, lambda: Deaf(3, 3)], loss_of, ScriptError, "no gradient goes back to stage 0"),
+    ],
+)
+def test_a_stage_or_a_loss_that_is_wrong_is_named(stages, loss, error, says):
+    _, session = begin(stages, loss=loss)
+
+    with pytest.raises(error, match=says):
+        train(session)
+
+
+def test_a_pipeline_without_stages_is_refused():
+    with pytest.raises(ConfigError, match="a Pipeline must have at least 1 stage, got none"):
+        holdfast.Pipeline([], loss_of)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "options", "says"),
+    [
+        (torch.optim.SGD(nn.Linear(2, 2).parameters()), {}, "a Pipeline needs a function that makes an optimizer"),
+        (
+            OPTIMIZERS["sgd"],
+            {"strategy": "forward"},
+            "strategy must be rollback or restart for a Pipeline, got forward",
+        ),
+        (OPTIMIZERS["sgd"], {"clip_grad_norm": 1.0}, "there is no clip_grad_norm for a Pipeline"),
+        (OPTIMIZERS["sgd"], {"scaler": object()}, "there is no scaler for a Pipeline"),
+    ],
+)
+def test_what_does_not_go_with_a_pipeline_is_refused_at_once(optimizer, options, says):
+    with pytest.raises(ConfigError, match=says):
+        holdfast.Session(holdfast.Pipeline([flat], loss_of), optimizer, **options)
+
+
+def test_a_function_that_makes_no_optimizer_is_refused():
+    session = holdfast.Session(holdfast.Pipeline([flat], loss_of), list)
+
+    with pytest.raises(ConfigError, match=r"must return a torch\.optim\.Optimizer, got list"):
+        train(session)
+
+
+def test_a_dataset_without_tuples_is_refused():
+    _, session = begin([flat])
+
+    with pytest.raises(
+        ScriptError, match="a Pipeline needs a dataset of tuples, the first stage's input first, got Tensor"
+    ):
+        next(session.steps(torch.ones(8, 36), 4)).compute()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        (lambda step: list(step), r"call step\.compute\(\)"),
+        (lambda step: (step.compute(), step.compute()), "step.compute was called twice in step 0"),
+        (lambda step: None, r"step 0 was not computed: call step\.compute\(\)"),
+        (lambda step: step.backward(torch.ones(())), r"call step\.compute\(\)"),
+    ],
+)
+def test_a_loop_that_does_not_compute_a_step_once_is_told_how(wrong, says):
+    _, session = begin()
+
+    with pytest.raises(ScriptError, match=says):
+        train(session, compute=wrong)
+
+
+def test_a_pipeline_is_trained_in_one_call():
+    _, session = begin()
+    train(session)
+
+    with pytest.raises(ScriptError, match=r"trained in one call of session\.steps"):
+        train(session)
+
+
+def test_a_handover_where_nothing_is_split_is_refused():
+    model = nn.Linear(36, 3)
+    session = holdfast.Session(
+        model, torch.optim.SGD(model.parameters()), workers=2, faults=faults("kill:rank=1,step=1,phase=handover")
+    )
+
+    with pytest.raises(
+        ConfigError, match="handover and rehome are those of a model that is split, and this one is not"
+    ):
+        next(session.steps(dataset(), BATCH))
