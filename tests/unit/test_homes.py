@@ -195,6 +195,15 @@ def test_workers_that_are_left_of_a_chain_take_the_places_in_the_others():
     assert gifts(before, after, [1, 2]) == ()
 
 
+def test_those_who_have_a_part_take_turns_to_give_it():
+    shape = Shape(parts=1, chains=1, copies=4)
+    before = first_homes(shape, [0, 1])
+
+    after = new_homes(shape, before, [0, 1, 2, 3])
+
+    assert gifts(before, after, [0, 1, 2, 3]) == (Gift(0, 0, 2), Gift(0, 1, 3))
+
+
 def test_newcomers_relieve_who_computes_several_parts_and_then_make_a_chain():
     shape = Shape(parts=2, chains=2, copies=1)
     alone = first_homes(shape, [0])

@@ -71,6 +71,7 @@ from holdfast.events import (
     Publish,
     RanOut,
     Rehome,
+    Reinitialise,
     Revoke,
     Revoked,
     SaveAndStop,
@@ -335,7 +336,7 @@ class Protocol:
                 case DiscardStep(step=step):
                     self._completed, self._computed = step * self._sums, False
                     return [order]
-                case LoadCheckpoint():
+                case LoadCheckpoint() | Reinitialise():
                     # Said before the first message of loading: from here on everybody loads, whoever dies,
                     # though some may have loaded by then, and be many sums behind the others.
                     self._completed, self._computed = LOADING, False

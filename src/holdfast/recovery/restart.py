@@ -24,7 +24,7 @@ class Restart:
         match event:
             case ProgressKnown():
                 view = View.of(event)
-                if (view.calm and not view.lost) or view.alive < self.min_workers:
+                if view.calm or view.alive < self.min_workers:
                     return take_back(view, self.min_workers)
                 closed_by_some = view.behind and view.next_sum == 0 and not view.loading
                 catch_up: list[Action] = [CatchUp(view.step - 1)] if closed_by_some else []

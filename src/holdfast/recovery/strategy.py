@@ -85,13 +85,13 @@ def make_strategy(name: str, *, min_workers: int = 1) -> Strategy:
     """Return the strategy called ``name``.
 
     Args:
-        name: ``"rollback"``, ``"forward"`` or ``"restart"``.
+        name: ``"rollback"``, ``"forward"``, ``"restart"`` or ``"reinit"``.
         min_workers: With fewer survivors it orders to save and stop, ``>= 1``.
 
     Raises:
         ConfigError: if there is no such strategy.
     """
-    kinds = {"rollback": "Rollback", "forward": "Forward", "restart": "Restart"}
+    kinds = {"rollback": "Rollback", "forward": "Forward", "restart": "Restart", "reinit": "Reinit"}
     if name not in kinds:
         msg = f"strategy must be one of {', '.join(kinds)}, got {name!r}"
         raise ConfigError(msg)

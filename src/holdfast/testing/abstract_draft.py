@@ -52,7 +52,7 @@ from holdfast.events import (
 from holdfast.testing.abstract_engine import Engine
 from holdfast.testing.abstract_members import CHANGE, Lapse, Wish
 from holdfast.testing.abstract_memory import Adding, AtBarrier, Rule, Violation, ranks
-from holdfast.testing.abstract_parts import EXCHANGES, Giving, Swap
+from holdfast.testing.abstract_parts import EXCHANGES, UNKNOWN, Giving, Swap
 from holdfast.testing.abstract_state import (
     Add,
     Complete,
@@ -212,7 +212,7 @@ class Draft(Sums):
             return
         self._announce(rank, late.barrier)
         barrier = AtBarrier("B", SumBucket(late.what.step, late.bucket))
-        what = (barrier, late.what.step, late.what.group, 0)
+        what = (barrier, late.what.step, late.what.group, 0, UNKNOWN)
         this = self._sums.get(late.barrier) or Sum(late.barrier, what, 0, ())
         self._sums[late.barrier] = this._replace(entered=this.entered | 1 << rank)
 

@@ -142,11 +142,7 @@ class Engine:
         self.strategies = (strategy, *world.changes)
         self.buckets = world.buckets if world.split is None else 0
         self.homes = None if world.split is None else Registry(world.split, world.lapses)
-        first = (
-            world.make_protocol(strategy, self.buckets, split=True)
-            if world.split
-            else world.make_protocol(strategy, self.buckets)
-        )
+        first = world.make_protocol(strategy, self.buckets, split=world.split is not None)
         self.minds = Minds(first)
 
     def blank_state(self) -> State:
@@ -203,10 +199,7 @@ class Engine:
             elif isinstance(worker.waits, SUMS + EXCHANGES):
                 if self.can_complete(state, rank, worker):
                     moves.append(Complete(rank))
-                revoked = state.revokers and not (
-                    isinstance(worker.waits, EXCHANGES) and Lapse.REVOKES_HALF in self.world.lapses
-                )
-                if gone or revoked:
+                if gone or self._is_revoked(state, worker.waits):
                     moves.append(Fail(rank))
             moves += self._memory_moves(state, rank, worker)
             if quiet and moves:
@@ -214,6 +207,11 @@ class Engine:
         moves += [*wishes, *self._decisions(state, living, gone)]
         moves += [Wake(late.rank) for late in state.memory.late]
         return moves
+
+    def _is_revoked(self, state: State, order: Action) -> bool:
+        """Return whether a revoke may reach whoever waits in ``order``."""
+        reaches = not isinstance(order, EXCHANGES) or Lapse.REVOKES_HALF not in self.world.lapses
+        return bool(state.revokers) and reaches
 
     def _wishes(self, state: State, living: int) -> list[Wish]:
         """Return what may be wished now: where somebody hears of it, and nobody knows the result yet."""
@@ -275,8 +273,7 @@ class Engine:
             case Complete(rank) | Fail(rank) if isinstance(order := self._waits(state, rank), EXCHANGES):
                 if not dead & concerned(order) and isinstance(move, Complete):
                     return True
-                revoked = state.revokers and Lapse.REVOKES_HALF not in self.world.lapses
-                return bool(revoked or (dead & concerned(order) and not state.failed))
+                return self._is_revoked(state, order) or bool(dead & concerned(order) and not state.failed)
             case Complete() if not dead:
                 return True
             case _:  # a revoke reaches everybody; a death is seen by one of those who wait

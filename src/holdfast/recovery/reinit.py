@@ -1,0 +1,38 @@
+"""Survivors keep their processes and build the application again, from what a snapshot or a checkpoint holds.
+
+Source: Amatya et al., "What does fault tolerant deep learning need from MPI?", EuroMPI 2017, and the Reinit proposal for MPI
+that it compares with.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from holdfast.events import Action, CatchUp, Event, LoadCheckpoint, ProgressKnown, Reinitialise
+from holdfast.recovery.rollback import take_back
+from holdfast.recovery.strategy import View
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reinit:
+    """Loses the time to build the application again, and what the place that it goes on from does not hold.
+
+    Args:
+        min_workers: With fewer survivors: save and stop, in the application that is there.
+    """
+
+    min_workers: int = 1
+
+    def handle(self, event: Event) -> list[Action]:
+        """Finish a step that somebody closed, so that all are before the same one; then build again, and load."""
+        match event:
+            case ProgressKnown():
+                view = View.of(event)
+                # Who loads has a new application already, or has not begun with the first one.
+                if view.loading or view.calm or view.alive < self.min_workers:
+                    return take_back(view, self.min_workers)
+                closed_by_some = view.behind and view.next_sum == 0
+                catch_up: list[Action] = [CatchUp(view.step - 1)] if closed_by_some else []
+                return [*catch_up, Reinitialise(), LoadCheckpoint()]
+            case _:
+                return []
