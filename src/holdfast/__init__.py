@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from holdfast.errors import ConfigError, HoldfastError, ScriptError
     from holdfast.settings import Settings
+    from holdfast.train.reinit import reinit
     from holdfast.train.session import Session
     from holdfast.train.split.model import Pipeline, Sharded
     from holdfast.train.step import Step
@@ -26,6 +27,7 @@ _WHERE = {
     "Settings": "holdfast.settings",
     "Sharded": "holdfast.train.split.model",
     "Step": "holdfast.train.step",
+    "reinit": "holdfast.train.reinit",
 }
 
 __all__ = [
@@ -38,6 +40,7 @@ __all__ = [
     "Sharded",
     "Step",
     "__version__",
+    "reinit",
 ]
 
 

@@ -18,6 +18,8 @@
     │   └── CheckpointMissing  there is no complete checkpoint where one was asked for
     └── InternalError          an invariant of Holdfast itself broke: please report it
 
+:class:`Unwind` stands beside the tree, because it is no error and ``except Exception`` must let it through.
+
 A script never sees :class:`PeerFailed`: the session answers it. It is public for those who use a
 communicator directly.
 """
@@ -35,6 +37,10 @@ class ConfigError(HoldfastError, ValueError):
 
 class ScriptError(HoldfastError):
     """The script breaks a rule of the session, such as skipping a slice of a step."""
+
+
+class Unwind(BaseException):
+    """Takes the stack of the script down, so that :func:`holdfast.reinit` can call ``main`` again. Let it through."""
 
 
 class PeerFailed(HoldfastError):

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 LOADING = -1
@@ -266,6 +266,14 @@ class LoadCheckpoint(Action):
 
 
 @dataclass(frozen=True, slots=True)
+class Reinitialise(Action):
+    """Take a snapshot, if there is to be one; take the application down and build it again. Loading comes next.
+
+    Nobody sends anything meanwhile. Whoever has done so is at a beginning, and waits for the others where all load.
+    """
+
+
+@dataclass(frozen=True, slots=True)
 class Welcome(Action):
     """Give the state before ``step`` to ``newcomers``, who keep it aside.
 
@@ -405,12 +413,15 @@ class Recovered(Record):
         step: The step that training goes on with.
         lost: Ranks that were alive before and are not now.
         survivors: Ranks alive.
-        decision: ``"redo"`` the step, ``"continue"`` it over the survivors, ``"load"`` a checkpoint, ``"stop"``;
-            ``"grow"`` where nothing failed and newcomers were welcomed.
+        decision: ``"redo"`` the step, ``"continue"`` it over the survivors, ``"load"`` a checkpoint, ``"reinit"`` the
+            application, ``"stop"``; ``"grow"`` where nothing failed and newcomers were welcomed.
         redone_steps: Steps (the one in progress included) whose work is done again.
         generation: How many communicators there have been.
         joined: Ranks alive that were not there before.
         held_s: How long the giver of this record was kept from computing for newcomers; 0 where none came.
+        orders: How often it carried out each order of the protocol in this recovery, by the order's name, such as
+            ``Revoke``, ``Agree``, ``Shrink``, ``Rehome``.
+        times_s: How long it took for them, waiting for others included.
     """
 
     lost: tuple[int, ...]
@@ -420,6 +431,30 @@ class Recovered(Record):
     generation: int
     joined: tuple[int, ...] = ()
     held_s: float = 0.0
+    orders: Mapping[str, int] = field(default_factory=dict)
+    times_s: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reinitialised(Record):
+    """``rank`` has built its application again, in the same process, and goes on. Written with :class:`Recovered`.
+
+    Args:
+        source: What it goes on from: ``"own"`` or ``"root"``, a snapshot taken at the fault, or ``"checkpoint"``, which is
+            also the beginning of training where there is none.
+        form: ``"survivors"`` if fewer workers go on than the job wants, ``"replaced"`` if spares have filled the places.
+        snapshot_s: To take the step in progress back, and the snapshot if one was taken here.
+        rebuild_s: From there until the new session met the others: the old application goes, ``main`` builds a new one.
+        load_s: From there until the state was loaded, the wait for the slowest included.
+        generation: As in :class:`Recovered`.
+    """
+
+    generation: int
+    source: str
+    form: str
+    snapshot_s: float
+    rebuild_s: float
+    load_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -575,6 +610,7 @@ RECORDS: dict[str, type[Record]] = {
         FaultFired,
         FailureSeen,
         Recovered,
+        Reinitialised,
         Left,
         SamplesLost,
         CheckpointSaved,

@@ -17,7 +17,8 @@ from holdfast.errors import ConfigError
 
 FABRICS = ("ulfm", "gloo", "virtual")
 CHECKPOINT_FORMATS = ("safetensors", "hdf5", "npz", "dcp")
-STRATEGIES = ("rollback", "forward", "restart")
+STRATEGIES = ("rollback", "forward", "restart", "reinit")
+REINIT_FROM = ("own", "root", "checkpoint")
 ORDERS = ("fold", "tree")
 SPLITS = ("slices", "even")
 BATCHES = ("global", "local")
@@ -26,12 +27,16 @@ RESCALES = ("survivors", "original")
 _CHOICES = {
     "fabric": ("", *FABRICS),
     "strategy": STRATEGIES,
+    "reinit_from": REINIT_FROM,
     "order": ORDERS,
     "split": SPLITS,
     "batch": BATCHES,
     "rescale": RESCALES,
     "checkpoint_format": CHECKPOINT_FORMATS,
 }
+
+_SHORTEST_HANG_S = 0.1
+"""A beacon pulses ten times in a second: whoever is looked at more closely seems to have stopped between two pulses."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +59,8 @@ class Settings:
     """What the store asks for before it answers."""
     strategy: str = "rollback"
     """What survivors do."""
+    reinit_from: str = "own"
+    """What ``reinit`` goes on from: each survivor's own snapshot, the lowest one's, or the newest checkpoint."""
     slices: int = 0
     """Pieces that a mini-batch is cut into; 0 is the number of workers the job is started with."""
     order: str = "fold"
@@ -123,8 +130,8 @@ class Settings:
         if self.keep_last < 0 or self.keep_last == 1:
             msg = f"keep_last must be at least 2, or 0 to keep all, got {self.keep_last}: the newest may be damaged"
             raise ConfigError(msg)
-        if not 0 <= self.hang_timeout_s < math.inf:
-            msg = f"hang_timeout_s must be at least 0 and finite, got {self.hang_timeout_s}"
+        if self.hang_timeout_s != 0 and not _SHORTEST_HANG_S <= self.hang_timeout_s < math.inf:
+            msg = f"hang_timeout_s must be at least {_SHORTEST_HANG_S:g} seconds and finite, or 0 for never, got {self.hang_timeout_s:g}"
             raise ConfigError(msg)
         if not self.mtbf_s > 0:
             msg = f"mtbf_s must be positive, got {self.mtbf_s}"

@@ -10,11 +10,21 @@ import pytest
 from holdfast.cli import main
 
 BAD = {
-    "unknown strategy": (["--strategy", "hope"], "strategy must be one of rollback, forward, restart, got 'hope'"),
-    "unknown fabric": (["--fabric", "smoke"], "fabric must be one of ulfm, gloo, virtual, got 'smoke'"),
+    "unknown strategy": (
+        ["--strategy", "hope"],
+        "--strategy must be one of rollback, forward, restart, reinit, got 'hope'",
+    ),
+    "unknown fabric": (["--fabric", "smoke"], "--fabric must be one of ulfm, gloo, virtual, got 'smoke'"),
     "replacing the dead where nobody can join": (["--respawn"], "--respawn needs --fabric gloo"),
-    "less than no spares": (["--spares", "-1"], "spares must be at least 0, got -1"),
-    "a hang before it began": (["--hang-timeout", "-1"], "hang_timeout_s must be at least 0 and finite, got -1"),
+    "less than no spares": (["--spares", "-1"], "--spares must be at least 0, got -1"),
+    "a hang before it began": (
+        ["--hang-timeout", "-1"],
+        "--hang-timeout must be at least 0.1 seconds and finite, or 0 for never, got -1",
+    ),
+    "a hang between two pulses": (["--hang-timeout", "0.001"], "--hang-timeout must be at least 0.1 seconds"),
+    "no nodes": (["--fabric", "gloo", "--nnodes", "0"], "--nnodes must be at least 1, got 0"),
+    "a limit to nothing": (["--fabric", "gloo", "--max-respawns", "2"], "--max-respawns 2 needs --respawn"),
+    "nobody to replace the slow": (["--stragglers", "replace"], "--stragglers replace needs --spares or --respawn"),
     "unknown policy": (
         ["--stragglers", "shoot"],
         "--stragglers must be one of ignore, warn, rebalance, replace, got 'shoot'",
@@ -53,7 +63,7 @@ BAD = {
     "auto without checkpoints": (["--checkpoint-every", "auto"], "--checkpoint-every needs --checkpoint-dir"),
     "unknown format": (
         ["--checkpoint-dir", "c", "--checkpoint-format", "pickle"],
-        "checkpoint_format must be one of safetensors, hdf5, npz, dcp, got 'pickle'",
+        "--checkpoint-format must be one of safetensors, hdf5, npz, dcp, got 'pickle'",
     ),
     "one checkpoint": (
         ["--checkpoint-dir", "c", "--keep-last", "1"],
@@ -64,7 +74,7 @@ BAD = {
     "no grace": (["--grace", "0"], "--grace must be more than 0 seconds and finite, got 0"),
     "endless grace": (["--grace", "inf"], "--grace must be more than 0 seconds and finite, got inf"),
     "no expected mtbf": (["--expected-mtbf", "0"], "--expected-mtbf must be more than 0 seconds, got 0"),
-    "negative slices": (["--slices", "-1"], "slices must be at least 0, got -1"),
+    "negative slices": (["--slices", "-1"], "--slices must be at least 0, got -1"),
     "negative restarts": (["--max-restarts", "-1"], "--max-restarts must be at least 0, got -1"),
     "no patience": (["--stall-timeout", "0"], "--stall-timeout must be more than 0 seconds, got 0"),
 }

@@ -29,7 +29,7 @@ def test_the_list_names_every_study():
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["checkpoint-price"], "the study must be one of checkpoint-cost, got 'checkpoint-price'"),
+        (["checkpoint-price"], "the study must be one of checkpoint-cost, parallelism, got 'checkpoint-price'"),
         (["checkpoint-cost", "--only", "caffe"], "--only must be one of torch, "),
         (["checkpoint-cost", "--repetitions", "0"], "--repetitions"),
     ],
@@ -64,3 +64,25 @@ def test_a_quick_study_measures_says_what_it_left_out_and_is_not_done_twice(tmp_
     assert second.returncode == 0, second.stderr
     assert "tasks were done before" in second.stderr
     assert "[1/" not in second.stderr
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(900)
+def test_a_quick_study_of_parallelism_ends_with_the_bits_of_the_undisturbed_run(tmp_path: Path):
+    words = ("parallelism", "--quick", "--only", "pipeline", "--out", str(tmp_path))
+
+    done = study(*words, timeout_s=800)
+
+    assert done.returncode == 0, done.stderr
+    assert "left out: Parallelisms: replicated, sharded, hybrid." in done.stderr
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert {row["status"] for row in results["rows"]} == {"measured"}
+    (killed,) = (row for row in results["rows"] if row["part"] == "recovery")
+    (bare,) = (row for row in results["rows"] if row["part"] == "bare")
+    assert (killed["decision"], killed["redone_steps"], killed["differs"]) == ("redo", 1, "nothing")
+    assert (bare["decision"], bare["completes"]) == ("load", True)
+    needs = {row["structure"]: row["needs"] for row in results["rows"] if row["part"] == "structures"}
+    assert needs["weights"] == "without a copy"
+    assert needs["random numbers"] == "no"
+    assert not [claim["claim"] for claim in results["claims"] if claim["holds"] is False]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["index.html", "results.json", "rows.jsonl"]

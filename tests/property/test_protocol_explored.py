@@ -12,6 +12,7 @@ from holdfast.events import (
     Agree,
     Agreed,
     ApplyStep,
+    CatchUp,
     CloseStep,
     ContinueStep,
     Event,
@@ -33,12 +34,12 @@ from holdfast.events import (
     StepClosed,
     Welcome,
 )
-from holdfast.recovery import Forward, Protocol, Restart, Rollback, Strategy
+from holdfast.recovery import Forward, Protocol, Reinit, Restart, Rollback, Strategy
 from holdfast.recovery.protocol import State
 from holdfast.testing.explorer import Lapse, World, explore
 
-STRATEGIES = [Rollback(), Forward(), Restart()]
-NAMES = ["rollback", "forward", "restart"]
+STRATEGIES = [Rollback(), Forward(), Restart(), Reinit()]
+NAMES = ["rollback", "forward", "restart", "reinit"]
 
 
 def must_hold(strategy: Strategy, world: World) -> int:
@@ -90,7 +91,7 @@ def test_nothing_goes_wrong_whatever_the_number_of_buckets(strategy, buckets):
     must_hold(strategy, World(buckets=buckets, lossy=lossy(strategy)))
 
 
-@pytest.mark.parametrize("kind", [Rollback, Forward, Restart], ids=NAMES)
+@pytest.mark.parametrize("kind", [Rollback, Forward, Restart, Reinit], ids=NAMES)
 @pytest.mark.parametrize("min_workers", [2, 3])
 def test_with_too_few_workers_all_save_the_same_and_stop(kind, min_workers):
     must_hold(kind(min_workers=min_workers), World(lossy=kind is Forward))
@@ -99,6 +100,26 @@ def test_with_too_few_workers_all_save_the_same_and_stop(kind, min_workers):
 @pytest.mark.parametrize("strategy", [Rollback(), Restart()], ids=["rollback", "restart"])
 def test_a_sum_may_spoil_its_input_unless_the_strategy_is_forward(strategy):
     must_hold(strategy, World(in_place=True))
+
+
+@pytest.mark.parametrize("checkpoint_every", [1, 3])
+@pytest.mark.parametrize("snapshots", [True, False])
+def test_an_application_is_built_again_from_snapshots_or_from_what_was_published(snapshots, checkpoint_every):
+    world = World(steps=3, checkpoint_every=checkpoint_every, snapshots=snapshots)
+
+    must_hold(Reinit(), world)
+    must_hold(Reinit(), dataclasses.replace(world, workers=2, newcomers=1, deaths=2, steps=2))
+
+
+class RebuildsWithoutCatchingUp(Reinit):
+    """Does not finish a step that somebody closed."""
+
+    def handle(self, event: Event) -> list[Action]:
+        return [order for order in super().handle(event) if not isinstance(order, CatchUp)]
+
+
+def test_snapshots_are_of_the_same_step_only_because_who_is_behind_catches_up_first():
+    must_break(RebuildsWithoutCatchingUp(), World(), "")
 
 
 def test_a_step_of_forward_may_lack_the_gradients_of_the_dead():
@@ -168,7 +189,7 @@ def test_coming_leaving_and_changing_do_no_harm_when_no_moves_are_joined():
     must_hold(Rollback(), dataclasses.replace(world, changes=(Restart(),)))
 
 
-@pytest.mark.parametrize("kind", [Rollback, Forward, Restart], ids=NAMES)
+@pytest.mark.parametrize("kind", [Rollback, Forward, Restart, Reinit], ids=NAMES)
 def test_with_newcomers_that_are_too_few_all_stop_with_the_same_state(kind):
     world = World(workers=3, deaths=1, newcomers=1, leavers=frozenset({0}), lossy=kind is Forward)
 

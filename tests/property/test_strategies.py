@@ -23,7 +23,7 @@ from holdfast.events import (
     RanOut,
     SaveAndStop,
 )
-from holdfast.recovery import Forward, Protocol, Restart, Rollback, make_strategy
+from holdfast.recovery import Forward, Protocol, Reinit, Restart, Rollback, make_strategy
 from holdfast.testing.explorer import Lapse, World, walk
 
 BUSY = World(
@@ -37,8 +37,8 @@ BUSY = World(
 )
 """A job in which everything happens."""
 
-KINDS = [Rollback, Forward, Restart]
-each_kind = pytest.mark.parametrize("kind", KINDS, ids=["rollback", "forward", "restart"])
+KINDS = [Rollback, Forward, Restart, Reinit]
+each_kind = pytest.mark.parametrize("kind", KINDS, ids=["rollback", "forward", "restart", "reinit"])
 
 ranks = st.lists(st.integers(0, 63), min_size=1, max_size=8, unique=True)
 
@@ -221,7 +221,7 @@ def test_the_protocol_can_carry_out_what_a_strategy_orders(kind, event):
 # -- long runs at random
 
 
-@pytest.mark.parametrize("name", ["rollback", "forward", "restart"])
+@pytest.mark.parametrize("name", ["rollback", "forward", "restart", "reinit"])
 @settings(max_examples=150, deadline=None)
 @given(
     seed=st.integers(0, 2**32 - 1), checkpoint_every=st.integers(1, 3), death_rate=st.sampled_from([0.01, 0.05, 0.3])
@@ -235,7 +235,7 @@ def test_survivors_of_any_failures_end_with_the_same_history(name, seed, checkpo
     assert "left" in found.trace[-1]
 
 
-@pytest.mark.parametrize("name", ["rollback", "forward", "restart"])
+@pytest.mark.parametrize("name", ["rollback", "forward", "restart", "reinit"])
 @settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 2**32 - 1), min_workers=st.integers(2, 6))
 def test_survivors_that_are_too_few_stop_with_the_same_history(name, seed, min_workers):
@@ -247,7 +247,7 @@ def test_survivors_that_are_too_few_stop_with_the_same_history(name, seed, min_w
     assert "left" in found.trace[-1]
 
 
-@pytest.mark.parametrize("name", ["rollback", "forward", "restart"])
+@pytest.mark.parametrize("name", ["rollback", "forward", "restart", "reinit"])
 @settings(max_examples=40, deadline=None)
 @given(seed=st.integers(0, 2**32 - 1), death_rate=st.sampled_from([0.01, 0.05, 0.3]), atomic=st.booleans())
 def test_whoever_comes_and_leaves_all_have_the_same_history(name, seed, death_rate, atomic):

@@ -46,7 +46,7 @@ MAY_IMPORT = {
     "dist": {"errors", "events", "clock", "points", "notice", "settings", "records", "comm", "faults", "train"},
     "workloads": {"", "errors"},  # the public names of the package, and what it raises
     "report": {"errors", "events"},
-    "study": {"errors", "workloads", "report", "checkpoint"},
+    "study": {"", "errors", "events", "recovery", "testing", "workloads", "report", "checkpoint"},
     "launch": {"errors", "events", "clock", "notice", "settings", "records", "membership", "faults.plan", "report"},
     "testing": {
         "errors",

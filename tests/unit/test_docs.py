@@ -80,6 +80,19 @@ def test_links_between_pages_lead_somewhere(page: Path):
     assert [link for link in links if not (page.parent / link).exists()] == []
 
 
+def anchors_of(page: Path) -> set[str]:
+    """Return where a link into a page may lead, by GitHub's rule."""
+    headings = re.findall(r"^#+ (.+)$", re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S), re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_into_a_page_lead_to_a_heading(page: Path):
+    links = re.findall(r"\]\(([^)#:]*\.md)?#([^)]+)\)", page.read_text())
+
+    assert [link for link in links if link[1] not in anchors_of(page.parent / link[0] if link[0] else page)] == []
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_files_that_a_page_names_are_there(page: Path):
     named = re.findall(r"`((?:src/holdfast|tests|examples|docs|benchmarks)/[\w./-]*)`", page.read_text())

@@ -60,6 +60,7 @@ def test_every_option_is_said_again_but_for_the_secret():
     }
     fields = {
         "spares": 1, "strategy": "forward", "order": "tree", "split": "even", "batch": "local", "rescale": "original",
+        "mirror": 2, "reinit_from": "root",
         "min_workers": 2, "seed": 1, "slices": 9, "checkpoint_dir": "c", "checkpoint_every": 2, "checkpoint_format": "npz",
         "keep_last": 2, "keep_every": 2, "hang_timeout_s": 1.0, "resume": True, "fabric": "gloo", "max_restarts": 1,
         "max_respawns": 1, "nnodes": 2, "node_rank": 1, "rdzv": "r", "rdzv_timeout_s": 1.0, "node_timeout_s": 1.0,
@@ -107,6 +108,7 @@ def test_a_spare_that_is_left_stays_one_when_a_job_is_resumed():
         ("max_respawns", 1, "--respawn needs --fabric gloo: the ulfm fabric cannot take in workers"),
         ("rdzv_timeout_s", 0.0, "--rdzv-timeout must be more than 0 seconds and finite, got 0"),
         ("stragglers", "shoot", "--stragglers must be one of ignore, warn, rebalance, replace, got 'shoot'"),
+        ("stragglers", "replace", "--stragglers replace needs --spares or --respawn"),
         ("straggler_factor", 1.0, "--straggler-factor must be more than 1 and finite, got 1"),
     ],
 )

@@ -46,6 +46,14 @@ def test_a_newcomer_says_when_it_came_and_how_long_the_others_were_held():
     ]
 
 
+def test_a_newcomer_that_speaks_first_does_not_say_how_long_the_others_were_held():
+    grown = {"decision": "grow", "survivors": (0, 2, 3), "joined": (3,)}
+
+    assert told(recovered(rank=3, step=300, **grown), recovered(step=300, **grown, held_s=0.048)) == [
+        "rank 3 joined at step 300, which held the others for 48 ms; ranks 0, 2, 3 go on"
+    ]
+
+
 def test_newcomers_may_come_in_the_recovery_of_a_death():
     record = recovered(lost=(1,), survivors=(0, 2, 3, 4), joined=(3, 4), redone_steps=1, held_s=0.1)
 
@@ -60,6 +68,19 @@ def test_who_leaves_in_order_is_not_lost():
         "rank 1 left before step 6, as it was told to",
         "rank 0 goes on",
     ]
+
+
+def test_who_left_in_order_and_says_so_last_was_not_lost():
+    assert told(recovered(step=6, lost=(1,), survivors=(0,)), Left(t_s=1.0, rank=1, step=6)) == [
+        "rank 1 is gone; rank 0 goes on",
+        "rank 1 left before step 6, as it was told to",
+    ]
+
+
+def test_who_dies_between_two_steps_is_lost():
+    kill = FaultFired(t_s=0.5, rank=1, step=5, fault=0, kind="kill", phase="optimizer")
+
+    assert told(kill, recovered(lost=(1,)))[1:] == ["lost rank 1; ranks 0, 2 go on"]
 
 
 def test_who_is_lost_while_another_leaves_is_lost():
@@ -101,6 +122,18 @@ def test_a_change_is_told_once_though_every_worker_says_it():
     said = [SettingChanged(t_s=1.0, rank=rank, step=7, name="lr", value="0.01") for rank in range(3)]
 
     assert told(*said) == ["from step 7 on: lr is 0.01"]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "line"),
+    [
+        ("workers", "4", "4 workers are wanted from step 7 on"),
+        ("workers", "1", "1 worker is wanted from step 7 on"),
+        ("speeds", '{"0": 1.0, "1": 0.25}', "from step 7 on slices are shared out by the workers' speed"),
+    ],
+)
+def test_a_change_that_is_no_setting_is_told_in_words(name, value, line):
+    assert told(SettingChanged(t_s=1.0, rank=0, step=7, name=name, value=value)) == [line]
 
 
 def test_a_fault_of_a_node_names_the_node():

@@ -326,8 +326,16 @@ def test_a_wrong_token_is_refused_in_one_line(meet, make_job):
 
 
 def test_without_a_first_launcher_nobody_waits_for_ever(make_job):
-    with pytest.raises(ConfigError, match=r"there is no store at .*; node 1 waited 0.1 s \(--rdzv-timeout\)"):
+    with pytest.raises(
+        ConfigError, match=r"there is no store at .*; node 1 waited 0.1 s \(--rdzv-timeout\) for the first"
+    ):
         Nodes(make_job(1, rdzv_timeout_s=0.1))
+
+
+def test_without_an_etcd_it_is_the_store_that_is_missing(make_job):
+    complaint = r"there is no etcd at 127.0.0.1:\d+.*; node 0 waited 0.1 s \(--rdzv-timeout\) for it$"
+    with pytest.raises(ConfigError, match=complaint):
+        Nodes(make_job(0, rdzv_timeout_s=0.1, rdzv=f"etcd://127.0.0.1:{free_port()}/a-job"))
 
 
 def test_a_node_that_does_not_come_is_named(make_job):

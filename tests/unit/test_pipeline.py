@@ -9,10 +9,15 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 import holdfast
-from holdfast.errors import ConfigError, ScriptError, TooFewWorkers
+from holdfast.checkpoint import steps
+from holdfast.errors import CheckpointError, ConfigError, PeerFailed, ScriptError, TooFewWorkers
 from holdfast.events import Recovered, RunStarted
 from holdfast.faults.plan import FaultPlan, parse
-from holdfast.records import read_run
+from holdfast.launch.control import append
+from holdfast.records import read_run, requests_path
+from holdfast.train import run
+from holdfast.train.beginning import Beginning
+from holdfast.train.split.body import Pipelined
 
 SAMPLES, BATCH, EPOCHS, SLICES, SEED = 23, 8, 2, 3, 5
 STEPS = EPOCHS * 3
@@ -280,17 +285,72 @@ def test_too_few_workers_save_the_whole_though_the_lowest_holder_of_a_stage_is_d
         train(session)
 
     model, session = begin(**kept, workers=2, resume=True)
-    steps = []
-    train(session, each=lambda step: steps.append(step.number))
+    numbers = []
+    train(session, each=lambda step: numbers.append(step.number))
 
-    assert steps == [3, 4, 5]
+    assert numbers == [3, 4, 5]
+    check_bits(model, session)
+
+
+def test_where_a_stage_is_lost_and_too_few_are_left_the_checkpoint_is_what_remains(tmp_path):
+    kept = {"checkpoint_dir": str(tmp_path), "checkpoint_every": 2}
+    _, session = begin(**kept, min_workers=3, faults=faults("kill:rank=1,step=3", "kill:rank=2,step=3"))
+    with pytest.raises(TooFewWorkers, match="the state before step 2 is in"):
+        train(session)
+
+    model, session = begin(**kept, workers=3, resume=True)
+    train(session)
+
+    check_bits(model, session)
+
+
+def test_what_is_to_be_saved_while_homes_are_among_the_dead_is_saved_by_all_when_there_are_new_ones(
+    tmp_path, monkeypatch
+):
+    apply, save, saved = run.Run._apply, Beginning.save, []
+
+    def apply_as_one_who_is_behind(self, step):
+        if step == 3:
+            self._recovery = run._Recovery(before=self._world.comm.members)
+        apply(self, step)
+
+    def note(self):
+        saved.append((self._world.step, self._world.keeper.is_outdated(self._world.step, -2)))
+        save(self)
+
+    monkeypatch.setattr(run.Run, "_apply", apply_as_one_who_is_behind)
+    monkeypatch.setattr(Beginning, "save", note)
+    _, session = begin(checkpoint_dir=str(tmp_path), checkpoint_every=2)
+
+    train(session)
+
+    assert saved == [(2, False), (4, True), (6, False)], "that of step 4 when it was put off"
+    assert steps(tmp_path) == [2, 4, 6]
+
+
+@pytest.mark.parametrize("stages", ["one", "layers"])
+def test_a_checkpoint_of_another_number_of_stages_is_refused(stages, tmp_path):
+    kept = {"checkpoint_dir": str(tmp_path), "checkpoint_every": 4}
+    _, session = begin(**kept)
+    train(session)
+
+    _, session = begin(STAGES[stages], **kept, resume=True)
+    with pytest.raises(CheckpointError, match=f"holds 3 stages, this Pipeline has {len(STAGES[stages])}"):
+        train(session)
+
+
+def test_a_running_job_does_not_take_a_strategy_that_goes_on_without_a_stage(tmp_path, capsys):
+    model, session = begin(run_dir=str(tmp_path), faults=faults("kill:rank=1,step=4,phase=backward"))
+    ask = lambda step: append(requests_path(tmp_path), {"strategy": "forward"}) if step.number == 1 else None  # noqa: E731
+
+    train(session, each=ask)
+
+    assert "--strategy forward is not there for a model that is split" in capsys.readouterr().err
+    assert recovered(tmp_path) == [("redo", (1,), 1)]
     check_bits(model, session)
 
 
 def test_a_death_while_all_are_given_the_whole_model_changes_no_bit(monkeypatch):
-    from holdfast.errors import PeerFailed
-    from holdfast.train.split.body import Pipelined
-
     finish, calls = Pipelined.finish, []
 
     def dies_once(body):

@@ -142,8 +142,20 @@ def test_an_injected_kill_counts_from_the_fault():
     assert failure == {
         "rank": 1, "kind": "kill", "step": 5, "phase": "allreduce", "injected": True, "t_s": 1.55,
         "detect_s": pytest.approx(0.01), "recover_s": pytest.approx(0.10), "decision": "redo", "redone_steps": 1,
-        "lost_samples": 0, "recovery": 0, "silent_s": None, "why": "",
+        "lost_samples": 0, "recovery": 0, "silent_s": None, "why": "", "orders": {}, "times_s": {},
     }  # fmt: skip
+
+
+def test_a_failure_says_what_the_survivors_did_and_what_the_slowest_took():
+    done = {"orders": {"Revoke": 1, "Agree": 3}, "times_s": {"Revoke": 0.1, "Agree": 0.2}}
+    told = {"orders": {"Agree": 2, "Rehome": 1}, "times_s": {"Agree": 0.7, "Rehome": 0.5}}
+    quiet = [r for r in one_kill() if not isinstance(r, Recovered)]
+    said = [recovered(1.57, rank, 5, (1,), (0, 2, 3), **more) for rank, more in ((0, done), (2, told), (3, told))]
+
+    (failure,) = report_of([*quiet, *said])["failures"]
+
+    assert failure["orders"] == {"Revoke": 1, "Agree": 3, "Rehome": 1}
+    assert failure["times_s"] == {"Revoke": 0.1, "Agree": 0.7, "Rehome": 0.5}
 
 
 def test_the_pace_leaves_out_the_step_that_was_disturbed():
@@ -623,6 +635,20 @@ def test_what_every_worker_says_of_a_change_is_told_once():
         (4, "lr", 0.01, 1.5), (6, "lr", 0.02, 1.7),
     ]  # fmt: skip
     assert "lr was 0.01 from step 4 on" in summary_lines(report)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("workers", "6", "6 workers were asked for before step 4"),
+        ("workers", "1", "1 worker was asked for before step 4"),
+        ("speeds", '{"0": 1.0, "1": 0.5}', "slices were shared out by the workers' speed from step 4 on"),
+    ],
+)
+def test_a_change_that_is_no_setting_of_training_is_told_in_words(name, value, words):
+    said = SettingChanged(t_s=1.5, rank=0, step=4, name=name, value=value)
+
+    assert words in summary_lines(report_of([*undisturbed(), said]))
 
 
 def test_a_straggler_is_named_with_its_score():

@@ -313,11 +313,30 @@ def test_a_page_shows_who_came_and_who_went():
 
     page = render_run(report, records)
 
-    for words in ("worker 4", "worker 5", "▶ joined", "◀ left as it was told to", "╌ no sign of life"):
+    for words in (
+        "spare 4",
+        "▭ waiting as a spare",
+        "worker 5",
+        "▶ joined",
+        "◀ left as it was told to",
+        "╌ no sign of life",
+    ):
         assert f">{words}<" in page
     assert "worker 5 joined at step 60; the others were held for 40 ms" in page
     assert "worker 2 left before step 80, as it was told to" in page
     assert "hang; ended after 400 ms without a sign" in page
+
+
+def test_a_page_says_how_many_began_and_how_many_waited_beside_them():
+    report, records = made_up_report()
+    alone = render_run(report, records)
+    with_spares = render_run(report | {"workers": report["workers"] | {"spares": 2}, "nodes": 3}, records)
+
+    assert f"<dt>Workers at the start</dt><dd>{report['workers']['started']}</dd>" in alone
+    assert "Spares" not in alone
+    assert "Nodes" not in alone
+    assert "<dt>Spares beside them</dt><dd>2</dd>" in with_spares
+    assert "<dt>Nodes at the start</dt><dd>3</dd>" in with_spares
 
 
 def test_the_lane_of_a_newcomer_begins_where_it_joined_and_that_of_a_leaver_ends_where_it_left():

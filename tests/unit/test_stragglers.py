@@ -122,16 +122,35 @@ def look_through(stragglers, steps, **taken_s):
 def test_speeds_are_news_once_there_is_a_straggler_and_when_they_change():
     stragglers = Stragglers(2.0)
     slow = {"r0": 0.1, "r1": 0.4, "r2": 0.1}
-    assert stragglers.new_speeds(positions(0, **slow)) is None
+    assert stragglers.new_speeds(positions(0, **slow), 0.0) is None
 
     assert look_through(stragglers, range(21), **slow) == {1: 4.0}
 
-    assert stragglers.new_speeds(positions(20, **slow)) == {0: 1.0, 1: 0.25, 2: 1.0}
-    assert stragglers.new_speeds(positions(21, **slow)) is None
-    assert stragglers.new_speeds(positions(22, r0=0.1, r1=0.43, r2=0.1)) is None, "7 % are no news"
+    assert stragglers.new_speeds(positions(20, **slow), 1.0) == {0: 1.0, 1: 0.25, 2: 1.0}
+    assert stragglers.new_speeds(positions(21, **slow), 40.0) is None
+    assert stragglers.new_speeds(positions(22, r0=0.1, r1=0.43, r2=0.1), 40.0) is None, "7 % are no news"
     recovered = {"r0": 0.1, "r1": 0.1, "r2": 0.1}
     look_through(stragglers, range(23, 30), **recovered)
-    assert stragglers.new_speeds(positions(30, **recovered)) == {0: 1.0, 1: 1.0, 2: 1.0}
+    assert stragglers.new_speeds(positions(30, **recovered), 30.0) is None, "it is too early to share out again"
+    assert stragglers.new_speeds(positions(30, **recovered), 31.0) == {0: 1.0, 1: 1.0, 2: 1.0}
+
+
+def test_of_several_slow_workers_one_goes_at_a_time_the_slowest_first_and_nobody_twice():
+    stragglers = Stragglers(2.0)
+    slow = {"r0": 0.1, "r1": 0.4, "r2": 0.5, "r3": 0.1, "r4": 0.1}
+    assert stragglers.next_to_go(positions(0, **slow), 0.0) is None, "nobody was named yet"
+
+    assert look_through(stragglers, range(21), **slow).keys() == {1, 2}
+
+    times_s = (5.0, 6.0, 34.0, 35.0, 100.0)
+    assert [stragglers.next_to_go(positions(21, **slow), t) for t in times_s] == [2, None, None, 1, None]
+
+
+def test_who_has_recovered_in_the_meantime_is_not_replaced():
+    stragglers = Stragglers(2.0)
+    look_through(stragglers, range(21), r0=0.1, r1=0.4, r2=0.1)
+
+    assert stragglers.next_to_go(positions(21, r0=0.1, r1=0.15, r2=0.1), 5.0) is None
 
 
 def test_a_new_start_forgets_who_was_slow():
@@ -140,7 +159,7 @@ def test_a_new_start_forgets_who_was_slow():
     look_through(stragglers, range(21), **slow)
     stragglers.begin()
 
-    assert stragglers.new_speeds(positions(22, **slow)) is None
+    assert stragglers.new_speeds(positions(22, **slow), 9.0) is None
     assert look_through(stragglers, range(15), **slow) == {}
     assert look_through(stragglers, range(15, 21), **slow) == {1: 4.0}
 

@@ -11,7 +11,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from holdfast.errors import ConfigError
-from holdfast.settings import BATCHES, CHECKPOINT_FORMATS, FABRICS, ORDERS, RESCALES, SPLITS, STRATEGIES, Settings
+from holdfast.settings import (
+    BATCHES,
+    CHECKPOINT_FORMATS,
+    FABRICS,
+    ORDERS,
+    REINIT_FROM,
+    RESCALES,
+    SPLITS,
+    STRATEGIES,
+    Settings,
+)
 
 if TYPE_CHECKING:
     from holdfast.launch.job import Outcome
@@ -56,6 +66,9 @@ def run(
     strategy: Annotated[
         str | None, typer.Option(metavar=_one_of(STRATEGIES), help="What survivors do [rollback].")
     ] = None,
+    reinit_from: Annotated[
+        str | None, typer.Option(metavar=_one_of(REINIT_FROM), help="What --strategy reinit goes on from [own].")
+    ] = None,
     slices: Annotated[
         int | None, typer.Option(metavar="V", help="Pieces of a mini-batch, for the whole job [N].")
     ] = None,
@@ -82,7 +95,7 @@ def run(
         ),
     ] = None,
     respawn: Annotated[bool, typer.Option("--respawn", help="Start a new worker for each that dies.")] = False,
-    max_respawns: Annotated[int, typer.Option(metavar="R", help="How many, at most.")] = 16,
+    max_respawns: Annotated[int | None, typer.Option(metavar="R", help="How many, at most [16].")] = None,
     min_workers: Annotated[int | None, typer.Option(metavar="M", help="Below this: save and stop [1].")] = None,
     max_restarts: Annotated[int, typer.Option(metavar="R", help="How often the whole job may be started again.")] = 3,
     stall_timeout: Annotated[
@@ -150,21 +163,24 @@ def run(
 
     _check(
         workers=workers,
+        nnodes=nnodes,
         mirror=mirror,
         mtbf=mtbf,
         keep_last=keep_last,
         keep_every=keep_every,
         expected_mtbf=expected_mtbf,
     )
+    newcomers = _newcomers(max_respawns, respawn=respawn)
     script_args, last_report = _split_off_report(args or [])
     machines = parse_hosts(hosts) if hosts is not None else ()
     if workers is None:
         workers = max(1, sum(host.slots for host in machines) - (spares or 0))
-    settings = Settings.from_env(
+    settings = _settings(
         workers=workers,
         spares=spares,
         fabric=fabric,
         strategy=strategy,
+        reinit_from=reinit_from,
         slices=slices,
         order=order,
         split=split,
@@ -185,7 +201,7 @@ def run(
     settings = dataclasses.replace(
         settings,
         fabric=settings.fabric or "ulfm",
-        faults=_plan(inject or [], settings, nnodes, max_respawns if respawn else 0),
+        faults=_plan(inject or [], settings, nnodes, newcomers),
         ranks="",
         rank=-1,
         store="",
@@ -197,7 +213,7 @@ def run(
         args=script_args,
         settings=settings,
         max_restarts=max_restarts,
-        max_respawns=max_respawns if respawn else 0,
+        max_respawns=newcomers,
         nnodes=nnodes,
         node_rank=node_rank,
         rdzv=rdzv or "",
@@ -226,7 +242,7 @@ def _check(**given: Any) -> None:
     Raises:
         ConfigError: naming the option.
     """
-    for name, least in (("workers", 1), ("mirror", 0), ("keep_last", 2), ("keep_every", 1)):
+    for name, least in (("workers", 1), ("nnodes", 1), ("mirror", 0), ("keep_last", 2), ("keep_every", 1)):
         if given[name] is not None and given[name] < least:
             why = ", because the newest may turn out to be damaged" if name == "keep_last" else ""
             msg = f"--{name.replace('_', '-')} must be at least {least}{why}, got {given[name]}"
@@ -235,6 +251,39 @@ def _check(**given: Any) -> None:
         if given[name] is not None and not given[name] > 0:
             msg = f"--{name.replace('_', '-')} must be more than 0 seconds, got {given[name]:g}"
             raise ConfigError(msg)
+
+
+def _newcomers(max_respawns: int | None, *, respawn: bool) -> int:
+    """Return how many workers may be started in the place of the dead.
+
+    Raises:
+        ConfigError: if there is a limit to what nobody asked for.
+    """
+    from holdfast.launch.job import MAX_RESPAWNS
+
+    if max_respawns is not None and not respawn:
+        msg = f"--max-respawns {max_respawns} needs --respawn: without it nobody is started in the place of the dead"
+        raise ConfigError(msg)
+    return (MAX_RESPAWNS if max_respawns is None else max_respawns) if respawn else 0
+
+
+def _settings(**given: Any) -> Settings:
+    """Return the settings: those given, then those of the environment.
+
+    Raises:
+        ConfigError: if one is not allowed; it names the option of one that was given.
+    """
+    from holdfast.launch.job import OPTIONS
+
+    try:
+        return Settings.from_env(**given)
+    except ConfigError as error:
+        name, _, what = str(error).partition(" ")
+        option = {field: option for option, field in OPTIONS}.get(name)
+        if option is None or given.get(name) is None:
+            raise
+        msg = f"{option} {what}"
+        raise ConfigError(msg) from error
 
 
 def _how_often(checkpoint_every: str | None) -> dict[str, Any]:

@@ -25,7 +25,10 @@ def study(
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="End within a minute, and say what was left out.")] = False,
     seed: Annotated[int, typer.Option(metavar="S", min=0, help="Of everything that is drawn.")] = 0,
-    only: Annotated[list[str] | None, typer.Option(metavar="FRAMEWORK", help="Measure this one; repeatable.")] = None,
+    only: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="Measure this framework, or parallelism, alone; repeatable."),
+    ] = None,
     network: Annotated[str, typer.Option(metavar="NAME", help="Measure this network alone.")] = "",
     repetitions: Annotated[int | None, typer.Option(metavar="N", min=1, help="Of each measurement.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print results.json instead of the verdicts.")] = False,

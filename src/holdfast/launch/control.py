@@ -167,6 +167,10 @@ def check(changes: Mapping[str, Any], job: Running) -> None:
             case "strategy":
                 if value not in STRATEGIES:
                     _refuse(f"--strategy must be one of {', '.join(STRATEGIES)}, got {value!r}")
+                if value == "reinit":
+                    _refuse(
+                        "--strategy reinit is for a job that is started with it: its script is built again by holdfast.reinit"
+                    )
                 if value == "restart":
                     _check_saves("--strategy restart", job)
             case "checkpoint_every":

@@ -145,6 +145,10 @@ def check(job: Job) -> None:
     _check_checkpoints(settings)
     if settings.strategy == "restart" and not settings.checkpoint_dir:
         _refuse("--strategy restart needs --checkpoint-dir: it goes back to the newest checkpoint after every failure")
+    if settings.reinit_from != "own" and settings.strategy != "reinit":
+        _refuse(f"--reinit-from {settings.reinit_from} needs --strategy reinit: the others build nothing again")
+    if settings.reinit_from == "checkpoint" and not settings.checkpoint_dir:
+        _refuse("--reinit-from checkpoint needs --checkpoint-dir: where are the checkpoints to go on from?")
     _check_amounts(job)
     check_plan(job)
     for folder, option in ((job.report_dir, "--report"), (job.log_dir, "--log-dir")):
@@ -189,6 +193,8 @@ def _check_amounts(job: Job) -> None:
         _refuse(f"--rdzv-timeout must be more than 0 seconds and finite, got {job.rdzv_timeout_s:g}")
     if job.stragglers not in POLICIES:
         _refuse(f"--stragglers must be one of {', '.join(POLICIES)}, got {job.stragglers!r}")
+    if job.stragglers == "replace" and not (job.settings.spares or job.max_respawns):
+        _refuse("--stragglers replace needs --spares or --respawn: who is to take the place of a slow worker?")
     if not 1 < job.straggler_factor < math.inf:
         _refuse(f"--straggler-factor must be more than 1 and finite, got {job.straggler_factor:g}")
     if job.max_respawns and job.settings.fabric != "gloo":
@@ -254,14 +260,16 @@ def _refuse(message: str) -> NoReturn:
 # ---------------------------------------------------------------------------------------------
 # The command line that says it again
 
-_OPTIONS = (
+OPTIONS = (
     ("--fabric", "fabric"),
     ("--spares", "spares"),
     ("--strategy", "strategy"),
+    ("--reinit-from", "reinit_from"),
     ("--order", "order"),
     ("--split", "split"),
     ("--batch", "batch"),
     ("--rescale", "rescale"),
+    ("--mirror", "mirror"),
     ("--min-workers", "min_workers"),
     ("--seed", "seed"),
     ("--slices", "slices"),
@@ -302,7 +310,7 @@ def command_line(job: Job, *, faults: Sequence[str] = ()) -> str:
         faults: Specs of the faults to inject.
     """
     settings = job.settings
-    words = ["holdfast", "run", "-n", str(settings.workers), *_said(settings, _OPTIONS, Settings(fabric="ulfm"))]
+    words = ["holdfast", "run", "-n", str(settings.workers), *_said(settings, OPTIONS, Settings(fabric="ulfm"))]
     words += ["--checkpoint-every", "auto"] if settings.checkpoint_auto else []
     words += ["--resume"] if settings.resume else []
     words += ["--respawn"] if job.max_respawns else []

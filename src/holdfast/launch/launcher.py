@@ -45,8 +45,8 @@ def launch(job: Job, view: View | None = None) -> Outcome:
     Raises:
         ConfigError: if the job cannot be started as it is; nothing was started.
     """
-    check(job)
     check_nodes(job)
+    check(job)
     check_hosts(job)
     check_strikes(job)
     with Launcher(job, NoView() if view is None else view) as launcher:

@@ -36,6 +36,7 @@ _DECISIONS = {
     "redo": "step {step} is computed again",
     "continue": "step {step} goes on",
     "load": "back to step {step} from the newest checkpoint",
+    "reinit": "the application is built again, and goes on at step {step}",
     "stop": "too few to go on: saving at step {step}",
 }
 
@@ -227,7 +228,7 @@ class Story:
             case WorkerFenced():
                 return ("fenced", record.rank), f"rank {record.rank} is ended: {record.reason}"
             case SettingChanged():
-                return ("set", record.step, record.name), f"from step {record.step} on: {record.name} is {record.value}"
+                return ("set", record.step, record.name), _changed(record)
             case StragglerSeen():
                 key = ("slow", record.rank, record.step)
                 return key, f"rank {record.rank} is slow: {slowness(record.score, record.policy)}"
@@ -236,6 +237,8 @@ class Story:
             case WorkerEnded() if record.exit_code < 0 and record.rank not in self._injected:
                 where = f" at step {record.step}" if record.step >= 0 else ""
                 return ("end", record.rank), f"rank {record.rank} died{where}: {cause_of_death(record.exit_code)}"
+            case Recovered() if record.rank in record.joined:
+                return (), None  # it has held nobody, and does not know how long it did
             case Recovered():
                 return ("recovered", record.generation), self._recovery(record)
             case SamplesLost():
@@ -257,8 +260,7 @@ class Story:
         return (), None
 
     def _recovery(self, record: Recovered) -> str:
-        lost = [rank for rank in record.lost if rank not in self._left]
-        parts = [f"lost {_ranks(lost)}"] if lost else []
+        parts = self._losses(record)
         if record.joined:
             parts.append(
                 f"{_ranks(record.joined)} joined at step {record.step}, which held the others for {seconds(record.held_s)}"
@@ -270,6 +272,25 @@ class Story:
             return "; ".join([*parts, f"{_ranks(record.survivors)} {goes} on"])
         what = _DECISIONS.get(record.decision, record.decision).format(step=record.step)
         return "; ".join([*parts, f"{what} with {_ranks(record.survivors)}"])
+
+    def _losses(self, record: Recovered) -> list[str]:
+        """Return who is lost; a worker that left in order may say so later than the others that it is gone."""
+        lost = [rank for rank in record.lost if rank not in self._left]
+        if not lost:
+            return []
+        if record.decision in ("redo", "grow") and not record.redone_steps and not self._injected.intersection(lost):
+            return [f"{_ranks(lost)} {'is' if len(lost) == 1 else 'are'} gone"]
+        return [f"lost {_ranks(lost)}"]
+
+
+def _changed(record: SettingChanged) -> str:
+    match record.name:
+        case "workers":
+            wanted = int(record.value)
+            return f"{count(wanted, 'worker')} {'is' if wanted == 1 else 'are'} wanted from step {record.step} on"
+        case "speeds":
+            return f"from step {record.step} on slices are shared out by the workers' speed"
+    return f"from step {record.step} on: {record.name} is {record.value}"
 
 
 def _begin(record: RunStarted) -> str:

@@ -93,11 +93,20 @@ class Lookout:
         policy = self._run.job.stragglers
         if policy == "ignore" or self._run.job.is_virtual:
             return
-        for rank, score in self._stragglers.look(positions).items():
-            step = positions[rank].step
-            self._news.note(StragglerSeen(t_s=now_s, rank=rank, step=step, score=score, policy=policy))
-            if policy == "replace":  # it leaves in order, so that nothing of its work is lost
-                attempt.send(rank, signal.SIGTERM)
-                self._run.births.died(rank, now_s)
-        if policy == "rebalance" and (speeds := self._stragglers.new_speeds(positions)) is not None:
+        found = self._stragglers.look(positions)
+        goes = None
+        if policy == "replace" and self._can_replace():
+            goes = self._stragglers.next_to_go(positions, now_s)
+        for rank in sorted({*found, *([] if goes is None else [goes])}):
+            score, step = self._stragglers.scores(positions)[rank], positions[rank].step
+            done = "warn" if policy == "replace" and rank != goes else policy
+            self._news.note(StragglerSeen(t_s=now_s, rank=rank, step=step, score=score, policy=done))
+        if goes is not None:  # it leaves in order, so that nothing of its work is lost
+            attempt.send(goes, signal.SIGTERM)
+            self._run.births.died(goes, now_s)
+        if policy == "rebalance" and (speeds := self._stragglers.new_speeds(positions, now_s)) is not None:
             append(requests_path(self._run.places.run_dir), {"speeds": speeds})
+
+    def _can_replace(self) -> bool:
+        """Return whether anybody is there to take the place of a worker: a spare, or a newcomer that may be started."""
+        return self._run.births.limit > 0 or len(self._run.judge.workers_alive()) > self._run.job.workers

@@ -186,7 +186,8 @@ class Meeting:
                 return open_store(f"{self._url}/runs", self.token, lease_s=self._lease_s)
             except StoreLost as error:
                 if time.monotonic() > ends_s:
-                    msg = f"{error}; node {self._me} waited {self._job.rdzv_timeout_s:g} s (--rdzv-timeout) for the first launcher"
+                    what = "it" if self._job.rdzv.startswith("etcd://") else "the first launcher, which hosts it"
+                    msg = f"{error}; node {self._me} waited {self._job.rdzv_timeout_s:g} s (--rdzv-timeout) for {what}"
                     raise ConfigError(msg) from error
             time.sleep(_RETRY_S)
 
@@ -199,10 +200,12 @@ class Meeting:
             "-n": settings.workers,
             "--spares": settings.spares,
             "--strategy": settings.strategy,
+            "--reinit-from": settings.reinit_from,
             "--slices": settings.slices,
             "--order": settings.order,
             "--split": settings.split,
             "--batch": settings.batch,
+            "--mirror": settings.mirror,
             "--seed": settings.seed,
             "--min-workers": settings.min_workers,
             "--max-restarts": job.max_restarts,

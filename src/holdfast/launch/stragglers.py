@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from statistics import median
@@ -14,6 +15,9 @@ _STEPS = 20
 """So many steps in a row a worker must have been slow before it is called a straggler."""
 _NEWS = 0.15
 """Speeds that have changed by less than this share are no news."""
+_CALM_S = 30.0
+"""For so long after a worker was replaced, or slices were shared out, neither is done again: what came of it must show
+first, and on a crowded machine now this worker is slow and now that one."""
 
 
 @dataclass(slots=True)
@@ -28,12 +32,15 @@ class Stragglers:
     _slow_since: dict[int, int] = field(default_factory=dict)
     _named: set[int] = field(default_factory=set)
     _speeds: dict[int, float] = field(default_factory=dict)
+    _replaced: set[int] = field(default_factory=set)
+    _acted_s: float = -math.inf
 
     def begin(self) -> None:
         """Hear that the job is started anew."""
         self._slow_since.clear()
         self._named.clear()
         self._speeds.clear()
+        self._replaced.clear()
 
     def scores(self, positions: Mapping[int, Position]) -> dict[int, float]:
         """Return what each worker takes, over the median of the others; 1 is as fast as they are."""
@@ -62,15 +69,29 @@ class Stragglers:
                 found[rank] = score
         return found
 
-    def new_speeds(self, positions: Mapping[int, Position]) -> dict[int, float] | None:
-        """Return how fast each worker is, relative to the median; None if that is no news."""
+    def next_to_go(self, positions: Mapping[int, Position], now_s: float) -> int | None:
+        """Return who is to be replaced now: the slowest that was named and still is slow, one in 30 s; None for nobody."""
+        slow = {
+            rank: score
+            for rank, score in self.scores(positions).items()
+            if rank in self._named - self._replaced and score >= self.factor
+        }
+        if not slow or now_s - self._acted_s < _CALM_S:
+            return None
+        self._acted_s = now_s
+        rank = max(slow, key=lambda rank: slow[rank])
+        self._replaced.add(rank)
+        return rank
+
+    def new_speeds(self, positions: Mapping[int, Position], now_s: float) -> dict[int, float] | None:
+        """Return how fast each worker is, relative to the median, at most once in 30 s; None if that is no news."""
         taken = {rank: p.compute_s for rank, p in positions.items() if p.compute_s > 0}
-        if not taken or not (self._named or self._speeds):
+        if not taken or not (self._named or self._speeds) or now_s - self._acted_s < _CALM_S:
             return None
         middle = median(taken.values())
         speeds = {rank: round(middle / seconds, 2) for rank, seconds in taken.items()}
         old = self._speeds
         if all(abs(speed - old.get(rank, 1.0)) < _NEWS * old.get(rank, 1.0) for rank, speed in speeds.items()):
             return None
-        self._speeds = speeds
+        self._speeds, self._acted_s = speeds, now_s
         return speeds

@@ -12,6 +12,7 @@ from holdfast.events import (
     Finished,
     Left,
     Record,
+    Reinitialised,
     RunStarted,
     SamplesLost,
     ScriptFailed,
@@ -49,6 +50,7 @@ def build_report(
 
     ``workers.started`` counts those that were to share the work from the start, ``workers.spares`` those that waited
     beside them; who came later is in ``joined``, who went as it was told to in ``left``, and neither is a failure.
+    ``reinitialised`` has one entry for each time that the survivors built the application again, with what the slowest took.
 
     Args:
         records: Of all workers and of the launcher, in any order.
@@ -82,6 +84,7 @@ def build_report(
         "restarts": len(history.lives) - 1,
         "failures": [_failure(failure, history) for failure in history.failures],
         "joined": [_joining(joining) for joining in history.joined],
+        "reinitialised": [_reinitialised(said) for said in history.reinitialised],
         "left": [{"rank": r.rank, "step": r.step, "t_s": _seconds(r.t_s)} for r in history.of(Left)],
         "stragglers": [_straggler(record) for record in history.stragglers],
         "changed": [_change(record) for record in history.changes],
@@ -189,6 +192,22 @@ def _failure(failure: Failure, history: History) -> dict[str, Any]:
         "recovery": failure.recovery,
         "silent_s": _seconds(failure.silent_s),
         "why": failure.why,
+        "orders": dict(failure.orders),
+        "times_s": {name: _seconds(value) for name, value in failure.times_s.items()},
+    }
+
+
+def _reinitialised(said: Sequence[Reinitialised]) -> dict[str, Any]:
+    """Return what the slowest took, part by part."""
+    return {
+        "step": said[0].step,
+        "t_s": _seconds(said[0].t_s),
+        "workers": len(said),
+        "form": said[0].form,
+        "source": said[0].source,
+        "snapshot_s": _seconds(max(record.snapshot_s for record in said)),
+        "rebuild_s": _seconds(max(record.rebuild_s for record in said)),
+        "load_s": _seconds(max(record.load_s for record in said)),
     }
 
 

@@ -119,7 +119,8 @@ def _draw_curve(
     for step, ranks in _by_step(failures).items():
         axes.axvline(step, color=style.DEATH, linewidth=0.9, zorder=2)
         if first or len(ranks) <= 4:
-            text = "worker " + ", ".join(map(str, ranks)) if len(ranks) <= 4 else count(len(ranks), "worker")
+            one = "worker" if len(ranks) == 1 else "workers"
+            text = f"{one} {', '.join(map(str, ranks))}" if len(ranks) <= 4 else count(len(ranks), "worker")
             axes.annotate(
                 text, (step, 1), xycoords=("data", "axes fraction"), xytext=(0, 3), textcoords="offset points",
                 ha="center", va="bottom", fontsize=8, color=style.DEATH,

@@ -7,8 +7,8 @@ recover by themselves, any number of times; between lives the launcher starts th
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 from holdfast.events import (
@@ -19,6 +19,7 @@ from holdfast.events import (
     Left,
     Record,
     Recovered,
+    Reinitialised,
     RunStarted,
     SamplesLost,
     ScriptFailed,
@@ -51,6 +52,8 @@ class Failure:
             share it and its times. None if nothing answered.
         silent_s: For how long the worker had given no sign when the launcher ended it; None if it did not.
         why: What the launcher said then, "" if it did not.
+        orders: How often each order of the protocol was carried out in that recovery, at the survivor that did so most.
+        times_s: The longest that a survivor took for them.
     """
 
     rank: int
@@ -68,6 +71,8 @@ class Failure:
     lost_samples: int = 0
     silent_s: float | None = None
     why: str = ""
+    orders: Mapping[str, int] = field(default_factory=dict)
+    times_s: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def detect_s(self) -> float | None:
@@ -133,6 +138,16 @@ class Recovery:
     def redone_steps(self) -> int:
         """Steps whose work was done again."""
         return max(record.redone_steps for record in self.said)
+
+    @property
+    def orders(self) -> dict[str, int]:
+        """How often each order of the protocol was carried out, at the survivor that did so most."""
+        return _largest(record.orders for record in self.said)
+
+    @property
+    def times_s(self) -> dict[str, float]:
+        """The longest that a survivor took for each order."""
+        return _largest(record.times_s for record in self.said)
 
     def known_s(self, since_s: float) -> float | None:
         """When the first survivor knew, after ``since_s``."""
@@ -204,6 +219,16 @@ class Life:
             yield deaths[0]
 
 
+N = TypeVar("N", int, float)
+
+
+def _largest(said: Iterable[Mapping[str, N]]) -> dict[str, N]:
+    largest: dict[str, N] = {}
+    for one in said:
+        largest |= {name: max(value, largest.get(name, value)) for name, value in one.items()}
+    return largest
+
+
 _ENDS = ("kill", "segfault", "oom", "nodeloss")
 """Kinds of injected faults that end processes at once."""
 
@@ -247,11 +272,25 @@ class History:
         first = self.lives[0]
         return sorted(first.members - {*self.started} - {joining.rank for joining in first.joined})
 
+    def workers_wanted(self, t_s: float) -> int:
+        """Return how many were to share the work at a time: as many as at the start, or as were asked for since."""
+        asked = [change for change in self.changes if change.name == "workers" and change.t_s <= t_s]
+        return int(asked[-1].value) if asked else len(self.started)
+
     @property
     def changes(self) -> list[SettingChanged]:
         """What was changed while the job ran; every worker says it, and all say it again after a restart."""
         said = {(record.step, record.name, record.value): record for record in reversed(self.of(SettingChanged))}
         return sorted(said.values(), key=lambda record: record.t_s)
+
+    @property
+    def reinitialised(self) -> list[list[Reinitialised]]:
+        """The times that the application was built again, each as all tell it who did so, in the order of time."""
+        together: dict[tuple[int, int], list[Reinitialised]] = {}
+        for life in self.lives:
+            for record in life.of(Reinitialised):
+                together.setdefault((life.number, record.generation), []).append(record)
+        return list(together.values())
 
     @property
     def stragglers(self) -> list[StragglerSeen]:
@@ -337,6 +376,8 @@ class History:
             decision=recovery.said[-1].decision,
             redone_steps=recovery.redone_steps,
             lost_samples=_lost_samples(life, recovery),
+            orders=recovery.orders,
+            times_s=recovery.times_s,
         )
 
     def _unrecovered(self, life: Life, explained: set[int], number: int) -> Iterator[Failure]:

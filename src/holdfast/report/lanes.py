@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from holdfast.events import Finished, Left, RunStarted, StepCommitted, WorkerEnded, WorkerFenced
+from holdfast.events import Finished, Left, Recovered, RunStarted, StepCommitted, WorkerEnded, WorkerFenced
 from holdfast.report import canvas as style
 from holdfast.report.history import Failure, History, Life
 from holdfast.report.words import plain, seconds
@@ -35,6 +35,8 @@ class Stretch:
     to_s: float
     open: bool
     """Nothing says how it ended."""
+    waits_s: float
+    """For so long after ``from_s`` it waited as a spare, or as a newcomer too many; 0 for those that shared the work at once."""
 
 
 def stretches(history: History, end_s: float) -> Iterator[Stretch]:
@@ -46,7 +48,21 @@ def stretches(history: History, end_s: float) -> Iterator[Stretch]:
             ends = [r.t_s for r in said if r.rank == start.rank and r.t_s > start.t_s]
             ends += [t for rank, t in deaths.items() if rank == start.rank and t > start.t_s]
             ends += [life.restart.t_s] if life.restart else []
-            yield Stretch(rank=start.rank, from_s=start.t_s, to_s=min(ends, default=end_s), open=not ends)
+            to_s = min(ends, default=end_s)
+            waits_s = max(0.0, min(_begins_work_s(history, life, start), to_s) - start.t_s)
+            yield Stretch(rank=start.rank, from_s=start.t_s, to_s=to_s, open=not ends, waits_s=waits_s)
+
+
+def _begins_work_s(history: History, life: Life, start: RunStarted) -> float:
+    """Return when a worker first was among those with the lowest numbers, who share the work."""
+    if start.rank in sorted(life.workers)[: history.workers_wanted(start.t_s)]:
+        return start.t_s
+    shares = (
+        said.t_s
+        for said in life.of(Recovered)
+        if start.rank in sorted(said.survivors)[: history.workers_wanted(said.t_s)]
+    )
+    return min(shares, default=math.inf)
 
 
 def first_answered(history: History) -> list[Failure]:
@@ -79,6 +95,8 @@ def draw_lanes(axes: Axes, history: History, wall_s: float) -> None:
 def draw_legend(axes: Axes, left_in: float, history: History) -> None:
     """Say above the lanes what the marks mean, as far as there are any."""
     marks = [("▬ training", style.WORK), ("▬ starting", style.FAINT)]
+    if any(stretch.waits_s for stretch in stretches(history, history.records[-1].t_s)):
+        marks.append(("▭ waiting as a spare", style.WORK))
     if history.failures:
         marks += [("✕ lost", style.DEATH), ("▮ until the next step is committed", style.SEEN)]
     if history.of(WorkerFenced):
@@ -121,7 +139,7 @@ def _prepare(axes: Axes, history: History) -> dict[int, int]:
     ranks = history.ranks
     lanes = {rank: len(ranks) - 1 - place for place, rank in enumerate(ranks)}
     every = math.ceil(len(ranks) / 32)
-    axes.set_yticks([lanes[r] for r in ranks[::every]], [f"{history.worker} {r}" for r in ranks[::every]])
+    axes.set_yticks([lanes[r] for r in ranks[::every]], [_name(history, r) for r in ranks[::every]])
     for name in axes.get_yticklabels():
         name.set_horizontalalignment("left")
     axes.set_ylim(-0.6, len(ranks) - 0.4)
@@ -131,13 +149,23 @@ def _prepare(axes: Axes, history: History) -> dict[int, int]:
     return lanes
 
 
+def _name(history: History, rank: int) -> str:
+    return f"{'spare' if rank in history.spares else history.worker} {rank}"
+
+
 def _draw_work(axes: Axes, history: History, lanes: dict[int, int], end_s: float) -> None:
     for stretch in stretches(history, end_s):
         if stretch.rank in lanes:
+            works_s = stretch.from_s + stretch.waits_s
             axes.barh(
-                lanes[stretch.rank], stretch.to_s - stretch.from_s, left=stretch.from_s, height=_BAR,
+                lanes[stretch.rank], stretch.to_s - works_s, left=works_s, height=_BAR,
                 color=style.WORK_LIGHT, linewidth=0, zorder=2,
             )  # fmt: skip
+            if stretch.waits_s:
+                axes.barh(
+                    lanes[stretch.rank], stretch.waits_s, left=stretch.from_s, height=_BAR,
+                    color="none", edgecolor=style.WORK_LIGHT, linewidth=1, zorder=2,
+                )  # fmt: skip
 
 
 def _draw_starts(axes: Axes, history: History, lanes: dict[int, int]) -> None:
@@ -175,7 +203,7 @@ def _draw_silences(axes: Axes, history: History, lanes: dict[int, int]) -> None:
                 color=style.DEATH,
                 linewidth=1.4,
                 dashes=(3, 2),
-                zorder=4,
+                zorder=8,  # where its death stands, too
             )
 
 

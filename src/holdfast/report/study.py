@@ -149,6 +149,8 @@ def _cell(values: Sequence[Any], unit: str) -> str:
     assert number is not None
     if unit == "MB":
         return f"{number / 1e6:,.2f}"
+    if unit == "ms":
+        return f"{1000 * number:,.0f}" if number >= 0.1 else f"{1000 * number:.3g}"
     if unit == "s":
         return f"{number:.3f}" if number < 10 else f"{number:.1f}"
     if unit == "%":

@@ -99,12 +99,35 @@ def happenings(report: Mapping[str, Any]) -> list[tuple[float, str]]:
     found += [
         (r["t_s"], f"{one} {r['rank']} left before step {r['step']}, as it was told to") for r in report.get("left", ())
     ]
+    found += [(r["t_s"], _reinitialised(r)) for r in report.get("reinitialised", ())]
     slow: dict[int, list[Mapping[str, Any]]] = {}
     for r in report.get("stragglers", ()):
         slow.setdefault(r["rank"], []).append(r)
     found += [(said[0]["t_s"], f"{one} {rank} was slow {_slow(said)}") for rank, said in slow.items()]
-    found += [(r["t_s"], f"{r['name']} was {r['value']} from step {r['step']} on") for r in report.get("changed", ())]
+    found += [(r["t_s"], _changed(r)) for r in report.get("changed", ())]
     return sorted(found)
+
+
+def _changed(change: Mapping[str, Any]) -> str:
+    """Return what was asked of a running job."""
+    name, value, step = change["name"], change["value"], change["step"]
+    if name == "workers":
+        return f"{count(value, 'worker')} {'was' if value == 1 else 'were'} asked for before step {step}"
+    if name == "speeds":  # of each worker: a table in itself, and nothing that anybody has asked for
+        return f"slices were shared out by the workers' speed from step {step} on"
+    return f"{name} was {value} from step {step} on"
+
+
+def _reinitialised(r: Mapping[str, Any]) -> str:
+    """Return who built the application again, from what, and what each part took."""
+    who = "the survivors alone" if r["form"] == "survivors" else "with the dead replaced"
+    source = {
+        "own": "each one's own snapshot",
+        "root": "the lowest one's snapshot",
+        "checkpoint": "the newest checkpoint",
+    }
+    parts = f"snapshot {seconds(r['snapshot_s'])}, application built again {seconds(r['rebuild_s'])}, state loaded {seconds(r['load_s'])}"
+    return f"{count(r['workers'], 'worker')} reinitialised ({who}) and went on at step {r['step']} from {source[r['source']]}: {parts}"
 
 
 def _slow(said: Sequence[Mapping[str, Any]]) -> str:

@@ -37,6 +37,7 @@ from holdfast.events import (
     ProgressKnown,
     Publish,
     Rehome,
+    Reinitialise,
     Revoke,
     SaveAndStop,
     Settle,
@@ -173,6 +174,8 @@ class Draft(Sums):
                 for progress in everybody.values():
                     self._set(rank, heard=self._worker(rank).heard | progress.flags & ~(CALM | LOST))
                 self.tell(rank, ProgressKnown(everybody, self._engine.buckets))
+            case LoadCheckpoint() if self._worker(rank).snapshot >= 0:
+                self.tell(rank, self._load_snapshot(rank))
             case LoadCheckpoint():
                 given = _state(this.brought[0])
                 self.tell(rank, self._load(rank, given.steps, given.taken))
@@ -321,6 +324,8 @@ class Draft(Sums):
                 self._enter(rank, self._begin_giving(rank))
             case Settle():
                 return self._settle(rank)
+            case Reinitialise():
+                return self._rebuild(rank)
             case Leave():
                 self._leave(rank)
             case GiveUp():
@@ -377,12 +382,14 @@ class Draft(Sums):
         )
 
     def _steps_somewhere(self, sums: Sequence[Sum]) -> Iterator[int]:
-        """Yield how many steps are in the weights of somebody, or in what a newcomer was given, or may yet be."""
+        """Yield how many steps are in the weights or the snapshot of somebody, or in what a newcomer was given, or may yet be."""
         for worker in self._workers:
             if worker is not None and worker.steps != JOINING:
                 yield worker.steps
             if worker is not None and worker.given is not None:
                 yield worker.given.steps
+            if worker is not None and worker.snapshot >= 0:
+                yield worker.snapshot
         for _, payload in (each for this in sums for each in this.brought):
             if isinstance(payload, Given):
                 yield payload.steps

@@ -72,6 +72,7 @@ class World:
         newcomers: Workers that may come.
         leavers: Workers that may be told to leave.
         changes: Strategies that the running job may be changed to, one after the other.
+        snapshots: Whether who builds its application again takes a snapshot, and not what was published.
         lapses: What the engine does wrong.
         split: How the model is split over the workers, and then a step has no buckets; None if everybody has all of it.
         make_protocol: Makes one worker's protocol, as :class:`Protocol` is made. Give a broken one to
@@ -97,6 +98,7 @@ class World:
     newcomers: int = 0
     leavers: frozenset[int] = frozenset()
     changes: tuple[Strategy, ...] = ()
+    snapshots: bool = True
     lapses: Lapse = NO_LAPSE
     split: Split | None = None
     make_protocol: Callable[..., Protocol] = Protocol
@@ -149,6 +151,7 @@ class Worker(NamedTuple):
         staged: By part, the steps in what it has been given and what does not count yet.
         next_homes: Number of the homes that are to count.
         place: Exchanges of the attempt that it has completed.
+        snapshot: Steps in the snapshot that it took before it built its application again; -1 if it has none.
     """
 
     mind: int
@@ -171,6 +174,7 @@ class Worker(NamedTuple):
     staged: tuple[int, ...] = ()
     next_homes: int = UNKNOWN
     place: int = 0
+    snapshot: int = -1
 
     def without_gradients(self) -> Worker:
         """Return the worker with nothing of a step in its hands."""

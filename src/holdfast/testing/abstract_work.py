@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 from holdfast.events import (
     JOINING,
+    LOADING,
     ActDone,
     ChangesWait,
     CheckpointLoaded,
@@ -69,7 +70,7 @@ class Work(Exchanges):
         self._write(rank, step, (worker.group, worker.taken, worker.homes, *worker.have))
         self._memory.apply(rank, [self._what(rank, bucket) for bucket in range(len(worker.have))])
         self._drop_gradients(rank)
-        self._set(rank, steps=step + 1, used=worker.taken)
+        self._set(rank, steps=step + 1, used=worker.taken, snapshot=-1)
         self._check_nobody_is_far_from(rank, step + 1)
         return StepApplied()
 
@@ -173,6 +174,22 @@ class Work(Exchanges):
             msg = f"gave up: {rank} goes no further, and somebody has the state"
             raise Violation(msg)
         self._remove(rank)
+
+    def _rebuild(self, rank: int) -> Event:
+        """Let ``rank`` build its application again, which has nothing but the snapshot that was taken before, if any was."""
+        self._drop_gradients(rank)
+        snapshot = self._worker(rank).steps if self._engine.world.snapshots else -1
+        self._set(rank, snapshot=snapshot, steps=LOADING)
+        return ActDone()
+
+    def _load_snapshot(self, rank: int) -> Event:
+        steps = self._worker(rank).snapshot
+        if steps < self._published:
+            msg = f"published state is not in the history: {rank} takes a snapshot of step {steps}"
+            raise Violation(msg)
+        self._drop_gradients(rank)
+        self._set(rank, steps=steps)  # its settings are what they were
+        return CheckpointLoaded(steps)
 
     def _load(self, rank: int, steps: int, taken: int) -> Event:
         if steps < self._published:

@@ -55,6 +55,8 @@ class Beginning:
             trained: This worker has been past the beginning of this loop.
         """
         world = self._world
+        if world.settings.strategy == "reinit" and self._load_snapshot():
+            return
         world.keeper.drop()
         # One looks and tells the others: two could find different steps. The number marks what is saved from here on.
         mine = (-1, 0, 0)
@@ -71,6 +73,45 @@ class Beginning:
         if world.settings.strategy == "restart" or self._replica.is_split:  # a part may be lost under any strategy
             self._initial = self._loaded(world.step, clone(self._state(self._replica.shared_state())), self._info())
 
+    def take_snapshot(self, heard: int) -> None:
+        """Keep the state before the step in progress for the application that is built next, if this worker is to.
+
+        Args:
+            heard: What was asked for in closing sums and not yet done; it comes back with the state, in its ``info``.
+        """
+        world, source = self._world, self._world.settings.reinit_from
+        if source == "checkpoint" or (source == "root" and not world.is_lead):
+            return
+        if self.belongs_to_later_loop:  # nothing was computed since it was loaded
+            world.snapshot = world.loaded
+            return
+        state = clone(self._state(self._replica.shared_state()))
+        world.snapshot = self._loaded(world.step, state, self._info() | {"heard": heard})
+
+    def _load_snapshot(self) -> bool:
+        """Go on from the snapshot that was taken at the fault, which who has it gives to the others; return whether there is one.
+
+        What a worker was given is its own from then on: if the giver dies it gives it in its turn.
+        """
+        world, comm = self._world, self._world.comm
+        if world.snapshot is not None and world.snapshot.info["loop"] < world.loop:
+            world.snapshot = None  # of a loop that is over
+        mine = world.snapshot
+        newest = -1 if mine is None else mine.step
+        step, *lacks = comm.maximum((newest, *(mine is None and rank in comm.here for rank in comm.members)))
+        if step < 0:
+            if world.rebuilding is not None and world.settings.reinit_from != "checkpoint" and world.is_lead:
+                self._scribe.warn("who had taken a snapshot at the fault is dead, too: all go back further")
+            return False
+        without = tuple(rank for rank, lack in zip(comm.members, lacks, strict=True) if lack)
+        if mine is None:
+            mine = self._loaded(step, *take_state(comm, without))
+        elif without:
+            give_state(comm, without, mine.state, mine.info)
+        world.snapshot = mine
+        self._restore(mine)
+        return True
+
     def _loaded(self, step: int, state: dict[str, Any], info: dict[str, Any]) -> Loaded:
         return Loaded(step=step, state=state, info=info, generation=self._world.comm.generation)
 
@@ -80,8 +121,6 @@ class Beginning:
         if self.belongs_to_later_loop:
             return  # the checkpoint that was loaded holds more than this loop knows
         comm, replica = world.comm, self._replica
-        if replica.is_lost(comm.members):
-            return  # under restart, a step is finished that somebody closed, and then all load what is whole
         self._scribe.mark("checkpoint")
         writers = replica.writers(comm)
         mine = replica.state_dict() if comm.here in writers else {}
@@ -161,6 +200,9 @@ class Beginning:
     def _find(self, *, trained: bool) -> int:
         """Return the newest step that this loop can go on from, -1 for none."""
         world = self._world
+        if world.rebuilt:
+            found = world.keeper.newest(self._warn)
+            return found if found >= 0 and world.keeper.info(found)["loop"] >= world.loop else -1
         if not trained and world.loaded is not None:
             return world.loaded.step
         if not trained and (world.loop > 0 or not world.settings.resume):

@@ -145,6 +145,10 @@ class Keeper:
         """Hear who is left: nobody waits for the parts of the dead."""
         self._alive = frozenset(members)
 
+    def put_off(self, step: int) -> None:
+        """Hear that the state before ``step`` is to be saved, but not yet: it counts as begun and outdated."""
+        self._begun = (step, -1)
+
     def is_outdated(self, step: int, generation: int) -> bool:
         """Return whether the state before ``step`` was begun with workers that are no longer all there."""
         return self._begun[0] == step and self._begun[1] != generation

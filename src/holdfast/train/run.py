@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, NoReturn
+from dataclasses import dataclass, field
+from typing import Any, NoReturn, Self
 
 import torch
 
@@ -20,6 +20,7 @@ from holdfast.errors import (
     StateLost,
     StoreLost,
     TooFewWorkers,
+    Unwind,
 )
 from holdfast.events import (
     CALM,
@@ -51,6 +52,7 @@ from holdfast.events import (
     Publish,
     RanOut,
     Rehome,
+    Reinitialise,
     Revoke,
     Revoked,
     SaveAndStop,
@@ -71,6 +73,7 @@ from holdfast.train.batches import MiniBatch, Plan
 from holdfast.train.beginning import Beginning
 from holdfast.train.data import fetch
 from holdfast.train.exits import kill_self
+from holdfast.train.handover import hand_over
 from holdfast.train.ledger import Account
 from holdfast.train.place import Place
 from holdfast.train.replica import Replica
@@ -81,7 +84,7 @@ from holdfast.train.split.body import Pipelined, Split
 from holdfast.train.split.sharded import Shards
 from holdfast.train.step import StagedStep, Step
 from holdfast.train.stranded import launcher_is_gone, turn
-from holdfast.train.world import ASK, CHANGE, LEAVE, SAVE, STOP, World
+from holdfast.train.world import ASK, CHANGE, LEAVE, SAVE, STOP, Rebuilding, World
 
 
 @dataclass(slots=True)
@@ -92,6 +95,19 @@ class _Recovery:
     decision: str = "continue"
     redone_steps: int = 0
     held_since_s: float = 0.0
+    orders: dict[str, int] = field(default_factory=dict)
+    times_s: dict[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def over(cls, rebuilding: Rebuilding) -> Self:
+        """Go on with the recovery that the application before this one began."""
+        return cls(rebuilding.before, "reinit", orders=rebuilding.orders, times_s=rebuilding.times_s)
+
+    def count(self, order: Action, took_s: float) -> None:
+        """Count an order that was carried out."""
+        name = type(order).__name__
+        self.orders[name] = self.orders.get(name, 0) + 1
+        self.times_s[name] = self.times_s.get(name, 0.0) + took_s
 
 
 class Run:
@@ -136,8 +152,8 @@ class Run:
         self._heard = 0
         self._outcome = "done"
         self._save_due = False  # since a step was closed until the next one is stable
-        self._announced = False
-        self._recovery: _Recovery | None = None
+        self._announced = world.rebuilding is not None
+        self._recovery = None if world.rebuilding is None else _Recovery.over(world.rebuilding)
         self._is_newcomer = is_newcomer
 
     @property
@@ -221,6 +237,13 @@ class Run:
         return Computed()
 
     def _carry_out(self, order: Action) -> Event:
+        recovery, begun_s = self._recovery, 0.0 if self._recovery is None else self._world.clock.now_s()
+        event = self._answered(order)
+        if recovery is not None:
+            recovery.count(order, self._world.clock.now_s() - begun_s)
+        return event
+
+    def _answered(self, order: Action) -> Event:
         try:
             return self._try(order)
         except (PeerFailed, StoreLost) as error:
@@ -304,6 +327,8 @@ class Run:
                 self._requests.make()
                 self._heard &= ~ASK
                 return ActDone()
+            case Reinitialise():
+                raise self._unwound()
             case LoadCheckpoint():
                 try:
                     return CheckpointLoaded(self._load())
@@ -351,6 +376,8 @@ class Run:
         self._attempts = (batch.step, times + 1 if number == batch.step else 0)
         if not self._replica.num_buckets:
             self._sum.open()  # no sum of all workers would, before the closing one
+        if isinstance(self._replica, Shards):  # between stages it is a part of the way forward
+            self._reach("handover", None)
         self._replica.begin_step()
         self._scribe.mark("forward")
         for rank in self._world.comm.here:
@@ -487,13 +514,18 @@ class Run:
         for rank in world.comm.here:
             world.faults.reach("optimizer", step, rank)
         lost = replica.missing_slices(batch)
-        workers = len({rank for number, rank in batch.owners.items() if number not in lost})
+        workers = {rank for number, rank in batch.owners.items() if number not in lost}
+        if isinstance(replica, Pipelined):
+            workers = replica.computing(batch)
         world.metrics = replica.apply(batch, list(self._names))
         samples = self._place.commit(batch, lost)
-        self._batch, world.step = None, step + 1
-        self._scribe.committed(batch, samples, workers, lost)
+        self._batch, world.step, world.snapshot = None, step + 1, None
+        self._scribe.committed(batch, samples, len(workers), lost)
         if world.keeper.is_due(world.step) or self._save_due:
-            self._beginning.save()
+            if replica.is_split and self._recovery is not None:
+                world.keeper.put_off(world.step)  # parts have homes among the dead: all save when they have new ones
+            else:
+                self._beginning.save()
 
     def _in_progress(self) -> MiniBatch:
         assert self._batch is not None, "no step is in progress"
@@ -562,7 +594,17 @@ class Run:
             if recovery.decision != "grow":
                 self._world.keeper.note_failure()
             held_s = self._world.clock.now_s() - recovery.held_since_s if recovery.held_since_s else 0.0
-            self._scribe.recovered(recovery.before, recovery.decision, recovery.redone_steps, held_s)
+            self._scribe.recovered(
+                recovery.before,
+                recovery.decision,
+                recovery.redone_steps,
+                held_s,
+                orders=recovery.orders,
+                times_s=recovery.times_s,
+            )
+        if self._world.rebuilding is not None:
+            self._scribe.reinitialised(self._world.rebuilding)
+            self._world.rebuilding = None
 
     # -- the beginning, checkpoints
 
@@ -586,7 +628,32 @@ class Run:
         if self._recovery is not None:
             self._recovery.decision = "load"
             self._recovery.redone_steps = reached - world.step if self._announced else 0
+        if world.snapshot is not None:
+            self._heard |= world.snapshot.info["heard"]
+        if self._recovery is not None and world.rebuilding is not None:
+            world.rebuilding.loaded_s = world.clock.now_s()
+            self._recovery.decision = "reinit"
+            self._recovery.redone_steps = world.rebuilding.reached - world.step
         return world.step
+
+    def _unwound(self) -> Unwind:
+        """Make everything ready for the next application, and return what tells ``holdfast.reinit`` to build it."""
+        world, began_s = self._world, self._world.clock.now_s()
+        reached = world.step + int(self._batch is not None)
+        self._discard()
+        self._scribe.write_last_step()
+        self._beginning.take_snapshot(self._heard)
+        recovery, now_s = self._recovery or _Recovery(world.comm.members), world.clock.now_s()
+        rebuilding = Rebuilding(
+            before=recovery.before,
+            reached=reached,
+            orders=recovery.orders,
+            times_s=recovery.times_s,
+            snapshot_s=now_s - began_s,
+            unwound_s=now_s,
+        )
+        hand_over(world, rebuilding)
+        return Unwind()
 
     def _begin_job_again(self, lost: StateLost) -> NoReturn:
         """Let the launcher start the job again, as when all workers have died."""

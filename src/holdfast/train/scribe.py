@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from holdfast.checkpoint.writer import Outcome
@@ -15,13 +15,14 @@ from holdfast.events import (
     Left,
     Record,
     Recovered,
+    Reinitialised,
     RunStarted,
     SamplesLost,
     StepCommitted,
 )
 from holdfast.train.batches import MiniBatch, Plan
 from holdfast.train.ledger import Account
-from holdfast.train.world import World
+from holdfast.train.world import Rebuilding, World
 
 
 class Scribe:
@@ -81,9 +82,10 @@ class Scribe:
                 for number, buckets in lost.items()
             ),
         ]
-        self._write_last_step()
+        self.write_last_step()
 
-    def _write_last_step(self) -> None:
+    def write_last_step(self) -> None:
+        """Write the last step down where this worker leads by now."""
         if self._world.is_lead:
             self._write(self._last_step)
             self._last_step = []
@@ -99,12 +101,21 @@ class Scribe:
         rank = next((rank for rank in world.comm.here if rank not in dead), world.comm.here[0])
         world.recorder.write(FailureSeen(t_s=world.clock.now_s(), rank=rank, step=world.step, phase=self._phase))
 
-    def recovered(self, before: Sequence[int], decision: str, redone_steps: int, held_s: float = 0.0) -> None:
-        """The survivors go on, with newcomers if there are any."""
+    def recovered(
+        self,
+        before: Sequence[int],
+        decision: str,
+        redone_steps: int,
+        held_s: float,
+        *,
+        orders: Mapping[str, int],
+        times_s: Mapping[str, float],
+    ) -> None:
+        """The survivors go on, with newcomers if there are any; what they did for it stands in :class:`Recovered`."""
         world, members = self._world, self._world.comm.members
         lost = tuple(r for r in before if r not in members)
         joined = tuple(r for r in members if before and r not in before)
-        self._write_last_step()  # the one who should have may have died just before
+        self.write_last_step()  # the one who should have may have died just before
         for rank in world.comm.here:
             world.recorder.write(
                 Recovered(
@@ -118,9 +129,29 @@ class Scribe:
                     generation=world.comm.generation,
                     joined=joined,
                     held_s=held_s,
+                    orders=dict(orders),
+                    times_s=dict(times_s),
                 )
             )
         self.say(f"lost {list(lost)} at step {world.step}; {len(members)} workers go on ({decision})")
+
+    def reinitialised(self, rebuilding: Rebuilding) -> None:
+        """The application was built again, and goes on."""
+        world = self._world
+        for rank in world.comm.here:
+            world.recorder.write(
+                Reinitialised(
+                    t_s=world.clock.now_s(),
+                    rank=rank,
+                    step=world.step,
+                    generation=world.comm.generation,
+                    source="checkpoint" if world.snapshot is None else world.settings.reinit_from,
+                    form="replaced" if len(world.comm.members) >= world.settings.workers else "survivors",
+                    snapshot_s=rebuilding.snapshot_s,
+                    rebuild_s=rebuilding.connected_s - rebuilding.unwound_s,
+                    load_s=rebuilding.loaded_s - rebuilding.connected_s,
+                )
+            )
 
     def left(self) -> None:
         """This worker leaves the others."""

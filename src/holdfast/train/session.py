@@ -32,6 +32,7 @@ from holdfast.records import (
 from holdfast.settings import Settings
 from holdfast.train import exits
 from holdfast.train.batches import Plan
+from holdfast.train.handover import note_session, take_over
 from holdfast.train.keeper import Keeper
 from holdfast.train.replica import Replica, Stateful
 from holdfast.train.run import Run
@@ -102,6 +103,7 @@ class Session:
             scaler=scaler,
             clip_grad_norm=clip_grad_norm,
         )
+        note_session(self._settings, is_split=self._replica.is_split)
         self._total_steps = total_steps
         self._given_comm = comm
         self._world: World | None = None
@@ -258,6 +260,9 @@ class Session:
     def _connect(self) -> World:
         if self._world is not None:
             return self._world
+        self._world = take_over()
+        if self._world is not None:
+            return self._world
         settings = self._settings
         comm = self._given_comm or connect(
             settings.fabric,
@@ -285,7 +290,7 @@ class Session:
             msg = "workers sum tensors in the memory of the CPU; the model is on another device: move it to 'cpu'"
             raise ConfigError(msg)
         if real and not settings.run_dir:
-            exits.end_job_on_errors(self.check_finished)
+            exits.end_job_on_errors(at_exit)
         if isinstance(world.beacon, Beacon) and real and settings.hang_timeout_s:
             Pulse(world.beacon, settings.hang_timeout_s / 10)
             world.beacon.mark("start", -1)  # from here on it is noticed if this worker gets no further
@@ -295,12 +300,13 @@ class Session:
             points.arm(lambda name: _reach_point(world, name))
         return world
 
-    def _make_faults(self, world: World) -> Injector:
-        plan = FaultPlan.from_json(self._settings.faults)
+    @staticmethod
+    def _make_faults(world: World) -> Injector:
+        plan = FaultPlan.from_json(world.settings.faults)
 
         def announce(number: int, fault: Fault) -> None:
             if fault.is_of_node:
-                ask_launcher(strike_path(Path(self._settings.run_dir), number), world.step)
+                ask_launcher(strike_path(Path(world.settings.run_dir), number), world.step)
                 return
             world.recorder.write(
                 FaultFired(
@@ -375,6 +381,11 @@ def at_exit() -> None:
     """
     for session in _sessions:
         session.check_finished()
+
+
+def forget_sessions() -> None:
+    """Let go of the sessions of an application that was taken down."""
+    _sessions.clear()
 
 
 def _make_body(

@@ -27,6 +27,31 @@ SAVE = 4
 """Flag among survivors: the lead wanted a checkpoint after the last step that was closed."""
 
 
+@dataclass(slots=True, kw_only=True)
+class Rebuilding:
+    """What is known, while the application is built again, of why and since when.
+
+    Args:
+        before: Who was there before the failure.
+        reached: Steps begun until then.
+        orders: How often each order was carried out in this recovery.
+        times_s: How long it took for them.
+        snapshot_s: To take the step in progress back, and the snapshot if one is taken here.
+        unwound_s: When it was taken, and the old application began to go.
+        connected_s: When the new session met the others.
+        loaded_s: When the state was loaded.
+    """
+
+    before: tuple[int, ...]
+    reached: int
+    orders: dict[str, int]
+    times_s: dict[str, float]
+    snapshot_s: float
+    unwound_s: float
+    connected_s: float = 0.0
+    loaded_s: float = 0.0
+
+
 @dataclass(slots=True)
 class World:
     """What outlives one training loop: who is there, and where things are written.
@@ -54,6 +79,9 @@ class World:
         finished: The ``Finished`` records of the last loop.
         totals: Accounts of earlier loops.
         sum: Adds the gradients; made by the first loop.
+        rebuilt: How often the application was built again in this process.
+        rebuilding: Since it was taken down, until training goes on.
+        snapshot: The state at the fault, as long as somebody may need it: until a step is committed.
     """
 
     settings: Settings
@@ -78,6 +106,9 @@ class World:
     finished: list[Finished] = field(default_factory=list)
     totals: Account = field(default_factory=Account)
     sum: OrderedSum | None = None
+    rebuilt: int = 0
+    rebuilding: Rebuilding | None = None
+    snapshot: Loaded | None = None
 
     @property
     def is_lead(self) -> bool:

@@ -262,6 +262,21 @@ class Pipelined(Split):
         if "parts" in state:
             self._count(self._comm)
 
+    def shared_state(self) -> dict[str, Any]:
+        """Return what all workers have."""
+        return super().shared_state() | {"stages": self._model.parts}
+
+    def load_shared_state(self, state: Mapping[str, Any]) -> None:
+        """Go back to what all workers have.
+
+        Raises:
+            CheckpointError: if the state is of other things than this session has, or of another number of stages.
+        """
+        super().load_shared_state(state)
+        if state["stages"] != self._model.parts:
+            msg = f"the checkpoint holds {state['stages']} stages, this Pipeline has {self._model.parts}: go on with as many"
+            raise CheckpointError(msg)
+
     def _count(self, comm: Communicator) -> None:
         held = self.holdings.held
         self.numel = sum(comm.maximum([held[n].numel if n in held else 0 for n in range(self._model.parts)]))
@@ -295,7 +310,7 @@ class Pipelined(Split):
     def finish_step(self, batch: MiniBatch, reach: Reach) -> None:
         """Sum the gradients; see :meth:`Stages.sum`."""
         self._stages.sum(batch, reach)
-        self._metrics = self._stages.share_figures()
+        self._metrics = self._stages.share_figures(batch)
 
     def discard_step(self) -> None:
         """Take back all that the attempt changed."""
@@ -312,6 +327,11 @@ class Pipelined(Split):
         for part in self.holdings.held.values():
             part.apply(batch, (), self._metrics)
         return self._metrics
+
+    def computing(self, batch: MiniBatch) -> set[int]:
+        """Return who computes a stage of some slice."""
+        homes = self.holdings.now
+        return {rank for number in batch.owners for rank in chain_of(homes, batch, number)}
 
     def slices(self, batch: MiniBatch) -> list[int]:
         """Return the slices of which some stage is computed here."""

@@ -118,8 +118,8 @@ class Stages:
                 stage.add_sum(result, slices)
                 count += 1
 
-    def share_figures(self) -> dict[str, float]:
-        """Return the figures of the step, which one who computes the last stage tells all others.
+    def share_figures(self, batch: MiniBatch) -> dict[str, float]:
+        """Return the figures of the step, which one who computes the last stage, of some slice, tells all others.
 
         Before the step is closed: then all have them who may ever apply it.
 
@@ -127,7 +127,7 @@ class Stages:
             PeerFailed: if a peer died.
         """
         last = self._holdings.now.parts - 1
-        teller = self._holdings.now.chains[0][last]
+        teller = chain_of(self._holdings.now, batch, min(batch.owners))[last]
         if teller not in self._comm.here:
             return dict(json.loads(self._mail.receive(teller).numpy().tobytes()))
         stage = self._holdings.held[last]

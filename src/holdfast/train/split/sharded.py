@@ -7,7 +7,7 @@ holder put it; nobody has a copy. It may not be written, and is taken back when 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from holdfast.comm import Communicator, Mail
-from holdfast.errors import StateLost
+from holdfast.errors import CheckpointError, ConfigError, StateLost
 from holdfast.settings import Settings
 from holdfast.train.batches import MiniBatch
 from holdfast.train.optimizers import may_write_gradients
@@ -23,6 +23,9 @@ from holdfast.train.replica import Replica
 from holdfast.train.split.body import MakeOptimizer, MakeScheduler, Split, shape_of
 from holdfast.train.split.model import Sharded
 from holdfast.train.world import World
+
+_ALIGN_BYTES = 64
+"""Parameters begin at multiples of it, as where torch makes them: a product of matrices may depend on where they lie."""
 
 
 @dataclass(slots=True)
@@ -43,6 +46,9 @@ class Shards(Split):
         schedule: ``"step"`` or ``"epoch"``.
         clip_grad_norm: Largest norm of the mean gradient of the whole model.
         settings: Of the run.
+
+    Raises:
+        ConfigError: if the strategy is ``forward``, or there are fewer parameters than shards.
     """
 
     def __init__(
@@ -54,6 +60,9 @@ class Shards(Split):
         clip_grad_norm: float | None,
         settings: Settings,
     ) -> None:
+        if settings.strategy == "forward":
+            msg = "strategy must be rollback or restart for a Sharded model, got forward: a step cannot go on while a shard has no home"
+            raise ConfigError(msg)
         self._model = model.module
         self._parameters = dict(model.module.named_parameters())
         self._shards = [_Shard(names, []) for names in model.cut(model.shards or settings.workers)]
@@ -83,6 +92,9 @@ class Shards(Split):
             shard.rows = self._in_rows([self._parameters[name] for name in shard.names])
         tree = _tree({name: self._parameters[name] for name in shard.names})
         optimizer = self._make_optimizer(tree.parameters())
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            msg = f"the function that makes the optimizer of a shard must return a torch.optim.Optimizer, got {type(optimizer).__name__}"
+            raise ConfigError(msg)
         return Replica(
             tree,
             optimizer,
@@ -99,8 +111,10 @@ class Shards(Split):
         rows = []
         for dtype in dict.fromkeys(p.dtype for p in parameters):
             mine = [p for p in parameters if p.dtype == dtype]
-            rows.append(torch.cat([p.detach().reshape(-1) for p in mine]))
-            _put(mine, rows[-1])
+            row = torch.zeros(sum(_padded_numel(p) for p in mine), dtype=dtype)
+            for parameter, place in _places(mine, row):
+                parameter.data = place.copy_(parameter.detach())
+            rows.append(row)
         return rows
 
     def _drop(self, part: int) -> None:
@@ -138,23 +152,26 @@ class Shards(Split):
             PeerFailed: if somebody died.
         """
         self._remember()
+        self.flow.begin_step()  # before anything can fail: the step is taken back to here
         self._borrow()
-        self.flow.begin_step()
 
     def _borrow(self) -> None:
         comm, homes = self._comm, self.holdings.now
         self._given_away = True
         self._mail.begin()
-        for part, shard in enumerate(self._shards):
-            holders = homes.holders(part)
-            if holders[0] in comm.here:
-                others = [rank for rank in comm.members if rank not in holders and rank not in comm.here]
+        givers = [homes.holders(part)[0] for part in range(homes.parts)]
+        for part, shard in enumerate(self._shards):  # all is sent before anybody waits for anything
+            if givers[part] in comm.here:
+                others = [rank for rank in comm.members if rank not in (*homes.holders(part), *comm.here)]
                 for row in shard.rows:
                     self._mail.send(others, row)
+        for part, shard in enumerate(self._shards):
             if part not in self.holdings.held:
                 parameters = [self._parameters[name] for name in shard.names]
                 for dtype in dict.fromkeys(p.dtype for p in parameters):
-                    _put([p for p in parameters if p.dtype == dtype], self._mail.receive(holders[0]))
+                    row = self._mail.receive(givers[part])
+                    for parameter, place in _places([p for p in parameters if p.dtype == dtype], row):
+                        parameter.data = place
 
     def _take_back_loans(self) -> None:
         """Let go of parameters that are not held here; they keep their shape, and take no memory."""
@@ -210,13 +227,25 @@ class Shards(Split):
 
     def shared_state(self) -> dict[str, Any]:
         """Return what all workers have."""
-        return super().shared_state() | {"buffers": dict(self._model.named_buffers())}
+        return super().shared_state() | {"shards": len(self._shards), "buffers": dict(self._model.named_buffers())}
 
-    def load_shared_state(self, state: Any) -> None:
-        """Go back to what all workers have."""
+    def load_shared_state(self, state: Mapping[str, Any]) -> None:
+        """Go back to what all workers have.
+
+        Raises:
+            CheckpointError: if the state is of other things than this session has, or of another number of shards.
+        """
         super().load_shared_state(state)
+        if state["shards"] != len(self._shards):
+            msg = f"the checkpoint holds {state['shards']} shards, this session has {len(self._shards)}: give Sharded(model, shards={state['shards']})"
+            raise CheckpointError(msg)
         for name, buffer in self._model.named_buffers():
             buffer.copy_(state["buffers"][name])
+
+    def take_homes(self, homes: Any) -> None:
+        """Hear, as a newcomer, who holds which shard; what this script made is not what is trained any more."""
+        super().take_homes(homes)
+        self._given_away = True
 
 
 class _Flow(Replica):
@@ -260,11 +289,17 @@ class _Flow(Replica):
             part._step_scheduler(batch, metrics)
 
 
-def _put(parameters: Sequence[nn.Parameter], row: torch.Tensor) -> None:
-    """Let parameters lie in ``row``, one after the other."""
-    parts = row.split([parameter.numel() for parameter in parameters])
-    for parameter, part in zip(parameters, parts, strict=True):
-        parameter.data = part.view(parameter.shape)
+def _padded_numel(parameter: nn.Parameter) -> int:
+    step = _ALIGN_BYTES // parameter.element_size()
+    return -(-parameter.numel() // step) * step
+
+
+def _places(parameters: Sequence[nn.Parameter], row: torch.Tensor) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
+    """Yield parameters, each with where it lies in their row."""
+    at = 0
+    for parameter in parameters:
+        yield parameter, row[at : at + parameter.numel()].view(parameter.shape)
+        at += _padded_numel(parameter)
 
 
 def _tree(named: dict[str, nn.Parameter]) -> nn.Module:

@@ -1,0 +1,208 @@
+"""What the study of parallelism says, held against the rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from holdfast.study.base import MEASURED, Claim, Row
+from holdfast.study.parallelism_jobs import FORWARD, HYBRID, PIPELINE, REINIT, REPLICATED, RESTART, ROLLBACK, SHARDED
+from holdfast.study.parallelism_rows import LOAD
+from holdfast.study.stats import bootstrap, median
+
+ABSTRACT = "question of the abstract; the answer is ours"
+CODE = "the authors' code (matex-org/caffe-intel, branch feature/ft)"
+CODE_DERIVED = "follows from the authors' code; the check is derived"
+DERIVED = "derived"
+_FEWEST = 3
+"""Fewer runs have no interval worth the name."""
+NOT_CHECKED = "not checked: nothing was run that tells"
+
+
+def hold_claims(rows: Sequence[Row], seed: int) -> list[Claim]:
+    """Return every claim with what was found."""
+    measured = [row for row in rows if row["status"] == MEASURED]
+    killed = [row for row in measured if row["part"] == "recovery"]
+    attempted = [row for row in rows if row["part"] == "recovery" and "completes" in row]
+    replicated = [row for row in killed if row["kind"] == REPLICATED and row["strategy"] in (ROLLBACK, FORWARD)]
+    kept = [row for row in killed if row["strategy"] in (ROLLBACK, FORWARD, REINIT)]
+    exact = [row for row in killed if row["strategy"] == ROLLBACK]
+    return [
+        _share(
+            "Any worker may be killed: training completes", CODE_DERIVED, attempted, lambda row: row["completes"], seed
+        ),
+        _share(
+            "Survivors end with the same weights, to the bit",
+            CODE_DERIVED,
+            killed,
+            lambda row: bool(row["identical"]),
+            seed,
+        ),
+        _share("No iteration is skipped", CODE, killed, lambda row: row["in_order"], seed),
+        _share(
+            "Where the model is replicated, recovery writes no checkpoint file",
+            CODE,
+            replicated,
+            lambda row: row["completes"] and not row["files"],
+            seed,
+        ),
+        _share(
+            "Redone by the survivors, the iteration leaves no trace: the bits are those of the undisturbed run",
+            DERIVED,
+            exact,
+            lambda row: row["completes"] and row["differs"] == "nothing",
+            seed,
+        ),
+        _share(
+            "Every sample is in the weights once: the survivors' samples are the whole data set",
+            CODE_DERIVED,
+            [row for row in killed if row["strategy"] != FORWARD],
+            lambda row: row["each_once"],
+            seed,
+        ),
+        _share(
+            "Survivors that read the blocks of the dead again hold the whole data set, each block once",
+            CODE,
+            [row for row in measured if row["part"] == "data"],
+            lambda row: row["held_once"],
+            seed,
+        ),
+        _forward_loses_little(killed, seed),
+        _no_checkpoint_needed(kept, seed),
+        _part_is_lost(measured, seed),
+        _part_comes_back(killed, seed),
+        _restart_redoes_more(killed, seed),
+        _rebuilding_takes_longer(killed, seed),
+        _every_call_is_needed(measured),
+    ]
+
+
+def _share(words: str, source: str, rows: Sequence[Row], is_true: Callable[[Row], bool], seed: int) -> Claim:
+    """Hold that something is true of every run, and name those of which it is not."""
+    if not rows:
+        return Claim(claim=words, source=source, paper=1.0, found=NOT_CHECKED)
+    truths = [float(is_true(row)) for row in rows]
+    wrong = [_name(row) for row, truth in zip(rows, truths, strict=True) if not truth]
+    found = f"share of {len(rows)} runs{_iterations(rows)}"
+    found += f"; not so in {'; '.join(wrong)}" if wrong else ""
+    ours, ci = _mean(truths, seed)
+    return Claim(claim=words, source=source, paper=1.0, ours=ours, ci=ci, holds=not wrong, found=found)
+
+
+def _mean(values: Sequence[float], seed: int) -> tuple[float, tuple[float, float]]:
+    return sum(values) / len(values), bootstrap([values], lambda drawn: sum(drawn[0]) / len(drawn[0]), seed)
+
+
+def _iterations(rows: Sequence[Row]) -> str:
+    steps = sorted({row["kill_step"] for row in rows if row.get("kill_step") is not None})
+    return f", killed in iteration {', '.join(map(str, steps))}" if steps else ""
+
+
+def _name(row: Row) -> str:
+    return f"{row['kind']}, {row['strategy']}, {row['workers']} workers, rank {row['kill_rank']} in iteration {row['kill_step']}"
+
+
+def _forward_loses_little(killed: Sequence[Row], seed: int) -> Claim:
+    words = "Going on without the dead worker's part of the iteration costs little accuracy"
+    rows = [row for row in killed if row["strategy"] == FORWARD and row.get("accuracy_loss") is not None]
+    if not rows:
+        return Claim(claim=words, source=DERIVED, found=NOT_CHECKED)
+    losses = [row["accuracy_loss"] for row in rows]
+    ours, ci = _mean(losses, seed)
+    lost = sum(row["lost_samples"] for row in rows)
+    found = f"accuracy of the undisturbed run less that of the disturbed one, mean of {len(rows)} runs, which went on without {lost} samples"
+    few = len(rows) < _FEWEST
+    found += f"; fewer than {_FEWEST} runs do not tell" if few else ""
+    return Claim(
+        claim=words, source=DERIVED, paper=0.0, ours=ours, ci=ci, holds=None if few else ci[1] < 0.02, found=found
+    )
+
+
+def _no_checkpoint_needed(kept: Sequence[Row], seed: int) -> Claim:
+    words = "With a replica, a twin or a mirror of all that a worker holds, no data structure needs a checkpoint"
+    rows = [row for row in kept if row["from"] != "checkpoint"]
+    return _share(
+        words,
+        ABSTRACT,
+        rows,
+        lambda row: row["completes"] and row["decision"] != LOAD and not row["restarts"] and not row["files"],
+        seed,
+    )
+
+
+def _part_is_lost(measured: Sequence[Row], seed: int) -> Claim:
+    words = "A worker of a split model takes a part of it along, where nobody else has a copy"
+    rows = [row for row in measured if row["part"] == "bare"]
+    return _share(words, ABSTRACT, rows, lambda row: row["decision"] == LOAD or row["restarts"] > 0, seed)
+
+
+def _part_comes_back(killed: Sequence[Row], seed: int) -> Claim:
+    words = (
+        "The lost part comes back from a neighbour's memory, or from the other pipeline: one iteration is done again"
+    )
+    rows = [row for row in killed if row["kind"] in (PIPELINE, SHARDED, HYBRID) and row["strategy"] == ROLLBACK]
+    return _share(
+        words,
+        ABSTRACT,
+        rows,
+        lambda row: row["completes"] and row["decision"] != LOAD and row["redone_steps"] <= 1,
+        seed,
+    )
+
+
+def _restart_redoes_more(killed: Sequence[Row], seed: int) -> Claim:
+    words = "Going back to a checkpoint does more iterations again than going on from memory"
+    more = [row["redone_steps"] for row in killed if row["strategy"] == RESTART]
+    less = [row["redone_steps"] for row in killed if row["strategy"] == ROLLBACK]
+    if not (more and less):
+        return Claim(claim=words, source=DERIVED, found=NOT_CHECKED)
+
+    def gap(drawn: Sequence[Sequence[float]]) -> float:
+        return sum(drawn[0]) / len(drawn[0]) - sum(drawn[1]) / len(drawn[1])
+
+    ci = bootstrap([more, less], gap, seed)
+    found = f"iterations done again, restart less rollback, means of {len(more)} and {len(less)} runs"
+    return Claim(claim=words, source=DERIVED, ours=gap([more, less]), ci=ci, holds=ci[0] > 0, found=found)
+
+
+def _rebuilding_takes_longer(killed: Sequence[Row], seed: int) -> Claim:
+    words = "Survivors that go on as they are (ULFM) have the next iteration sooner than those that build the application again (Reinit)"
+    times = {
+        strategy: [row["recover_s"] for row in killed if row["strategy"] == strategy and row.get("recover_s")]
+        for strategy in (REINIT, ROLLBACK)
+    }
+    if not all(times.values()):
+        return Claim(claim=words, source=ABSTRACT, found=NOT_CHECKED)
+
+    def ratio(drawn: Sequence[Sequence[float]]) -> float:
+        return median(drawn[0]) / median(drawn[1])
+
+    groups = [times[REINIT], times[ROLLBACK]]
+    ci = bootstrap(groups, ratio, seed)
+    few = min(map(len, groups)) < _FEWEST
+    found = (
+        f"from the kill to the next commit, reinit over rollback, medians of {len(groups[0])} and {len(groups[1])} runs"
+    )
+    found += f"; fewer than {_FEWEST} runs do not tell" if few else ""
+    holds = None if few or ci[0] <= 1 <= ci[1] else ci[0] > 1
+    return Claim(claim=words, source=ABSTRACT, ours=ratio(groups), ci=ci, holds=holds, found=found)
+
+
+def _every_call_is_needed(measured: Sequence[Row]) -> Claim:
+    words = "Without any one of the calls of ULFM that recovery makes, some run goes wrong"
+    rows = [row for row in measured if row["part"] == "needs"]
+    if not rows:
+        return Claim(claim=words, source=ABSTRACT, found=NOT_CHECKED)
+    calls = list(dict.fromkeys((row["call"], row["instead"]) for row in rows))
+    broken = {(row["call"], row["instead"]) for row in rows if row["breaks"]}
+    spared = [f"{row['call']} ({row['strategy']})" for row in rows if not row["breaks"]]
+    found = f"calls left out, tried in every run of a job of {min(r['workers'] for r in rows)} to {max(r['workers'] for r in rows)} workers"
+    found += f"; nothing goes wrong without: {', '.join(spared)}" if spared else ""
+    missing = [call for call in calls if call not in broken]
+    return Claim(
+        claim=words,
+        source=ABSTRACT,
+        paper=float(len(calls)),
+        ours=float(len(calls) - len(missing)),
+        holds=not missing,
+        found=found,
+    )

@@ -1,0 +1,231 @@
+"""What recovery needs of MPI: the protocol without one of its calls, tried in every run of a small job.
+
+The explorer drives the protocol that real workers run, over an engine that promises what ULFM promises: a call that
+fails at some may succeed at others, a revoke wakes all, an agreement is the same at all who return from it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from holdfast.events import (
+    Action,
+    Agree,
+    Agreed,
+    CloseStep,
+    Event,
+    Leave,
+    PeerLost,
+    ProgressKnown,
+    RanOut,
+    Revoked,
+    ShareProgress,
+    Shrink,
+    Shrunk,
+    StepClosed,
+)
+from holdfast.recovery import Forward, Protocol, Restart, Rollback, Strategy
+from holdfast.recovery.protocol import State
+from holdfast.study.base import MEASURED, Row
+from holdfast.testing.explorer import World, explore
+
+
+class WithoutRevoke(Protocol):
+    """Agrees at once, though others may still wait in a sum."""
+
+    def _recover(self) -> list[Action]:
+        super()._recover()
+        return self._enter(State.HEARD, Agree(flag=False))
+
+
+class WithoutHearing(Protocol):
+    """Shrinks right after the revoke: nobody waits until all have heard."""
+
+    def handle(self, event: Event) -> list[Action]:
+        """See :meth:`Protocol.handle`."""
+        if self.state is State.REVOKE and event == Revoked():
+            return self._enter(State.SHRINK, Shrink())
+        return super().handle(event)
+
+
+class WithoutShrink(Protocol):
+    """Goes on with the communicator that has the dead in it."""
+
+    def handle(self, event: Event) -> list[Action]:
+        """See :meth:`Protocol.handle`."""
+        if self.state is State.HEARD and isinstance(event, Agreed):
+            return self._enter(State.SHARE, ShareProgress(self.progress))
+        return super().handle(event)
+
+
+class WithoutFence(Protocol):
+    """Uses the new communicator though others may still be making it."""
+
+    def handle(self, event: Event) -> list[Action]:
+        """See :meth:`Protocol.handle`."""
+        if self.state is State.SHRINK and event == Shrunk():
+            return self._enter(State.SHARE, ShareProgress(self.progress))
+        return super().handle(event)
+
+
+class WithoutConfirming(Protocol):
+    """Decides as soon as it knows everybody's progress, though others may not."""
+
+    def handle(self, event: Event) -> list[Action]:
+        """See :meth:`Protocol.handle`."""
+        if self.state is State.SHARE and isinstance(event, ProgressKnown):
+            self._known = event
+            return self._decide()
+        return super().handle(event)
+
+
+class WithoutGate(Protocol):
+    """Leaves after its last step."""
+
+    def handle(self, event: Event) -> list[Action]:
+        """See :meth:`Protocol.handle`."""
+        if self.state is State.COMPUTE and event == RanOut():
+            return self._enter(State.LEFT, Leave())
+        return super().handle(event)
+
+
+class BarrierForGate(Protocol):
+    """Leaves after a barrier instead of an agreement."""
+
+    def handle(self, event: Event) -> list[Action]:
+        """See :meth:`Protocol.handle`."""
+        if self.state is State.COMPUTE and event == RanOut():
+            return self._enter(State.GATE, CloseStep(self.step))
+        if self.state is State.GATE and event == StepClosed():
+            return self._enter(State.LEFT, Leave())
+        if self.state is State.GATE and event == PeerLost():
+            self._state = State.CLOSE
+        return super().handle(event)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Omission:
+    """A call left out, and where that is tried.
+
+    Args:
+        call: Of MPI.
+        purpose: What it is for.
+        instead: What happens in its place.
+        protocol: That does so.
+        workers: Of the smallest job in which it can go wrong.
+        deaths: How many die at most; none: who has left looks dead.
+        uniform: Whether agreements are the same at all who return from them.
+        in_place: Whether a sum that fails spoils its input.
+        strategies: For which it is tried; empty: for all of :data:`STRATEGIES`.
+    """
+
+    call: str
+    purpose: str
+    instead: str
+    protocol: type[Protocol] = Protocol
+    workers: int = 3
+    deaths: int = 1
+    uniform: bool = True
+    in_place: bool = False
+    strategies: tuple[str, ...] = ()
+
+
+STRATEGIES: dict[str, Strategy] = {"rollback": Rollback(), "forward": Forward(), "restart": Restart()}
+
+OMISSIONS = (
+    Omission(
+        call="MPI_Comm_revoke",
+        purpose="wakes who waits in a sum for the dead",
+        instead="each finds out by itself",
+        protocol=WithoutRevoke,
+    ),
+    Omission(
+        call="MPI_Comm_agree, the first",
+        purpose="nobody shrinks before all have heard",
+        instead="shrink right after the revoke",
+        protocol=WithoutHearing,
+    ),
+    Omission(
+        call="MPI_Comm_shrink",
+        purpose="a communicator without the dead",
+        instead="go on with the one there is",
+        protocol=WithoutShrink,
+    ),
+    Omission(
+        call="MPI_Comm_agree, the second",
+        purpose="nobody uses the new communicator before all have it",
+        instead="use it at once",
+        protocol=WithoutFence,
+        workers=4,
+        deaths=2,
+    ),
+    Omission(
+        call="MPI_Comm_agree, the third",
+        purpose="all decide on the same knowledge",
+        instead="decide as soon as one knows",
+        protocol=WithoutConfirming,
+        workers=4,
+        deaths=2,
+    ),
+    Omission(
+        call="MPI_Comm_agree, uniform",
+        purpose="the same result at all, also if somebody dies meanwhile",
+        instead="an agreement that may fail at some",
+        uniform=False,
+    ),
+    Omission(
+        call="MPI_Comm_agree, at the end",
+        purpose="nobody leaves while others may have to recover",
+        instead="leave after the last step",
+        protocol=WithoutGate,
+        workers=2,
+        deaths=0,
+    ),
+    Omission(
+        call="MPI_Comm_agree, at the end",
+        purpose="nobody leaves while others may have to recover",
+        instead="leave after a barrier",
+        protocol=BarrierForGate,
+        workers=2,
+        deaths=0,
+    ),
+    Omission(
+        call="MPI_Allreduce out of place",
+        purpose="a failed sum leaves its input as it was",
+        instead="sum in place, as the code of 2017 does",
+        workers=2,
+        in_place=True,
+    ),
+)
+
+
+def need_rows(omission: Omission) -> list[Row]:
+    """Try a call left out with each strategy; a row for each, with what goes wrong, "" if nothing does."""
+    rows = []
+    for name, strategy in STRATEGIES.items():
+        world = World(
+            workers=omission.workers,
+            deaths=omission.deaths,
+            lossy=name == "forward",
+            uniform=omission.uniform,
+            in_place=omission.in_place,
+            make_protocol=omission.protocol,
+        )
+        found = explore(strategy, world)
+        rows.append(
+            {
+                "part": "needs",
+                "status": MEASURED,
+                "call": omission.call,
+                "purpose": omission.purpose,
+                "instead": omission.instead,
+                "strategy": name,
+                "workers": omission.workers,
+                "deaths": omission.deaths,
+                "breaks": found.violation is not None,
+                "violation": found.violation or "nothing goes wrong",
+                "moves": max(0, len(found.trace) - 1),
+                "states": found.states,
+            }
+        )
+    return rows

@@ -1,0 +1,278 @@
+"""How the rows of the study of parallelism are shown."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from holdfast.study.base import MEASURED, NOT_RUN, Row
+from holdfast.study.parallelism_rows import CALLS
+
+_BY = ["network", "kind", "strategy", "form", "workers", "kill_step"]
+
+_TIMES = [
+    ["detect_s", "detect"],
+    ["revoke_s", "revoke"],
+    ["agree_s", "agree"],
+    ["shrink_s", "shrink"],
+    ["share_s", "share progress"],
+    ["transfer_s", "parts handed over"],
+    ["reinit_s", "application rebuilt"],
+    ["load_s", "state loaded"],
+]
+
+
+def sections(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """Return the sections of the page."""
+    return [
+        _answers(rows),
+        _times_figure(),
+        _times_table(),
+        _end_table(),
+        _calls_table(),
+        _needs_table(),
+        _structures_table(),
+        _bare_table(),
+        _pace_table(),
+        _step_figure(),
+        _step_table(),
+        _data_table(),
+        _not_run_table(),
+    ]
+
+
+def _answers(rows: Sequence[Row]) -> dict[str, Any]:
+    """Say for each parallelism which way of recovering had the next iteration soonest, and what the others took."""
+    items = []
+    killed = [row for row in rows if row["part"] == "recovery" and row["status"] == MEASURED and row.get("recover_s")]
+    for kind in dict.fromkeys(row["kind"] for row in killed):
+        group = sorted((row for row in killed if row["kind"] == kind), key=lambda row: row["recover_s"])
+        by_strategy = {row["strategy"]: row for row in reversed(group)}  # of each, the quickest
+        best = group[0]
+        others = [
+            f"{name} {row['recover_s'] / best['recover_s']:.1f} times as long, {_again(row['redone_steps'])}"
+            for name, row in sorted(by_strategy.items(), key=lambda item: item[1]["recover_s"])
+            if name != best["strategy"]
+        ]
+        text = f"{kind}: {best['strategy']} had the next iteration done {best['recover_s']:.3f} s after the kill, {_again(best['redone_steps'])}"
+        text += f"; {'; '.join(others)}" if others else ""
+        items.append({"text": f"{text}.", "section": "times", "row": [str(best[name]) for name in _BY]})
+    return {
+        "kind": "list",
+        "id": "answers",
+        "title": "What a kill cost, in a line for each parallelism",
+        "items": items,
+    }
+
+
+def _again(steps: int) -> str:
+    return "no iteration done again" if not steps else f"{steps} iteration{'' if steps == 1 else 's'} done again"
+
+
+def _times_figure() -> dict[str, Any]:
+    return {
+        "kind": "bars",
+        "id": "times-figure",
+        "title": "From the kill until the survivors go on",
+        "note": "Medians over runs. The iteration that is done again is not in it.",
+        "where": {"part": "recovery", "status": MEASURED},
+        "by": ["kind", "strategy", "workers"],
+        "values": _TIMES,
+        "unit": "s",
+    }
+
+
+def _times_table() -> dict[str, Any]:
+    return {
+        "kind": "table",
+        "id": "times",
+        "title": "What each recovery took",
+        "note": "Detect: from the SIGKILL, before the iteration is computed, to the first survivor that knows, which first computes its part. Each other time is the longest at any survivor, waiting for "
+        "others included. Parts handed over: of a model that is split, to those who hold them from now on. Next iteration: from the kill to the next "
+        "commit; what is more than the parts is the iteration that is done again. Form: whether spares took the places of the dead. Iterations count from 0.",
+        "where": {"part": "recovery", "status": MEASURED},
+        "by": _BY,
+        "columns": [
+            *([key, heading, "ms"] for key, heading in _TIMES),
+            ["snapshot_s", "snapshot", "ms"],
+            ["recover_s", "next iteration", "ms"],
+            ["redone_steps", "done again", "number"],
+        ],
+    }
+
+
+def _end_table() -> dict[str, Any]:
+    return {
+        "kind": "table",
+        "id": "end",
+        "title": "What each recovery left",
+        "note": "Bits: all weights, buffers and momenta as in the undisturbed run. Accuracy on the test set at the end of these short runs. Files: "
+        "written by the job besides its report.",
+        "where": {"part": "recovery", "status": MEASURED},
+        "by": _BY,
+        "columns": [
+            ["completes", "completes", "truth"],
+            ["identical", "survivors alike", "truth"],
+            ["same_bits", "same bits", "truth"],
+            ["lost_samples", "samples lost", "number"],
+            ["accuracy", "accuracy", "%"],
+            ["accuracy_undisturbed", "undisturbed", "%"],
+            ["files", "files", "number"],
+            ["kill_rank", "killed ranks", "text"],
+        ],
+    }
+
+
+def _calls_table() -> dict[str, Any]:
+    return {
+        "kind": "table",
+        "id": "calls",
+        "title": "What each recovery asked of MPI",
+        "note": "Calls by one survivor in one recovery, counted as it carried out the orders of the protocol. Besides these, errors that are "
+        "returned instead of ending the job, and MPI_Comm_get_failed for the report.",
+        "where": {"part": "recovery", "status": MEASURED},
+        "by": ["kind", "strategy"],
+        "columns": [
+            *([call, call, "number"] for call in CALLS),
+            ["decision", "decided", "text"],
+            ["kill_step", "runs", "count"],
+        ],
+    }
+
+
+def _needs_table() -> dict[str, Any]:
+    return {
+        "kind": "table",
+        "id": "needs",
+        "title": "What breaks without each call",
+        "note": "The protocol that the workers run, with one call left out, in every run of a job of so many workers, so many of which may die: the "
+        "shortest run that goes wrong. The explorer calls it a deadlock if somebody waits for ever. Where nobody need die, who has left looks dead.",
+        "where": {"part": "needs", "status": MEASURED},
+        "by": ["call", "instead", "strategy"],
+        "columns": [
+            ["purpose", "what it is for", "text"],
+            ["breaks", "goes wrong", "truth"],
+            ["violation", "how", "text"],
+            ["moves", "after moves", "number"],
+            ["workers", "workers", "number"],
+            ["deaths", "deaths", "number"],
+        ],
+    }
+
+
+def _structures_table() -> dict[str, Any]:
+    return {
+        "kind": "table",
+        "id": "structures",
+        "title": "Which data structure needs a checkpoint",
+        "note": "Found by killing a worker with no checkpoint anywhere, and, where the model is split, again with nobody keeping a copy (--mirror 0).",
+        "where": {"part": "structures", "status": MEASURED},
+        "by": ["structure", "kind"],
+        "columns": [
+            ["needs", "needs a checkpoint", "text"],
+            ["in_memory", "same after a kill", "truth"],
+            ["copy", "who has a copy", "text"],
+            ["saved", "without a copy, with checkpoints", "text"],
+            ["bare", "without both", "text"],
+            ["how", "checked by", "text"],
+        ],
+    }
+
+
+def _bare_table() -> dict[str, Any]:
+    return {
+        "kind": "table",
+        "id": "bare",
+        "title": "Split models of which nobody keeps a copy",
+        "note": "--mirror 0: what the dead held is gone. All go back to the newest checkpoint, or begin again.",
+        "where": {"part": "bare", "status": MEASURED},
+        "by": ["kind", "from", "workers", "kill_step"],
+        "columns": [
+            ["completes", "completes", "truth"],
+            ["decision", "decided", "text"],
+            ["restarts", "job restarted", "number"],
+            ["redone_steps", "done again", "number"],
+            ["recover_s", "next iteration", "ms"],
+            ["same_bits", "same bits", "truth"],
+        ],
+    }
+
+
+def _pace_table() -> dict[str, Any]:
+    return {
+        "kind": "table",
+        "id": "pace",
+        "title": "An iteration with nobody killed",
+        "note": "Medians over iterations, then over workers. Communication is what is neither computing nor the optimizer: the sums and the wait for "
+        "others; of a pipeline, handing over between stages is in computing.",
+        "where": {"part": "undisturbed", "status": MEASURED},
+        "by": ["network", "kind", "workers"],
+        "columns": [
+            ["step_s", "iteration", "ms"],
+            ["compute_s", "computing", "ms"],
+            ["communication_s", "communication", "ms"],
+            ["optimizer_s", "optimizer", "ms"],
+            ["parameters", "parameters", "number"],
+            ["accuracy", "accuracy", "%"],
+        ],
+    }
+
+
+def _step_figure() -> dict[str, Any]:
+    return {
+        "kind": "bars",
+        "id": "step-figure",
+        "title": "An iteration of the paper's networks, without faults",
+        "note": "Medians.",
+        "where": {"part": "step", "status": MEASURED},
+        "by": ["network", "workers", "mode"],
+        "values": [["step_s", "iteration"]],
+        "unit": "s",
+    }
+
+
+def _step_table() -> dict[str, Any]:
+    return {
+        "kind": "table",
+        "id": "step",
+        "title": "What protection costs while nothing fails",
+        "note": "MPI alone: one sum of all gradients. ULFM on: the same with --with-ft ulfm. Protected: a session, whose sums keep their order.",
+        "where": {"part": "step", "status": MEASURED},
+        "by": ["network", "workers", "mode"],
+        "columns": [
+            ["step_s", "iteration", "ms"],
+            ["parameters", "parameters", "number"],
+            ["batch", "samples", "number"],
+        ],
+    }
+
+
+def _data_table() -> dict[str, Any]:
+    return {
+        "kind": "table",
+        "id": "data",
+        "title": "The paper's data policy: survivors read the blocks of the dead again",
+        "note": "Each worker holds contiguous blocks of the data set, read from a file. Read again: by all survivors together; more than the dead "
+        "held, because runs of blocks stay contiguous. The time is that of the slowest survivor, from a warm page cache.",
+        "where": {"part": "data", "status": MEASURED},
+        "by": ["workers", "kills"],
+        "columns": [
+            ["reread_s", "reading again", "ms"],
+            ["reread_samples", "samples read again", "number"],
+            ["resident_lost", "samples that the dead held", "number"],
+            ["held_once", "each block held once", "truth"],
+            ["each_once", "each sample used once", "truth"],
+        ],
+    }
+
+
+def _not_run_table() -> dict[str, Any]:
+    return {
+        "kind": "table",
+        "id": "not-run",
+        "title": "What could not be run",
+        "note": "",
+        "where": {"status": NOT_RUN},
+        "by": ["part", "network", "kind", "strategy", "workers", "kill_step"],
+        "columns": [["why", "why", "text"]],
+    }

@@ -1,0 +1,62 @@
+"""Rubbish on every port that a job opens: it harms nobody, also while workers connect anew after a death."""
+
+import os
+import random
+import socket
+import threading
+from pathlib import Path
+
+import pytest
+from exact import SCRIPT, check_nothing_lost, reference_hash
+from jobs import assert_landed, run_report
+
+from holdfast.launch.processes import value_of
+
+pytestmark = pytest.mark.chaos
+
+LISTENS = "0A"  # in the kernel's table
+
+
+def open_ports(folder):
+    """What the processes of a job listen on, by port: who, and at which address."""
+    owners = {}
+    for entry in Path("/proc").glob("[0-9]*"):
+        if value_of(int(entry.name), "TMPDIR") == str(folder):
+            for handle in (entry / "fd").glob("*"):
+                try:
+                    owners[os.readlink(handle)] = int(entry.name)
+                except OSError:  # closed meanwhile
+                    continue
+    lines = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    listening = [(words[1].split(":"), owners.get(f"socket:[{words[9]}]")) for words in lines if words[3] == LISTENS]
+    return {int(port, 16): (pid, socket.inet_ntoa(bytes.fromhex(host)[::-1])) for (host, port), pid in listening if pid}
+
+
+def disturb(folder, over, reached):
+    """Send random bytes to all of them until it is over; ``reached`` is where they arrived."""
+    rng = random.Random(0)
+    while not over.wait(0.05):
+        for port, (pid, host) in open_ports(folder).items():
+            try:
+                with socket.create_connection((host, port), timeout=1) as stranger:
+                    stranger.sendall(rng.randbytes(rng.choice((1, 8, 24, 64, 4096))))
+            except OSError:  # it ends, or has cut us off
+                continue
+            reached.add((pid, port, host))
+
+
+def test_rubbish_on_every_open_port_changes_no_bit(tmp_path):
+    over, reached = threading.Event(), set()
+    thread = threading.Thread(target=disturb, args=(tmp_path, over, reached))
+    thread.start()
+    try:
+        options = ("-n", 3, "--fabric", "gloo", "--max-restarts", 0, "--inject", "kill:rank=1,step=7,phase=allreduce")
+        report = run_report(tmp_path, *options, SCRIPT, "mlp", "sgd", "--pause", 0.1, env={"TMPDIR": str(tmp_path)})
+    finally:
+        over.set()
+        thread.join()
+
+    assert_landed(report, 1)
+    check_nothing_lost(report, reference_hash("mlp", "sgd"), [0, 2])
+    assert len({pid for pid, _, _ in reached}) >= 4, "the launcher's store, and each worker"
+    assert {host for _, _, host in reached} == {"127.0.0.1"}, "a job on one machine is open to that machine alone"
