@@ -174,6 +174,7 @@ BAD = [
     ({"batch_size": 2**40}, "--batch-size must be a whole number from 1 to"),
     ({"batch_size": 1.5}, "--batch-size must be a whole number from 1 to"),
     ({"strategy": "hope"}, "--strategy must be one of rollback, forward, restart, got 'hope'"),
+    ({"strategy": "reinit"}, "--strategy reinit is for a job that is started with it"),
     ({"strategy": "restart"}, "--strategy restart needs a place for checkpoints, and job"),
     ({"checkpoint_every": 5}, "--checkpoint-every needs a place for checkpoints, and job"),
     ({"checkpoint_every": -1, "checkpoint_dir": "c"}, "--checkpoint-every must be a whole number from 0 to"),

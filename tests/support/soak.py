@@ -4,15 +4,19 @@
     python tests/support/soak.py --runs 300             # a campaign, from --seed on
     python tests/support/soak.py --minutes 20
 
-A plan draws a model, an optimizer, a strategy that promises the bits, the fabric, 2 to 8 workers, spares, whether the
-dead are replaced, and one to four faults: deaths of several kinds, workers that get stuck, are slow, or are told to
-leave; in any phase, also at once, during recovery, while somebody joins, and while a checkpoint is written. The judge is
-one hash, and the account of all samples.
+A plan draws a model, whole at every worker or split, an optimizer, a strategy that promises the bits, the fabric, 2 to 8
+workers, spares, whether the dead are replaced, and one to four faults: deaths of several kinds, workers that get stuck, are
+slow, or are told to leave; in any phase, also at once, during recovery, while somebody joins, and while a checkpoint is
+written. Some plans strike the launcher in the middle, by SIGTERM or SIGKILL, and resume; some have two launchers, and the node
+of the second is lost. The judge is one hash, and the account of all samples.
 """
 
 import argparse
 import functools
+import json
 import random
+import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -22,84 +26,216 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent))
 
 import reference
-from jobs import run_report
+from clusters import free_port, until
+from jobs import clean_env, run_report
 
-from holdfast.faults.plan import PHASES, Fault
+from holdfast.faults.plan import ENDS, PHASES, SPLIT_PHASES, Fault
 
 SCRIPT = Path(__file__).with_name("train_reference.py")
+SPLIT_SCRIPT = Path(__file__).with_name("train_split.py")
+SPLIT = ("pipeline", "sharded")
 NUM_BUCKETS = 3
 LIMIT_S = 170
 HANG_S = 2
+NODE_S = 4
 KINDS = ("kill",) * 5 + ("oom", "segfault", "hang", "hang", "gil", "deadlock", "spin", "slow", "leave")
+UNWATCHED_KINDS = (*ENDS, "slow")
+"""Where the launcher is killed: nobody is left to find who is stuck."""
 reference_hash = functools.cache(reference.train)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What one seed stands for."""
+    """What one seed stands for.
+
+    ``struck`` is the signal that the launcher is sent once ``struck_at`` steps are committed, 0 for none.
+    """
 
     seed: int
     case: tuple[str, str]
     fabric: str
     options: tuple[str, ...]
+    faults: tuple[str, ...]
     pause: float
+    nodes: int = 1
+    struck: int = 0
+    struck_at: int = 0
+
+    @property
+    def script(self):
+        """The script, and its arguments."""
+        model, optimizer = self.case
+        script = (SPLIT_SCRIPT, model, "--optimizer", optimizer) if model in SPLIT else (SCRIPT, model, optimizer)
+        return (*script, "--pause", self.pause)
+
+    @property
+    def injected(self):
+        return [word for fault in self.faults for word in ("--inject", fault)]
 
 
 def draw(seed, folder, fabric=None):
     """Return the plan of a seed."""
     rng = random.Random(seed)
-    case = (rng.choice(reference.MODELS), rng.choice(reference.OPTIMIZERS))
     fabric = fabric or rng.choice(("ulfm", "gloo"))
+    saves = ["--checkpoint-dir", Path(folder) / "checkpoints", "--checkpoint-every", rng.choice((2, 5))]
+    options = ["--fabric", fabric, "--hang-timeout", HANG_S, *saves]
+    if fabric == "gloo" and rng.random() < 0.2:
+        return _draw_nodes(rng, seed, options)
+    split = rng.random() < 0.35
+    case = (rng.choice(SPLIT if split else reference.MODELS), rng.choice(reference.OPTIMIZERS))
     workers, spares = rng.choice((2, 3, 3, 4, 4, 5, 8)), rng.choice((0, 0, 0, 1, 2))
+    struck = rng.choice((0, 0, 0, 0, signal.SIGTERM, signal.SIGKILL))
     respawn = fabric == "gloo" and rng.random() < 0.5
-    options = ["-n", workers, "--spares", spares, "--fabric", fabric, "--hang-timeout", HANG_S]
-    options += ["--respawn"] if respawn else []
-    options += ["--strategy", rng.choice(("rollback", "rollback", "restart"))]
-    options += ["--checkpoint-dir", Path(folder) / "checkpoints", "--checkpoint-every", rng.choice((2, 5))]
-    for fault in _faults(rng, workers + spares):
-        options += ["--inject", fault.to_spec()]
-    return Plan(seed, case, fabric, tuple(map(str, options)), pause=0.4 if respawn else 0.0)
+    options += ["-n", workers, "--spares", spares, *(["--respawn"] if respawn else [])]
+    options += ["--mirror", rng.choice((1, 1, 2))] if split else []
+    options += ["--strategy", "rollback" if split else rng.choice(("rollback", "rollback", "restart"))]
+    kinds = UNWATCHED_KINDS if struck == signal.SIGKILL else KINDS
+    phases, buckets = (PHASES + SPLIT_PHASES, (None,)) if split else (PHASES, (None, *range(NUM_BUCKETS)))
+    return Plan(
+        seed, case, fabric, tuple(map(str, options)), tuple(_faults(rng, workers + spares, kinds, phases, buckets)),
+        pause=0.4 if respawn else 0.1 if struck else 0.0, struck=struck, struck_at=rng.randrange(2, 10),
+    )  # fmt: skip
 
 
-def _faults(rng, workers):
+def _draw_nodes(rng, seed, options):
+    """Return a plan of two launchers: of four workers one fails beside the node, never the first of a node."""
+    case, workers = (rng.choice(reference.MODELS), rng.choice(reference.OPTIMIZERS)), rng.choice((1, 2))
+    options += ["-n", workers, "--nnodes", 2, "--node-timeout", NODE_S, "--strategy", "rollback"]
+    phases = [p for p in PHASES if p not in ("recovery", "rejoin", "checkpoint")]
+    step = rng.randrange(1, reference.STEPS)
+    faults = [f"nodeloss:node=1,step={step},phase={rng.choice(phases)}"]
+    if workers == 2:
+        beside = rng.choice((step, rng.randrange(reference.STEPS)))
+        kind = rng.choice([kind for kind in KINDS if kind != "slow"])
+        faults.append(Fault(kind, rng.choice((1, 3)), beside, rng.choice(phases)).to_spec())
+    return Plan(seed, case, "gloo", tuple(map(str, options)), tuple(faults), pause=0.1, nodes=2)
+
+
+def _faults(rng, workers, kinds, phases, buckets):
     """Yield faults of different workers, one of whom is spared."""
     last = None
     for rank in rng.sample(range(workers), min(rng.randint(1, 4), workers - 1)):
         if last is not None and rng.random() < 0.4:
             # With the one before: in the same phase, in another, or while the others recover from it.
-            step, phase = last.step, rng.choice((last.phase, "recovery", rng.choice(PHASES)))
+            step, phase = last.step, rng.choice((last.phase, "recovery", rng.choice(phases)))
         else:
             step, phase = (
                 rng.randrange(reference.STEPS),
-                rng.choice([p for p in PHASES if p not in ("recovery", "rejoin")]),
+                rng.choice([p for p in phases if p not in ("recovery", "rejoin", "rehome")]),
             )
-        kind = rng.choice(KINDS)
-        bucket = rng.choice((None, *range(NUM_BUCKETS))) if phase == "allreduce" else None
+        kind = rng.choice(kinds)
+        bucket = rng.choice(buckets) if phase == "allreduce" else None
         seconds = rng.choice((0.3, 1.0)) if kind == "slow" else None
         last = Fault(kind, rank, step, phase, bucket, seconds)
-        yield last
+        yield last.to_spec()
+
+
+@functools.cache
+def split_hash(model, optimizer):
+    """The hash of the weights that one worker ends with that has the whole model, part after part."""
+    with tempfile.TemporaryDirectory() as folder:
+        words = ("-n", 1, "--fabric", "virtual", SPLIT_SCRIPT, model, "--optimizer", optimizer)
+        return run_report(folder, *words, timeout=LIMIT_S)["replicas"]["sha256"]
 
 
 def run(plan, folder):
     """Run a plan, check everything, and return its report."""
-    report = run_report(folder, *plan.options, SCRIPT, *plan.case, "--pause", plan.pause, timeout=LIMIT_S)
-    assert report["replicas"]["state_sha256"] == reference_hash(*plan.case), "the run ended with other bits"
+    if plan.nodes > 1:
+        report = _run_nodes(plan, Path(folder))
+    elif plan.struck:
+        report = _run_struck(plan, Path(folder))
+    else:
+        report = run_report(folder, *plan.options, *plan.injected, *plan.script, timeout=LIMIT_S)
+    name, judge = ("sha256", split_hash) if plan.case[0] in SPLIT else ("state_sha256", reference_hash)
+    assert report["replicas"][name] == judge(*plan.case), "the run ended with other bits"
     assert report["replicas"]["identical"] is True, "the replicas differ"
     assert report["samples"] == {"planned": 406, "committed": 406, "lost": 0, "repeated": 0}, report["samples"]
     return report
 
 
+def _run_nodes(plan, folder):
+    """Run one launcher a node; the first one's node is never lost, and its report counts."""
+    meet = ("--rdzv", f"holdfast://127.0.0.1:{free_port()}", *plan.injected)
+    launchers = [_start(plan, folder / f"node-{node}", "--node-rank", node, *meet) for node in range(plan.nodes)]
+    try:
+        codes = [launcher.wait(LIMIT_S) for launcher in launchers]
+    finally:
+        for launcher in launchers:
+            launcher.kill()
+            launcher.wait()
+    assert codes == [0, -signal.SIGKILL], f"exit {codes}\n{_said(folder)}"
+    return _report(folder / "node-0")
+
+
+def _run_struck(plan, folder):
+    """Strike the launcher in the middle of training, wait until all has ended, and go on where it had come."""
+    launcher = _start(plan, folder, *plan.injected)
+    try:
+        until(lambda: launcher.poll() is not None or _committed(folder) >= plan.struck_at, f"step {plan.struck_at}")
+        launcher.send_signal(plan.struck)
+        code = launcher.wait(LIMIT_S)
+    finally:
+        launcher.kill()
+        launcher.wait()
+    until(lambda: not _is_anybody_left(folder), "the end of all workers")
+    if code == 0:  # training was over before the signal came
+        return _report(folder)
+    assert code == (4 if plan.struck == signal.SIGTERM else -signal.SIGKILL), f"exit {code}\n{_said(folder)}"
+    return run_report(folder / "resumed", *plan.options, "--resume", *plan.script, timeout=LIMIT_S)
+
+
+def _start(plan, folder, *more):
+    (folder / "t").mkdir(parents=True)
+    words = ("run", "--report", folder / "report", *plan.options, *more, *plan.script)
+    with (folder / "output").open("wb") as output:
+        return subprocess.Popen(
+            [sys.executable, "-m", "holdfast", *map(str, words)],
+            env=clean_env(TMPDIR=str(folder / "t")),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+        )
+
+
+def _committed(folder):
+    """How many commits the workers have written down."""
+    return sum(path.read_bytes().count(b'"StepCommitted"') for path in folder.glob("t/holdfast-*/records-*.jsonl"))
+
+
+def _is_anybody_left(folder):
+    """Whether a process runs that was given the folder's place for temporary files."""
+    mark = f"TMPDIR={folder / 't'}".encode()
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            if mark in (entry / "environ").read_bytes().split(b"\0"):
+                return True
+        except OSError:  # it has just ended
+            continue
+    return False
+
+
+def _said(folder):
+    return "\n".join(path.read_text()[-3000:] for path in sorted(folder.rglob("output")))
+
+
+def _report(folder):
+    report = json.loads((folder / "report" / "report.json").read_text())
+    report["_events"] = [json.loads(line) for line in (folder / "report" / "events.jsonl").read_text().splitlines()]
+    return report
+
+
 def describe(plan, report):
-    """Return a line about a run."""
+    """Return a line about a run: the second one, where the launcher was struck and training resumed."""
     events = report["_events"]
     joined = sum(
         len(e.get("joined", ())) for e in events if e["event"] == "Recovered" and e["rank"] == e["survivors"][0]
     )
     fenced = sum(e["event"] == "WorkerFenced" for e in events)
     left = sum(e["event"] == "Left" for e in events)
+    struck = f"{signal.Signals(plan.struck).name}@{plan.struck_at}" if plan.struck else "no"
     return (
-        f"SOAK seed={plan.seed} fabric={plan.fabric} lost={len(report['failures'])} joined={joined} left={left} "
-        f"fenced={fenced} restarts={report['restarts']}"
+        f"SOAK seed={plan.seed} model={plan.case[0]} fabric={plan.fabric} nodes={plan.nodes} launcher-struck={struck} "
+        f"lost={len(report['failures'])} joined={joined} left={left} fenced={fenced} restarts={report['restarts']}"
     )
 
 
@@ -119,7 +255,7 @@ def main():
             break
         with tempfile.TemporaryDirectory() as folder:
             plan = draw(seed, folder, options.fabric)
-            print(f"seed {seed}: {' '.join(plan.case)} {' '.join(plan.options)}", flush=True)
+            print(f"seed {seed}: {' '.join(plan.case)} {' '.join([*plan.options, *plan.injected])}", flush=True)
             try:
                 report = run(plan, folder)
             except Exception as error:

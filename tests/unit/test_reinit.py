@@ -24,6 +24,8 @@ from holdfast.events import (
 from holdfast.faults.plan import FaultPlan, parse
 from holdfast.records import read_run
 from holdfast.recovery import Reinit
+from holdfast.report.build import build_report
+from holdfast.report.words import happenings
 from holdfast.train.handover import application
 
 STEPS = 12
@@ -136,10 +138,11 @@ def test_a_stop_that_was_asked_for_in_a_closed_step_is_not_forgotten():
 
 
 def test_a_snapshot_of_an_earlier_loop_is_not_taken_for_one_of_the_next():
-    undisturbed = Script(loops=2).run()
-    script = Script(loops=2, strategy="reinit", faults=faults(f"kill:rank=1,step={STEPS - 1},phase=optimizer"))
+    undisturbed = Script(loops=2, stop_at=6)
+    script = Script(loops=2, stop_at=6, strategy="reinit", faults=faults("kill:rank=1,step=6,phase=optimizer"))
 
-    assert script.run() == undisturbed
+    assert script.run() == undisturbed.run()
+    assert script.account == undisturbed.account
 
 
 def test_who_fills_the_place_of_the_dead_is_said(tmp_path):
@@ -151,10 +154,13 @@ def test_who_fills_the_place_of_the_dead_is_said(tmp_path):
 
     script.run()
 
-    assert [r.form for r in read_run(tmp_path) if isinstance(r, Reinitialised) and r.rank == 3] == [
-        "replaced",
-        "survivors",
-    ]
+    report = build_report(read_run(tmp_path), started=range(3), wall_s=1.0, seed=0)
+    assert [r["form"] for r in report["reinitialised"]] == ["replaced", "survivors"]
+    told = [what for _, what in happenings(report)]
+    assert told[0].startswith(
+        "3 workers reinitialised (with the dead replaced) and went on at step 3 from each one's own"
+    )
+    assert told[1].startswith("2 workers reinitialised (the survivors alone) and went on at step 5 from each one's own")
 
 
 # -- scripts that cannot work

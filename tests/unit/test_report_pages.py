@@ -348,6 +348,19 @@ def test_the_lane_of_a_newcomer_begins_where_it_joined_and_that_of_a_leaver_ends
     assert (lanes[2].to_s, lanes[2].open) == (wall_s * 0.6 + 1, False)
 
 
+def test_the_lane_of_a_spare_shows_until_when_it_waited():
+    _, records, wall_s = with_comings()
+    takes_over = next(r for r in records if isinstance(r, Recovered) and 4 in r.survivors)
+
+    lanes = {s.rank: s for s in stretches(History(records, range(4)), wall_s)}
+    without = [r for r in records if r is not takes_over and getattr(r, "generation", 0) != 3]
+    waits = {s.rank: s for s in stretches(History(without, range(4)), wall_s)}[4]
+
+    assert lanes[4].from_s + lanes[4].waits_s == pytest.approx(takes_over.t_s)
+    assert {rank for rank, stretch in lanes.items() if stretch.waits_s} == {4, 5}, "with the spare there are enough"
+    assert waits.from_s + waits.waits_s == pytest.approx(waits.to_s), "its place never got free"
+
+
 def test_a_page_where_nobody_came_or_went_does_not_speak_of_it():
     report, records = made_up_report()
 

@@ -17,7 +17,7 @@ from holdfast.study.checkpoint_cost import EVERY, CheckpointCost
 from holdfast.study.checkpoint_cost_claims import hold_claims
 from holdfast.study.checkpoint_cost_page import sections
 from holdfast.study.frameworks import FRAMEWORKS, WORKERS, Framework, WorkerFailed
-from holdfast.study.stats import bootstrap, median
+from holdfast.study.stats import bootstrap, median, share_interval
 
 # ---------------------------------------------------------------------------------------------
 # Carrying out a study
@@ -113,6 +113,14 @@ def test_an_interval_holds_the_median_and_is_the_same_for_the_same_seed():
 
     assert low < median(values) < high
     assert (low, high) == bootstrap([values], lambda groups: median(groups[0]), seed=1)
+
+
+@pytest.mark.parametrize(
+    ("successes", "tries", "low", "high"),
+    [(0, 10, 0.0, 0.3085), (10, 10, 0.6915, 1.0), (5, 10, 0.1871, 0.8129), (1, 1, 0.025, 1.0)],
+)
+def test_the_interval_of_a_share_is_that_of_clopper_and_pearson(successes, tries, low, high):
+    assert share_interval(successes, tries) == (pytest.approx(low, abs=1e-4), pytest.approx(high, abs=1e-4))
 
 
 def test_an_interval_of_equal_values_is_a_point():

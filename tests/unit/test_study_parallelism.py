@@ -189,7 +189,7 @@ def rows_of_study() -> list[dict[str, Any]]:
         {**killed_row(restart), "decision": "load", "redone_steps": 3, "files": 5},
         bare_row(),
         data,
-        {**needs, "breaks": True, "violation": "deadlock: <somebody> waits", "workers": 3, "deaths": 1, "moves": 2},
+        {**needs, "breaks": True, "how": "deadlock: <somebody> waits", "workers": 3, "deaths": 1, "moves": 2},
         *structure_rows("pipeline", killed_row(), bare_row(), bare_row()),
         {**JOB.about(), "part": "recovery", "status": NOT_RUN, "why": "cnn has 4 blocks"},
     ]
@@ -270,6 +270,7 @@ def test_without_a_call_some_run_goes_wrong(omission):
     assert [row["strategy"] for row in rows] == ["rollback", "forward", "restart"]
     assert any(row["breaks"] for row in rows)
     assert all(row["moves"] > 0 for row in rows if row["breaks"])
+    assert not any(set("[({<") & set(row["how"]) for row in rows if row["breaks"]), "no names of orders in words"
 
 
 def test_with_all_calls_nothing_goes_wrong():

@@ -27,6 +27,7 @@ _MAX_NUMBER = 2**31 - 1
 
 CHANGES = ("workers", "lr", "batch_size", "strategy", "checkpoint_every")
 """What can be asked of a running job."""
+_STRATEGIES = tuple(name for name in STRATEGIES if name != "reinit")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,12 +166,12 @@ def check(changes: Mapping[str, Any], job: Running) -> None:
             case "batch_size":
                 _check_number("--batch-size", value, 1, _MAX_NUMBER)
             case "strategy":
-                if value not in STRATEGIES:
-                    _refuse(f"--strategy must be one of {', '.join(STRATEGIES)}, got {value!r}")
                 if value == "reinit":
                     _refuse(
                         "--strategy reinit is for a job that is started with it: its script is built again by holdfast.reinit"
                     )
+                if value not in _STRATEGIES:
+                    _refuse(f"--strategy must be one of {', '.join(_STRATEGIES)}, got {value!r}")
                 if value == "restart":
                     _check_saves("--strategy restart", job)
             case "checkpoint_every":

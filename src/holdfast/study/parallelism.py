@@ -49,7 +49,7 @@ NETWORKS = ("cnn", *PAPER_NETWORKS)
 PAPER_KILL = 300
 """The iteration in which the authors' code kills a rank."""
 
-_TINY = Scale(dataset="digits", side=None, samples=1472, batch=64, epochs=2, slices=4, kills=(23,), checkpoint_every=5)
+_TINY = Scale(dataset="digits", side=None, samples=1472, batch=64, epochs=1, slices=4, kills=(11,), checkpoint_every=4)
 _DIGITS = replace(_TINY, epochs=16, slices=8, kills=(30, 150, PAPER_KILL), checkpoint_every=20)
 _FASHION = replace(_DIGITS, dataset="fashion", samples=59_904, batch=128, epochs=1)
 _LARGE = 28

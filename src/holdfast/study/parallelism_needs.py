@@ -6,6 +6,7 @@ fails at some may succeed at others, a revoke wakes all, an agreement is the sam
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from holdfast.events import (
@@ -223,9 +224,19 @@ def need_rows(omission: Omission) -> list[Row]:
                 "workers": omission.workers,
                 "deaths": omission.deaths,
                 "breaks": found.violation is not None,
-                "violation": found.violation or "nothing goes wrong",
-                "moves": max(0, len(found.trace) - 1),
+                "breaks_under": name if found.violation else None,
+                "how": _in_words(found.violation) if found.violation else None,
+                "violation": found.violation,
+                "moves": len(found.trace) - 1 if found.violation else None,
                 "states": found.states,
             }
         )
     return rows
+
+
+def _in_words(violation: str) -> str:
+    """Return what went wrong up to where the explorer names orders and states."""
+    words = re.split(r"[\[({<]", violation, maxsplit=1)[0].rstrip()
+    if words == violation or words.endswith(":"):
+        return words.rstrip(":")
+    return words.rpartition(":")[0]  # the last sentence was cut in the middle

@@ -9,26 +9,30 @@ from holdfast.study.base import MEASURED, NOT_RUN, Row
 from holdfast.study.parallelism_rows import CALLS
 
 _BY = ["network", "kind", "strategy", "form", "workers", "kill_step"]
+_IF_THEY_DIFFER = ("network", "form")
+"""Columns that are left out where all runs have the same."""
 
 _TIMES = [
     ["detect_s", "detect"],
     ["revoke_s", "revoke"],
     ["agree_s", "agree"],
     ["shrink_s", "shrink"],
-    ["share_s", "share progress"],
-    ["transfer_s", "parts handed over"],
-    ["reinit_s", "application rebuilt"],
-    ["load_s", "state loaded"],
+    ["share_s", "share"],
+    ["transfer_s", "parts"],
+    ["reinit_s", "rebuild"],
+    ["load_s", "load"],
 ]
 
 
 def sections(rows: Sequence[Row]) -> list[dict[str, Any]]:
     """Return the sections of the page."""
+    killed = [row for row in rows if row["part"] == "recovery" and row["status"] == MEASURED]
+    by = [name for name in _BY if name not in _IF_THEY_DIFFER or len({row[name] for row in killed}) > 1]
     return [
-        _answers(rows),
+        _answers(killed, by),
         _times_figure(),
-        _times_table(),
-        _end_table(),
+        _times_table(by),
+        _end_table(by),
         _calls_table(),
         _needs_table(),
         _structures_table(),
@@ -41,10 +45,10 @@ def sections(rows: Sequence[Row]) -> list[dict[str, Any]]:
     ]
 
 
-def _answers(rows: Sequence[Row]) -> dict[str, Any]:
+def _answers(rows: Sequence[Row], by: Sequence[str]) -> dict[str, Any]:
     """Say for each parallelism which way of recovering had the next iteration soonest, and what the others took."""
     items = []
-    killed = [row for row in rows if row["part"] == "recovery" and row["status"] == MEASURED and row.get("recover_s")]
+    killed = [row for row in rows if row.get("recover_s")]
     for kind in dict.fromkeys(row["kind"] for row in killed):
         group = sorted((row for row in killed if row["kind"] == kind), key=lambda row: row["recover_s"])
         by_strategy = {row["strategy"]: row for row in reversed(group)}  # of each, the quickest
@@ -56,7 +60,7 @@ def _answers(rows: Sequence[Row]) -> dict[str, Any]:
         ]
         text = f"{kind}: {best['strategy']} had the next iteration done {best['recover_s']:.3f} s after the kill, {_again(best['redone_steps'])}"
         text += f"; {'; '.join(others)}" if others else ""
-        items.append({"text": f"{text}.", "section": "times", "row": [str(best[name]) for name in _BY]})
+        items.append({"text": f"{text}.", "section": "times", "row": [str(best[name]) for name in by]})
     return {
         "kind": "list",
         "id": "answers",
@@ -82,16 +86,17 @@ def _times_figure() -> dict[str, Any]:
     }
 
 
-def _times_table() -> dict[str, Any]:
+def _times_table(by: list[str]) -> dict[str, Any]:
     return {
         "kind": "table",
         "id": "times",
         "title": "What each recovery took",
-        "note": "Detect: from the SIGKILL, before the iteration is computed, to the first survivor that knows, which first computes its part. Each other time is the longest at any survivor, waiting for "
-        "others included. Parts handed over: of a model that is split, to those who hold them from now on. Next iteration: from the kill to the next "
-        "commit; what is more than the parts is the iteration that is done again. Form: whether spares took the places of the dead. Iterations count from 0.",
+        "note": "Milliseconds. Detect: from the SIGKILL, before the iteration is computed, to the first survivor that knows, which first computes "
+        "its part. Each other time is the longest at any survivor, waiting for others included. Share: everybody's progress. Parts: of a split model, given to those "
+        "who hold them from now on. Rebuild and load: the application, and its state. Next iteration: from the kill to the next commit; what is more than "
+        "the parts is the iteration that is done again. Iterations count from 0.",
         "where": {"part": "recovery", "status": MEASURED},
-        "by": _BY,
+        "by": by,
         "columns": [
             *([key, heading, "ms"] for key, heading in _TIMES),
             ["snapshot_s", "snapshot", "ms"],
@@ -101,7 +106,7 @@ def _times_table() -> dict[str, Any]:
     }
 
 
-def _end_table() -> dict[str, Any]:
+def _end_table(by: list[str]) -> dict[str, Any]:
     return {
         "kind": "table",
         "id": "end",
@@ -109,7 +114,7 @@ def _end_table() -> dict[str, Any]:
         "note": "Bits: all weights, buffers and momenta as in the undisturbed run. Accuracy on the test set at the end of these short runs. Files: "
         "written by the job besides its report.",
         "where": {"part": "recovery", "status": MEASURED},
-        "by": _BY,
+        "by": by,
         "columns": [
             ["completes", "completes", "truth"],
             ["identical", "survivors alike", "truth"],
@@ -145,15 +150,15 @@ def _needs_table() -> dict[str, Any]:
         "kind": "table",
         "id": "needs",
         "title": "What breaks without each call",
-        "note": "The protocol that the workers run, with one call left out, in every run of a job of so many workers, so many of which may die: the "
-        "shortest run that goes wrong. The explorer calls it a deadlock if somebody waits for ever. Where nobody need die, who has left looks dead.",
+        "note": "The protocol that the workers run, with one call left out, in every run of a job of so many workers, so many of which may die. Moves: "
+        "of the shortest run that goes wrong. The explorer calls it a deadlock if somebody waits for ever. Where nobody need die, who has left looks dead.",
         "where": {"part": "needs", "status": MEASURED},
-        "by": ["call", "instead", "strategy"],
+        "by": ["call", "instead"],
         "columns": [
             ["purpose", "what it is for", "text"],
-            ["breaks", "goes wrong", "truth"],
-            ["violation", "how", "text"],
-            ["moves", "after moves", "number"],
+            ["breaks_under", "goes wrong under", "text"],
+            ["how", "how", "text"],
+            ["moves", "moves", "number"],
             ["workers", "workers", "number"],
             ["deaths", "deaths", "number"],
         ],

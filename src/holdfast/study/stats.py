@@ -1,7 +1,8 @@
-"""Confidence intervals by bootstrap, and medians."""
+"""Confidence intervals, by bootstrap and of shares, and medians."""
 
 from __future__ import annotations
 
+import math
 import random
 import statistics
 from collections.abc import Callable, Sequence
@@ -30,6 +31,35 @@ def bootstrap(
     found = sorted(statistic([rng.choices(group, k=len(group)) for group in groups]) for _ in range(resamples))
     low = round(0.025 * (resamples - 1))
     return found[low], found[resamples - 1 - low]
+
+
+def share_interval(successes: int, tries: int) -> tuple[float, float]:
+    """Return the 95 % interval of a probability, of ``tries`` of which ``successes`` had it; unlike by bootstrap, also if all had.
+
+    Args:
+        successes: From 0 to ``tries``.
+        tries: ``>= 1``.
+
+    Source:
+        C. J. Clopper, E. S. Pearson, "The use of confidence or fiducial limits illustrated in the case of the binomial",
+        Biometrika 26, 1934.
+    """
+
+    def at_least(count: int, p: float) -> float:
+        return sum(math.comb(tries, k) * p**k * (1 - p) ** (tries - k) for k in range(count, tries + 1))
+
+    low = _root(lambda p: at_least(successes, p) - 0.025) if successes else 0.0
+    high = _root(lambda p: at_least(successes + 1, p) - 0.975) if successes < tries else 1.0
+    return low, high
+
+
+def _root(rising: Callable[[float], float]) -> float:
+    """Return where a function from 0 to 1 that rises is 0."""
+    low, high = 0.0, 1.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (low, middle) if rising(middle) > 0 else (middle, high)
+    return (low + high) / 2
 
 
 def median(values: Sequence[float]) -> float:
