@@ -118,6 +118,17 @@ def test_a_job_that_hung_counts_against_the_claim_that_training_completes():
     assert claim([row, killed_row()], "Any worker may be killed").holds is False
 
 
+def test_a_job_that_refuses_to_start_says_why_and_breaks_no_page():
+    refused = outcome(steps=0, failed="ended with 2: a split model cannot", outcome="failed")
+    row = row_of(JOB, refused, row_of(CALM, outcome(), None))
+
+    page = render_study({"study": "s", "settings": {}, "rows": [row], "claims": [], "page": sections([row])})
+
+    assert (row["completes"], row["why"], row["decision"]) == (False, "ended with 2: a split model cannot", None)
+    assert "What each recovery left" in page
+    assert claim([row], "Any worker may be killed").holds is False
+
+
 @pytest.mark.parametrize(
     ("held", "once"), [(([0, 1], [2, 3]), True), (([0, 1], [1, 2, 3]), False), (([0, 1], [3]), False)]
 )

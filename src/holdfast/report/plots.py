@@ -30,8 +30,10 @@ _KEY_IN = 2.1
 
 
 def stacked_bars(section: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return horizontal bars, one a group, stacked from the medians of ``section["values"]``."""
+    """Return horizontal bars, one a group, stacked from the medians of ``section["values"]``; "" if there is none."""
     groups = grouped(rows, section["by"])
+    if not any(row.get(key) for row in rows for key, _ in section["values"]):
+        return ""
     height = _BAR_IN * len(groups)
     with canvas(height + 1.0) as page:
         axes = page.axes(_NAMES_IN, 0.55, WIDTH_IN - _NAMES_IN - 0.6, height)

@@ -21,7 +21,6 @@ from holdfast.study.base import MEASURED, NOT_RUN, Claim, Options, Row, Task
 from holdfast.study.frameworks import WORKERS
 from holdfast.study.parallelism_claims import hold_claims
 from holdfast.study.parallelism_jobs import (
-    FORWARD,
     HYBRID,
     KINDS,
     PIPELINE,
@@ -39,7 +38,7 @@ from holdfast.study.parallelism_jobs import (
 )
 from holdfast.study.parallelism_needs import OMISSIONS, Omission, need_rows
 from holdfast.study.parallelism_page import sections
-from holdfast.study.parallelism_rows import data_row, row_of, structure_rows
+from holdfast.study.parallelism_rows import NOT_COMPARED, data_row, row_of, structure_rows
 from holdfast.workloads import load_dataset
 from holdfast.workloads.models import layout
 
@@ -176,7 +175,7 @@ class _Plan:
             told += [
                 f"Iterations: a worker is killed in iteration {self.scale.kills[0]} of {self.scale.steps} instead of {PAPER_KILL}.",
                 "Numbers of workers: 2, and 4 for hybrid; no 8. Hybrid is compared with the one pipeline, whose bits it has.",
-                "Split models under restart and reinit, and without a copy and without checkpoints.",
+                "Split models under restart; without a copy and without checkpoints.",
                 f"Networks: {', '.join(PAPER_NETWORKS)}, and their step without faults, with and without ULFM.",
                 "The dead replaced by spares; the paper's data policy; the calls whose lack shows only with 4 workers.",
             ]
@@ -245,7 +244,7 @@ class _Plan:
             and row["status"] == MEASURED
             and (row["kind"], row["strategy"], row["form"], row["kill_step"])
             == (kind, ROLLBACK, "survivors only", kills[0])
-            and "differs" in row
+            and row["differs"] != NOT_COMPARED
         ]
         if not kept:
             return [
@@ -339,8 +338,8 @@ def _of_paper(scale: Scale) -> Scale:
 
 
 def _strategies_of(kind: str) -> tuple[str, ...]:
-    """Return the strategies that a parallelism has; a pipeline and shards cannot go on without a part of the step."""
-    return tuple(name for name in STRATEGIES if name != FORWARD or kind == REPLICATED)
+    """Return the strategies that a parallelism has: a split model cannot go on without a part of a step, and is not built again."""
+    return STRATEGIES if kind == REPLICATED else (ROLLBACK, RESTART)
 
 
 def _impossible(job: Job) -> str:

@@ -31,7 +31,11 @@ CALLS = {
 SAME = ("sha256", "state_sha256", "buffers_sha256", "noise_sha256", "committed")
 """Columns that a run shares with the undisturbed one, if nothing was lost."""
 
-LOAD, REDO, CONTINUE = "load", "redo", "continue"
+LOAD = "load"
+"""What survivors decide who go back to a checkpoint, or to the beginning."""
+
+NOT_COMPARED = "not compared"
+"""Stands in the place of what differs from the undisturbed run, if that did not end well."""
 
 STRUCTURES = {
     "weights": ("sha256", "sha256 of the final weights and buffers"),
@@ -57,8 +61,8 @@ def row_of(job: Job, outcome: Outcome, undisturbed: Row | None) -> Row:
         return {**about, "status": NOT_RUN, "completes": False, "why": outcome.failed}
     row = {**about, **_pace(outcome), **_end(outcome)}
     if job.kills:
-        row |= _recovery(outcome)
-    if undisturbed is not None and undisturbed["status"] == MEASURED:
+        row |= _recovery(outcome) | {"differs": NOT_COMPARED}
+    if undisturbed is not None and undisturbed.get("completes"):
         row |= _compared(row, undisturbed)
     return row
 
@@ -113,14 +117,13 @@ def _snapshot_s(outcome: Outcome) -> float | None:
 
 def _recovery(outcome: Outcome) -> Row:
     failures = outcome.report["failures"]
-    if not failures:
-        return {"completes": False, "why": "nobody saw the kill"}
-    first, times, orders = failures[0], failures[0]["times_s"], failures[0]["orders"]
-    rebuilt = outcome.of("Reinitialised")
+    first: Row = failures[0] if failures else {}
+    times, orders, rebuilt = first.get("times_s", {}), first.get("orders", {}), outcome.of("Reinitialised")
     return {
-        "decision": first["decision"],
-        "detect_s": first["detect_s"],
-        "recover_s": first["recover_s"],
+        **({} if failures else {"completes": False, "why": outcome.failed or "nobody saw the kill"}),
+        "decision": first.get("decision"),
+        "detect_s": first.get("detect_s"),
+        "recover_s": first.get("recover_s"),
         "redone_steps": outcome.report["steps_redone"],
         "restarts": outcome.report["restarts"],
         **{column: _sum(times, names) for column, names in ORDERS.items()},

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, Self
-
-import torch
 
 from holdfast.checkpoint.writer import Outcome
 from holdfast.comm import OrderedSum, VirtualCommunicator
@@ -16,7 +14,6 @@ from holdfast.errors import (
     InternalError,
     PeerFailed,
     ReplicasDiffer,
-    ScriptError,
     StateLost,
     StoreLost,
     TooFewWorkers,
@@ -69,9 +66,9 @@ from holdfast.events import (
 )
 from holdfast.recovery import Protocol, make_strategy
 from holdfast.recovery.protocol import State
+from holdfast.train.attempts import Attempts
 from holdfast.train.batches import MiniBatch, Plan
 from holdfast.train.beginning import Beginning
-from holdfast.train.data import fetch
 from holdfast.train.exits import kill_self
 from holdfast.train.handover import hand_over
 from holdfast.train.ledger import Account
@@ -79,10 +76,9 @@ from holdfast.train.place import Place
 from holdfast.train.replica import Replica
 from holdfast.train.requests import Requests
 from holdfast.train.scribe import Scribe
-from holdfast.train.seeds import seed_slice
 from holdfast.train.split.body import Pipelined, Split
 from holdfast.train.split.sharded import Shards
-from holdfast.train.step import StagedStep, Step
+from holdfast.train.step import Step
 from holdfast.train.stranded import launcher_is_gone, turn
 from holdfast.train.world import ASK, CHANGE, LEAVE, SAVE, STOP, Rebuilding, World
 
@@ -134,8 +130,6 @@ class Run:
     ) -> None:
         self._world = world
         self._replica = replica
-        self._dataset = dataset
-        self._collate = collate
         strategy = make_strategy(world.settings.strategy, min_workers=world.settings.min_workers)
         self._protocol = Protocol(strategy, replica.num_buckets, split=replica.is_split)
         if isinstance(replica, Split):
@@ -146,9 +140,7 @@ class Run:
         self._place = Place(plan, world.changes)
         self._requests = Requests(world, replica, self._place, self._protocol.set_strategy)
         self._beginning = Beginning(world, replica, self._place, self._scribe, self._requests)
-        self._batch: MiniBatch | None = None
-        self._attempts = (-1, 0)
-        self._names: dict[str, None] = {}
+        self._attempts = Attempts(world, replica, self._place, self._scribe, self._sum, dataset, collate)
         self._heard = 0
         self._outcome = "done"
         self._save_due = False  # since a step was closed until the next one is stable
@@ -157,26 +149,9 @@ class Run:
         self._is_newcomer = is_newcomer
 
     @property
-    def _whole(self) -> Replica:
-        """The model, with all of which workers compute."""
-        return self._replica if isinstance(self._replica, Replica) else self._sharded.flow
-
-    @property
     def _parts(self) -> Split:
         """The model, of which workers hold parts."""
         assert isinstance(self._replica, Split)
-        return self._replica
-
-    @property
-    def _staged(self) -> Pipelined:
-        """The model, of which workers compute parts."""
-        assert isinstance(self._replica, Pipelined)
-        return self._replica
-
-    @property
-    def _sharded(self) -> Shards:
-        """The model, with all of which workers compute, and of which they hold parts."""
-        assert isinstance(self._replica, Shards)
         return self._replica
 
     def _get_sum(self) -> OrderedSum:
@@ -231,7 +206,7 @@ class Run:
         if attempt.slices:
             self._world.beacon.say_computed((self._world.clock.now_s() - begun_s) / len(attempt.slices))
         try:
-            self._finish(attempt)
+            self._attempts.finish(attempt)
         except (PeerFailed, StoreLost) as error:
             return self._answer(error)
         return Computed()
@@ -260,7 +235,8 @@ class Run:
         comm = self._world.comm
         match order:
             case SumBucket(step=step, bucket=bucket):
-                self._sum_bucket(step, bucket)
+                self._note_recovery()
+                self._attempts.sum_bucket(step, bucket)
                 return BucketSummed()
             case CloseStep(step=step):
                 self._close(step)
@@ -302,7 +278,7 @@ class Run:
             case DiscardStep():
                 return self._discard()
             case HandOver(bucket=bucket, source=source):
-                self._hand_over(bucket, source)
+                self._attempts.hand_over(bucket, source)
                 return HandedOver(order.step, bucket)
             case Welcome(step=step, newcomers=newcomers):
                 self._reach_everywhere("rejoin", step)
@@ -365,116 +341,15 @@ class Run:
         """Return the next attempt, None if there is no next step."""
         batch = self._next_batch(step)
         if batch is not None:
-            return self._begin_attempt(batch)
+            return self._attempts.begin(batch)
         if isinstance(self._replica, Split) and not self._beginning.belongs_to_later_loop:
             self._replica.finish()
         return None
 
-    def _begin_attempt(self, batch: MiniBatch) -> Step:
-        self._batch = batch
-        number, times = self._attempts
-        self._attempts = (batch.step, times + 1 if number == batch.step else 0)
-        if not self._replica.num_buckets:
-            self._sum.open()  # no sum of all workers would, before the closing one
-        if isinstance(self._replica, Shards):  # between stages it is a part of the way forward
-            self._reach("handover", None)
-        self._replica.begin_step()
-        self._scribe.mark("forward")
-        for rank in self._world.comm.here:
-            self._world.faults.reach("forward", batch.step, rank)
-        self.between_slices(batch)
-        if isinstance(self._replica, Pipelined):
-            return StagedStep(self, batch, self._replica.slices(batch), self._attempts[1])
-        mine = [number for number, rank in batch.owners.items() if rank in self._world.comm.here]
-        return Step(self, batch, mine, self._attempts[1])
-
-    def compute(self, batch: MiniBatch) -> None:
-        """Compute the stages that are this worker's.
-
-        Raises:
-            PeerFailed: if somebody died.
-        """
-        self._staged.compute(batch, self._place.plan.seed, self._fetcher(batch), self._reach)
-
-    def _fetcher(self, batch: MiniBatch) -> Callable[[int], Any]:
-        def get(number: int) -> Any:
-            seed_slice(self._place.plan.seed, batch.step, number)
-            self._world.beacon.mark("forward", batch.step, number, batch.slices[number])
-            return fetch(self._dataset, batch.slices[number], self._collate)
-
-        return get
-
-    def _reach(self, phase: str, bucket: int | None) -> None:
-        """Let a fault strike that is due in a phase of the step in progress."""
-        if phase != "handover":  # a part of the way forward
-            self._scribe.mark(phase)
-        for rank in self._world.comm.here:
-            self._world.faults.reach(phase, self._world.step, rank, bucket)
-
-    def _finish(self, attempt: Step) -> None:
-        """Do what is left of computing a step where the model is split."""
-        if not isinstance(self._replica, Pipelined):
-            return
-        if attempt.failure is not None:
-            raise attempt.failure
-        self._replica.finish_step(self._in_progress(), self._reach)
-
-    def begin_slice(self, batch: MiniBatch, number: int) -> Any:
-        """Make everything ready for the slice and return its inputs."""
-        ids = batch.slices[number]
-        self._world.beacon.mark("forward", batch.step, number, ids)
-        self._whole.begin_slice(self._sum.room)
-        seed_slice(self._place.plan.seed, batch.step, number)
-        return fetch(self._dataset, ids, self._collate)
-
-    def backward(self, loss: torch.Tensor, batch: MiniBatch, number: int) -> None:
-        """Compute the gradients of the slice."""
-        ids, owner, faults = batch.slices[number], batch.owners[number], self._world.faults
-        self._world.beacon.mark("backward", batch.step, number, ids)
-        midway = None
-        if faults.waits_for("backward", batch.step, owner):
-            midway = lambda: faults.reach("backward", batch.step, owner)  # noqa: E731
-        self._whole.backward(loss, len(ids), midway)
-
-    def end_slice(self, batch: MiniBatch, number: int, metrics: dict[str, torch.Tensor | float]) -> None:
-        """Take the gradients away."""
-        if self._whole.terms and metrics.keys() != self._names.keys():
-            msg = f"every slice must log the same figures; slice {number} of step {batch.step} logged {', '.join(metrics)}, the one before {', '.join(self._names)}"
-            raise ScriptError(msg)
-        self._names = dict.fromkeys(metrics)
-        self._whole.end_slice(number, metrics, len(batch.slices[number]))
-
-    def between_slices(self, batch: MiniBatch) -> None:
-        """Make what the script draws outside the slices independent of the slices that were computed here."""
-        seed_slice(self._place.plan.seed, batch.step, -1)
-
-    def ask_to_stop(self) -> None:
-        """Remember that training ends with this step."""
-        self._world.asked |= STOP
-
-    def _sum_bucket(self, step: int, bucket: int) -> None:
-        batch, replica, members = self._in_progress(), self._whole, self._world.comm.members
-        self._note_recovery()
-        self._scribe.mark("allreduce")
-        owners = {number: rank for number, rank in batch.owners.items() if rank in members}
-        slices = sorted(owners)
-        result = self._sum(
-            replica.buckets.layouts[bucket].span,
-            owners,
-            rows=list(replica.terms),
-            mean=replica.mean(bucket, batch, slices, self._world.settings.rescale),
-            midway=lambda: self._reach_in_sum(step, bucket),
-        )
-        replica.add_sum(result, slices)
-
-    def _reach_in_sum(self, step: int, position: int) -> None:
-        for rank in self._world.comm.here:
-            self._world.faults.reach("allreduce", step, rank, position - 1 if position else None)
-
     def _close(self, step: int) -> None:
         self._note_recovery()
         self._scribe.mark("allreduce")
-        self._reach_in_sum(step, self._replica.num_buckets)
+        self._attempts.reach_in_sum(step, self._replica.num_buckets)
         if self._world.comm.is_stranded:
             self._world.asked |= LEAVE  # while all are there to do so together
         asked = self._world.asked  # a maximum of flags is not all of them: each is sent by itself
@@ -509,7 +384,7 @@ class Run:
         return (int(self._world.is_lead and is_due),)
 
     def _apply(self, step: int) -> None:
-        world, batch, replica = self._world, self._in_progress(), self._replica
+        world, batch, replica = self._world, self._attempts.in_progress(), self._replica
         self._scribe.mark("optimizer")
         for rank in world.comm.here:
             world.faults.reach("optimizer", step, rank)
@@ -517,19 +392,15 @@ class Run:
         workers = {rank for number, rank in batch.owners.items() if number not in lost}
         if isinstance(replica, Pipelined):
             workers = replica.computing(batch)
-        world.metrics = replica.apply(batch, list(self._names))
+        world.metrics = replica.apply(batch, list(self._attempts.names))
         samples = self._place.commit(batch, lost)
-        self._batch, world.step, world.snapshot = None, step + 1, None
+        self._attempts.batch, world.step, world.snapshot = None, step + 1, None
         self._scribe.committed(batch, samples, len(workers), lost)
         if world.keeper.is_due(world.step) or self._save_due:
             if replica.is_split and self._recovery is not None:
                 world.keeper.put_off(world.step)  # parts have homes among the dead: all save when they have new ones
             else:
                 self._beginning.save()
-
-    def _in_progress(self) -> MiniBatch:
-        assert self._batch is not None, "no step is in progress"
-        return self._batch
 
     # -- recovery
 
@@ -562,30 +433,14 @@ class Run:
     def _discard(self) -> Event:
         if self._recovery is not None and self._recovery.decision == "continue":
             self._recovery.decision = "redo"
-            self._recovery.redone_steps = int(self._batch is not None)
-        if self._batch is not None:
+            self._recovery.redone_steps = int(self._attempts.batch is not None)
+        if self._attempts.batch is not None:
             self._replica.discard_step()
             # A script that asked to stop will ask again; whoever heard it of a closed step has no step in progress.
             self._world.asked &= ~STOP
             self._heard &= ~STOP
-        self._batch = None
+        self._attempts.batch = None
         return ActDone()
-
-    def _hand_over(self, bucket: int, source: int) -> None:
-        """Give a sum, and the slices that are in it, to those who lack it."""
-        comm, replica = self._world.comm, self._whole
-        layout = replica.buckets.layouts[bucket]
-        has_it = len(replica.sums) > bucket
-        inside = torch.zeros(len(self._in_progress().slices), dtype=torch.uint8)
-        if has_it:
-            inside[list(replica.summed_slices[bucket])] = 1
-        comm.broadcast(inside, source)
-        data = torch.empty(layout.length, dtype=layout.dtype, device=layout.device)
-        if has_it:  # a copy, because a broadcast writes, and others may still read the sum
-            data.copy_(replica.sums[bucket])
-        comm.broadcast(data, source)
-        if not has_it:
-            replica.add_sum(data, [int(i) for i in inside.nonzero()])
 
     def _note_recovery(self) -> None:
         """Write down what was decided, once training goes on."""
@@ -615,7 +470,7 @@ class Run:
 
     def _load(self) -> int:
         world = self._world
-        reached = world.step + int(self._batch is not None)
+        reached = world.step + int(self._attempts.batch is not None)
         self._discard()
         self._world.asked &= ~STOP
         self._heard &= ~STOP  # a script that asked to stop will ask again
@@ -639,7 +494,7 @@ class Run:
     def _unwound(self) -> Unwind:
         """Make everything ready for the next application, and return what tells ``holdfast.reinit`` to build it."""
         world, began_s = self._world, self._world.clock.now_s()
-        reached = world.step + int(self._batch is not None)
+        reached = world.step + int(self._attempts.batch is not None)
         self._discard()
         self._scribe.write_last_step()
         self._beginning.take_snapshot(self._heard)

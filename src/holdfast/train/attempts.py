@@ -1,0 +1,215 @@
+"""One attempt at a step: what the script computes of it, and the sums of it that all workers make."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from holdfast.comm import OrderedSum
+from holdfast.errors import ScriptError
+from holdfast.train.batches import MiniBatch
+from holdfast.train.data import fetch
+from holdfast.train.place import Place
+from holdfast.train.replica import Replica
+from holdfast.train.scribe import Scribe
+from holdfast.train.seeds import seed_slice
+from holdfast.train.split.body import Pipelined
+from holdfast.train.split.sharded import Shards
+from holdfast.train.step import StagedStep, Step
+from holdfast.train.world import STOP, World
+
+
+class Attempts:
+    """Begins the step in progress, as often as it takes, and keeps what belongs to it.
+
+    Args:
+        world: Who is there.
+        replica: What computes.
+        place: Says how the data are seeded.
+        scribe: Is told where this worker is.
+        total: Adds gradients.
+        dataset: Anything with ``len`` and ``[]``.
+        collate: Makes a mini-batch of a list of samples; None takes torch's.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        replica: Replica | Pipelined | Shards,
+        place: Place,
+        scribe: Scribe,
+        total: OrderedSum,
+        dataset: Any,
+        collate: Any,
+    ) -> None:
+        self._world = world
+        self._replica = replica
+        self._place = place
+        self._scribe = scribe
+        self._sum = total
+        self._dataset = dataset
+        self._collate = collate
+        self.batch: MiniBatch | None = None
+        """Of the step in progress."""
+        self.names: dict[str, None] = {}
+        """Of the figures that the script logs."""
+        self._count = (-1, 0)
+
+    @property
+    def _whole(self) -> Replica:
+        """The model, with all of which workers compute."""
+        return self._replica if isinstance(self._replica, Replica) else self._sharded.flow
+
+    @property
+    def _staged(self) -> Pipelined:
+        """The model, of which workers compute parts."""
+        assert isinstance(self._replica, Pipelined)
+        return self._replica
+
+    @property
+    def _sharded(self) -> Shards:
+        """The model, with all of which workers compute, and of which they hold parts."""
+        assert isinstance(self._replica, Shards)
+        return self._replica
+
+    def begin(self, batch: MiniBatch) -> Step:
+        """Return the next attempt at a step, for the script to compute.
+
+        Raises:
+            PeerFailed: if somebody died, where workers need each other to begin.
+        """
+        self.batch = batch
+        number, times = self._count
+        self._count = (batch.step, times + 1 if number == batch.step else 0)
+        if not self._replica.num_buckets:
+            self._sum.open()  # no sum of all workers would, before the closing one
+        if isinstance(self._replica, Shards):  # between stages it is a part of the way forward
+            self._reach("handover", None)
+        self._replica.begin_step()
+        self._scribe.mark("forward")
+        for rank in self._world.comm.here:
+            self._world.faults.reach("forward", batch.step, rank)
+        self.between_slices(batch)
+        if isinstance(self._replica, Pipelined):
+            return StagedStep(self, batch, self._replica.slices(batch), self._count[1])
+        mine = [number for number, rank in batch.owners.items() if rank in self._world.comm.here]
+        return Step(self, batch, mine, self._count[1])
+
+    def _reach(self, phase: str, bucket: int | None) -> None:
+        """Let a fault strike that is due in a phase of the step in progress."""
+        if phase != "handover":  # a part of the way forward
+            self._scribe.mark(phase)
+        for rank in self._world.comm.here:
+            self._world.faults.reach(phase, self._world.step, rank, bucket)
+
+    def begin_slice(self, batch: MiniBatch, number: int) -> Any:
+        """Make everything ready for the slice and return its inputs."""
+        ids = batch.slices[number]
+        self._world.beacon.mark("forward", batch.step, number, ids)
+        self._whole.begin_slice(self._sum.room)
+        seed_slice(self._place.plan.seed, batch.step, number)
+        return fetch(self._dataset, ids, self._collate)
+
+    def backward(self, loss: torch.Tensor, batch: MiniBatch, number: int) -> None:
+        """Compute the gradients of the slice."""
+        ids, owner, faults = batch.slices[number], batch.owners[number], self._world.faults
+        self._world.beacon.mark("backward", batch.step, number, ids)
+        midway = None
+        if faults.waits_for("backward", batch.step, owner):
+            midway = lambda: faults.reach("backward", batch.step, owner)  # noqa: E731
+        self._whole.backward(loss, len(ids), midway)
+
+    def end_slice(self, batch: MiniBatch, number: int, metrics: dict[str, torch.Tensor | float]) -> None:
+        """Take the gradients away."""
+        if self._whole.terms and metrics.keys() != self.names.keys():
+            msg = f"every slice must log the same figures; slice {number} of step {batch.step} logged {', '.join(metrics)}, the one before {', '.join(self.names)}"
+            raise ScriptError(msg)
+        self.names = dict.fromkeys(metrics)
+        self._whole.end_slice(number, metrics, len(batch.slices[number]))
+
+    def between_slices(self, batch: MiniBatch) -> None:
+        """Make what the script draws outside the slices independent of the slices that were computed here."""
+        seed_slice(self._place.plan.seed, batch.step, -1)
+
+    def ask_to_stop(self) -> None:
+        """Remember that training ends with this step."""
+        self._world.asked |= STOP
+
+    def compute(self, batch: MiniBatch) -> None:
+        """Compute the stages that are this worker's.
+
+        Raises:
+            PeerFailed: if somebody died.
+        """
+        self._staged.compute(batch, self._place.plan.seed, self._fetcher(batch), self._reach)
+
+    def _fetcher(self, batch: MiniBatch) -> Callable[[int], Any]:
+        def get(number: int) -> Any:
+            seed_slice(self._place.plan.seed, batch.step, number)
+            self._world.beacon.mark("forward", batch.step, number, batch.slices[number])
+            return fetch(self._dataset, batch.slices[number], self._collate)
+
+        return get
+
+    def finish(self, attempt: Step) -> None:
+        """Do what is left of computing a step where the model is split.
+
+        Raises:
+            PeerFailed: if somebody died.
+        """
+        if not isinstance(self._replica, Pipelined):
+            return
+        if attempt.failure is not None:
+            raise attempt.failure
+        self._replica.finish_step(self.in_progress(), self._reach)
+
+    def in_progress(self) -> MiniBatch:
+        """Return the mini-batch of the step in progress; there must be one."""
+        assert self.batch is not None, "no step is in progress"
+        return self.batch
+
+    def sum_bucket(self, step: int, bucket: int) -> None:
+        """Sum the gradients of a bucket over all workers.
+
+        Raises:
+            PeerFailed: if it did not complete here.
+        """
+        batch, replica, members = self.in_progress(), self._whole, self._world.comm.members
+        self._scribe.mark("allreduce")
+        owners = {number: rank for number, rank in batch.owners.items() if rank in members}
+        slices = sorted(owners)
+        result = self._sum(
+            replica.buckets.layouts[bucket].span,
+            owners,
+            rows=list(replica.terms),
+            mean=replica.mean(bucket, batch, slices, self._world.settings.rescale),
+            midway=lambda: self.reach_in_sum(step, bucket),
+        )
+        replica.add_sum(result, slices)
+
+    def reach_in_sum(self, step: int, position: int) -> None:
+        """Let a fault strike that is due in the sum at a position of the step."""
+        for rank in self._world.comm.here:
+            self._world.faults.reach("allreduce", step, rank, position - 1 if position else None)
+
+    def hand_over(self, bucket: int, source: int) -> None:
+        """Give a sum, and the slices that are in it, to those who lack it.
+
+        Raises:
+            PeerFailed: if it did not complete here.
+        """
+        comm, replica = self._world.comm, self._whole
+        layout = replica.buckets.layouts[bucket]
+        has_it = len(replica.sums) > bucket
+        inside = torch.zeros(len(self.in_progress().slices), dtype=torch.uint8)
+        if has_it:
+            inside[list(replica.summed_slices[bucket])] = 1
+        comm.broadcast(inside, source)
+        data = torch.empty(layout.length, dtype=layout.dtype, device=layout.device)
+        if has_it:  # a copy, because a broadcast writes, and others may still read the sum
+            data.copy_(replica.sums[bucket])
+        comm.broadcast(data, source)
+        if not has_it:
+            replica.add_sum(data, [int(i) for i in inside.nonzero()])
