@@ -11,7 +11,7 @@ import soak
 
 from holdfast.faults.plan import PHASES, SPLIT_PHASES
 
-pytestmark = pytest.mark.chaos
+pytestmark = [pytest.mark.chaos, pytest.mark.timeout(600)]  # two runs, where the launcher is struck
 
 RUNS = int(os.environ.get("HOLDFAST_SOAK_RUNS", "300"))
 FIRST_SEED = int(os.environ.get("HOLDFAST_SOAK_SEED", "1000"))

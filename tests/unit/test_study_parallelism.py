@@ -129,6 +129,15 @@ def test_a_job_that_refuses_to_start_says_why_and_breaks_no_page():
     assert claim([row], "Any worker may be killed").holds is False
 
 
+def test_what_cannot_be_compared_is_no_difference():
+    failed = row_of(CALM, outcome(failed="ended with 1: a bug"), None)
+    row = row_of(JOB, outcome(lost=True), failed)
+
+    assert (failed["status"], failed["why"]) == (NOT_RUN, "ended with 1: a bug")
+    assert row["differs"] == "not compared"
+    assert claim([row], "leaves no trace").holds is None
+
+
 @pytest.mark.parametrize(
     ("held", "once"), [(([0, 1], [2, 3]), True), (([0, 1], [1, 2, 3]), False), (([0, 1], [3]), False)]
 )
@@ -153,8 +162,10 @@ def test_parts_need_a_checkpoint_only_where_nobody_has_a_copy_and_the_rest_never
     of_parts = {name: row["needs"] for name, row in rows.items() if row["needs"] != "no"}
     assert rows.keys() == STRUCTURES.keys()
     assert of_parts == dict.fromkeys(("weights", "optimizer state", "buffers"), "without a copy")
-    assert rows["weights"]["bare"] == "lost: 4 of 4 iterations done again"
-    assert rows["weights"]["saved"] == "lost: 2 of 4 iterations done again"
+    assert rows["weights"]["pipeline"].startswith(
+        "no: a mirror has it; without it yes, 2 of 4 iterations again; without both, 4"
+    )
+    assert rows["random numbers"]["pipeline"] == "no: drawn from seed, iteration and slice"
     assert all(row["in_memory"] for row in rows.values())
 
 
@@ -358,10 +369,14 @@ def test_the_blocks_of_a_killed_worker_are_read_again_by_the_survivors(tmp_path)
         kind="replicated", strategy="rollback", network="mlp", workers=3, scale=SCALE, kills=((1, 3),), blocks=True
     )  # fmt: skip
 
-    row = data_row(job, carry_out(job, None, 50))
+    ended = carry_out(job, None, 50)
+    row, recovery = data_row(job, ended), row_of(job, ended, None)
 
     assert row["status"] == MEASURED, row
     assert row["held_once"]
     assert row["each_once"]
     assert row["reread_samples"] >= SCALE.samples // 4
     assert row["reread_s"] > 0
+    assert (recovery["decision"], recovery["MPI_Comm_shrink"], recovery["MPI_Allreduce"]) == ("redo", 1, 1)
+    assert recovery["MPI_Comm_agree"] >= 3
+    assert recovery["shrink_s"] > 0

@@ -155,4 +155,4 @@ def _cell(values: Sequence[Any], unit: str) -> str:
         return f"{number:.3f}" if number < 10 else f"{number:.1f}"
     if unit == "%":
         return words.percent(number, digits=2)
-    return f"{number:.4g}"
+    return f"{number:,.0f}" if number.is_integer() else f"{number:.4g}"

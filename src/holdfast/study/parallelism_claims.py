@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from holdfast.study.base import MEASURED, Claim, Row
 from holdfast.study.parallelism_jobs import FORWARD, HYBRID, PIPELINE, REINIT, REPLICATED, RESTART, ROLLBACK, SHARDED
-from holdfast.study.parallelism_rows import LOAD
+from holdfast.study.parallelism_rows import LOAD, NOT_COMPARED
 from holdfast.study.stats import bootstrap, median, share_interval
 
 ABSTRACT = "question of the abstract; the answer is ours"
@@ -27,7 +27,7 @@ def hold_claims(rows: Sequence[Row], seed: int) -> list[Claim]:
     attempted = [row for row in rows if row["part"] == "recovery" and "completes" in row]
     replicated = [row for row in killed if row["kind"] == REPLICATED and row["strategy"] in (ROLLBACK, FORWARD)]
     kept = [row for row in killed if row["strategy"] in (ROLLBACK, FORWARD, REINIT)]
-    exact = [row for row in killed if row["strategy"] == ROLLBACK]
+    exact = [row for row in killed if row["strategy"] == ROLLBACK and row["differs"] != NOT_COMPARED]
     return [
         _share("Any worker may be killed: training completes", CODE_DERIVED, attempted, lambda row: row["completes"]),
         _share(

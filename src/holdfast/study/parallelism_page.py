@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from holdfast.study.base import MEASURED, NOT_RUN, Row
+from holdfast.study.parallelism_jobs import KINDS
 from holdfast.study.parallelism_rows import CALLS
 
 _BY = ["network", "kind", "strategy", "form", "workers", "kill_step"]
@@ -93,15 +94,15 @@ def _times_table(by: list[str]) -> dict[str, Any]:
         "title": "What each recovery took",
         "note": "Milliseconds. Detect: from the SIGKILL, before the iteration is computed, to the first survivor that knows, which first computes "
         "its part. Each other time is the longest at any survivor, waiting for others included. Share: everybody's progress. Parts: of a split model, given to those "
-        "who hold them from now on. Rebuild and load: the application, and its state. Next iteration: from the kill to the next commit; what is more than "
-        "the parts is the iteration that is done again. Iterations count from 0.",
+        "who hold them from now on. Rebuild and load: the application, and its state. Next commit: from the kill; what is more than the parts is the iteration "
+        "that is done again. Redone: iterations. They count from 0.",
         "where": {"part": "recovery", "status": MEASURED},
         "by": by,
         "columns": [
             *([key, heading, "ms"] for key, heading in _TIMES),
             ["snapshot_s", "snapshot", "ms"],
-            ["recover_s", "next iteration", "ms"],
-            ["redone_steps", "done again", "number"],
+            ["recover_s", "next commit", "ms"],
+            ["redone_steps", "redone", "number"],
         ],
     }
 
@@ -150,17 +151,18 @@ def _needs_table() -> dict[str, Any]:
         "kind": "table",
         "id": "needs",
         "title": "What breaks without each call",
-        "note": "The protocol that the workers run, with one call left out, in every run of a job of so many workers, so many of which may die. Moves: "
-        "of the shortest run that goes wrong. The explorer calls it a deadlock if somebody waits for ever. Where nobody need die, who has left looks dead.",
+        "note": "The protocol that the workers run, with one call left out, in every run of a job of so many workers. Moves: "
+        "of the shortest run that goes wrong. Deadlock: somebody waits for ever. Agree or revoke meets shrink: survivors are in calls that do not fit together, which MPI "
+        "leaves undefined. Rubbish: terms of different sums, or a spoiled input. Where nobody need die, who has left looks dead.",
         "where": {"part": "needs", "status": MEASURED},
-        "by": ["call", "instead"],
+        "by": ["call"],
         "columns": [
             ["purpose", "what it is for", "text"],
+            ["instead", "in its place", "text"],
             ["breaks_under", "goes wrong under", "text"],
             ["how", "how", "text"],
             ["moves", "moves", "number"],
             ["workers", "workers", "number"],
-            ["deaths", "deaths", "number"],
         ],
     }
 
@@ -170,17 +172,11 @@ def _structures_table() -> dict[str, Any]:
         "kind": "table",
         "id": "structures",
         "title": "Which data structure needs a checkpoint",
-        "note": "Found by killing a worker with no checkpoint anywhere, and, where the model is split, again with nobody keeping a copy (--mirror 0).",
+        "note": "Whether it does, and where it comes from. Found by killing a worker with no checkpoint anywhere, and, where the model is split, again with "
+        "nobody keeping a copy (--mirror 0) of what the worker held.",
         "where": {"part": "structures", "status": MEASURED},
-        "by": ["structure", "kind"],
-        "columns": [
-            ["needs", "needs a checkpoint", "text"],
-            ["in_memory", "same after a kill", "truth"],
-            ["copy", "who has a copy", "text"],
-            ["saved", "without a copy, with checkpoints", "text"],
-            ["bare", "without both", "text"],
-            ["how", "checked by", "text"],
-        ],
+        "by": ["structure"],
+        "columns": [*([kind, kind, "text"] for kind in KINDS), ["how", "checked by", "text"]],
     }
 
 
@@ -196,8 +192,8 @@ def _bare_table() -> dict[str, Any]:
             ["completes", "completes", "truth"],
             ["decision", "decided", "text"],
             ["restarts", "job restarted", "number"],
-            ["redone_steps", "done again", "number"],
-            ["recover_s", "next iteration", "ms"],
+            ["redone_steps", "redone", "number"],
+            ["recover_s", "next commit", "ms"],
             ["same_bits", "same bits", "truth"],
         ],
     }

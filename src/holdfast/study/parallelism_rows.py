@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from holdfast.study.base import MEASURED, NOT_RUN, Row
-from holdfast.study.parallelism_jobs import HYBRID, REPLICATED, Job, Outcome
+from holdfast.study.parallelism_jobs import HYBRID, PIPELINE, REPLICATED, SHARDED, Job, Outcome
 from holdfast.study.stats import median
 
 ORDERS = {
@@ -51,12 +51,25 @@ STRUCTURES = {
 """Data structures, each with the column that tells whether it was lost, and what is in that column."""
 OF_PARTS = ("weights", "optimizer state", "buffers")
 """Data structures that are divided where the model is."""
+COPIES = {
+    REPLICATED: "every survivor has it",
+    PIPELINE: "a mirror has it",
+    SHARDED: "a mirror has it",
+    HYBRID: "the other pipeline has it",
+}
+"""Who has what a dead worker held of the model."""
+ELSEWHERE = {
+    "random numbers": "drawn from seed, iteration and slice",
+    "iteration and schedule": "every survivor has it",
+    "resident data": "read from where it is stored",
+}
+"""Where the rest comes from."""
 
 
 def row_of(job: Job, outcome: Outcome, undisturbed: Row | None) -> Row:
     """Return the row of a run; ``undisturbed`` is that of the same run without a kill."""
     about = {**job.about(), "part": "recovery" if job.kills else "undisturbed", "status": MEASURED}
-    if not outcome.report:
+    if not outcome.report or (outcome.failed and not job.kills):
         # It was run, and counts as one that did not end well; there is nothing else to say of it.
         return {**about, "status": NOT_RUN, "completes": False, "why": outcome.failed}
     row = {**about, **_pace(outcome), **_end(outcome)}
@@ -194,8 +207,13 @@ def _structure(kind: str, name: str, kept: Row, saved: Row | None, bare: Row | N
     column, how = STRUCTURES[name]
     intact = bool(kept[column]) if column in ("in_order", "each_once") else column not in kept["differs"].split(", ")
     in_memory = intact and not _went_back(kept)
-    of_parts = name in OF_PARTS
-    is_lost = saved is not None and of_parts and _went_back(saved)
+    is_lost = saved is not None and name in OF_PARTS and _went_back(saved)
+    needs = "yes" if not in_memory else "without a copy" if is_lost else "no"
+    copy = COPIES[kind] if name in OF_PARTS else ELSEWHERE[name]
+    told = [f"no: {copy}" if in_memory else "yes"]
+    for run, words in ((saved, "without it yes"), (bare, "without both")):
+        if is_lost and run is not None:
+            told.append(f"{words}, {run['redone_steps']} of {run['kill_step'] + 1} iterations again")
     return {
         "part": "structures",
         "status": MEASURED,
@@ -203,25 +221,12 @@ def _structure(kind: str, name: str, kept: Row, saved: Row | None, bare: Row | N
         "structure": name,
         "how": how,
         "in_memory": in_memory,
-        "copy": _copy(kind) if of_parts else "every survivor",
-        "needs": "yes" if not in_memory else "without a copy" if is_lost else "no",
-        "saved": _back(saved) if saved is not None and of_parts else None,
-        "bare": _back(bare) if bare is not None and of_parts else None,
+        "copy": copy,
+        "needs": needs,
+        kind: "; ".join(told),
     }
 
 
 def _went_back(row: Row) -> bool:
     """Return whether what was lost was in nobody's memory: all went back to a checkpoint, or began again."""
     return bool(row["restarts"]) or row["decision"] == LOAD
-
-
-def _back(row: Row) -> str:
-    if not _went_back(row):
-        return "not lost"
-    return f"lost: {row['redone_steps']} of {row['kill_step'] + 1} iterations done again"
-
-
-def _copy(kind: str) -> str:
-    if kind == REPLICATED:
-        return "every survivor"
-    return "the same stage of the other pipeline" if kind == HYBRID else "a mirror at another worker"
