@@ -29,7 +29,7 @@ demo: $(READY)  ## Train with four workers, kill two of them under each strategy
 	$(PY) -m holdfast demo --out demo-out
 
 test: $(READY)  ## Every test but the long campaigns: kills real processes, minutes
-	$(PY) -m pytest
+	$(PY) -m pytest -n 2 --dist loadfile
 
 check: $(READY)  ## Style, format, types, and the tests that start no job: a minute
 	$(VENV)/bin/ruff check

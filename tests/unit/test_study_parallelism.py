@@ -364,12 +364,13 @@ def test_the_whole_study_kills_in_iteration_300_and_every_rank_of_two(tmp_path):
 
 
 @pytest.mark.chaos
+@pytest.mark.timeout(180)
 def test_the_blocks_of_a_killed_worker_are_read_again_by_the_survivors(tmp_path):
     job = Job(
         kind="replicated", strategy="rollback", network="mlp", workers=3, scale=SCALE, kills=((1, 3),), blocks=True
     )  # fmt: skip
 
-    ended = carry_out(job, None, 50)
+    ended = carry_out(job, None, 150)
     row, recovery = data_row(job, ended), row_of(job, ended, None)
 
     assert row["status"] == MEASURED, row

@@ -33,7 +33,7 @@ class Options:
         data: Where datasets are that are read from files; None if nothing was said.
         quick: Measure as much as fits into a minute.
         seed: Of everything that is drawn.
-        only: Frameworks; empty: all.
+        only: Frameworks, or kinds of parallelism; empty: all.
         repetitions: Of each measurement, ``>= 1``; None: as many as the study finds right.
         model: The only network to measure; "" leaves the choice to the study.
     """
