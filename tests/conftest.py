@@ -1,14 +1,31 @@
 """For every test; and which tests only the long campaigns run, so that ``make test`` stays quick: one place to see what it leaves out."""
 
+import signal
 import sys
 
 import pytest
 from hypothesis import settings
 
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # As for what a shell starts in the background. Jobs of tests inherit it, and must hear an interrupt.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
 settings.register_profile("any-machine", deadline=None)  # how long an example takes says nothing on a busy machine
 settings.load_profile("any-machine")
 
 LONG = (
+    # What takes longest, where a contract test or a neighbour shows the same in less.
+    "chaos/test_children.py::test_children_die_with_workers_whose_launcher_is_killed[gloo]",
+    "chaos/test_hosts.py::test_the_contract_holds_between_hosts_and_every_bit_is_that_of_one_host[unequal-hosts]",
+    "chaos/test_net_faults.py::test_a_node_is_cut_off_for_a_moment_and_another_for_so_long",
+    "chaos/test_net_faults.py::test_workers_that_recover_again_and_again_for_nothing_are_started_again_and_not_before_the_time[600]",
+    "chaos/test_nodes.py::test_with_etcd_no_launcher_is_special_and_a_member_of_etcd_may_die_too",
+    "chaos/test_reinit.py::test_new_workers_build_the_application_once_and_build_it_again_with_the_others",
+    "chaos/test_reinit.py::test_without_the_optimizers_state_in_the_snapshot_the_bits_are_others",
+    "chaos/test_sharded.py::test_between_steps_a_worker_has_only_what_it_holds",
+    "chaos/test_soak.py::test_a_few_random_plans_change_no_bit[113]",
+    "chaos/test_soak.py::test_a_few_random_plans_change_no_bit[85]",
+    "chaos/test_ulfm_nodes.py::test_without_a_restart_a_lost_host_is_the_end_and_the_job_says_how_to_go_on",
     # With other parameters, or on the other fabric, what a neighbour shows in every run.
     "chaos/test_bodies.py::test_a_bare_mpirun_is_enough",
     "chaos/test_bodies.py::test_what_changes_the_bits_changes_them_alike_in_both_bodies[forward-specs1",

@@ -142,7 +142,10 @@ class Hub:
             self._end_leases()
             self._loop.run_forever()
         finally:  # however it ends: a hub that is there and does not answer would be worse
-            self._loop.run_until_complete(self._cut_off_all())
+            ending = self._loop.create_task(self._cut_off_all())
+            while not ending.done():
+                with contextlib.suppress(RuntimeError):  # close() has stopped the loop once more
+                    self._loop.run_until_complete(ending)
             self._loop.close()
 
     async def _cut_off_all(self) -> None:
