@@ -1,6 +1,7 @@
 """Messages inside a step: what holds them, when it is used again, and what stands between a late message and its reader."""
 
 import os
+import threading
 import time
 
 import pytest
@@ -186,11 +187,15 @@ def test_who_has_no_memory_sends_messages_and_what_nobody_took_is_forgotten(shar
 
 
 def test_who_waits_for_a_message_hears_of_a_death():
+    has_begun = threading.Event()
+
     def work(comm):
         mail = Mail(comm)
         mail.begin()
         if comm.here == (ME,):
+            has_begun.wait(10)  # else the other one may still be in begin()
             raise RuntimeError("dead")
+        has_begun.set()
         mail.receive(ME)
 
     assert isinstance(side_by_side((ME, OTHER), work, kind=Messages)[OTHER], PeerFailed)
