@@ -37,14 +37,8 @@ def give_state(comm: Communicator, newcomers: Sequence[int], state: Any, info: d
     Raises:
         PeerFailed: if somebody died.
     """
-    leaves, skeleton = flatten(state)
-    tensors = {
-        path: leaf.detach().cpu().contiguous() for path, leaf in leaves.items() if isinstance(leaf, torch.Tensor)
-    }
-    named = [[path, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] for path, tensor in tensors.items()]
-    _share_header(comm, newcomers, json.dumps({"skeleton": skeleton, "info": info, "tensors": named}).encode())
-    packed = Packed(tensors.values())
-    packed.pack()
+    said, packed = pack_state(state)
+    _share_header(comm, newcomers, json.dumps(said | {"info": info}).encode())
     givers = _givers(comm, newcomers)
     mine = packed.pieces[givers.index(comm.here[0]) :: len(givers)]
     sent = [*mine, digests(mine)]
@@ -59,8 +53,7 @@ def take_state(comm: Communicator, newcomers: Sequence[int]) -> tuple[Any, dict[
         PeerFailed: if somebody died.
     """
     header = json.loads(_share_header(comm, newcomers, b""))
-    tensors = {path: torch.empty(shape, dtype=DTYPES[dtype]) for path, dtype, shape in header["tensors"]}
-    packed = Packed(tensors.values())
+    tensors, packed = room_for(header)
     givers = _givers(comm, newcomers)
     theirs = {giver: packed.pieces[number :: len(givers)] for number, giver in enumerate(givers)}
     told = {giver: torch.empty(len(pieces) * DIGEST_BYTES, dtype=torch.uint8) for giver, pieces in theirs.items()}
@@ -72,6 +65,28 @@ def take_state(comm: Communicator, newcomers: Sequence[int]) -> tuple[Any, dict[
             raise CheckpointError(msg)
     packed.unpack()
     return unflatten(tensors, header["skeleton"]), header["info"]
+
+
+def pack_state(state: Any) -> tuple[dict[str, Any], Packed]:
+    """Return what is to be said of a state before it is given, plain JSON, and what is given.
+
+    Args:
+        state: Anything that can be saved.
+    """
+    leaves, skeleton = flatten(state)
+    tensors = {
+        path: leaf.detach().cpu().contiguous() for path, leaf in leaves.items() if isinstance(leaf, torch.Tensor)
+    }
+    named = [[path, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] for path, tensor in tensors.items()]
+    packed = Packed(tensors.values())
+    packed.pack()
+    return {"skeleton": skeleton, "tensors": named}, packed
+
+
+def room_for(said: dict[str, Any]) -> tuple[dict[str, torch.Tensor], Packed]:
+    """Return memory for the tensors of a state of which ``said`` was said, by path and as it is taken."""
+    tensors = {path: torch.empty(shape, dtype=DTYPES[dtype]) for path, dtype, shape in said["tensors"]}
+    return tensors, Packed(tensors.values())
 
 
 class Packed:

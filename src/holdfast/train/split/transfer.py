@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from holdfast.checkpoint.format import DTYPES, flatten, unflatten
+from holdfast.checkpoint.format import unflatten
 from holdfast.comm import Communicator
 from holdfast.errors import CheckpointError
-from holdfast.train.welcome import DIGEST_BYTES, Packed, digests
+from holdfast.train.welcome import DIGEST_BYTES, digests, pack_state, room_for
 
 
 def give(comm: Communicator, taker: int, state: Mapping[str, Any]) -> None:
@@ -25,14 +25,8 @@ def give(comm: Communicator, taker: int, state: Mapping[str, Any]) -> None:
     Raises:
         PeerFailed: if it did not complete here.
     """
-    leaves, skeleton = flatten(dict(state))
-    tensors = {
-        path: leaf.detach().cpu().contiguous() for path, leaf in leaves.items() if isinstance(leaf, torch.Tensor)
-    }
-    named = [[path, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] for path, tensor in tensors.items()]
-    header = bytearray(json.dumps({"skeleton": skeleton, "tensors": named}).encode())
-    packed = Packed(tensors.values())
-    packed.pack()
+    said, packed = pack_state(dict(state))
+    header = bytearray(json.dumps(said).encode())
     to = comm.processes.index((taker,))
     comm.swap([(to, torch.tensor([len(header)]))], [])
     sent = (torch.frombuffer(header, dtype=torch.uint8), *packed.pieces, digests(packed.pieces))
@@ -52,8 +46,7 @@ def take(comm: Communicator, giver: int) -> dict[str, Any]:
     data = torch.empty(int(length), dtype=torch.uint8)
     comm.swap([], [(source, data)])
     header = json.loads(data.numpy().tobytes())
-    tensors = {path: torch.empty(shape, dtype=DTYPES[dtype]) for path, dtype, shape in header["tensors"]}
-    packed = Packed(tensors.values())
+    tensors, packed = room_for(header)
     told = torch.empty(len(packed.pieces) * DIGEST_BYTES, dtype=torch.uint8)
     comm.swap([], [(source, piece) for piece in (*packed.pieces, told)])
     if not torch.equal(digests(packed.pieces), told):
