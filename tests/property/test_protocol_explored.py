@@ -13,29 +13,30 @@ from holdfast.events import (
     Agreed,
     ApplyStep,
     CatchUp,
-    CloseStep,
     ContinueStep,
     Event,
     HandOver,
     Install,
-    Leave,
     LoadCheckpoint,
     MakeChanges,
     MembersChange,
-    PeerLost,
     ProgressKnown,
     Publish,
-    RanOut,
-    Revoked,
     ShareProgress,
     Shrink,
-    Shrunk,
     StepApplied,
-    StepClosed,
     Welcome,
 )
 from holdfast.recovery import Forward, Protocol, Reinit, Restart, Rollback, Strategy
 from holdfast.recovery.protocol import State
+from holdfast.testing.broken import (
+    BarrierForGate,
+    WithoutConfirming,
+    WithoutFence,
+    WithoutGate,
+    WithoutHearing,
+    WithoutRevoke,
+)
 from holdfast.testing.explorer import Lapse, World, explore
 
 STRATEGIES = [Rollback(), Forward(), Restart(), Reinit()]
@@ -203,21 +204,6 @@ def test_newcomers_are_told_of_every_stable_step_after_they_came():
 # -- without one of its lines
 
 
-class WithoutRevoke(Protocol):
-    def _recover(self) -> list[Action]:
-        super()._recover()
-        return self._enter(State.HEARD, Agree(flag=False))
-
-
-class WithoutHearing(Protocol):
-    """R1 is the revoke alone: nobody waits until all have heard."""
-
-    def handle(self, event: Event) -> list[Action]:
-        if self.state is State.REVOKE and event == Revoked():
-            return self._enter(State.SHRINK, Shrink())
-        return super().handle(event)
-
-
 class WithoutTold(Protocol):
     """Begins with R1 although an agreement has told everybody already."""
 
@@ -225,23 +211,6 @@ class WithoutTold(Protocol):
         if self.state in (State.FENCE, State.CONFIRM, State.GATE, State.LAST_GATE) and event == Agreed(value=False):
             self._state = State.SUM
             return self._recover()
-        return super().handle(event)
-
-
-class WithoutFence(Protocol):
-    def handle(self, event: Event) -> list[Action]:
-        if self.state is State.SHRINK and event == Shrunk():
-            return self._enter(State.SHARE, ShareProgress(self.progress))
-        return super().handle(event)
-
-
-class WithoutConfirming(Protocol):
-    """Without R4: whoever knows the progress of all decides at once."""
-
-    def handle(self, event: Event) -> list[Action]:
-        if self.state is State.SHARE and isinstance(event, ProgressKnown):
-            self._known = event
-            return self._decide()
         return super().handle(event)
 
 
@@ -271,28 +240,6 @@ class WithoutClosingSum(Protocol):
     def handle(self, event: Event) -> list[Action]:
         if isinstance(event, ProgressKnown):
             event = ProgressKnown(event.progress, self._sums - 1)
-        return super().handle(event)
-
-
-class WithoutGate(Protocol):
-    """Leaves after its last step."""
-
-    def handle(self, event: Event) -> list[Action]:
-        if self.state is State.COMPUTE and event == RanOut():
-            return self._enter(State.LEFT, Leave())
-        return super().handle(event)
-
-
-class BarrierForGate(Protocol):
-    """Leaves after a plain barrier."""
-
-    def handle(self, event: Event) -> list[Action]:
-        if self.state is State.COMPUTE and event == RanOut():
-            return self._enter(State.GATE, CloseStep(self.step))
-        if self.state is State.GATE and event == StepClosed():
-            return self._enter(State.LEFT, Leave())
-        if self.state is State.GATE and event == PeerLost():
-            self._state = State.CLOSE
         return super().handle(event)
 
 
