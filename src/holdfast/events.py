@@ -293,7 +293,13 @@ class Install(Action):
 
 @dataclass(frozen=True, slots=True)
 class Rehome(Action):
-    """Give parts of the model to those who are to hold them from now on, and who keep them aside."""
+    """Give parts of the model to those who are to hold them from now on, and who keep them aside.
+
+    Args:
+        restores: Parts that nobody holds any more are restored first, as they were some steps ago.
+    """
+
+    restores: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -458,6 +464,46 @@ class Reinitialised(Record):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PartRestored(Record):
+    """``rank`` restored a part of the model that nobody held any more; all else stays as it is before ``step``.
+
+    Args:
+        part: Its number.
+        source: ``"backup"``: a copy in the memory of ``rank``; ``"checkpoint"``; ``"beginning"``: as training began.
+        ages: How many steps old its blocks are: all ages that there are, ascending.
+        blocks: Of each age, how many blocks; a block is a piece of the part that is saved as a whole.
+        optimizer: What became of its optimizer's state: ``"saved"``, as old as the part, or ``"reset"``.
+    """
+
+    part: int
+    source: str
+    ages: tuple[int, ...]
+    blocks: tuple[int, ...]
+    optimizer: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartsHeld(Record):
+    """What ``rank`` had of a split model in its memory at the end of training: weights and optimizer's state.
+
+    Args:
+        computes: Parts that it computed.
+        mirrors: Parts that it held besides.
+        backups: Parts of which it had a copy of some steps before.
+        computes_bytes: Of the parts that it computed.
+        mirrors_bytes: Of its mirrors.
+        copies_bytes: Of its backups, and of what it compared its own parts with to keep those of others up to date.
+    """
+
+    computes: tuple[int, ...]
+    mirrors: tuple[int, ...]
+    backups: tuple[int, ...]
+    computes_bytes: int
+    mirrors_bytes: int
+    copies_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Left(Record):
     """``rank`` leaves the others before ``step``, as it was told to (SIGTERM): all that it did is in the weights."""
 
@@ -610,6 +656,8 @@ RECORDS: dict[str, type[Record]] = {
         FaultFired,
         FailureSeen,
         Recovered,
+        PartRestored,
+        PartsHeld,
         Reinitialised,
         Left,
         SamplesLost,

@@ -17,8 +17,12 @@ from holdfast.errors import ConfigError
 
 FABRICS = ("ulfm", "gloo", "virtual")
 CHECKPOINT_FORMATS = ("safetensors", "hdf5", "npz", "dcp")
-STRATEGIES = ("rollback", "forward", "restart", "reinit")
+STRATEGIES = ("rollback", "forward", "restart", "reinit", "partial")
 REINIT_FROM = ("own", "root", "checkpoint")
+MIRROR_CHOICES = ("priority", "round-robin", "random")
+MIRROR_PREDICTORS = ("last", "line")
+MIRROR_CODECS = ("exact", "int8")
+MIRROR_OPTIMIZERS = ("saved", "reset")
 ORDERS = ("fold", "tree")
 SPLITS = ("slices", "even")
 BATCHES = ("global", "local")
@@ -28,6 +32,10 @@ _CHOICES = {
     "fabric": ("", *FABRICS),
     "strategy": STRATEGIES,
     "reinit_from": REINIT_FROM,
+    "mirror_choice": MIRROR_CHOICES,
+    "mirror_predictor": MIRROR_PREDICTORS,
+    "mirror_codec": MIRROR_CODECS,
+    "mirror_optimizer": MIRROR_OPTIMIZERS,
     "order": ORDERS,
     "split": SPLITS,
     "batch": BATCHES,
@@ -73,6 +81,19 @@ class Settings:
     """Divide a sum that lacks samples by what is in it, or by the size it would have had."""
     mirror: int = -1
     """Workers beside its own that hold each part of a model that is split; -1: one, where there is no replica of it."""
+    mirror_every: int = 1
+    """1: mirrors apply every step themselves. Above: they are backups, to which as much is sent in so many steps as a whole
+    copy is."""
+    mirror_fraction: float = 1.0
+    """How much of a copy is sent to a backup at a time: the smaller, the more often."""
+    mirror_choice: str = "priority"
+    """What is sent first: what is farthest from the copy, all in turn, or any."""
+    mirror_predictor: str = "last"
+    """What a lost part is restored to: what was saved last, or the line through what was saved last and before."""
+    mirror_codec: str = "exact"
+    """How it is sent: as it is, or as differences of a byte each."""
+    mirror_optimizer: str = "saved"
+    """The optimizer's state of a lost part: saved with it, or begun anew."""
     min_workers: int = 1
     """Below this many survivors: save and stop."""
     seed: int = 0
@@ -123,6 +144,7 @@ class Settings:
             ("keep_every", 0),
             ("shared_bytes", -1),
             ("mirror", -1),
+            ("mirror_every", 1),
         ):
             if getattr(self, name) < least:
                 msg = f"{name} must be at least {least}, got {getattr(self, name)}"
@@ -133,11 +155,23 @@ class Settings:
         if self.hang_timeout_s != 0 and not _SHORTEST_HANG_S <= self.hang_timeout_s < math.inf:
             msg = f"hang_timeout_s must be at least {_SHORTEST_HANG_S:g} seconds and finite, or 0 for never, got {self.hang_timeout_s:g}"
             raise ConfigError(msg)
+        self._check_mirrors()
         if not self.mtbf_s > 0:
             msg = f"mtbf_s must be positive, got {self.mtbf_s}"
             raise ConfigError(msg)
         if self.checkpoint_every and self.checkpoint_auto:
             msg = "checkpoints are taken every so many steps (checkpoint_every) or as often as pays (checkpoint_auto), not both"
+            raise ConfigError(msg)
+
+    def _check_mirrors(self) -> None:
+        if not 0 < self.mirror_fraction <= 1 or round(self.mirror_fraction * self.mirror_every) < 1:
+            msg = (
+                f"mirror_fraction must be above 0, at most 1, and at least one step of mirror_every ({self.mirror_every}), "
+                f"got {self.mirror_fraction:g}"
+            )
+            raise ConfigError(msg)
+        if self.mirror_every > 1 and self.strategy != "partial":
+            msg = f"mirror_every above 1 needs strategy partial, got {self.strategy}: a copy that is some steps old has not the bits that it promises"
             raise ConfigError(msg)
 
     @classmethod

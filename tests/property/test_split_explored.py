@@ -19,13 +19,13 @@ from holdfast.events import (
     Settle,
     StepApplied,
 )
-from holdfast.recovery import Forward, Protocol, Restart, Rollback, Strategy
+from holdfast.recovery import Forward, Partial, Protocol, Restart, Rollback, Strategy
 from holdfast.recovery.homes import Shape
 from holdfast.recovery.protocol import State
 from holdfast.testing.explorer import Lapse, Split, World, explore, walk
 
-STRATEGIES = [Rollback(), Forward(), Restart()]
-NAMES = ["rollback", "forward", "restart"]
+STRATEGIES = [Rollback(), Forward(), Restart(), Partial()]
+NAMES = ["rollback", "forward", "restart", "partial"]
 
 STAGES = Split(shape=Shape(parts=2, chains=1, copies=2))
 WITHOUT_MIRRORS = Split(shape=Shape(parts=2, chains=1, copies=1))
@@ -34,6 +34,7 @@ SHARDS = Split(shape=Shape(parts=2, chains=1, copies=2), transfers=0, gathers=2)
 REPLICAS = Split(shape=Shape(parts=1, chains=3, copies=2), transfers=0)
 MANY_TRANSFERS = Split(shape=Shape(parts=3, chains=1, copies=2), transfers=2)
 
+BACKUPS = Split(shape=Shape(parts=2, chains=1, copies=2, lazy=True))
 THREE_COPIES = Split(shape=Shape(parts=2, chains=1, copies=3))
 
 SOAK = [pytest.mark.soak, pytest.mark.timeout(1800)]
@@ -101,6 +102,16 @@ def test_nothing_goes_wrong_in_any_run_of_larger_jobs(strategy, split, workers, 
     must_hold(strategy, World(workers=workers, newcomers=newcomers, deaths=deaths, split=split))
 
 
+@pytest.mark.parametrize(
+    ("split", "workers", "newcomers", "deaths"),
+    [(BACKUPS, 3, 0, 2), (BACKUPS, 2, 1, 1), (STAGES, 3, 0, 2), (STAGES, 2, 1, 2)],
+)
+def test_lost_parts_are_restored_and_the_others_stay(split, workers, newcomers, deaths):
+    world = World(workers=workers, newcomers=newcomers, deaths=deaths, split=split, make_protocol=NeverLoads)
+
+    must_hold(Partial(), world)
+
+
 def test_nothing_goes_wrong_when_no_moves_are_joined():
     joined = must_hold(Rollback(), World(workers=2, deaths=1, split=STAGES))
     apart = must_hold(Rollback(), World(workers=2, deaths=1, split=STAGES, atomic=False))
@@ -151,7 +162,7 @@ def test_larger_jobs_at_random(seed):
     rng = random.Random(seed)
     workers, parts = rng.randint(2, 6), rng.randint(1, 4)
     split = Split(
-        shape=Shape(parts=parts, chains=rng.randint(1, 3), copies=rng.randint(1, 3)),
+        shape=Shape(parts=parts, chains=rng.randint(1, 3), copies=rng.randint(1, 3), lazy=rng.random() < 0.3),
         transfers=rng.randint(0, 3),
         gathers=rng.randint(0, 1),
     )
@@ -165,7 +176,7 @@ def test_larger_jobs_at_random(seed):
         split=split,
         atomic=rng.random() < 0.5,
     )
-    strategy = rng.choice([Rollback, Forward, Restart])(min_workers=rng.choice([1, 1, 2]))
+    strategy = rng.choice([Rollback, Forward, Restart, Partial])(min_workers=rng.choice([1, 1, 2]))
 
     for _ in range(5):
         found = walk(strategy, world, rng, death_rate=rng.choice([0.01, 0.03, 0.1]))
@@ -196,8 +207,8 @@ class SettlesBeforeAgreeing(Protocol):
 class WithoutRehoming(Protocol):
     """The homes stay as they were."""
 
-    def _rehoming(self, orders) -> tuple[Action, ...]:
-        return ()
+    def _with_new_homes(self, orders: tuple[Action, ...]) -> tuple[Action, ...]:
+        return orders
 
 
 class IgnoresFailuresWhileComputing(Protocol):
@@ -290,6 +301,13 @@ LAPSES = [
 def test_what_carries_out_the_orders_must_be_right_too(lapse, world, kind):
     must_hold(Rollback(), world)
     must_break(Rollback(), dataclasses.replace(world, lapses=lapse), kind)
+
+
+def test_one_restores_a_lost_part_and_gives_it_to_the_others():
+    world = World(workers=4, deaths=2, split=Split(shape=Shape(parts=1, chains=1, copies=2), transfers=0))
+
+    must_hold(Partial(), world)
+    must_break(Partial(), dataclasses.replace(world, lapses=Lapse.EACH_RESTORES), "rubbish")
 
 
 @pytest.mark.parametrize("newcomers", [0, 1])

@@ -7,9 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.errors import ConfigError
-from holdfast.recovery.homes import Gift, Homes, Shape, first_homes, gifts, new_homes
+from holdfast.recovery.homes import Gift, Homes, Restoration, Shape, first_homes, gifts, new_homes, restorations
 
-shapes = st.builds(Shape, parts=st.integers(1, 5), chains=st.integers(1, 3), copies=st.integers(1, 4))
+shapes = st.builds(
+    Shape, parts=st.integers(1, 5), chains=st.integers(1, 3), copies=st.integers(1, 4), lazy=st.booleans()
+)
 groups = st.sets(st.integers(0, 11), min_size=1).map(sorted)
 
 
@@ -30,6 +32,10 @@ def homes_after(shape: Shape, history: Sequence[Sequence[int]]) -> Homes:
     return homes
 
 
+def homes_with(chains, mirrors) -> Homes:
+    return Homes(chains=chains, mirrors=mirrors, backups=((),) * len(mirrors))
+
+
 # -- what holds whatever happened before
 
 
@@ -43,10 +49,12 @@ def test_the_living_fill_every_place_of_every_chain_and_hold_every_part_as_often
     assert len(homes.chains) == shape.chains_of(len(members))
     for part in range(shape.parts):
         computing = [chain[part] for chain in homes.chains]
-        assert set(homes.holders(part)) <= set(members)
-        assert len(homes.holders(part)) == shape.copies_of(len(members))
+        having = [*homes.holders(part), *homes.backups[part]]
+        assert set(having) <= set(members)
+        assert len(set(having)) == len(having) == shape.copies_of(len(members))
         assert len(set(computing)) == len(computing)  # nobody is its own twin
         assert not set(computing) & set(homes.mirrors[part])
+        assert not (homes.mirrors if shape.lazy else homes.backups)[part]
     assert homes.lost(members) == ()
 
 
@@ -127,7 +135,7 @@ def test_parts_that_nobody_alive_holds_are_lost_and_not_given(given_history):
     assert {gift.part for gift in gifts(before, new_homes(shape, before, members), members)}.isdisjoint(lost)
 
 
-@given(shapes, groups)
+@given(shapes.filter(lambda shape: not shape.lazy), groups)
 def test_no_part_is_lost_to_fewer_deaths_than_there_are_copies(shape, members):
     homes = first_homes(shape, members)
     copies = shape.copies_of(len(members))
@@ -150,18 +158,18 @@ def test_homes_survive_a_message(given_history):
 def test_who_holds_the_part_and_computes_nothing_takes_over_and_only_the_mirror_is_given():
     shape = Shape(parts=2, chains=1, copies=2)
     before = first_homes(shape, [0, 1, 2])
-    assert before == Homes(chains=((0, 1),), mirrors=((2,), (2,)))
+    assert before == homes_with(((0, 1),), ((2,), (2,)))
 
     after = new_homes(shape, before, [1, 2])
 
-    assert after == Homes(chains=((2, 1),), mirrors=((1,), (2,)))
+    assert after == homes_with(((2, 1),), ((1,), (2,)))
     assert gifts(before, after, [1, 2]) == (Gift(0, 2, 1),)
 
 
 def test_of_those_who_compute_nothing_the_one_that_holds_the_part_takes_over():
     shape = Shape(parts=2, chains=1, copies=2)
     before = first_homes(shape, [0, 1, 2, 3])
-    assert before == Homes(chains=((0, 1),), mirrors=((2,), (3,)))
+    assert before == homes_with(((0, 1),), ((2,), (3,)))
 
     assert new_homes(shape, before, [0, 2, 3]).chains == ((0, 3),)
 
@@ -169,7 +177,7 @@ def test_of_those_who_compute_nothing_the_one_that_holds_the_part_takes_over():
 def test_who_computes_nothing_takes_over_before_who_holds_the_part_and_computes_another():
     shape = Shape(parts=2, chains=1, copies=2)
     before = new_homes(shape, first_homes(shape, [0, 1]), [0, 1, 5])
-    assert before == Homes(chains=((0, 1),), mirrors=((1,), (0,)))
+    assert before == homes_with(((0, 1),), ((1,), (0,)))
 
     after = new_homes(shape, before, [0, 5])
 
@@ -213,6 +221,49 @@ def test_newcomers_relieve_who_computes_several_parts_and_then_make_a_chain():
 
     assert [sorted(chain) for chain in two.chains] == [[0, 5]]
     assert four.chains == (*two.chains, (6, 7))
+
+
+def test_a_backup_takes_over_what_it_has_and_restores_it():
+    shape = Shape(parts=2, chains=1, copies=2, lazy=True)
+    before = first_homes(shape, [0, 1, 2])
+    assert (before.chains, before.backups) == (((0, 1),), ((2,), (2,)))
+
+    after = new_homes(shape, before, [1, 2])
+
+    assert (after.chains, after.backups) == (((2, 1),), ((1,), (2,)))
+    assert restorations(before, after, [1, 2]) == (Restoration(0, 2, ()),)
+    assert gifts(before, after, [1, 2]) == ()
+
+
+def test_who_has_been_a_backup_for_longest_restores_and_without_one_who_takes_over():
+    shape = Shape(parts=1, chains=1, copies=3, lazy=True)
+    three = new_homes(shape, first_homes(shape, [1, 2]), [0, 1, 2])
+    assert three.backups == ((2, 0),)
+
+    after = new_homes(shape, three, [0, 2])
+
+    assert restorations(three, after, [0, 2])[0].restorer == 2
+    alone = first_homes(Shape(parts=2, chains=1, copies=1), [0, 1])
+    assert restorations(alone, new_homes(Shape(parts=2, chains=1, copies=1), alone, [0]), [0]) == (
+        Restoration(1, 0, ()),
+    )
+
+
+@given(histories())
+def test_every_part_that_is_lost_is_restored_by_one_of_the_living_and_comes_to_all_who_are_to_hold_it(given_history):
+    shape, history = given_history
+    before, members = homes_after(shape, history[:-1]) if len(history) > 1 else first_homes(shape, [99]), history[-1]
+
+    after = new_homes(shape, before, members)
+
+    found = restorations(before, after, members)
+    assert tuple(restoration.part for restoration in found) == before.lost(members)
+    for restoration in found:
+        assert restoration.restorer in members
+        assert {restoration.restorer, *restoration.takers} >= set(after.holders(restoration.part))
+        assert restoration.restorer in before.backups[restoration.part] or not set(
+            before.backups[restoration.part]
+        ) & set(members)
 
 
 def test_with_fewer_workers_than_parts_each_computes_neighbours():

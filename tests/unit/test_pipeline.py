@@ -11,7 +11,7 @@ from torch.utils.data import TensorDataset
 import holdfast
 from holdfast.checkpoint import steps
 from holdfast.errors import CheckpointError, ConfigError, PeerFailed, ScriptError, TooFewWorkers
-from holdfast.events import Recovered, RunStarted
+from holdfast.events import PartRestored, Recovered, RunStarted
 from holdfast.faults.plan import FaultPlan, parse
 from holdfast.launch.control import append
 from holdfast.records import read_run, requests_path
@@ -175,6 +175,42 @@ def test_every_bit_is_that_of_a_plain_loop(stages, optimizer, scheduler, workers
 
     check_bits(model, session, STAGES[stages], optimizer, scheduler)
     assert session.metrics.keys() == {"loss", "accuracy"}
+
+
+@pytest.mark.parametrize("scheduler", ["step", "epoch", "plateau"])
+def test_a_stage_that_was_just_saved_is_restored_to_the_bit(tmp_path, scheduler):
+    model, session = begin(
+        scheduler=scheduler,
+        strategy="partial",
+        mirror_every=2,
+        faults=faults("kill:rank=1,step=4"),
+        run_dir=str(tmp_path),
+    )
+
+    train(session)
+
+    assert [r.ages for r in read_run(tmp_path) if isinstance(r, PartRestored)] == [(0,)]
+    check_bits(model, session, scheduler=scheduler)
+
+
+@pytest.mark.parametrize("scheduler", ["step", "plateau"])
+def test_a_stage_that_is_restored_as_it_was_goes_on_with_the_learning_rate_of_the_others(tmp_path, scheduler):
+    settings = {
+        "strategy": "partial",
+        "mirror_every": 3,
+        "faults": faults("kill:rank=1,step=5"),
+        "run_dir": str(tmp_path),
+    }
+    _, session = begin(scheduler=scheduler, **settings)
+
+    train(session)
+
+    assert [r.ages for r in read_run(tmp_path) if isinstance(r, PartRestored)] == [(2,)]
+    _, optimizers = plainly(STAGES["awkward"], OPTIMIZERS["adam"], *SCHEDULERS[scheduler])
+    held = session._replica.holdings.held
+    assert len({optimizer.param_groups[0]["lr"] for optimizer in optimizers}) == 1
+    for part, plain in enumerate(optimizers):
+        assert held[part].optimizer.param_groups[0]["lr"] == plain.param_groups[0]["lr"]
 
 
 def test_stages_that_are_there_already_are_not_touched_and_give_the_same_bits():

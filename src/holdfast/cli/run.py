@@ -15,6 +15,10 @@ from holdfast.settings import (
     BATCHES,
     CHECKPOINT_FORMATS,
     FABRICS,
+    MIRROR_CHOICES,
+    MIRROR_CODECS,
+    MIRROR_OPTIMIZERS,
+    MIRROR_PREDICTORS,
     ORDERS,
     REINIT_FROM,
     RESCALES,
@@ -93,6 +97,33 @@ def run(
         typer.Option(
             metavar="K", help="Workers that hold each part of a split model beside those that compute it [1]."
         ),
+    ] = None,
+    mirror_every: Annotated[
+        int | None,
+        typer.Option(
+            metavar="STEPS",
+            help="1: they apply every step. Above, with --strategy partial: a whole copy is sent to them in so many [1].",
+        ),
+    ] = None,
+    mirror_fraction: Annotated[
+        float | None, typer.Option(metavar="R", help="How much of a copy at a time: the smaller, the more often [1].")
+    ] = None,
+    mirror_choice: Annotated[
+        str | None,
+        typer.Option(metavar=_one_of(MIRROR_CHOICES), help="What is sent first [priority: what moved most]."),
+    ] = None,
+    mirror_predictor: Annotated[
+        str | None,
+        typer.Option(
+            metavar=_one_of(MIRROR_PREDICTORS), help="Restore the last value, or the line through two [last]."
+        ),
+    ] = None,
+    mirror_codec: Annotated[
+        str | None, typer.Option(metavar=_one_of(MIRROR_CODECS), help="Send numbers, or differences of a byte [exact].")
+    ] = None,
+    mirror_optimizer: Annotated[
+        str | None,
+        typer.Option(metavar=_one_of(MIRROR_OPTIMIZERS), help="The optimizer's state of a part that is lost [saved]."),
     ] = None,
     respawn: Annotated[bool, typer.Option("--respawn", help="Start a new worker for each that dies.")] = False,
     max_respawns: Annotated[int | None, typer.Option(metavar="R", help="How many, at most [16].")] = None,
@@ -187,6 +218,12 @@ def run(
         batch=batch,
         rescale=rescale,
         mirror=mirror,
+        mirror_every=mirror_every,
+        mirror_fraction=mirror_fraction,
+        mirror_choice=mirror_choice,
+        mirror_predictor=mirror_predictor,
+        mirror_codec=mirror_codec,
+        mirror_optimizer=mirror_optimizer,
         min_workers=min_workers,
         seed=seed,
         checkpoint_dir=checkpoint_dir,

@@ -27,7 +27,7 @@ _MAX_NUMBER = 2**31 - 1
 
 CHANGES = ("workers", "lr", "batch_size", "strategy", "checkpoint_every")
 """What can be asked of a running job."""
-_STRATEGIES = tuple(name for name in STRATEGIES if name != "reinit")
+_STRATEGIES = tuple(name for name in STRATEGIES if name not in ("reinit", "partial"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,7 +18,7 @@ from typing import Any
 import xxhash
 
 from holdfast.errors import ConfigError, StoreLost
-from holdfast.launch.job import Job
+from holdfast.launch.job import OPTIONS, Job
 from holdfast.launch.rdzv import split_address
 from holdfast.membership import Hub, Store, open_store
 
@@ -205,7 +205,7 @@ class Meeting:
             "--order": settings.order,
             "--split": settings.split,
             "--batch": settings.batch,
-            "--mirror": settings.mirror,
+            **{option: getattr(settings, field) for option, field in OPTIONS if option.startswith("--mirror")},
             "--seed": settings.seed,
             "--min-workers": settings.min_workers,
             "--max-restarts": job.max_restarts,

@@ -26,6 +26,7 @@ Changes to the running job are heard in a closing sum too. All take them, agree(
 change the strategy, and all must decide by the same one.
 
 Where the model is split, its parts then get new homes: they are given, agree(1), and only then the new homes count.
+Under ``partial`` a part that nobody holds any more is restored there too, by one who gives it to the others.
 
 And at the end the gate: agree(1), publish, agree(1), leave. Nobody may leave on anything weaker, because a
 survivor that must recover would wait for those who left.
@@ -38,6 +39,7 @@ from collections.abc import Collection
 
 from holdfast.errors import InternalError, JobError
 from holdfast.events import (
+    CALM,
     JOINING,
     LOADING,
     LOST,
@@ -289,7 +291,7 @@ class Protocol:
         assert self._known is not None
         newcomers = tuple(sorted(r for r, p in self._known.progress.items() if p.completed == JOINING))
         orders = self._welcome(newcomers) if newcomers else tuple(self._strategy.handle(self._known))
-        self._orders = (*orders, *self._rehoming(orders))
+        self._orders = self._with_new_homes(orders) if self._split else orders
         self._known = None
         self._state = State.ACT
         return self._next_order()
@@ -298,18 +300,25 @@ class Protocol:
         """Return the orders that make the newcomers as good as the others; with too few of both, all stop then."""
         assert self._known is not None
         step = self._common_step(newcomers)
-        together = Progress(step * self._sums, computed=False)
+        together = Progress(step * self._sums, computed=False, flags=CALM | LOST * self._is_lost())
         known = ProgressKnown(dict.fromkeys(self._known.progress, together), self._num_buckets)
-        stop = (order for order in self._strategy.handle(known) if isinstance(order, SaveAndStop))
-        lost = any(p.flags & LOST for p in self._known.progress.values())
-        load = (LoadCheckpoint(),) if lost else ()
-        return Welcome(step, newcomers), Agree(flag=True), Install(step), *load, *stop
+        return Welcome(step, newcomers), Agree(flag=True), Install(step), *self._strategy.handle(known)
 
-    def _rehoming(self, orders: Collection[Action]) -> tuple[Action, ...]:
-        """Return what gives each part of the model a home; loading does so by itself, and who stops needs none."""
-        if not self._split or any(isinstance(order, LoadCheckpoint | SaveAndStop) for order in orders):
-            return ()
-        return Rehome(), Agree(flag=True), Settle()
+    def _is_lost(self) -> bool:
+        assert self._known is not None
+        return any(p.flags & LOST for p in self._known.progress.values())
+
+    def _with_new_homes(self, orders: tuple[Action, ...]) -> tuple[Action, ...]:
+        """Return the orders with those that give each part of the model a home.
+
+        Loading does so by itself, and who stops needs none, if all that is to be saved is there.
+        """
+        lost = self._is_lost()
+        stops = tuple(order for order in orders if isinstance(order, SaveAndStop))
+        if any(isinstance(order, LoadCheckpoint) for order in orders) or (stops and not lost):
+            return orders
+        others = (order for order in orders if order not in stops)
+        return *others, Rehome(restores=lost), Agree(flag=True), Settle(), *stops
 
     def _common_step(self, newcomers: Collection[int]) -> int:
         """Return the step before which all are that are no newcomers.

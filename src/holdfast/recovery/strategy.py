@@ -85,16 +85,16 @@ def make_strategy(name: str, *, min_workers: int = 1) -> Strategy:
     """Return the strategy called ``name``.
 
     Args:
-        name: ``"rollback"``, ``"forward"``, ``"restart"`` or ``"reinit"``.
+        name: ``"rollback"``, ``"forward"``, ``"restart"``, ``"reinit"`` or ``"partial"``.
         min_workers: With fewer survivors it orders to save and stop, ``>= 1``.
 
     Raises:
         ConfigError: if there is no such strategy.
     """
-    kinds = {"rollback": "Rollback", "forward": "Forward", "restart": "Restart", "reinit": "Reinit"}
+    kinds = ("rollback", "forward", "restart", "reinit", "partial")
     if name not in kinds:
         msg = f"strategy must be one of {', '.join(kinds)}, got {name!r}"
         raise ConfigError(msg)
-    kind = getattr(importlib.import_module(f"holdfast.recovery.{name}"), kinds[name])
+    kind = getattr(importlib.import_module(f"holdfast.recovery.{name}"), name.capitalize())
     strategy: Strategy = kind(min_workers=min_workers)
     return strategy

@@ -11,6 +11,8 @@ from holdfast.events import (
     CheckpointSaved,
     Finished,
     Left,
+    PartRestored,
+    PartsHeld,
     Record,
     Reinitialised,
     RunStarted,
@@ -51,6 +53,8 @@ def build_report(
     ``workers.started`` counts those that were to share the work from the start, ``workers.spares`` those that waited
     beside them; who came later is in ``joined``, who went as it was told to in ``left``, and neither is a failure.
     ``reinitialised`` has one entry for each time that the survivors built the application again, with what the slowest took.
+    ``restored`` has one for each part of a split model that ``partial`` restored: of how many blocks, and how many steps old
+    these were. ``parts_held`` says what each worker had of a split model in its memory at the end, in bytes.
 
     Args:
         records: Of all workers and of the launcher, in any order.
@@ -85,6 +89,8 @@ def build_report(
         "failures": [_failure(failure, history) for failure in history.failures],
         "joined": [_joining(joining) for joining in history.joined],
         "reinitialised": [_reinitialised(said) for said in history.reinitialised],
+        "restored": [_restored(record) for record in history.restored],
+        "parts_held": [_parts_held(record) for record in history.parts_held],
         "left": [{"rank": r.rank, "step": r.step, "t_s": _seconds(r.t_s)} for r in history.of(Left)],
         "stragglers": [_straggler(record) for record in history.stragglers],
         "changed": [_change(record) for record in history.changes],
@@ -209,6 +215,31 @@ def _reinitialised(said: Sequence[Reinitialised]) -> dict[str, Any]:
         "rebuild_s": _seconds(max(record.rebuild_s for record in said)),
         "load_s": _seconds(max(record.load_s for record in said)),
     }
+
+
+def _restored(record: PartRestored) -> dict[str, Any]:
+    blocks = sum(record.blocks)
+    total = sum(age * count for age, count in zip(record.ages, record.blocks, strict=True))
+    return {
+        "part": record.part,
+        "step": record.step,
+        "t_s": _seconds(record.t_s),
+        "by": record.rank,
+        "source": record.source,
+        "blocks": blocks,
+        "stale_steps": {
+            "mean": round(total / blocks, 3) if blocks else 0.0,
+            "max": max(record.ages, default=0),
+            "blocks_of_age": {str(age): count for age, count in zip(record.ages, record.blocks, strict=True)},
+        },
+        "optimizer": record.optimizer,
+    }
+
+
+def _parts_held(record: PartsHeld) -> dict[str, Any]:
+    names = ("rank", "computes", "mirrors", "backups", "computes_bytes", "mirrors_bytes", "copies_bytes")
+    held = {name: getattr(record, name) for name in names}
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in held.items()}
 
 
 def _straggler(record: StragglerSeen) -> dict[str, Any]:

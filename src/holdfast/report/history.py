@@ -17,6 +17,8 @@ from holdfast.events import (
     Finished,
     JobRestarted,
     Left,
+    PartRestored,
+    PartsHeld,
     Record,
     Recovered,
     Reinitialised,
@@ -291,6 +293,19 @@ class History:
             for record in life.of(Reinitialised):
                 together.setdefault((life.number, record.generation), []).append(record)
         return list(together.values())
+
+    @property
+    def restored(self) -> list[PartRestored]:
+        """The parts of a split model that were restored; where a recovery was begun again, what it did last."""
+        last: dict[tuple[int, int, int], PartRestored] = {}
+        for life in self.lives:
+            last |= {(life.number, record.step, record.part): record for record in life.of(PartRestored)}
+        return list(last.values())
+
+    @property
+    def parts_held(self) -> list[PartsHeld]:
+        """What each worker had of a split model at the end."""
+        return sorted(self.lives[-1].of(PartsHeld), key=lambda record: record.rank)
 
     @property
     def stragglers(self) -> list[StragglerSeen]:

@@ -18,6 +18,7 @@ from holdfast.report.words import (
     percent,
     points,
     seconds,
+    size,
     worker,
 )
 
@@ -36,6 +37,7 @@ def summary_lines(report: Mapping[str, Any], directory: Path | None = None) -> l
     lines += [_failure(failure, report) for failure in report["failures"]]
     lines += [what for _, what in happenings(report)]
     lines += [f"did not strike: {spec}" for spec in report.get("faults_not_fired", ())]
+    lines += [_parts_held(held) for held in report.get("parts_held", ())]
     lines += [_samples(report), _replicas(report)]
     if directory is not None:
         lines.append(f"report   {directory / 'report.json'}   (a page of it: holdfast report {directory})")
@@ -125,6 +127,16 @@ def _failure(failure: Mapping[str, Any], report: Mapping[str, Any]) -> str:
     if failure["lost_samples"]:
         parts.append(f"{count(failure['lost_samples'], 'sample')} lost")
     return "; ".join(parts)
+
+
+def _parts_held(held: Mapping[str, Any]) -> str:
+    """Return what a worker had of a split model in its memory."""
+    kinds = (("computes", "computes_bytes", "parts"), ("mirrors", "mirrors_bytes", "mirrors of"))
+    said = [f"{what} {listing(held[key])} ({size(held[key_bytes])})" for key, key_bytes, what in kinds if held[key]]
+    if held["copies_bytes"]:
+        of = f" of {listing(held['backups'])}" if held["backups"] else ""
+        said.append(f"copies{of} ({size(held['copies_bytes'])})")
+    return f"worker {held['rank']} held {listing(said) or 'nothing'} of the model"
 
 
 def _samples(report: Mapping[str, Any]) -> str:

@@ -53,6 +53,14 @@ def points(value: float | None) -> str:
     return percent(value, signed=True, digits=2).replace(" %", " pp")
 
 
+def size(size_bytes: int) -> str:
+    """Return a number of bytes with three digits."""
+    for power, unit in ((3, "GB"), (2, "MB"), (1, "kB")):
+        if size_bytes >= 1000**power:
+            return f"{size_bytes / 1000**power:.3g} {unit}"
+    return f"{size_bytes} B"
+
+
 def number(value: float | None, digits: int = 4) -> str:
     """Return a number with thin spaces between thousands, or a dash."""
     if value is None:
@@ -100,6 +108,7 @@ def happenings(report: Mapping[str, Any]) -> list[tuple[float, str]]:
         (r["t_s"], f"{one} {r['rank']} left before step {r['step']}, as it was told to") for r in report.get("left", ())
     ]
     found += [(r["t_s"], _reinitialised(r)) for r in report.get("reinitialised", ())]
+    found += [(r["t_s"], _restored(r)) for r in report.get("restored", ())]
     slow: dict[int, list[Mapping[str, Any]]] = {}
     for r in report.get("stragglers", ()):
         slow.setdefault(r["rank"], []).append(r)
@@ -128,6 +137,15 @@ def _reinitialised(r: Mapping[str, Any]) -> str:
     }
     parts = f"snapshot {seconds(r['snapshot_s'])}, application built again {seconds(r['rebuild_s'])}, state loaded {seconds(r['load_s'])}"
     return f"{count(r['workers'], 'worker')} reinitialised ({who}) and went on at step {r['step']} from {source[r['source']]}: {parts}"
+
+
+def _restored(r: Mapping[str, Any]) -> str:
+    """Return which part of a split model was restored from what, and how old that was."""
+    sources = {"backup": "its backup", "checkpoint": "the newest checkpoint", "beginning": "what training began with"}
+    stale = r["stale_steps"]
+    old = f"{number(stale['mean'])} steps old on average, {count(stale['max'], 'step')} at most"
+    state = "; its optimizer's state was begun anew" if r["optimizer"] == "reset" else ""
+    return f"part {r['part']} restored at step {r['step']} from {sources[r['source']]}: {count(r['blocks'], 'block')}, {old}{state}"
 
 
 def _slow(said: Sequence[Mapping[str, Any]]) -> str:

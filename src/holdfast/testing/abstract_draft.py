@@ -309,8 +309,7 @@ class Draft(Sums):
             case DiscardStep(step=step):
                 return self._discard(rank, step)
             case SaveAndStop():
-                self._set(rank, saved=True)
-                return ActDone()
+                return self._save_and_stop(rank)
             case Revoke():
                 return self._revoke(rank)
             case Agree() | Shrink():
@@ -321,7 +320,7 @@ class Draft(Sums):
                 self._make_changes(rank)
                 return ActDone()
             case Rehome():
-                self._enter(rank, self._begin_giving(rank))
+                self._enter(rank, self._begin_giving(rank, order))
             case Settle():
                 return self._settle(rank)
             case Reinitialise():

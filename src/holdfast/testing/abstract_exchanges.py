@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from holdfast.events import ActDone, Computed, Event
+from holdfast.events import ActDone, Computed, Event, Rehome
 from holdfast.testing.abstract_members import Lapse
 from holdfast.testing.abstract_memory import Violation, ranks
 from holdfast.testing.abstract_parts import (
     ABSENT,
+    RESTORED,
     UNKNOWN,
     Exchange,
     Giving,
@@ -54,7 +55,8 @@ class Exchanges(Table):
 
     def _enter_exchange(self, rank: int, order: Exchange) -> None:
         worker = self._worker(rank)
-        what = (worker.steps, worker.group, worker.taken, worker.homes)
+        weights = worker.parts[order.part] if isinstance(order, SumPart) else 0
+        what = (worker.steps, worker.group, worker.taken, worker.homes, weights)
         this = self._swaps.get(order) or Swap(order, what, 0, 0)
         if this.what != what:
             msg = f"rubbish is exchanged: {rank} enters {order} with {what}, others are in it with {this.what}"
@@ -113,7 +115,7 @@ class Exchanges(Table):
             self._get_late_gradients(rank)
         self._check_has_gradients(rank, "applies")
         self._check_has_its_parts(rank, "applies to it")
-        self._set(rank, parts=tuple(there if there == ABSENT else step + 1 for there in self._worker(rank).parts))
+        self._set(rank, parts=tuple(there if there == ABSENT else there + 1 for there in self._worker(rank).parts))
 
     def _get_late_gradients(self, rank: int) -> None:
         """Let ``rank`` have what the sums of its parts did not give it, if all who computed them are alive."""
@@ -132,7 +134,7 @@ class Exchanges(Table):
         worker = self._worker(rank)
         held = self._registry.held_by(worker.homes, rank)
         expected = tuple(worker.steps if part in held else ABSENT for part in range(self._registry.parts))
-        if worker.parts != expected:
+        if tuple(map(_steps_of, worker.parts)) != expected:
             msg = f"part missing: {rank} {does}, has {worker.parts} and should have {expected}"
             raise Violation(msg)
 
@@ -145,11 +147,18 @@ class Exchanges(Table):
         homes = self._registry.first(self._members)
         self._set_homes(rank, homes, (steps,) * self._registry.parts)
 
-    def _begin_giving(self, rank: int) -> Giving:
+    def _begin_giving(self, rank: int, order: Rehome) -> Giving:
         """Return what is given so that the homes of ``rank`` become those of the living."""
         self._workers[rank] = self._worker(rank).without_staged()
         before = self._worker(rank).homes
-        return Giving(before, self._registry.after(before, self._members))
+        return Giving(before, self._registry.after(before, self._members), order.restores)
+
+    def _save_and_stop(self, rank: int) -> Event:
+        if self._engine.homes is not None and self._registry.is_lost(self._worker(rank).homes, self._members):
+            msg = f"part missing: {rank} saves, and nobody holds {self._worker(rank).parts}"
+            raise Violation(msg)
+        self._set(rank, saved=True)
+        return ActDone()
 
     def _gives_parts(self, rank: int) -> Parts:
         worker = self._worker(rank)
@@ -166,7 +175,9 @@ class Exchanges(Table):
                 theirs = gave[gift.giver]
                 assert isinstance(theirs, Parts)
                 staged[gift.part] = theirs.steps[gift.part]
-                if staged[gift.part] != worker.steps:
+                if staged[gift.part] == ABSENT:
+                    staged[gift.part] = worker.steps + RESTORED * (1 + gift.giver)
+                if _steps_of(staged[gift.part]) != worker.steps:
                     msg = f"wrong state is given: {gift.giver} gives part {gift.part} of step {staged[gift.part]} to {rank}, who is at step {worker.steps}"
                     raise Violation(msg)
         self._set(rank, staged=tuple(staged), next_homes=giving.after)
@@ -200,6 +211,11 @@ class Exchanges(Table):
     def _knows_homes(self, rank: int) -> bool:
         worker = self._workers[rank]
         return worker is not None and worker.homes != UNKNOWN
+
+
+def _steps_of(part: int) -> int:
+    """Return the steps in the weights of a part, whoever may have restored it."""
+    return part if part == ABSENT else part % RESTORED
 
 
 def _is_sent(rank: int, order: Exchange) -> bool:

@@ -39,6 +39,8 @@ class Lapse(enum.Flag):
     """Mirrors get the gradient of their part only when the step is applied."""
     SUMS_LATE = enum.auto()
     """Everybody gets the gradient of its parts only when the step is applied."""
+    EACH_RESTORES = enum.auto()
+    """Everybody who is to hold a lost part restores it for itself."""
     NOBODY_SAYS_LOST = enum.auto()
     """Nobody says that a part of the model is lost."""
     ONE_SAYS_LOST = enum.auto()

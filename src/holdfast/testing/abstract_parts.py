@@ -14,6 +14,7 @@ What is one move here although it is several in life: *sending is no move*, beca
 more; whoever fails there fails as well in what it waits for next.
 
 The weights of a part are how many steps are in it; what was put in is in the log of all, and nobody may put in anything else.
+Those of a part that was restored also say by whom: nobody may have it from somebody else.
 """
 
 from __future__ import annotations
@@ -23,12 +24,14 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from holdfast.events import Action
-from holdfast.recovery.homes import Gift, Homes, Shape, first_homes, gifts, new_homes
+from holdfast.recovery.homes import Gift, Homes, Shape, first_homes, gifts, new_homes, restorations
 from holdfast.testing.abstract_members import Lapse
 from holdfast.testing.abstract_memory import ranks
 
 ABSENT = -3
 """Steps in the weights of a part that a worker does not have."""
+RESTORED = 1 << 8
+"""In the weights of a part, times one more than the rank of who restored it; more than the steps of any job."""
 UNKNOWN = -1
 """Number of the homes of a worker that does not know who holds what."""
 
@@ -89,6 +92,7 @@ class Giving(Action):
 
     before: int
     after: int
+    restores: bool
 
 
 Exchange = Transfer | Gather | SumPart
@@ -167,8 +171,14 @@ class Registry:
         return self._number_of(new_homes(self._split.shape, self._homes[number], [*ranks(members)]))
 
     def gifts(self, giving: Giving, members: int) -> tuple[Gift, ...]:
-        """Return what is given."""
-        return gifts(self._homes[giving.before], self._homes[giving.after], [*ranks(members)])
+        """Return what is given; who restores a part gives it also to itself."""
+        change = self._homes[giving.before], self._homes[giving.after], [*ranks(members)]
+        found = [*gifts(*change)]
+        for this in restorations(*change) if giving.restores else ():
+            each = Lapse.EACH_RESTORES in self._lapses
+            takers = self._homes[giving.after].holders(this.part)
+            found += [Gift(this.part, taker if each else this.restorer, taker) for taker in takers]
+        return tuple(found)
 
     def held_by(self, number: int, rank: int) -> tuple[int, ...]:
         """Return the parts that ``rank`` holds."""

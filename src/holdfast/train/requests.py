@@ -116,11 +116,9 @@ class Requests:
 
     def _make(self, request: Mapping[str, Any]) -> None:
         for name, value in request.items():
-            if name == "strategy" and value == "forward" and self._replica.is_split:
+            if name == "strategy" and (why := self._why_not(value)):
                 if self._world.is_lead:
-                    sys.stderr.write(
-                        "holdfast: --strategy forward is not there for a model that is split: left as it was\n"
-                    )
+                    sys.stderr.write(f"holdfast: --strategy {value} {why}: left as it was\n")
                 continue
             _CHANGES[name](self, value)
             self._world.recorder.write(
@@ -132,6 +130,14 @@ class Requests:
                     value=json.dumps(value),
                 )
             )
+
+    def _why_not(self, strategy: str) -> str:
+        """Return why a strategy cannot be gone on with, "" if it can."""
+        if strategy == "forward" and self._replica.is_split:
+            return "is not there for a model that is split"
+        if self._world.settings.mirror_every > 1:
+            return "does not go with --mirror-every above 1, which only partial can go on from"
+        return ""
 
     def _set(self, **values: Any) -> None:
         self._world.settings = dataclasses.replace(self._world.settings, **values)

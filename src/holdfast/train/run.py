@@ -11,6 +11,7 @@ from holdfast.checkpoint.writer import Outcome
 from holdfast.comm import OrderedSum, VirtualCommunicator
 from holdfast.errors import (
     CheckpointError,
+    ConfigError,
     InternalError,
     PeerFailed,
     ReplicasDiffer,
@@ -77,6 +78,7 @@ from holdfast.train.replica import Replica
 from holdfast.train.requests import Requests
 from holdfast.train.scribe import Scribe
 from holdfast.train.split.body import Pipelined, Split
+from holdfast.train.split.restore import Restorer
 from holdfast.train.split.sharded import Shards
 from holdfast.train.step import Step
 from holdfast.train.stranded import launcher_is_gone, turn
@@ -130,6 +132,9 @@ class Run:
     ) -> None:
         self._world = world
         self._replica = replica
+        if world.settings.strategy == "partial" and not replica.is_split:
+            msg = "strategy partial needs a model that is split, a Pipeline or Sharded; of a replicated one nothing is lost: use rollback"
+            raise ConfigError(msg)
         strategy = make_strategy(world.settings.strategy, min_workers=world.settings.min_workers)
         self._protocol = Protocol(strategy, replica.num_buckets, split=replica.is_split)
         if isinstance(replica, Split):
@@ -288,9 +293,12 @@ class Run:
             case Install():
                 self._beginning.install()
                 return ActDone()
-            case Rehome():
+            case Rehome(restores=restores):
                 self._reach_everywhere("rehome")
-                self._parts.rehome()
+                try:
+                    self._parts.rehome(Restorer(self._world, self._parts, self._scribe).restore if restores else None)
+                except StateLost as lost:
+                    self._begin_job_again(lost)
                 return ActDone()
             case Settle():
                 self._parts.settle()
@@ -578,6 +586,8 @@ class Run:
             self._scribe.left()
             raise SystemExit(0)
         self._note_recovery()
+        if isinstance(replica, Split):
+            self._scribe.held(replica.memory())
         self._scribe.finished(self._outcome, *replica.sha256s(), self.account())
         self._scribe.mark("script")
         world.asked &= ~STOP

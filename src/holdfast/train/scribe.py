@@ -6,6 +6,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
+
 from holdfast.checkpoint.writer import Outcome
 from holdfast.comm import VirtualCommunicator
 from holdfast.events import (
@@ -13,6 +15,8 @@ from holdfast.events import (
     FailureSeen,
     Finished,
     Left,
+    PartRestored,
+    PartsHeld,
     Record,
     Recovered,
     Reinitialised,
@@ -152,6 +156,31 @@ class Scribe:
                     load_s=rebuilding.loaded_s - rebuilding.connected_s,
                 )
             )
+
+    def restored(self, part: int, source: str, ages: torch.Tensor, optimizer: str) -> None:
+        """A part of the model is as it was saved, of each of its blocks so many steps ago."""
+        world = self._world
+        known, counts = ages.unique(return_counts=True)
+        record = PartRestored(
+            t_s=world.clock.now_s(),
+            rank=world.comm.here[0],
+            step=world.step,
+            part=part,
+            source=source,
+            ages=tuple(known.tolist()),
+            blocks=tuple(counts.tolist()),
+            optimizer=optimizer,
+        )
+        world.recorder.write(record)
+        mean = float(ages.double().mean()) if len(ages) else 0.0
+        self.warn(
+            f"nobody is left who holds part {part} of the model: restored from its {source}, {mean:.1f} steps old on average"
+        )
+
+    def held(self, held: Mapping[str, Any]) -> None:
+        """Training ends; what this worker has of a split model is what :class:`PartsHeld` asks for."""
+        world = self._world
+        world.recorder.write(PartsHeld(t_s=world.clock.now_s(), rank=world.comm.here[0], step=world.step, **held))
 
     def left(self) -> None:
         """This worker leaves the others."""

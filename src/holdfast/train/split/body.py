@@ -9,15 +9,17 @@ from typing import Any
 import torch
 
 from holdfast.checkpoint.parts import Wanted, all_but
-from holdfast.comm import Communicator
+from holdfast.comm import Communicator, Mail
 from holdfast.errors import CheckpointError, ConfigError
 from holdfast.recovery.homes import Homes, Shape, first_homes
 from holdfast.settings import Settings
 from holdfast.train.batches import MiniBatch
 from holdfast.train.replica import Replica, Stateful
-from holdfast.train.split.holdings import Holdings
+from holdfast.train.split.backups import Backups
+from holdfast.train.split.holdings import Holdings, Restore
 from holdfast.train.split.model import Pipeline
 from holdfast.train.split.pipelined import Reach, Stages, chain_of
+from holdfast.train.split.rows import in_row
 from holdfast.train.split.transfer import give, take
 from holdfast.train.state import RotatingDigest, clone, model_sha256
 from holdfast.train.world import World
@@ -49,6 +51,7 @@ class Split:
         self._digests: dict[int, RotatingDigest] = {}
         self._world: World | None = None
         self._sha256s = ("", "")
+        self.backups: Backups | None = None
 
     def connect(self, world: World) -> None:
         """Meet the others."""
@@ -99,9 +102,19 @@ class Split:
         """Return whether nobody among ``members`` holds some part."""
         return bool(self.lost(members))
 
-    def rehome(self) -> int:
+    def rehome(self, restore: Restore | None) -> int:
         """See :meth:`Holdings.rehome`."""
-        return self.holdings.rehome(self._comm)
+        return self.holdings.rehome(self._comm, restore)
+
+    def at_beginning(self, part: int) -> dict[str, Any] | None:
+        """Return the state of a part as training began; None if it cannot be made any more."""
+        return None
+
+    def exchange_backups(self, mail: Mail) -> None:
+        """See :meth:`Backups.exchange`; nothing where holders have mirrors."""
+        if self.holdings.shape.lazy and self.backups is not None:
+            assert self._world is not None
+            self.backups.exchange(self._comm, mail, self._world.step)
 
     def settle(self) -> None:
         """See :meth:`Holdings.settle`."""
@@ -121,6 +134,20 @@ class Split:
     def take_homes(self, homes: Any) -> None:
         """Hear, as a newcomer that holds nothing yet, who holds which part."""
         self.holdings.homes = Homes.from_json(homes)
+
+    def memory(self) -> dict[str, Any]:
+        """Return what this worker has of the model in its memory, as :class:`~holdfast.events.PartsHeld` asks for it."""
+        homes, here = self.holdings.now, self._comm.here
+        computes = sorted({part for _, part in homes.computed_by(here)})
+        mirrors = sorted(set(self.holdings.held) - set(computes))
+        return {
+            "computes": tuple(computes),
+            "mirrors": tuple(mirrors),
+            "backups": tuple(part for part, ranks in enumerate(homes.backups) if not set(ranks).isdisjoint(here)),
+            "computes_bytes": self.holdings.bytes_of(computes),
+            "mirrors_bytes": self.holdings.bytes_of(mirrors),
+            "copies_bytes": 0 if self.backups is None else self.backups.bytes_held(),
+        }
 
     # -- the state as a whole
 
@@ -183,7 +210,8 @@ class Split:
 
 def shape_of(parts: int, chains: int, settings: Settings) -> Shape:
     """Return the shape of the homes: without a replica of the model, each part has a mirror, unless the user says otherwise."""
-    return Shape(parts=parts, chains=chains, copies=1 + settings.mirror if settings.mirror >= 0 else 2)
+    copies = 1 + settings.mirror if settings.mirror >= 0 else 2
+    return Shape(parts=parts, chains=chains, copies=copies, lazy=settings.mirror_every > 1)
 
 
 class Pipelined(Split):
@@ -219,7 +247,10 @@ class Pipelined(Split):
         self._make_scheduler = make_scheduler
         self._schedule = schedule
         self._settings = settings
-        super().__init__(shape_of(model.parts, max(1, settings.workers // model.parts), settings), self._build)
+        self._rows: dict[int, torch.Tensor] = {}
+        super().__init__(
+            shape_of(model.parts, max(1, settings.workers // model.parts), settings), self._build, self._drop
+        )
         self._metrics: dict[str, float] = {}
         self.numel = 0
         """Numbers in the parameters of all stages."""
@@ -229,6 +260,8 @@ class Pipelined(Split):
         if not any(p.requires_grad for p in module.parameters()):
             msg = f"stage {part} of the Pipeline has no parameters that are trained: make it a part of a stage that has some"
             raise ConfigError(msg)
+        if self.holdings.shape.lazy:  # backups are made of rows
+            self._rows[part] = in_row(list(module.parameters()))
         optimizer = self._make_optimizer(module.parameters())
         if not isinstance(optimizer, torch.optim.Optimizer):
             msg = f"the function that makes the optimizer of a stage must return a torch.optim.Optimizer, got {type(optimizer).__name__}"
@@ -244,10 +277,18 @@ class Pipelined(Split):
             bucket_bytes=self._settings.bucket_bytes,
         )
 
+    def _drop(self, part: int) -> None:
+        self._rows.pop(part, None)
+
+    def at_beginning(self, part: int) -> dict[str, Any] | None:
+        """See :meth:`Split.at_beginning`."""
+        return self._build(part).state_dict()
+
     def connect(self, world: World) -> None:
         """Meet the others."""
         super().connect(world)
         self._stages = Stages(self._model, self.holdings, world.comm, self._settings)
+        self.backups = Backups(self.holdings, self._rows.__getitem__, self._settings)
 
     # -- the size of the whole, of which each knows its own: learnt where all begin together
 
@@ -302,6 +343,7 @@ class Pipelined(Split):
             part.begin_step()
         self._remember()
         self._stages.begin()
+        self.exchange_backups(self._stages.mail)
 
     def compute(self, batch: MiniBatch, seed: int, fetch: Callable[[int], Any], reach: Reach) -> None:
         """Compute the stages that are this worker's; see :meth:`Stages.compute`."""

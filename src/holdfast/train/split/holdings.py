@@ -5,13 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
+
+from holdfast.checkpoint.format import flatten
 from holdfast.comm import Communicator
-from holdfast.recovery.homes import Homes, Shape, first_homes, gifts, new_homes
+from holdfast.errors import InternalError
+from holdfast.recovery.homes import Homes, Restoration, Shape, first_homes, gifts, new_homes, restorations
 from holdfast.train.replica import Replica
 from holdfast.train.split.transfer import give, take
 from holdfast.train.state import clone, state_sha256
 
 Build = Callable[[int], Replica]
+Restore = Callable[[int], dict[str, Any]]
+"""Returns the state of a part that nobody holds any more, as it was some steps ago."""
 
 
 class Holdings:
@@ -75,8 +81,12 @@ class Holdings:
                 if state is not None:
                     self.held[part].load_state_dict(state, keeps=True)
 
-    def rehome(self, comm: Communicator) -> int:
+    def rehome(self, comm: Communicator, restore: Restore | None = None) -> int:
         """Let all parts have holders among the living, as they are to have; what comes here is kept aside.
+
+        Args:
+            comm: Of the living.
+            restore: Restores the parts that nobody holds; without it there must be none.
 
         Returns:
             How many parts changed hands.
@@ -91,12 +101,34 @@ class Holdings:
             state = self._transfer(comm, gift.part, gift.giver, gift.taker)
             if state is not None:
                 self._staged[gift.part] = state
-        return len(moved)
+        lost = restorations(self.now, self._next, comm.members)
+        for restoration in lost:
+            self._restore(comm, restoration, restore)
+        return len(moved) + len(lost)
+
+    def _restore(self, comm: Communicator, this: Restoration, restore: Restore | None) -> None:
+        """Take part in restoring a part: one does, and gives it to all who are to hold it."""
+        if restore is None:
+            msg = f"nobody holds part {this.part} of the model, and it is not to be restored"
+            raise InternalError(msg)
+        if this.restorer in comm.here:
+            state = restore(this.part)
+            if {this.restorer, *this.takers} & set(comm.here) & set(self._next_homes.holders(this.part)):
+                self._staged[this.part] = state
+            for taker in this.takers:
+                if taker not in comm.here:
+                    give(comm, taker, state)
+        elif set(this.takers) & set(comm.here):
+            self._staged[this.part] = take(comm, this.restorer)
+
+    @property
+    def _next_homes(self) -> Homes:
+        assert self._next is not None, "there are no new homes"
+        return self._next
 
     def settle(self, here: Sequence[int]) -> None:
         """Go on with the new homes, which everybody has."""
-        assert self._next is not None, "there are no new homes"
-        self.homes, self._next = self._next, None
+        self.homes, self._next = self._next_homes, None
         for part, state in self._staged.items():
             self.held[part] = self._build(part)
             self.held[part].load_state_dict(state, keeps=True)
@@ -113,6 +145,11 @@ class Holdings:
     def states(self, parts: Sequence[int]) -> dict[str, Any]:
         """Return the states of some parts that are held here, by number as a string, not copied."""
         return {str(part): self.held[part].state_dict() for part in parts}
+
+    def bytes_of(self, parts: Sequence[int]) -> int:
+        """Return the bytes of the weights and optimizer's states of some parts that are held here."""
+        leaves = flatten(self.states(parts))[0].values()
+        return sum(leaf.nbytes for leaf in leaves if isinstance(leaf, torch.Tensor))
 
     def sha256s(self) -> dict[int, str]:
         """Return, by part that is held here, the sha256 over its weights and its optimizer's state."""

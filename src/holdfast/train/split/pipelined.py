@@ -64,7 +64,7 @@ class Stages:
         self._holdings = holdings
         self._comm = comm
         self._settings = settings
-        self._mail = Mail(comm, shared_bytes=settings.shared_bytes)
+        self.mail = Mail(comm, shared_bytes=settings.shared_bytes)
         self._sums: dict[int, tuple[tuple[int, ...], OrderedSum]] = {}
         self._work = _Work()
 
@@ -72,7 +72,7 @@ class Stages:
         """Start anew; all members do."""
         self._work = _Work()
         self._sums = {part: known for part, known in self._sums.items() if part in self._holdings.held}
-        self._mail.begin()
+        self.mail.begin()
 
     def compute(self, batch: MiniBatch, seed: int, fetch: Callable[[int], Any], reach: Reach) -> None:
         """Take the micro-batches of this worker's chains through its stages.
@@ -129,11 +129,11 @@ class Stages:
         last = self._holdings.now.parts - 1
         teller = chain_of(self._holdings.now, batch, min(batch.owners))[last]
         if teller not in self._comm.here:
-            return dict(json.loads(self._mail.receive(teller).numpy().tobytes()))
+            return dict(json.loads(self.mail.receive(teller).numpy().tobytes()))
         stage = self._holdings.held[last]
         figures = stage.buckets.read_metrics(stage.sums[-1], self._work.figures)
         told = torch.frombuffer(bytearray(json.dumps(figures).encode()), dtype=torch.uint8)
-        self._mail.send([rank for rank in self._comm.members if rank not in self._comm.here], told)
+        self.mail.send([rank for rank in self._comm.members if rank not in self._comm.here], told)
         return figures
 
     # -- one micro-batch in one stage
@@ -210,13 +210,13 @@ class Stages:
         if chain[to] in self._comm.here:
             self._work.handed[number, to, back] = data
         else:
-            self._mail.send(chain[to], data.contiguous())
+            self.mail.send(chain[to], data.contiguous())
 
     def _take(self, batch: MiniBatch, number: int, source: int, part: int, *, back: bool) -> torch.Tensor:
         chain = chain_of(self._holdings.now, batch, number)
         if chain[source] in self._comm.here:
             return self._work.handed.pop((number, part, back))
-        return self._mail.receive(chain[source])
+        return self.mail.receive(chain[source])
 
     # -- memory
 

@@ -7,7 +7,7 @@ holder put it; nobody has a copy. It may not be written, and is taken back when 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,12 +20,11 @@ from holdfast.settings import Settings
 from holdfast.train.batches import MiniBatch
 from holdfast.train.optimizers import may_write_gradients
 from holdfast.train.replica import Replica
+from holdfast.train.split.backups import Backups
 from holdfast.train.split.body import MakeOptimizer, MakeScheduler, Split, shape_of
 from holdfast.train.split.model import Sharded
+from holdfast.train.split.rows import in_row, places
 from holdfast.train.world import World
-
-_ALIGN_BYTES = 64
-"""Parameters begin at multiples of it, as where torch makes them: a product of matrices may depend on where they lie."""
 
 
 @dataclass(slots=True)
@@ -82,6 +81,7 @@ class Shards(Split):
         """Meet the others."""
         super().connect(world)
         self._mail = Mail(world.comm, shared_bytes=self._settings.shared_bytes)
+        self.backups = Backups(self.holdings, lambda part: self._shards[part].rows[0], self._settings)
 
     # -- the shards that are held here
 
@@ -89,7 +89,10 @@ class Shards(Split):
         """Return a shard with the parameters as they are at the beginning, or with memory for what comes."""
         shard = self._shards[part]
         if not shard.rows:
-            shard.rows = self._in_rows([self._parameters[name] for name in shard.names])
+            mine = [self._parameters[name] for name in shard.names]
+            shard.rows = [
+                in_row([p for p in mine if p.dtype == dtype]) for dtype in dict.fromkeys(p.dtype for p in mine)
+            ]
         tree = _tree({name: self._parameters[name] for name in shard.names})
         optimizer = self._make_optimizer(tree.parameters())
         if not isinstance(optimizer, torch.optim.Optimizer):
@@ -104,18 +107,6 @@ class Shards(Split):
             clip_grad_norm=None,
             bucket_bytes=self._settings.bucket_bytes,
         )
-
-    @staticmethod
-    def _in_rows(parameters: Sequence[nn.Parameter]) -> list[torch.Tensor]:
-        """Move parameters into rows of their own, one for each type of number."""
-        rows = []
-        for dtype in dict.fromkeys(p.dtype for p in parameters):
-            mine = [p for p in parameters if p.dtype == dtype]
-            row = torch.zeros(sum(_padded_numel(p) for p in mine), dtype=dtype)
-            for parameter, place in _places(mine, row):
-                parameter.data = place.copy_(parameter.detach())
-            rows.append(row)
-        return rows
 
     def _drop(self, part: int) -> None:
         self._shards[part].rows = []
@@ -153,12 +144,13 @@ class Shards(Split):
         """
         self._remember()
         self.flow.begin_step()  # before anything can fail: the step is taken back to here
+        self._given_away = True
+        self._mail.begin()
+        self.exchange_backups(self._mail)
         self._borrow()
 
     def _borrow(self) -> None:
         comm, homes = self._comm, self.holdings.now
-        self._given_away = True
-        self._mail.begin()
         givers = [homes.holders(part)[0] for part in range(homes.parts)]
         for part, shard in enumerate(self._shards):  # all is sent before anybody waits for anything
             if givers[part] in comm.here:
@@ -170,7 +162,7 @@ class Shards(Split):
                 parameters = [self._parameters[name] for name in shard.names]
                 for dtype in dict.fromkeys(p.dtype for p in parameters):
                     row = self._mail.receive(givers[part])
-                    for parameter, place in _places([p for p in parameters if p.dtype == dtype], row):
+                    for parameter, place in places([p for p in parameters if p.dtype == dtype], row):
                         parameter.data = place
 
     def _take_back_loans(self) -> None:
@@ -203,6 +195,7 @@ class Shards(Split):
         Raises:
             PeerFailed: if somebody died.
         """
+        self._mail.begin()
         self._borrow()
         for part, shard in enumerate(self._shards):
             if part not in self.holdings.held:
@@ -287,19 +280,6 @@ class _Flow(Replica):
     def _step_scheduler(self, batch: MiniBatch, metrics: dict[str, float]) -> None:
         for part in self._held:
             part._step_scheduler(batch, metrics)
-
-
-def _padded_numel(parameter: nn.Parameter) -> int:
-    step = _ALIGN_BYTES // parameter.element_size()
-    return -(-parameter.numel() // step) * step
-
-
-def _places(parameters: Sequence[nn.Parameter], row: torch.Tensor) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
-    """Yield parameters, each with where it lies in their row."""
-    at = 0
-    for parameter in parameters:
-        yield parameter, row[at : at + parameter.numel()].view(parameter.shape)
-        at += _padded_numel(parameter)
 
 
 def _tree(named: dict[str, nn.Parameter]) -> nn.Module:

@@ -1,0 +1,75 @@
+"""How the blocks of a partial save are written: as they are, or as int8 steps from what both sides expect them to be.
+
+Owner and peer get the same bits out of the same payload: every operation is one of IEEE 754 by itself (a product, then
+a sum, never a fused one), so it does not matter on which processor it runs.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+CODECS = ("exact", "int8")
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which numbers of ``dtype`` are computed: float64 for itself, float32 for all others."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def is_stepped(tensor: Tensor, codec: str) -> bool:
+    """Return whether ``codec`` writes a tensor as steps, which are two tensors; else it is written as it is, as one."""
+    return codec == "int8" and tensor.is_floating_point()
+
+
+def coded_bytes(tensor: Tensor, codec: str) -> int:
+    """Return how many bytes one block of ``tensor``, of shape (blocks, width), takes as it is written."""
+    width = tensor.shape[1]
+    return width + 4 if is_stepped(tensor, codec) else width * tensor.element_size()
+
+
+def encode(rows: Tensor, base: Tensor) -> tuple[Tensor, Tensor]:
+    """Return steps from ``base`` to ``rows``, so that each number comes back within half a step.
+
+    Args:
+        rows: Floating, of shape (k, width), their numbers finite.
+        base: What both sides expect them to be; of the same shape, in the :func:`wide` dtype.
+
+    Returns:
+        How many steps, int8 of shape (k, width), and the length of a step, float32 of shape (k,); not finite where the
+        way is too long for a float32. The lengths are written negative where none of ``rows`` is, so that rounding
+        makes no number negative that must not be, as the mean squares of which Adam takes the root.
+    """
+    rows = rows.to(base.dtype)
+    length = (span(rows, base, torch.inf) / 127).to(torch.float32)
+    # A length that is no number, or rounds to 0, moves nothing.
+    usable = torch.where((length > 0) & length.isfinite(), length, torch.inf).to(base.dtype)
+    steps = (rows - base).div_(usable.unsqueeze(1)).round_().clamp_(-127, 127).nan_to_num_(0.0).to(torch.int8)
+    return steps, -length if rows.numel() and rows.min() >= 0 else length
+
+
+def decode(steps: Tensor, length: Tensor, base: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the rows that :func:`encode` wrote, as numbers of ``dtype``; what is given is what it took and returned."""
+    rows = steps.to(base.dtype).mul_(length.abs().to(base.dtype).unsqueeze(1)).add_(base)
+    lowest = 0.0 if len(length) and length[0].signbit() else torch.finfo(dtype).min
+    return rows.clamp_(lowest, torch.finfo(dtype).max).to(dtype)
+
+
+def span(a: Tensor, b: Tensor, power: float) -> Tensor:
+    """Return the distance of each row of ``a`` to that of ``b`` in the norm of ``power``, in one pass and no temporary.
+
+    Args:
+        a: Of shape (k, width), float32 or float64.
+        b: Alike.
+        power: 2, or infinity; with the latter, a NaN may go unseen.
+    """
+    # Each row is a batch of its own. Matrix products, the other way to compute it, would cancel.
+    pairs = torch.cdist(a.unsqueeze(1), b.unsqueeze(1), p=power, compute_mode="donot_use_mm_for_euclid_dist")
+    return pairs.view(-1)
+
+
+def finite(rows: Tensor) -> Tensor:
+    """Return of each row whether all its numbers are finite; bool, of shape (k,)."""
+    if not rows.is_floating_point() or rows.sum().isfinite():  # the sum is not, if one number is not
+        return torch.ones(len(rows), dtype=torch.bool)
+    return rows.isfinite().flatten(1).all(1)

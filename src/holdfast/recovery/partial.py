@@ -1,0 +1,33 @@
+"""Partial recovery: what the dead alone held is restored as it was some steps ago, and everything else stays.
+
+Source: Qiao et al., "Fault tolerance in iterative-convergent machine learning", ICML 2019 (SCAR).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from holdfast.events import Action, Event, ProgressKnown
+from holdfast.recovery.rollback import take_back
+from holdfast.recovery.strategy import View
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Partial:
+    """Goes on with a perturbed model: loses what was learned about the lost parts since they were saved.
+
+    No sample is lost or repeated, and as long as every part has a holder no bit differs.
+
+    Args:
+        min_workers: With fewer survivors: save and stop.
+    """
+
+    min_workers: int = 1
+
+    def handle(self, event: Event) -> list[Action]:
+        """Take the step in progress back, as rollback does; the lost parts are restored where they get new homes."""
+        match event:
+            case ProgressKnown():
+                return take_back(replace(View.of(event), lost=False), self.min_workers)
+            case _:
+                return []

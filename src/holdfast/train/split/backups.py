@@ -1,0 +1,178 @@
+"""Backups: copies of parts as they were some steps ago, in the memory of workers that do not hold them.
+
+The first holder of a part keeps a running checkpoint of it (:mod:`holdfast.checkpoint.running`) and sends what it saves to
+the backups, each of which puts it into an equal one. That happens between two steps, so what is saved is of a committed
+step, and a part is saved whole before the first step with new homes. A save counts for a backup when all of it has come.
+
+Source: Qiao et al., "Fault tolerance in iterative-convergent machine learning", ICML 2019 (SCAR).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from holdfast.checkpoint.format import flatten, unflatten
+from holdfast.checkpoint.running import Running, Saved, Saving
+from holdfast.comm import Communicator, Mail
+from holdfast.settings import Settings
+from holdfast.train.split.holdings import Holdings
+from holdfast.train.split.rows import Rows
+from holdfast.train.state import clone
+from holdfast.train.welcome import pack_state, room_for
+
+OPTIMIZER = "optimizer"
+
+
+@dataclass(slots=True)
+class _Copy:
+    """A part as it was: what lies in rows, and all else."""
+
+    rows: Running
+    layout: list[list[Any]]
+    rest: dict[str, Any]
+
+
+class Backups:
+    """Keeps this worker's backups, and those of its parts at others.
+
+    Args:
+        holdings: Who holds what.
+        row_of: Returns where the parameters of a part that is held here lie.
+        settings: Of the run.
+    """
+
+    def __init__(self, holdings: Holdings, row_of: Callable[[int], torch.Tensor], settings: Settings) -> None:
+        self._holdings = holdings
+        self._row_of = row_of
+        self._keeps_optimizer = settings.mirror_optimizer == "saved"
+        self._saving = Saving(
+            every=settings.mirror_every,
+            fraction=settings.mirror_fraction,
+            choice=settings.mirror_choice,
+            predictor=settings.mirror_predictor,
+            codec=settings.mirror_codec,
+            seed=settings.seed,
+        )
+        self._own: dict[int, tuple[Rows, Running, int]] = {}
+        self._copies: dict[int, _Copy] = {}
+        self._saved_with: Any = None
+
+    def exchange(self, comm: Communicator, mail: Mail, step: int) -> None:
+        """Save what is due of the parts before ``step``. All members, between :meth:`Mail.begin` and the step's messages.
+
+        Raises:
+            PeerFailed: if somebody died.
+        """
+        homes = self._holdings.now
+        is_first = self._saved_with is not homes
+        if not (is_first or step % self._saving.period == 0):
+            return
+        if is_first:
+            self._forget(comm.here)
+        for part, backups in enumerate(homes.backups):  # all is sent before anybody waits for anything
+            if backups and homes.holders(part)[0] in comm.here:
+                for message in self._save(part, step):
+                    mail.send(backups, message, me=homes.holders(part)[0])
+        for part, backups in enumerate(homes.backups):
+            mine = [rank for rank in backups if rank in comm.here]
+            giver = homes.holders(part)[0]
+            if mine:
+                self._receive(part, lambda giver=giver, me=mine[0]: mail.receive(giver, me=me))  # type: ignore[misc]
+        self._saved_with = homes
+
+    def _forget(self, here: Sequence[int]) -> None:
+        """Forget what homes before these had; a copy is kept by who is still a backup until a whole one comes."""
+        self._own = {}
+        keeps = {part for part, ranks in enumerate(self._holdings.now.backups) if not set(ranks).isdisjoint(here)}
+        self._copies = {part: copy for part, copy in self._copies.items() if part in keeps}
+
+    # -- at who holds a part
+
+    def _save(self, part: int, step: int) -> list[torch.Tensor]:
+        """Save a part, or what is due of it, and return the messages that say so."""
+        held = self._holdings.held[part]
+        rows = self._own[part][0] if part in self._own else Rows(held, self._row_of(part))
+        now = (rows.of_parameters(), *(rows.of_optimizer() if self._keeps_optimizer else ()))
+        state = held.state_dict()
+        if not self._keeps_optimizer:
+            state[OPTIMIZER] = state[OPTIMIZER] | {"state": {}}
+        layout, rest = _apart(state, now)
+        is_whole = part not in self._own or self._own[part][2] != len(now)  # an optimizer has nothing before it has run
+        if is_whole:
+            self._own[part] = rows, Running(now, self._saving, step=step), len(now)
+            sent: tuple[torch.Tensor, ...] = now
+        else:
+            saved = self._own[part][1].save(now, step)
+            sent = saved.blocks, *saved.payload
+        said, packed = pack_state(rest)
+        header = {"step": step, "whole": is_whole, "layout": layout, "count": len(sent), "rest": said}
+        return [torch.frombuffer(bytearray(json.dumps(header).encode()), dtype=torch.uint8), *packed.pieces, *sent]
+
+    # -- at a backup
+
+    def _receive(self, part: int, receive: Callable[[], torch.Tensor]) -> None:
+        header = json.loads(receive().numpy().tobytes())
+        tensors, packed = room_for(header["rest"])
+        for piece in packed.pieces:
+            piece.copy_(receive())
+        packed.unpack()
+        sent = [receive() for _ in range(header["count"])]
+        if header["whole"]:
+            rows = Running(sent, self._saving, step=header["step"])
+        else:
+            rows = self._copies[part].rows
+            rows.put(Saved(header["step"], sent[0].clone(), tuple(sent[1:])))
+        self._copies[part] = _Copy(rows, header["layout"], unflatten(tensors, header["rest"]["skeleton"]))
+
+    def restore(self, part: int, step: int) -> tuple[dict[str, Any], torch.Tensor] | None:
+        """Return the state of a part, and how many steps before ``step`` each of its blocks was saved; None without a copy."""
+        copy = self._copies.get(part)
+        if copy is None:
+            return None
+        blocks = torch.arange(len(copy.rows.saved_at))
+        rows = [row.reshape(-1) for row in copy.rows.recover(blocks, step)]
+        state = _together(copy.layout, rows, copy.rest)
+        return state, step - copy.rows.saved_at
+
+    def bytes_held(self) -> int:
+        """Return the memory of all copies here: of parts that others hold, and of those that are held here and saved."""
+        running = [copy.rows for copy in self._copies.values()] + [own for _, own, _ in self._own.values()]
+        leaves = (leaf for one in running for leaf in flatten(one.state_dict())[0].values())
+        return sum(leaf.nbytes for leaf in leaves if isinstance(leaf, torch.Tensor))
+
+
+def _apart(state: dict[str, Any], rows: Sequence[torch.Tensor]) -> tuple[list[list[Any]], dict[str, Any]]:
+    """Return where in the rows tensors of a state lie, by path, and all else."""
+    leaves, skeleton = flatten(state)
+    layout, rest = [], {}
+    for path, leaf in leaves.items():
+        place = _place(leaf, rows) if isinstance(leaf, torch.Tensor) else None
+        if place is None:
+            rest[path] = leaf
+        else:
+            layout.append([path, *place, list(leaf.shape)])
+    return layout, {"skeleton": json.dumps(skeleton), "leaves": rest}
+
+
+def _place(leaf: torch.Tensor, rows: Sequence[torch.Tensor]) -> tuple[int, int] | None:
+    """Return in which row a tensor lies, and where it begins there; None if it does not."""
+    for number, row in enumerate(rows):
+        at, odd = divmod(leaf.data_ptr() - row.data_ptr(), row.element_size())
+        if leaf.numel() and not odd and 0 <= at < row.numel():
+            return number, at
+    return None
+
+
+def _together(layout: Sequence[Sequence[Any]], rows: Sequence[torch.Tensor], rest: dict[str, Any]) -> dict[str, Any]:
+    """Return the state that :func:`_apart` took apart, with these rows."""
+    leaves = dict(rest["leaves"])
+    for path, number, at, shape in layout:
+        size = torch.Size(shape)
+        leaves[path] = rows[number][at : at + size.numel()].view(size)
+    state: dict[str, Any] = clone(unflatten(leaves, json.loads(rest["skeleton"])))
+    return state
