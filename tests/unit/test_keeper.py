@@ -20,6 +20,7 @@ from holdfast.checkpoint import writer as writers
 from holdfast.errors import CheckpointError, ConfigError
 from holdfast.settings import Settings
 from holdfast.train import keeper as keepers
+from holdfast.train.beginning import Beginning
 from holdfast.train.keeper import Keeper
 from holdfast.train.seeds import generator_states, set_generator_states
 
@@ -189,6 +190,29 @@ def test_the_generators_go_on_where_they_were_behind_a_loop(tmp_path):
     resumed = functools.partial(go_on_with, where=tmp_path / "c", step=LOOP_ENDS[0])
     assert resumed(lambda *_: None, elsewhere=tmp_path / "same") == undisturbed()
     assert resumed(elsewhere, elsewhere=tmp_path / "other") != undisturbed()
+
+
+@pytest.mark.parametrize("loop", [0, 1])
+def test_a_load_that_a_death_interrupted_loads_the_same_state_again_in_any_loop(tmp_path, monkeypatch, loop):
+    """Some have then loaded it and some not: whoever looks, it must be the same for all."""
+    at = LOOP_ENDS[loop] - 1
+    saved_at(at, tmp_path / "c")
+    loaded, load_once, load_state = [], Beginning.load, Keeper.load
+
+    def load_twice(self, *, trained):
+        load_once(self, trained=trained)
+        load_once(self, trained=trained)
+
+    def note(self, step, only=None):
+        loaded.append(step)
+        return load_state(self, step, only)
+
+    monkeypatch.setattr(Beginning, "load", load_twice)
+    monkeypatch.setattr(Keeper, "load", note)
+    resumed = Training(checkpoint_dir=str(tmp_path / "c"), resume=True).run()
+
+    assert loaded == [at, at] * (loop + 1)
+    assert resumed.sha256 == undisturbed()
 
 
 def test_generators_come_back_as_they_were():

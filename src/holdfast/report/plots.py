@@ -1,4 +1,4 @@
-"""The pictures of a study: stacked bars, and lines over a number of workers."""
+"""The pictures of a study: stacked bars, lines over a number of workers, and points with intervals."""
 
 from __future__ import annotations
 
@@ -96,3 +96,89 @@ def _draw_series(
             xs, ys = zip(*dict.fromkeys(points), strict=True)
             fill: dict[str, Any] = {} if is_measured else {"markerfacecolor": "white"}
             axes.plot(xs, ys, linestyle=line, linewidth=1.3, label=name if is_measured else None, **look, **fill)
+
+
+def scattered(section: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return a point for each row, with its interval if it has one, and its ``label`` beside it. "" without rows.
+
+    ``interval`` names the columns of the two ends; ``band`` a range of y to shade; ``log`` the axes that are
+    logarithmic; ``curves`` are ``[name, xs, ys]`` each, drawn through.
+    """
+    (x, x_name), (y, y_name) = section["x"], section["y"]
+    rows = [row for row in rows if row.get(x) is not None and row.get(y) is not None]
+    if not rows:
+        return ""
+    with canvas(4.4) as page:
+        axes = page.axes(0.7, 0.55, WIDTH_IN - 0.7 - _KEY_IN, 3.6)
+        if band := section.get("band"):
+            axes.axhspan(*band, color=style.WORK_LIGHT, alpha=0.35, linewidth=0)
+        for place, (name, group) in enumerate(grouped(rows, section["series"]).items()):
+            look = {"color": _PALETTE[place % len(_PALETTE)], "marker": _MARKS[place % len(_MARKS)], "markersize": 5}
+            points = [row[x] for row in group], [row[y] for row in group]
+            axes.errorbar(
+                *points, yerr=_ends(section, group, y), linestyle="", label=" ".join(name), linewidth=1, **look
+            )
+        for place, (name, xs, ys) in enumerate(section.get("curves", ())):
+            axes.plot(xs, ys, color=style.INK, linewidth=1.2, linestyle=("-", "--", ":")[place % 3], label=name)
+        for row in rows:
+            if text := row.get(section.get("label", "")):
+                axes.annotate(text, (row[x], row[y]), xytext=(5, 4), textcoords="offset points", fontsize=7.5)
+        for axis in section.get("log", ()):
+            getattr(axes, f"set_{axis}scale")("log")
+        axes.set_xlabel(x_name)
+        axes.set_ylabel(y_name)
+        _finish(axes)
+        axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1.0), frameon=False, fontsize=9)
+        return page.svg(html.escape(section["title"]))
+
+
+def interval_lines(section: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return a line for each group, with a point and its interval for each series on it, over ``x``. "" without rows.
+
+    ``interval`` names the columns of the two ends; ``band`` a range of x to shade; ``limits`` where the axis ends.
+    """
+    x, x_name = section["x"]
+    rows = [row for row in rows if row.get(x) is not None]
+    if not rows:
+        return ""
+    groups = [" ".join(key) for key in grouped(rows, section["by"])]
+    series = grouped(rows, section["series"])
+    height = len(groups) * max(_BAR_IN, 0.13 * len(series))
+    with canvas(height + 1.2) as page:
+        axes = page.axes(_NAMES_IN, 0.55, WIDTH_IN - _NAMES_IN - 0.2, height)
+        if band := section.get("band"):
+            axes.axvspan(*band, color=style.WORK_LIGHT, alpha=0.35, linewidth=0)
+        for place, (name, group) in enumerate(series.items()):
+            look = {"color": _PALETTE[place % len(_PALETTE)], "marker": _MARKS[place % len(_MARKS)], "markersize": 4}
+            aside = 0.7 * ((place + 0.5) / len(series) - 0.5)
+            lines = [groups.index(" ".join(key)) + aside for key in (_key(row, section["by"]) for row in group)]
+            points = [row[x] for row in group], lines
+            axes.errorbar(
+                *points, xerr=_ends(section, group, x), linestyle="", label=" ".join(name), linewidth=1, **look
+            )
+        axes.set_yticks(range(len(groups)), groups)
+        axes.set_ylim(len(groups) - 0.5, -0.5)
+        axes.set_xlim(*section.get("limits", (None, None)))
+        axes.set_xlabel(x_name)
+        _finish(axes)
+        axes.legend(loc="lower left", bbox_to_anchor=(0, 1.0), ncols=4, frameon=False, fontsize=9)
+        return page.svg(html.escape(section["title"]))
+
+
+def _key(row: Mapping[str, Any], names: Sequence[str]) -> tuple[str, ...]:
+    return next(iter(grouped([row], names)))
+
+
+def _ends(section: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], key: str) -> list[list[float]] | None:
+    """Return how far the ends of each row's interval are from its value."""
+    if "interval" not in section:
+        return None
+    ends = [[row[end] if row.get(end) is not None else row[key] for row in rows] for end in section["interval"]]
+    values = [row[key] for row in rows]
+    return [[abs(value - end) for value, end in zip(values, side, strict=True)] for side in ends]
+
+
+def _finish(axes: Axes) -> None:
+    axes.grid(color=style.LINE, linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.tick_params(length=0, which="both")

@@ -5,9 +5,12 @@ A study says under ``page`` how its rows are shown, section by section:
 * ``table``: rows that agree in ``by`` are one line; a column is ``[key, heading, unit]``, numbers are medians;
 * ``bars``: a bar for each group in ``by``, stacked from ``values``, ``[key, name]`` each;
 * ``lines``: a line for each group in ``series`` over ``x``; rows that are not ``measured`` are hollow;
+* ``points``: a point for each row at ``x`` and ``y``, with its ``interval``, coloured by ``series``;
+* ``intervals``: a line for each group in ``by``, on it a point for each row, at ``x``, with its ``interval``;
 * ``list``: sentences, each with the ``section`` and the ``row`` that it stands on.
 
-``where`` chooses rows by the values that they must have.
+``where`` chooses rows by the values that they must have; a section that shows what follows from many rows brings
+``rows`` of its own.
 """
 
 from __future__ import annotations
@@ -71,14 +74,17 @@ def _section(section: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> d
     if section["kind"] == "list":
         items = [{"text": item["text"], "link": row_id(item["section"], item["row"])} for item in section["items"]]
         return {**section, "items": items} if items else None
+    rows = section.get("rows", rows)
     chosen = [row for row in rows if all(row.get(key) == value for key, value in section["where"].items())]
     if not chosen:
         return None
     if section["kind"] == "table":
         return {**section, **_table(section, chosen)}
-    from holdfast.report.plots import stacked_bars, workers_lines
+    from holdfast.report.plots import interval_lines, scattered, stacked_bars, workers_lines
 
-    draw = {"bars": stacked_bars, "lines": workers_lines}[section["kind"]]
+    draw = {"bars": stacked_bars, "lines": workers_lines, "points": scattered, "intervals": interval_lines}[
+        section["kind"]
+    ]
     svg = draw(section, chosen)
     return {**section, "svg": svg} if svg else None
 

@@ -25,6 +25,11 @@ CHAINS = 2
 """Pipelines of a hybrid job."""
 
 ROLLBACK, FORWARD, RESTART, REINIT = STRATEGIES = ("rollback", "forward", "restart", "reinit")
+PARTIAL = "partial"
+"""The strategy that only split models have."""
+
+BACKUPS = ("--mirror-every", "16", "--mirror-fraction", "0.125")
+"""How backups are kept under :data:`PARTIAL`: an eighth of a part every other iteration."""
 
 ONE_BUCKET_BYTES = 1 << 40
 """All gradients in one sum, as in the code of 2017."""
@@ -80,6 +85,8 @@ class Job:
         blocks: Whether each worker holds contiguous blocks of the data, read from a file.
         seed: Of everything that is drawn.
         reinit_from: What ``reinit`` goes on from.
+        options: More of those of ``holdfast run``.
+        arguments: More of those of the workers' script.
     """
 
     kind: str
@@ -94,6 +101,8 @@ class Job:
     blocks: bool = False
     seed: int = 0
     reinit_from: str = ""
+    options: tuple[str, ...] = ()
+    arguments: tuple[str, ...] = ()
 
     @property
     def parts(self) -> int:
@@ -132,6 +141,7 @@ class Job:
             words += ["--checkpoint-dir", folder / "saved", "--checkpoint-every", self.scale.checkpoint_every]
         if self.strategy == FORWARD:
             words += ["--rescale", "original"]
+        words += self.options
         for rank, step in self.kills:
             words += ["--inject", f"kill:rank={rank},step={step}"]
         return [*map(str, words), *self._script(folder)]
@@ -143,6 +153,7 @@ class Job:
         words += ["--samples", scale.samples, "--batch", scale.batch, "--epochs", scale.epochs]
         words += ["--blocks", scale.slices] if self.blocks else []
         words += ["--bucket-bytes", ONE_BUCKET_BYTES] if self.strategy == FORWARD else []
+        words += self.arguments
         return [str(word) for word in words]
 
     def environment(self) -> dict[str, str]:

@@ -45,6 +45,7 @@ class Beginning:
         self._scribe = scribe
         self._requests = requests
         self._initial: Loaded | None = None
+        self._begun_from: int | None = None
         self._given: tuple[Any, dict[str, Any]] | None = None
         self.belongs_to_later_loop = False
 
@@ -65,6 +66,7 @@ class Beginning:
         step, token, fallback = world.comm.maximum(mine)
         world.keeper.start_over(token, fallback)
         if step >= 0:
+            self._begun_from = step
             self._restore(world.keeper.load(step, self._replica.wanted(world.comm.members)), keeps=True)
             return
         if self._initial is not None:
@@ -203,6 +205,8 @@ class Beginning:
         if world.rebuilt:
             found = world.keeper.newest(self._warn)
             return found if found >= 0 and world.keeper.info(found)["loop"] >= world.loop else -1
+        if not trained and self._begun_from is not None:  # a death came between: some have loaded it, and some not
+            return self._begun_from
         if not trained and world.loaded is not None:
             return world.loaded.step
         if not trained and (world.loop > 0 or not world.settings.resume):

@@ -9,6 +9,9 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -26,6 +29,8 @@ from holdfast.workloads.train import accuracy
 
 _DECAYS = 3
 """How often the learning rate falls in a run: a schedule that was lost, or forgot its place, changes the weights."""
+_PATIENCE_S = 2.0
+"""What a step takes more, as long as workers that are wanted have not come."""
 
 
 class Blocks:
@@ -137,6 +142,8 @@ def _train(options: argparse.Namespace) -> None:
     for step in steps:
         if held is not None:
             held.hold(step.slices, step.number)
+        if options.wanted:
+            _gather(options, session, step.number)
         watch.begin()
         if options.kind == "pipeline":
             step.compute()
@@ -150,6 +157,17 @@ def _train(options: argparse.Namespace) -> None:
     test = TensorDataset(*(torch.from_numpy(np.load(path)) for path in _files(options.data, "test-")))
     _note(options.notes, session, held, watch, whole)
     session.log(accuracy=accuracy(whole, test))
+
+
+def _gather(options: argparse.Namespace, session: holdfast.Session, number: int) -> None:
+    """Ask for the workers that are wanted, if that is due; let the job last until they have started and joined."""
+    if options.ask and number == options.since and session.is_lead:
+        launcher = os.environ["HOLDFAST_LAUNCHER"].split()[0]
+        words = [sys.executable, "-m", "holdfast", "scale", str(options.wanted), "--job", launcher]
+        with session.busy():
+            subprocess.run(words, check=True)
+    if number > options.since and session.world_size < options.wanted:
+        time.sleep(_PATIENCE_S)
 
 
 def _data(options: argparse.Namespace) -> tuple[Blocks | None, Any]:
@@ -231,6 +249,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--blocks", type=int, default=0, help="the paper's data policy, with so many blocks: the slices"
     )
+    parser.add_argument("--wanted", type=int, default=0, help="workers to wait for, in the steps after --since")
+    parser.add_argument("--since", type=int, default=0)
+    parser.add_argument("--ask", action="store_true", help="ask for them by `holdfast scale`, in the step --since")
     parser.add_argument("--bucket-bytes", type=int, help="a huge one: one sum of all gradients, as in 2017")
     return parser
 
