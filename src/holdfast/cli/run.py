@@ -177,6 +177,12 @@ def run(
     report: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Write report.json, events.jsonl, index.html here.")
     ] = None,
+    baseline: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR", help="The report of an undisturbed run, to say what this one's failures cost in steps."
+        ),
+    ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print report.json on stdout; all else goes to stderr.")
     ] = False,
@@ -268,7 +274,10 @@ def run(
         log_dir=log_dir,
         report_dir=report or last_report,
     )
+    _check_baseline(baseline, job.report_dir)
     outcome = launch(job, make_view(sys.stderr if as_json else sys.stdout))
+    if baseline is not None and job.report_dir is not None and outcome.report["outcome"] == "done":
+        _add_cost(outcome.report, job.report_dir, baseline)
     _show(outcome, job.report_dir, as_json=as_json)
     return outcome.exit_code
 
@@ -366,6 +375,34 @@ def _plan(specs: list[str], settings: Settings, nnodes: int, newcomers: int) -> 
         msg = f"--inject {error}"
         raise ConfigError(msg) from error
     return plan.to_json()
+
+
+def _check_baseline(baseline: Path | None, report_dir: Path | None) -> None:
+    """Refuse before anything runs what could not be compared after it.
+
+    Raises:
+        ConfigError: naming the option.
+    """
+    if baseline is None:
+        return
+    from holdfast.study.against import read_losses
+
+    if report_dir is None:
+        msg = f"--baseline {baseline} needs --report DIR: this run's losses are read from there"
+        raise ConfigError(msg)
+    read_losses(baseline)
+
+
+def _add_cost(report: dict[str, Any], report_dir: Path, baseline: Path) -> None:
+    """Say in the report what the failures cost, in steps, against an undisturbed run."""
+    from holdfast.study.against import cost_against
+
+    try:
+        report["iteration_cost"] = cost_against(report_dir, baseline)
+    except ConfigError as error:
+        print(f"holdfast: not compared: {error}", file=sys.stderr)
+        return
+    (report_dir / "report.json").write_text(json.dumps(report, indent=1) + "\n")
 
 
 def _show(outcome: Outcome, report_dir: Path | None, *, as_json: bool) -> None:

@@ -37,6 +37,7 @@ def summary_lines(report: Mapping[str, Any], directory: Path | None = None) -> l
     lines += [_failure(failure, report) for failure in report["failures"]]
     lines += [what for _, what in happenings(report)]
     lines += [f"did not strike: {spec}" for spec in report.get("faults_not_fired", ())]
+    lines.append(_iteration_cost(report.get("iteration_cost")))
     lines += [_parts_held(held) for held in report.get("parts_held", ())]
     lines += [_samples(report), _replicas(report)]
     if directory is not None:
@@ -127,6 +128,17 @@ def _failure(failure: Mapping[str, Any], report: Mapping[str, Any]) -> str:
     if failure["lost_samples"]:
         parts.append(f"{count(failure['lost_samples'], 'sample')} lost")
     return "; ".join(parts)
+
+
+def _iteration_cost(cost: Mapping[str, Any] | None) -> str:
+    """Return what the failures cost in steps, if the run was compared with an undisturbed one."""
+    if cost is None:
+        return ""
+    if cost["iterations"] is None:
+        return f"iteration cost against {cost['undisturbed']}: its loss falls nowhere by more than chance"
+    late = f"; {count(cost['censored'], 'level')} never reached" if cost["censored"] else ""
+    means = f"the loss averaged over {count(cost['window'], 'step')}, at {count(len(cost['levels']), 'level')}{late}"
+    return f"iteration cost against {cost['undisturbed']}: {number(cost['iterations'])} steps ({means})"
 
 
 def _parts_held(held: Mapping[str, Any]) -> str:

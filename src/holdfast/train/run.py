@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Generator, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NoReturn, Self
+from collections.abc import Generator, Iterator
+from typing import Any, NoReturn
 
 from holdfast.checkpoint.writer import Outcome
 from holdfast.comm import OrderedSum, VirtualCommunicator
@@ -74,6 +73,7 @@ from holdfast.train.exits import kill_self
 from holdfast.train.handover import hand_over
 from holdfast.train.ledger import Account
 from holdfast.train.place import Place
+from holdfast.train.recovering import Recovering, rebuilding
 from holdfast.train.replica import Replica
 from holdfast.train.requests import Requests
 from holdfast.train.scribe import Scribe
@@ -82,30 +82,7 @@ from holdfast.train.split.restore import Restorer
 from holdfast.train.split.sharded import Shards
 from holdfast.train.step import Step
 from holdfast.train.stranded import launcher_is_gone, turn
-from holdfast.train.world import ASK, CHANGE, LEAVE, SAVE, STOP, Rebuilding, World
-
-
-@dataclass(slots=True)
-class _Recovery:
-    """What is known of the recovery in progress."""
-
-    before: tuple[int, ...]
-    decision: str = "continue"
-    redone_steps: int = 0
-    held_since_s: float = 0.0
-    orders: dict[str, int] = field(default_factory=dict)
-    times_s: dict[str, float] = field(default_factory=dict)
-
-    @classmethod
-    def over(cls, rebuilding: Rebuilding) -> Self:
-        """Go on with the recovery that the application before this one began."""
-        return cls(rebuilding.before, "reinit", orders=rebuilding.orders, times_s=rebuilding.times_s)
-
-    def count(self, order: Action, took_s: float) -> None:
-        """Count an order that was carried out."""
-        name = type(order).__name__
-        self.orders[name] = self.orders.get(name, 0) + 1
-        self.times_s[name] = self.times_s.get(name, 0.0) + took_s
+from holdfast.train.world import ASK, CHANGE, LEAVE, SAVE, STOP, World
 
 
 class Run:
@@ -150,7 +127,7 @@ class Run:
         self._outcome = "done"
         self._save_due = False  # since a step was closed until the next one is stable
         self._announced = world.rebuilding is not None
-        self._recovery = None if world.rebuilding is None else _Recovery.over(world.rebuilding)
+        self._recovery = Recovering(world, self._scribe)
         self._is_newcomer = is_newcomer
 
     @property
@@ -185,7 +162,7 @@ class Run:
                     case Publish(step=step):
                         self._publish(step)
                     case ComputeStep() if self._heard & CHANGE:
-                        self._meet()
+                        self._recovery.meet()
                         event = MembersChange()
                     case ComputeStep() if self._heard & ASK:
                         event = ChangesWait()
@@ -217,7 +194,7 @@ class Run:
         return Computed()
 
     def _carry_out(self, order: Action) -> Event:
-        recovery, begun_s = self._recovery, 0.0 if self._recovery is None else self._world.clock.now_s()
+        recovery, begun_s = self._recovery.now, 0.0 if self._recovery.now is None else self._world.clock.now_s()
         event = self._answered(order)
         if recovery is not None:
             recovery.count(order, self._world.clock.now_s() - begun_s)
@@ -233,14 +210,14 @@ class Run:
         """Return the event that the protocol is told of a failure."""
         if isinstance(error, StoreLost):
             self._stop_alone(error)
-        self._see_failure()
+        self._recovery.see_failure()
         return PeerLost()
 
     def _try(self, order: Action) -> Event:
         comm = self._world.comm
         match order:
             case SumBucket(step=step, bucket=bucket):
-                self._note_recovery()
+                self._recovery.end()
                 self._attempts.sum_bucket(step, bucket)
                 return BucketSummed()
             case CloseStep(step=step):
@@ -253,10 +230,10 @@ class Run:
                 comm.revoke()
                 return Revoked()
             case Agree(flag=flag):
-                self._scribe.mark("recovery" if self._recovery else "gate")
+                self._scribe.mark("recovery" if self._recovery.now else "gate")
                 value = comm.agree(flag)
                 if flag and not value:
-                    self._see_failure()
+                    self._recovery.see_failure()
                 return Agreed(value)
             case Shrink():
                 changes, self._heard = self._heard & CHANGE, self._heard & ~CHANGE
@@ -273,8 +250,8 @@ class Run:
                 self._reach_everywhere("recovery")
                 return Shrunk()
             case ShareProgress(progress=progress):
-                calm = self._recovery is not None and self._recovery.decision == "grow"
-                flags = self._heard | SAVE * self._save_due | CALM * calm | LOST * self._replica.is_lost(comm.members)
+                lost, calm = LOST * self._replica.is_lost(comm.members), CALM * self._recovery.is_calm
+                flags = self._heard | SAVE * self._save_due | calm | lost
                 known = comm.share_progress(dataclasses.replace(progress, flags=flags))
                 for other in known.values():
                     self._heard |= other.flags & ~(SAVE | CHANGE | CALM | LOST)
@@ -287,7 +264,7 @@ class Run:
                 return HandedOver(order.step, bucket)
             case Welcome(step=step, newcomers=newcomers):
                 self._reach_everywhere("rejoin", step)
-                self._expect(newcomers)
+                self._recovery.expect(newcomers)
                 self._beginning.welcome(newcomers)
                 return ActDone()
             case Install():
@@ -304,7 +281,7 @@ class Run:
                 self._parts.settle()
                 return ActDone()
             case TakeChanges():
-                self._note_recovery()
+                self._recovery.end()
                 self._requests.take()
                 return ActDone()
             case MakeChanges():
@@ -331,7 +308,7 @@ class Run:
             msg = f"step {step} was ordered where step {self._world.step} is next"
             raise InternalError(msg)
         self._announce()
-        self._note_recovery()
+        self._recovery.end()
         if self._world.keeper.is_outdated(step, self._world.comm.generation):
             self._beginning.save()
         batch = self._place.next_batch(step, self._world.comm.members)
@@ -355,7 +332,7 @@ class Run:
         return None
 
     def _close(self, step: int) -> None:
-        self._note_recovery()
+        self._recovery.end()
         self._scribe.mark("allreduce")
         self._attempts.reach_in_sum(step, self._replica.num_buckets)
         if self._world.comm.is_stranded:
@@ -405,43 +382,19 @@ class Run:
         self._attempts.batch, world.step, world.snapshot = None, step + 1, None
         self._scribe.committed(batch, samples, len(workers), lost)
         if world.keeper.is_due(world.step) or self._save_due:
-            if replica.is_split and self._recovery is not None:
+            if replica.is_split and self._recovery.now is not None:
                 world.keeper.put_off(world.step)  # parts have homes among the dead: all save when they have new ones
             else:
                 self._beginning.save()
 
     # -- recovery
 
-    def _meet(self) -> None:
-        """Remember that nothing failed: all meet because members change."""
-        if self._recovery is None:
-            world = self._world
-            self._recovery = _Recovery(world.comm.members, "grow", held_since_s=world.clock.now_s())
-            self._scribe.mark("recovery")
-
-    def _expect(self, newcomers: Sequence[int]) -> None:
-        """Remember who comes; also a newcomer does, because those who were there may die before they write it down."""
-        if self._recovery is None or self._world.comm.here[0] in newcomers:
-            self._recovery = _Recovery(tuple(r for r in self._world.comm.members if r not in newcomers))
-        self._recovery.decision = "grow"
-
     def _reach_everywhere(self, phase: str, step: int | None = None) -> None:
         for rank in self._world.comm.here:
             self._world.faults.reach(phase, self._world.step if step is None else step, rank)
 
-    def _see_failure(self) -> None:
-        if self._recovery is None:
-            self._recovery = _Recovery(before=self._world.comm.members)
-            self._scribe.failure_seen()
-            self._scribe.mark("recovery")
-        elif self._recovery.decision == "grow":
-            self._recovery.decision = "continue"
-            self._scribe.failure_seen()
-
     def _discard(self) -> Event:
-        if self._recovery is not None and self._recovery.decision == "continue":
-            self._recovery.decision = "redo"
-            self._recovery.redone_steps = int(self._attempts.batch is not None)
+        self._recovery.take_back(was_computing=self._attempts.batch is not None)
         if self._attempts.batch is not None:
             self._replica.discard_step()
             # A script that asked to stop will ask again; whoever heard it of a closed step has no step in progress.
@@ -449,25 +402,6 @@ class Run:
             self._heard &= ~STOP
         self._attempts.batch = None
         return ActDone()
-
-    def _note_recovery(self) -> None:
-        """Write down what was decided, once training goes on."""
-        recovery, self._recovery = self._recovery, None
-        if recovery is not None:
-            if recovery.decision != "grow":
-                self._world.keeper.note_failure()
-            held_s = self._world.clock.now_s() - recovery.held_since_s if recovery.held_since_s else 0.0
-            self._scribe.recovered(
-                recovery.before,
-                recovery.decision,
-                recovery.redone_steps,
-                held_s,
-                orders=recovery.orders,
-                times_s=recovery.times_s,
-            )
-        if self._world.rebuilding is not None:
-            self._scribe.reinitialised(self._world.rebuilding)
-            self._world.rebuilding = None
 
     # -- the beginning, checkpoints
 
@@ -488,15 +422,12 @@ class Run:
         if lost and world.is_lead:
             what = f"{'parts' if len(lost) > 1 else 'part'} {', '.join(map(str, lost))} of the model"
             self._scribe.warn(f"nobody is left who holds {what}: all go back to step {world.step}")
-        if self._recovery is not None:
-            self._recovery.decision = "load"
-            self._recovery.redone_steps = reached - world.step if self._announced else 0
+        self._recovery.decide("load", reached - world.step if self._announced else 0)
         if world.snapshot is not None:
             self._heard |= world.snapshot.info["heard"]
-        if self._recovery is not None and world.rebuilding is not None:
+        if self._recovery.now is not None and world.rebuilding is not None:
             world.rebuilding.loaded_s = world.clock.now_s()
-            self._recovery.decision = "reinit"
-            self._recovery.redone_steps = world.rebuilding.reached - world.step
+            self._recovery.decide("reinit", world.rebuilding.reached - world.step)
         return world.step
 
     def _unwound(self) -> Unwind:
@@ -506,16 +437,8 @@ class Run:
         self._discard()
         self._scribe.write_last_step()
         self._beginning.take_snapshot(self._heard)
-        recovery, now_s = self._recovery or _Recovery(world.comm.members), world.clock.now_s()
-        rebuilding = Rebuilding(
-            before=recovery.before,
-            reached=reached,
-            orders=recovery.orders,
-            times_s=recovery.times_s,
-            snapshot_s=now_s - began_s,
-            unwound_s=now_s,
-        )
-        hand_over(world, rebuilding)
+        recovery, now_s = self._recovery.rebuild(), world.clock.now_s()
+        hand_over(world, rebuilding(recovery, reached=reached, began_s=began_s, now_s=now_s))
         return Unwind()
 
     def _begin_job_again(self, lost: StateLost) -> NoReturn:
@@ -556,8 +479,7 @@ class Run:
 
     def _save_and_stop(self) -> Event:
         self._outcome = "gave-up"
-        if self._recovery is not None:
-            self._recovery.decision = "stop"
+        self._recovery.decide("stop")
         self._beginning.save()
         return ActDone()
 
@@ -574,7 +496,8 @@ class Run:
             self._scribe.saved(outcome)
         if not (world.keeper.has(world.step) or self._beginning.belongs_to_later_loop):
             raise lost
-        self._recovery, self._outcome = None, "stopped"
+        self._recovery.forget()
+        self._outcome = "stopped"
         self._leave()
         raise InternalError(str(lost))  # never reached: who stops ends the script
 
@@ -585,7 +508,7 @@ class Run:
         if self._outcome == "left":
             self._scribe.left()
             raise SystemExit(0)
-        self._note_recovery()
+        self._recovery.end()
         if isinstance(replica, Split):
             self._scribe.held(replica.memory())
         self._scribe.finished(self._outcome, *replica.sha256s(), self.account())
