@@ -17,6 +17,7 @@ from holdfast.launch.control import append
 from holdfast.records import read_run, requests_path
 from holdfast.train import run
 from holdfast.train.beginning import Beginning
+from holdfast.train.recovering import Recovery
 from holdfast.train.split.body import Pipelined
 
 SAMPLES, BATCH, EPOCHS, SLICES, SEED = 23, 8, 2, 3, 5
@@ -347,7 +348,7 @@ def test_what_is_to_be_saved_while_homes_are_among_the_dead_is_saved_by_all_when
 
     def apply_as_one_who_is_behind(self, step):
         if step == 3:
-            self._recovery = run._Recovery(before=self._world.comm.members)
+            self._recovery.now = Recovery(before=self._world.comm.members)
         apply(self, step)
 
     def note(self):

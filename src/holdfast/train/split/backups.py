@@ -72,6 +72,7 @@ class Backups:
         is_first = self._saved_with is not homes
         if not (is_first or step % self._saving.period == 0):
             return
+        comm.look()  # nobody has what the dead would have saved, virtual ones neither
         if is_first:
             self._forget(comm.here)
         for part, backups in enumerate(homes.backups):  # all is sent before anybody waits for anything
