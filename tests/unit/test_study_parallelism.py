@@ -3,6 +3,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import re
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from holdfast.study.base import MEASURED, NOT_RUN, Claim, Options
 from holdfast.study.frameworks import WORKERS
 from holdfast.study.parallelism import Parallelism
 from holdfast.study.parallelism_claims import hold_claims
+from holdfast.study.parallelism_elastic import Case, cases, elastic_row
 from holdfast.study.parallelism_jobs import Job, Outcome, Scale, carry_out
 from holdfast.study.parallelism_needs import OMISSIONS, need_rows
 from holdfast.study.parallelism_page import sections
@@ -53,6 +55,7 @@ def outcome(*, lost: bool = False, steps: int = 8, failed: str = "", **said: Any
         "restarts": 0,
         "parameters": 99,
         "failures": [failure] if lost else [],
+        "restored": [],
         "samples": samples,
         "replicas": {"identical": True, "sha256": "ab", "state_sha256": "cd"},
         "metrics": {"accuracy": 0.9},
@@ -169,6 +172,40 @@ def test_parts_need_a_checkpoint_only_where_nobody_has_a_copy_and_the_rest_never
     assert all(row["in_memory"] for row in rows.values())
 
 
+RESTORED = {"part": 1, "step": 3, "by": 0, "source": "backup", "optimizer": "saved"}
+
+
+def partial_row(**said: Any) -> dict[str, Any]:
+    ages = [(4, 3, 3), (2, 9, 9)]  # blocks, mean and largest age
+    restored = [{**RESTORED, "blocks": n, "stale_steps": {"mean": mean, "max": most}} for n, mean, most in ages]
+    job = dataclasses.replace(JOB, strategy="partial")
+    other_bits = {"identical": True, "sha256": "??", "state_sha256": "??"}
+    return killed_row(job, **{"restored": restored, "replicas": other_bits, "metrics": {"accuracy": 0.89}, **said})
+
+
+def test_what_was_restored_as_it_was_some_iterations_before_is_in_the_row_with_its_age():
+    row = partial_row()
+
+    assert (row["restored_parts"], row["restored_blocks"], row["restored_from"]) == (2, 6, "backup")
+    assert (row["restored_age"], row["restored_oldest"]) == (5.0, 9)
+    assert row["same_bits"] is False
+    assert row["accuracy_loss"] == pytest.approx(0.01)
+
+
+@pytest.mark.parametrize(
+    ("said", "is_told"), [({}, True), ({"restored": []}, False), ({"restarts": 1}, False)]
+)  # fmt: skip
+def test_a_backup_spares_parts_the_checkpoint_if_they_came_from_it(said, is_told):
+    rows = {
+        r["structure"]: r for r in structure_rows("pipeline", killed_row(), bare_row(2), backup=partial_row(**said))
+    }
+
+    told = [
+        name for name, row in rows.items() if "with a backup no, but as it was 5 iterations before" in row["pipeline"]
+    ]
+    assert told == (["weights", "optimizer state", "buffers"] if is_told else [])
+
+
 def test_a_run_that_went_back_to_the_beginning_shows_nothing_though_its_bits_are_the_same():
     went_back = {**killed_row(), "decision": "load"}
 
@@ -187,6 +224,97 @@ def test_only_what_differs_is_lost():
 
 # ---------------------------------------------------------------------------------------------
 # Claims and page
+
+
+CASE = Case(scenario="same", comes="a new process", fabric="gloo", strategy="rollback", workers=2)
+
+
+def elastic(*known: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    """Return the row of a run in which a worker died at 1.0 s; 0.25 s later that was seen, and 0.5 s after that all went on."""
+    case = dataclasses.replace(CASE, **changes)
+    job = case.job("cnn", SCALE, 0)
+    is_killed = bool(job.kills)
+    ended = outcome(lost=is_killed, joined=[], changed=[{"name": "workers", "t_s": 1.0}])
+    for commit in ended.events:
+        commit |= {"workers": case.workers}
+    if is_killed:
+        ended.report["failures"][0] |= {"rank": 1, "t_s": 1.0, "recover_s": 0.875}
+        ended.report.update(changed=[], steps_redone=int(case.strategy != "forward"))
+        went_on = {"event": "Recovered", "rank": 0, "lost": [1], "joined": [], "times_s": {}}
+        ended.events.extend([{**went_on, "t_s": 1.5}, {**went_on, "t_s": 1.75}])
+    if case.comes == "a new process":
+        came = {
+            "event": "Recovered",
+            "lost": [],
+            "joined": [2],
+            "t_s": 4.0,
+            "times_s": {"Welcome": 0.5, "Install": 0.25},
+        }
+        ended.events.extend([{**came, "rank": 0}, {**came, "rank": 2, "times_s": {"Welcome": 9.0}}])
+        ended.report["joined"] = [
+            {"rank": 2 + n, "step": step, "t_s": 4.0 + n, "held_s": 1.0} for n, step in enumerate((5, 5, 6))
+        ]
+    return elastic_row(case, job, ended, known)
+
+
+def elastic_rows() -> list[dict[str, Any]]:
+    """Return what a whole study has of them: the undisturbed run, and each way of recovering."""
+    calm = elastic(scenario="undisturbed", comes="nobody")
+    ways = [("forward", "ulfm"), ("rollback", "ulfm"), ("restart", "gloo"), ("reinit", "gloo")]
+    runs = [elastic(scenario="down", comes="nobody", strategy=strategy, fabric=fabric) for strategy, fabric in ways]
+    runs += [elastic(), elastic(scenario="up")]
+    of_horovod = [{**row, "recover_s": 9.0} if row["strategy"] == "reinit" else row for row in runs]
+    return [calm, *({**row, "differs": "nothing", "same_bits": True} for row in of_horovod for _ in range(3))]
+
+
+def test_the_time_until_the_next_commit_is_divided_and_who_came_held_the_others_once_a_step():
+    row = elastic()
+
+    assert (row["detect_s"], row["repair_s"], row["redo_s"]) == (0.25, 0.5, 0.125)
+    assert sum((row["detect_s"], row["repair_s"], row["redo_s"])) == row["recover_s"]
+    assert (row["joined"], row["held_s"], row["times_held"]) == (3, 2.0, 2)
+    assert row["give_s"] == 0.75  # at those who were there, and not at the newcomer, who waits for them
+    assert row["join_s"] == 5.0
+    assert (row["scenario"], row["workers"], row["workers_at_end"], row["kills"]) == ("same", 2, 2, 1)
+
+
+def test_a_job_that_grows_begins_with_half_and_asks_and_nobody_dies_in_it():
+    job = dataclasses.replace(CASE, scenario="up", workers=8).job("cnn", SCALE, 0)
+
+    words = job.words(Path("folder"))
+
+    assert (job.workers, job.kills) == (4, ())
+    assert " ".join(words).endswith("--wanted 8 --since 30 --ask")
+    assert "--respawn" not in words
+    assert elastic(scenario="up")["join_s"] == 5.0
+
+
+def test_each_scenario_is_run_where_it_can_be():
+    told = [(case.scenario, case.comes, case.fabric, case.strategy, case.workers) for case in cases((2, 4, 8))]
+
+    assert told[0][0] == "undisturbed"
+    assert ("down", "nobody", "ulfm", "forward", 8) in told
+    assert not [case for case in told if case[1] == "a new process" and case[2] == "ulfm"]
+    assert not [case for case in told if case[3] == "reinit" and case[2] == "ulfm"]
+    assert {case[4] for case in told if case[1] in ("nobody", "a spare")} == {4, 8}
+    assert {case[4] for case in told if case[0] == "up"} == {2, 4, 8}
+    assert len(set(told)) == len(told)
+
+
+def test_the_undisturbed_run_of_the_scenarios_is_not_that_of_the_other_parts():
+    calm = elastic(scenario="undisturbed", comes="nobody")
+
+    assert calm["part"] == "elastic"
+    assert elastic(row_of(CALM, outcome(), None), calm)["differs"] == "nothing"
+    assert elastic(row_of(CALM, outcome(), None))["differs"] == "not compared"
+
+
+def test_a_scenario_that_did_not_end_counts_against_what_is_claimed_of_it():
+    rows = elastic_rows()
+    failed = {**elastic_row(CASE, CASE.job("cnn", SCALE, 0), Outcome(failed="was not done after 60 s"), [])}
+
+    assert failed["status"] == NOT_RUN
+    assert claim([*rows, failed], "is replaced, or added").holds is False
 
 
 def rows_of_study() -> list[dict[str, Any]]:
@@ -213,6 +341,8 @@ def rows_of_study() -> list[dict[str, Any]]:
         data,
         {**needs, "breaks": True, "how": "deadlock: <somebody> waits", "workers": 3, "deaths": 1, "moves": 2},
         *structure_rows("pipeline", killed_row(), bare_row(), bare_row()),
+        *(partial_row() for _ in range(3)),
+        *elastic_rows(),
         {**JOB.about(), "part": "recovery", "status": NOT_RUN, "why": "cnn has 4 blocks"},
     ]
 
@@ -254,6 +384,24 @@ def test_a_claim_does_not_hold_if_a_run_says_otherwise(part, changed, words):
     assert claim(rows, words).holds is False
 
 
+@pytest.mark.parametrize(
+    ("chosen", "changed", "words"),
+    [
+        ({"strategy": "partial"}, {"accuracy_loss": 0.3}, "restored as it was some iterations before"),
+        ({"strategy": "forward"}, {"redone_steps": 1}, "do the failed sum again"),
+        ({"scenario": "same"}, {"differs": "sha256"}, "is replaced, or added"),
+        ({"scenario": "up"}, {"workers_at_end": 1}, "is replaced, or added"),
+        ({"strategy": "reinit"}, {"recover_s": 0.1}, "as Elastic Horovod does"),
+    ],
+)
+def test_what_is_claimed_of_some_runs_does_not_hold_if_they_say_otherwise(chosen, changed, words):
+    part = "recovery" if chosen == {"strategy": "partial"} else "elastic"
+    is_meant = {"part": part, **chosen}.items()
+    rows = [{**row, **changed} if is_meant <= row.items() else row for row in rows_of_study()]
+
+    assert claim(rows, words).holds is False
+
+
 def test_two_runs_do_not_tell_what_going_on_costs():
     rows = [row for row in rows_of_study() if row.get("strategy") == "forward"][:2]
 
@@ -273,6 +421,9 @@ def test_the_page_shows_every_part_and_its_sentences_lead_to_rows():
         "What each recovery took",
         "What breaks without each call",
         "Which data structure needs a checkpoint",
+        "What was restored as it was some iterations before",
+        "Down and same: what the loss of a worker costs",
+        "Same and up: what it costs that new processes join",
     ):
         assert title in page
     assert "&lt;somebody&gt; waits" in page

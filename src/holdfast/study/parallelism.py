@@ -20,9 +20,12 @@ from holdfast.errors import ConfigError
 from holdfast.study.base import MEASURED, NOT_RUN, Claim, Options, Row, Task
 from holdfast.study.frameworks import WORKERS
 from holdfast.study.parallelism_claims import hold_claims
+from holdfast.study.parallelism_elastic import Case, cases, elastic_row
 from holdfast.study.parallelism_jobs import (
+    BACKUPS,
     HYBRID,
     KINDS,
+    PARTIAL,
     PIPELINE,
     REINIT,
     REPLICATED,
@@ -92,6 +95,7 @@ class Parallelism:
             "iterations": scale.steps,
             "killed in iteration": list(scale.kills),
             "checkpoint every": scale.checkpoint_every,
+            "backups under partial": " ".join(BACKUPS),
         }
 
     def tasks(self, options: Options) -> list[Task]:
@@ -155,6 +159,7 @@ class _Plan:
         tasks = []
         if REPLICATED in self.kinds:
             tasks += [Task(f"data: {count} workers", partial(self._data, count)) for count in self.workers]
+            tasks += [Task(case.key, partial(self._elastic, case)) for case in cases(self.workers)]
         if REPLICATED in self.kinds and self.network == NETWORKS[0]:
             for network in PAPER_NETWORKS:
                 tasks += [
@@ -178,6 +183,7 @@ class _Plan:
                 "Split models under restart; without a copy and without checkpoints.",
                 f"Networks: {', '.join(PAPER_NETWORKS)}, and their step without faults, with and without ULFM.",
                 "The dead replaced by spares; the paper's data policy; the calls whose lack shows only with 4 workers.",
+                "Split models that have backups alone (partial); jobs that shrink, keep their size or grow (elastic).",
             ]
         return told
 
@@ -222,6 +228,7 @@ class _Plan:
             checkpoints=strategy == RESTART,
             seed=self._options.seed,
             reinit_from=_REINIT_FROM if strategy == REINIT else "",
+            options=BACKUPS if strategy == PARTIAL else (),
         )
 
     def _rows(self, jobs: Sequence[Job], known: Sequence[Row]) -> list[Row]:
@@ -237,15 +244,15 @@ class _Plan:
     def _structures(self, kind: str, known: Sequence[Row]) -> list[Row]:
         """Kill a worker where nobody has a copy of what it holds, without and with checkpoints."""
         kills = self.scale.kills[:1]
-        kept = [
+        of_kind = [
             row
             for row in known
             if row["part"] == "recovery"
             and row["status"] == MEASURED
-            and (row["kind"], row["strategy"], row["form"], row["kill_step"])
-            == (kind, ROLLBACK, "survivors only", kills[0])
-            and row["differs"] != NOT_COMPARED
+            and (row["kind"], row["form"], row["kill_step"]) == (kind, "survivors only", kills[0])
         ]
+        kept = [row for row in of_kind if row["strategy"] == ROLLBACK and row["differs"] != NOT_COMPARED]
+        backup = next((row for row in of_kind if row["strategy"] == PARTIAL), None)
         if not kept:
             return [
                 {"part": "structures", "kind": kind, "status": NOT_RUN, "why": "the run under rollback was not there"}
@@ -256,7 +263,8 @@ class _Plan:
             jobs = [replace(job, checkpoints=True), *([] if self._options.quick else [job])]
             bare = [{**self._row(one, known), "part": "bare"} for one in jobs]
         failed = [row for row in bare if row["status"] == NOT_RUN]
-        return failed or [*bare, *structure_rows(kind, kept[0], *bare)]
+        saved, beginning = [*bare, None, None][:2]
+        return failed or [*bare, *structure_rows(kind, kept[0], saved, beginning, backup)]
 
     # -- what only the whole study does
 
@@ -268,6 +276,10 @@ class _Plan:
             replace(self._job(REPLICATED, ROLLBACK, count, scale=scale), kills=these, blocks=True) for these in kills
         ]
         return [data_row(job, carry_out(job, self._options.data, self._limit_s)) for job in jobs]
+
+    def _elastic(self, case: Case, known: Sequence[Row]) -> list[Row]:
+        job = case.job(self.network, self.scale, self._options.seed)
+        return [elastic_row(case, job, carry_out(job, self._options.data, self._limit_s), known)]
 
     def _paper(self, network: str, count: int, known: Sequence[Row]) -> list[Row]:
         job = self._job(REPLICATED, ROLLBACK, count, network, _of_paper(self.scale))
@@ -338,8 +350,12 @@ def _of_paper(scale: Scale) -> Scale:
 
 
 def _strategies_of(kind: str) -> tuple[str, ...]:
-    """Return the strategies that a parallelism has: a split model cannot go on without a part of a step, and is not built again."""
-    return STRATEGIES if kind == REPLICATED else (ROLLBACK, RESTART)
+    """Return the strategies that a parallelism has.
+
+    A split model cannot go on without a part of a step, and is not built again. Of a hybrid one a twin has all, so that
+    nothing is restored.
+    """
+    return {REPLICATED: STRATEGIES, HYBRID: (ROLLBACK, RESTART)}.get(kind, (ROLLBACK, RESTART, PARTIAL))
 
 
 def _impossible(job: Job) -> str:

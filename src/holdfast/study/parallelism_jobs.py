@@ -158,8 +158,7 @@ class Job:
 
     def environment(self) -> dict[str, str]:
         """Return the environment of the workers: nothing of another job in it."""
-        own = {name: value for name, value in os.environ.items() if not name.startswith(_OWN)}
-        return own | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+        return own_environment()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,6 +182,12 @@ class Outcome:
     def of(self, event: str) -> list[dict[str, Any]]:
         """Return the records of one kind."""
         return [record for record in self.events if record["event"] == event]
+
+
+def own_environment() -> dict[str, str]:
+    """Return the environment of a job's processes: nothing of another job in it, one thread, no accelerator."""
+    own = {name: value for name, value in os.environ.items() if not name.startswith(_OWN)}
+    return own | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 
 def write_data(folder: Path, scale: Scale, data: Path | None) -> None:

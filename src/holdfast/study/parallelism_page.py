@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from holdfast.study.base import MEASURED, NOT_RUN, Row
-from holdfast.study.parallelism_jobs import KINDS
+from holdfast.study.parallelism_elastic import PROCESS
+from holdfast.study.parallelism_jobs import KINDS, PARTIAL
 from holdfast.study.parallelism_rows import CALLS
 
 _BY = ["network", "kind", "strategy", "form", "workers", "kill_step"]
@@ -34,6 +35,7 @@ def sections(rows: Sequence[Row]) -> list[dict[str, Any]]:
         _times_figure(),
         _times_table(by),
         _end_table(by),
+        _restored_table(),
         _calls_table(),
         _needs_table(),
         _structures_table(),
@@ -42,6 +44,9 @@ def sections(rows: Sequence[Row]) -> list[dict[str, Any]]:
         _step_figure(),
         _step_table(),
         _data_table(),
+        _elastic_figure(),
+        _elastic_table(),
+        _joined_table(),
         _not_run_table(),
     ]
 
@@ -55,11 +60,11 @@ def _answers(rows: Sequence[Row], by: Sequence[str]) -> dict[str, Any]:
         by_strategy = {row["strategy"]: row for row in reversed(group)}  # of each, the quickest
         best = group[0]
         others = [
-            f"{name} {row['recover_s'] / best['recover_s']:.1f} times as long, {_again(row['redone_steps'])}"
+            f"{name} {row['recover_s'] / best['recover_s']:.1f} times as long, {_again(row)}"
             for name, row in sorted(by_strategy.items(), key=lambda item: item[1]["recover_s"])
             if name != best["strategy"]
         ]
-        text = f"{kind}: {best['strategy']} had the next iteration done {best['recover_s']:.3f} s after the kill, {_again(best['redone_steps'])}"
+        text = f"{kind}: {best['strategy']} had the next iteration done {best['recover_s']:.3f} s after the kill, {_again(best)}"
         text += f"; {'; '.join(others)}" if others else ""
         items.append({"text": f"{text}.", "section": "times", "row": [str(best[name]) for name in by]})
     return {
@@ -70,8 +75,12 @@ def _answers(rows: Sequence[Row], by: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def _again(steps: int) -> str:
-    return "no iteration done again" if not steps else f"{steps} iteration{'' if steps == 1 else 's'} done again"
+def _again(row: Row) -> str:
+    steps = row["redone_steps"]
+    words = "no iteration done again" if not steps else f"{steps} iteration{'' if steps == 1 else 's'} done again"
+    if row.get("restored_parts"):
+        words += f", a part {row['restored_age']:.3g} iterations old"
+    return words
 
 
 def _times_figure() -> dict[str, Any]:
@@ -112,7 +121,8 @@ def _end_table(by: list[str]) -> dict[str, Any]:
         "kind": "table",
         "id": "end",
         "title": "What each recovery left",
-        "note": "Bits: all weights, buffers and momenta as in the undisturbed run. Accuracy on the test set at the end of these short runs. Files: "
+        "note": "Bits: all weights, buffers and momenta as in the undisturbed run; partial promises other ones, and is judged by "
+        "the accuracy. Accuracy on the test set at the end of these short runs. Files: "
         "written by the job besides its report.",
         "where": {"part": "recovery", "status": MEASURED},
         "by": by,
@@ -125,6 +135,30 @@ def _end_table(by: list[str]) -> dict[str, Any]:
             ["accuracy_undisturbed", "undisturbed", "%"],
             ["files", "files", "number"],
             ["kill_rank", "killed ranks", "text"],
+        ],
+    }
+
+
+def _restored_table() -> dict[str, Any]:
+    return {
+        "kind": "table",
+        "id": "restored",
+        "title": "What was restored as it was some iterations before (partial)",
+        "note": "Backups in the place of mirrors: an eighth of a part is sent every other iteration, the blocks first that have changed most. The part of the "
+        "dead worker is restored from there, and all else stays. Age: iterations since a block was sent, mean and most, of blocks that may not have changed since. "
+        "The bits are others than the undisturbed run's; what that costs is the accuracy at the end, lost less gained.",
+        "where": {"part": "recovery", "status": MEASURED, "strategy": PARTIAL},
+        "by": ["network", "kind", "workers", "kill_step"],
+        "columns": [
+            ["restored_parts", "parts", "number"],
+            ["restored_from", "from", "text"],
+            ["restored_blocks", "blocks", "number"],
+            ["restored_age", "age", "number"],
+            ["restored_oldest", "oldest", "number"],
+            ["recover_s", "next commit", "ms"],
+            ["accuracy", "accuracy", "%"],
+            ["accuracy_undisturbed", "undisturbed", "%"],
+            ["accuracy_loss", "lost", "%"],
         ],
     }
 
@@ -267,6 +301,72 @@ def _data_table() -> dict[str, Any]:
     }
 
 
+_ELASTIC_BY = ["scenario", "comes", "fabric", "strategy", "workers"]
+
+
+def _elastic_figure() -> dict[str, Any]:
+    return {
+        "kind": "bars",
+        "id": "elastic-figure",
+        "title": "A worker dies: down (it is not replaced) and same (it is)",
+        "note": "From the kill to the next commit; medians over the numbers of workers. Repair: until the last survivor goes on. Redone: from there to "
+        "the commit, the iterations that are done again.",
+        "where": {"part": "elastic", "status": MEASURED, "kills": 1},
+        "by": ["scenario", "comes", "fabric", "strategy"],
+        "values": [["detect_s", "detect"], ["repair_s", "repair"], ["redo_s", "redone"]],
+        "unit": "s",
+    }
+
+
+def _elastic_table() -> dict[str, Any]:
+    return {
+        "kind": "table",
+        "id": "elastic",
+        "title": "Down and same: what the loss of a worker costs",
+        "note": "After Li, Bosilca, Bouteiller, Nicolae, SC-W 2023, in our reading. Milliseconds. Their resilient collectives are forward over ULFM: the survivors "
+        "do the failed sum again. What stands for Elastic Horovod is reinit from a checkpoint over Gloo: all go back to the last commit and build "
+        "the application again; restart goes back, and builds nothing. Repair has revoke, agree, shrink, rebuild and load in it. A new process "
+        "joins later, and is in the next table.",
+        "where": {"part": "elastic", "status": MEASURED, "kills": 1},
+        "by": _ELASTIC_BY,
+        "columns": [
+            ["detect_s", "detect", "ms"],
+            ["repair_s", "repair", "ms"],
+            *([key, heading, "ms"] for key, heading in _TIMES[1:] if key not in ("share_s", "transfer_s")),
+            ["redo_s", "redone in", "ms"],
+            ["recover_s", "next commit", "ms"],
+            ["redone_steps", "redone", "number"],
+            ["lost_samples", "samples lost", "number"],
+            ["completes", "completes", "truth"],
+            ["same_bits", "same bits", "truth"],
+        ],
+    }
+
+
+def _joined_table() -> dict[str, Any]:
+    return {
+        "kind": "table",
+        "id": "joined",
+        "title": "Same and up: what it costs that new processes join",
+        "note": "Up: nobody dies; a job of half as many workers is told to grow (holdfast scale). They join between two iterations, whatever the strategy. "
+        "Held: how long the others were kept from computing, over all that joined, and in how many times. State: of that, meeting and being given the state. "
+        "Joined after: from the kill, or the request, until the last takes part; a process starts, and waits for the end of an iteration, which takes two seconds "
+        "more here for as long as somebody is missing.",
+        "where": {"part": "elastic", "status": MEASURED, "comes": PROCESS},
+        "by": _ELASTIC_BY,
+        "columns": [
+            ["joined", "joined", "number"],
+            ["workers_at_end", "workers at the end", "number"],
+            ["held_s", "held", "ms"],
+            ["times_held", "times", "number"],
+            ["give_s", "state", "ms"],
+            ["join_s", "joined after", "ms"],
+            ["lost_samples", "samples lost", "number"],
+            ["same_bits", "same bits", "truth"],
+        ],
+    }
+
+
 def _not_run_table() -> dict[str, Any]:
     return {
         "kind": "table",
@@ -274,6 +374,6 @@ def _not_run_table() -> dict[str, Any]:
         "title": "What could not be run",
         "note": "",
         "where": {"status": NOT_RUN},
-        "by": ["part", "network", "kind", "strategy", "workers", "kill_step"],
+        "by": ["part", "network", "kind", "scenario", "comes", "fabric", "strategy", "workers", "kill_step"],
         "columns": [["why", "why", "text"]],
     }

@@ -74,7 +74,7 @@ def row_of(job: Job, outcome: Outcome, undisturbed: Row | None) -> Row:
         return {**about, "status": NOT_RUN, "completes": False, "why": outcome.failed}
     row = {**about, **_pace(outcome), **_end(outcome)}
     if job.kills:
-        row |= _recovery(outcome) | {"differs": NOT_COMPARED}
+        row |= _recovery(outcome) | _restored(outcome.report["restored"]) | {"differs": NOT_COMPARED}
     if undisturbed is not None and undisturbed.get("completes"):
         row |= _compared(row, undisturbed)
     return row
@@ -146,6 +146,20 @@ def _recovery(outcome: Outcome) -> Row:
     }
 
 
+def _restored(restored: Sequence[Row]) -> Row:
+    """Return what was restored as it was some iterations ago, and how old its blocks were."""
+    blocks = sum(one["blocks"] for one in restored)
+    if not blocks:
+        return {}
+    return {
+        "restored_parts": len(restored),
+        "restored_blocks": blocks,
+        "restored_age": sum(one["stale_steps"]["mean"] * one["blocks"] for one in restored) / blocks,
+        "restored_oldest": max(one["stale_steps"]["max"] for one in restored),
+        "restored_from": ", ".join(sorted({one["source"] for one in restored})),
+    }
+
+
 def _sum(times: dict[str, float], names: Sequence[str]) -> float | None:
     found = [times[name] for name in names if name in times]
     return sum(found) if found else None
@@ -190,7 +204,9 @@ def data_row(job: Job, outcome: Outcome) -> Row:
 # What needs a checkpoint
 
 
-def structure_rows(kind: str, kept: Row, saved: Row | None = None, bare: Row | None = None) -> list[Row]:
+def structure_rows(
+    kind: str, kept: Row, saved: Row | None = None, bare: Row | None = None, backup: Row | None = None
+) -> list[Row]:
     """Return, for each data structure, whether it needs a checkpoint.
 
     Args:
@@ -199,11 +215,12 @@ def structure_rows(kind: str, kept: Row, saved: Row | None = None, bare: Row | N
         saved: The same where nobody keeps a copy of what the worker held (``--mirror 0``), and there are checkpoints; None
             where everybody has all, or a twin.
         bare: As ``saved``, with no checkpoint; None if that was not run.
+        backup: As ``kept``, where others have a copy of some iterations before only (``partial``); None as for ``bare``.
     """
-    return [_structure(kind, name, kept, saved, bare) for name in STRUCTURES]
+    return [_structure(kind, name, kept, saved, bare, backup) for name in STRUCTURES]
 
 
-def _structure(kind: str, name: str, kept: Row, saved: Row | None, bare: Row | None) -> Row:
+def _structure(kind: str, name: str, kept: Row, saved: Row | None, bare: Row | None, backup: Row | None) -> Row:
     column, how = STRUCTURES[name]
     intact = bool(kept[column]) if column in ("in_order", "each_once") else column not in kept["differs"].split(", ")
     in_memory = intact and not _went_back(kept)
@@ -214,6 +231,8 @@ def _structure(kind: str, name: str, kept: Row, saved: Row | None, bare: Row | N
     for run, words in ((saved, "without it yes"), (bare, "without both")):
         if is_lost and run is not None:
             told.append(f"{words}, {run['redone_steps']} of {run['kill_step'] + 1} iterations again")
+    if name in OF_PARTS and backup is not None and backup.get("restored_from") == "backup" and not _went_back(backup):
+        told.append(f"with a backup no, but as it was {backup['restored_age']:.3g} iterations before")
     return {
         "part": "structures",
         "status": MEASURED,
