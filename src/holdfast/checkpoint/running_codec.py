@@ -72,4 +72,4 @@ def finite(rows: Tensor) -> Tensor:
     """Return of each row whether all its numbers are finite; bool, of shape (k,)."""
     if not rows.is_floating_point() or rows.sum().isfinite():  # the sum is not, if one number is not
         return torch.ones(len(rows), dtype=torch.bool)
-    return rows.isfinite().flatten(1).all(1)
+    return rows.isfinite().view(len(rows), -1).all(1)

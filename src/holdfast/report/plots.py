@@ -113,7 +113,11 @@ def scattered(section: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> 
         if band := section.get("band"):
             axes.axhspan(*band, color=style.WORK_LIGHT, alpha=0.35, linewidth=0)
         for place, (name, group) in enumerate(grouped(rows, section["series"]).items()):
-            look = {"color": _PALETTE[place % len(_PALETTE)], "marker": _MARKS[place % len(_MARKS)], "markersize": 5}
+            look: dict[str, Any] = {
+                "color": _PALETTE[place % len(_PALETTE)],
+                "marker": _MARKS[place % len(_MARKS)],
+                "markersize": 5,
+            }
             points = [row[x] for row in group], [row[y] for row in group]
             axes.errorbar(
                 *points, yerr=_ends(section, group, y), linestyle="", label=" ".join(name), linewidth=1, **look
@@ -149,7 +153,11 @@ def interval_lines(section: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]
         if band := section.get("band"):
             axes.axvspan(*band, color=style.WORK_LIGHT, alpha=0.35, linewidth=0)
         for place, (name, group) in enumerate(series.items()):
-            look = {"color": _PALETTE[place % len(_PALETTE)], "marker": _MARKS[place % len(_MARKS)], "markersize": 4}
+            look: dict[str, Any] = {
+                "color": _PALETTE[place % len(_PALETTE)],
+                "marker": _MARKS[place % len(_MARKS)],
+                "markersize": 4,
+            }
             aside = 0.7 * ((place + 0.5) / len(series) - 0.5)
             lines = [groups.index(" ".join(key)) + aside for key in (_key(row, section["by"]) for row in group)]
             points = [row[x] for row in group], lines

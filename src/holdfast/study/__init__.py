@@ -8,8 +8,9 @@ from __future__ import annotations
 from holdfast.study.base import Study, carry_out
 from holdfast.study.checkpoint_cost import CheckpointCost
 from holdfast.study.parallelism import Parallelism
+from holdfast.study.scar import Scar
 
 __all__ = ["STUDIES", "carry_out"]
 
-STUDIES: dict[str, Study] = {study.name: study for study in (CheckpointCost(), Parallelism())}
+STUDIES: dict[str, Study] = {study.name: study for study in (CheckpointCost(), Parallelism(), Scar())}
 """Every study by its name."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +15,15 @@ WINDOWS = (8, 16, 32, 64)
 _ALIKE = ("seed", "slices", "steps_planned", "parameters")
 
 
-def read_losses(directory: Path) -> tuple[dict[str, Any], list[float]]:
+def read_losses(directory: Path, metric: str = "loss") -> tuple[dict[str, Any], list[float]]:
     """Return the report of a run, and the loss of each step that it committed, in order; of steps done again the last.
 
     Args:
         directory: What ``holdfast run --report`` was given.
+        metric: What the loss is called in the log.
 
     Raises:
-        ConfigError: if it is no such folder, or the script logged no ``loss``.
+        ConfigError: if it is no such folder, or the script logged no such figure.
     """
     try:
         report = json.loads((directory / "report.json").read_text())
@@ -31,20 +33,24 @@ def read_losses(directory: Path) -> tuple[dict[str, Any], list[float]]:
             f"{directory} must hold report.json and events.jsonl of a run (holdfast run --report {directory}): {error}"
         )
         raise ConfigError(msg) from error
-    found = {event["step"]: event["metrics"].get("loss") for event in events if event["event"] == "StepCommitted"}
+    found = {event["step"]: event["metrics"].get(metric) for event in events if event["event"] == "StepCommitted"}
     losses = [found[step] for step in sorted(found)]
     if not losses or any(loss is None for loss in losses):
-        msg = f"the run in {directory} must have logged a loss in every step, to be compared: step.log(loss=...)"
+        msg = f"the run in {directory} must have logged {metric} in every step, to be compared: step.log({metric}=...)"
         raise ConfigError(msg)
     return report, losses
 
 
-def cost_against(directory: Path, undisturbed: Path) -> dict[str, Any]:
+def cost_against(
+    directory: Path, undisturbed: Path, metric: str = "loss", windows: Sequence[int] = WINDOWS
+) -> dict[str, Any]:
     """Return how many steps more a run took than the undisturbed one to come to the same losses.
 
     Args:
         directory: The report of the run.
         undisturbed: That of the run with the same seed, to which nothing happened.
+        metric: What the loss is called in the log.
+        windows: Steps that its mean may be taken over.
 
     Returns:
         ``iterations``, the mean over levels of the loss, null if the loss falls nowhere by more than chance; ``levels``;
@@ -53,14 +59,14 @@ def cost_against(directory: Path, undisturbed: Path) -> dict[str, Any]:
     Raises:
         ConfigError: if the two cannot be compared.
     """
-    report, losses = read_losses(directory)
-    base, wanted = read_losses(undisturbed)
+    report, losses = read_losses(directory, metric)
+    base, wanted = read_losses(undisturbed, metric)
     for name in _ALIKE:
         if report[name] != base[name]:
             msg = f"the run in {undisturbed} has {name} {base[name]}, this one {report[name]}: compare runs of the same job"
             raise ConfigError(msg)
     about: dict[str, Any] = {"undisturbed": str(undisturbed), "iterations": None, "levels": [], "censored": 0}
-    for window in WINDOWS:
+    for window in windows:
         try:
             found = levels(wanted, window)
         except ConfigError:

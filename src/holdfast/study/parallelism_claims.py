@@ -102,7 +102,7 @@ def hold_claims(rows: Sequence[Row], seed: int) -> list[Claim]:
 
 
 def _share(
-    words: str, source: str, rows: Sequence[Row], is_true: Callable[[Row], bool], paper: float | None = 1.0
+    words: str, source: str, rows: Sequence[Row], is_true: Callable[[Row], object], paper: float | None = 1.0
 ) -> Claim:
     """Hold that something is true of every run, and name those of which it is not."""
     if not rows:

@@ -35,7 +35,10 @@ ULFM, GLOO = ("ulfm", "gloo")
 
 _WAYS = {ULFM: (FORWARD, ROLLBACK, RESTART), GLOO: (FORWARD, ROLLBACK, RESTART, REINIT)}
 """Ways of recovering; ``reinit`` from a checkpoint over Gloo is what comes nearest to Elastic Horovod."""
-_COMES = {DOWN: {NOBODY: (ULFM, GLOO)}, SAME: {SPARE: (ULFM, GLOO), PROCESS: (GLOO,)}}
+_COMES: dict[str, dict[str, tuple[str, ...]]] = {
+    DOWN: {NOBODY: (ULFM, GLOO)},
+    SAME: {SPARE: (ULFM, GLOO), PROCESS: (GLOO,)},
+}
 """Who comes where, over which fabrics: Open MPI cannot take new processes in."""
 _FEWEST = {NOBODY: 4, SPARE: 4, PROCESS: 2}
 """With fewer workers nobody is left to do a collective with; who comes as a new process joins one that is alone, too."""
