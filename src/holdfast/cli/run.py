@@ -177,6 +177,9 @@ def run(
     report: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Write report.json, events.jsonl, index.html here.")
     ] = None,
+    page: Annotated[
+        bool, typer.Option("--page/--no-page", help="Draw the page of the report, too.", show_default=False)
+    ] = True,
     baseline: Annotated[
         Path | None,
         typer.Option(
@@ -273,6 +276,7 @@ def run(
         grace_s=grace,
         log_dir=log_dir,
         report_dir=report or last_report,
+        page=page,
     )
     _check_baseline(baseline, job.report_dir)
     outcome = launch(job, make_view(sys.stderr if as_json else sys.stdout))

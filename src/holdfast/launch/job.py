@@ -52,6 +52,7 @@ class Job:
         mtbf_s: Kill random workers, on average one in so many seconds; 0 kills none.
         log_dir: Where each worker's output goes; None keeps it only until the run is over.
         report_dir: Where the report goes; None writes none.
+        page: Draw the report's page, which takes a second or two.
     """
 
     script: Path
@@ -75,6 +76,7 @@ class Job:
     grace_s: float = _GRACE_S
     log_dir: Path | None = None
     report_dir: Path | None = None
+    page: bool = True
 
     @property
     def is_virtual(self) -> bool:

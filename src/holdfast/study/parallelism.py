@@ -130,6 +130,8 @@ class _Plan:
         self.network = _chosen("--network", (options.model,) if options.model else (), NETWORKS, default=NETWORKS[:1])[
             0
         ]
+        if options.quick and not options.only:
+            self.kinds = tuple(kind for kind in self.kinds if kind != HYBRID)
         self.repetitions = options.repetitions or 1
         self.workers = (2, 4) if options.quick else (2, 4, 8)
         self.scale = self._scale()
@@ -179,8 +181,8 @@ class _Plan:
         if self._options.quick:
             told += [
                 f"Iterations: a worker is killed in iteration {self.scale.kills[0]} of {self.scale.steps} instead of {PAPER_KILL}.",
-                "Numbers of workers: 2, and 4 for hybrid; no 8. Hybrid is compared with the one pipeline, whose bits it has.",
-                "Split models under restart; without a copy and without checkpoints.",
+                "Numbers of workers: 2 (hybrid: 4); no 8. Hybrid is compared with the one pipeline, whose bits it has.",
+                "Split models under restart; without a copy and without checkpoints; shards without a copy.",
                 f"Networks: {', '.join(PAPER_NETWORKS)}, and their step without faults, with and without ULFM.",
                 "The dead replaced by spares; the paper's data policy; the calls whose lack shows only with 4 workers.",
                 "Split models that have backups alone (partial); jobs that shrink, keep their size or grow (elastic).",
@@ -258,7 +260,7 @@ class _Plan:
                 {"part": "structures", "kind": kind, "status": NOT_RUN, "why": "the run under rollback was not there"}
             ]
         bare: list[Row] = []
-        if kind in (PIPELINE, SHARDED):
+        if kind == PIPELINE or (kind == SHARDED and not self._options.quick):
             job = replace(self._job(kind, ROLLBACK, kept[0]["workers"]), kills=((1, kills[0]),), mirror=0)
             jobs = [replace(job, checkpoints=True), *([] if self._options.quick else [job])]
             bare = [{**self._row(one, known), "part": "bare"} for one in jobs]

@@ -134,7 +134,7 @@ class Job:
     def words(self, folder: Path) -> list[str]:
         """Return the command line, behind ``holdfast run``."""
         words = ["-n", self.workers, "--strategy", self.strategy, "--slices", self.scale.slices, "--seed", self.seed]
-        words += ["--report", folder / "report", "--spares", self.spares]
+        words += ["--no-page", "--report", folder / "report", "--spares", self.spares]
         words += [] if self.mirror is None else ["--mirror", self.mirror]
         words += ["--reinit-from", self.reinit_from] if self.reinit_from else []
         if self.checkpoints:
