@@ -57,7 +57,8 @@ def highest(scores: Tensor, sizes: Tensor, room: int) -> Tensor:
     """
     values, bytes_of = scores.numpy(), sizes.numpy()
     if len(bytes_of) == 1:
-        return torch.from_numpy(_highest(values, room // max(1, int(bytes_of[0]))))
+        size = int(bytes_of[0])
+        return torch.from_numpy(_highest(values, room // size if size else len(values)))
     count = 1 + room // max(1, int(bytes_of.mean()))
     while True:
         taken = _highest(values, count)

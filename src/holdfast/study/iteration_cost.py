@@ -117,7 +117,7 @@ def levels(losses: ArrayLike, window: int = 1, count: int = 7, begin: int = 0) -
     ]
     if not usable:
         msg = (
-            f"the loss falls nowhere after iteration {begin} by {TIMES_NOISE:g} times its noise over {window} iterations; "
+            f"what is measured falls nowhere after iteration {begin} by {TIMES_NOISE:g} times its noise over {window} iterations; "
             f"give a wider window or a run that still converges"
         )
         raise ConfigError(msg)

@@ -1,0 +1,175 @@
+"""How long the training loop is held by a partial save of the running checkpoint: 8.5 million parameters, float32.
+
+    python benchmarks/running.py [--repetitions 30] [--json FILE]
+
+=============  ======================================================================================================
+column         what it is
+=============  ======================================================================================================
+step           a step of the MLP: 32 samples, SGD with momentum, one thread
+selection      from the parameters to the numbers of the blocks that are saved: distances, and the highest of them
+write          what is written of these blocks; the loop is held for the selection and this (``Running.take``)
+copy           ``index_select`` of the same blocks, as plain torch copies them
+together       as many numbers that lie together, copied: no choice of blocks can be had for less
+put            into the running checkpoint; this can be done beside the loop, as the peer does
+=============  ======================================================================================================
+
+The parameters are cut into blocks of 16 numbers, none over two layers. In each repetition all ways to save take turns, in
+another order each time. Before each clock starts the MLP trains a step, so that parameters lie in the caches where
+training leaves them. Ratios are those of medians, with their 95 % intervals, drawn by repetition. A save is due every
+second step at r = 1/8, every sixteenth at r = 1: ``selection per step`` is what it comes to for each step of training.
+
+The defaults take a minute.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from common import ratio, spread, table, write_json
+from models import JOBS, loss_of, make_model, make_optimizer
+
+from holdfast.checkpoint.running import Running, Saving
+
+BLOCK_NUMBERS = 16
+EVERY = 16
+WAYS = {
+    "r = 1": Saving(every=EVERY, fraction=1),
+    "r = 1/2": Saving(every=EVERY, fraction=1 / 2),
+    "r = 1/4": Saving(every=EVERY, fraction=1 / 4),
+    "r = 1/8": Saving(every=EVERY, fraction=1 / 8),
+    "r = 1/8, line": Saving(every=EVERY, fraction=1 / 8, predictor="line"),
+    "r = 1/8, int8": Saving(every=EVERY, fraction=1 / 8, codec="int8"),
+    "r = 1/8, line, int8": Saving(every=EVERY, fraction=1 / 8, predictor="line", codec="int8"),
+}
+PARTS = ("step", "selection", "write", "copy", "together", "put")
+
+
+class Timed(Running):
+    """A running checkpoint that notes how long writing took."""
+
+    write_s = 0.0
+
+    def _encode(self, rows: Sequence[torch.Tensor], blocks: torch.Tensor, step: int) -> Any:
+        taken_s, result = timed(lambda: super(Timed, self)._encode(rows, blocks, step))
+        self.write_s += taken_s
+        return result
+
+
+def timed(run: Callable[[], Any]) -> tuple[float, Any]:
+    """Return how long it took, seconds, and what it returned."""
+    start_s = time.perf_counter()
+    result = run()
+    return time.perf_counter() - start_s, result
+
+
+class Training:
+    """The MLP, its parameters in one vector of blocks."""
+
+    def __init__(self) -> None:
+        job = JOBS["mlp"]
+        self.model = make_model("mlp")
+        self.rows = self._gather()
+        self._optimizer = make_optimizer("mlp", self.model)
+        self._batches = self._draw(job.data(32 * job.samples, None), job.samples)
+        self.step = 0
+
+    def _gather(self) -> torch.Tensor:
+        parameters = list(self.model.parameters())
+        blocks = [-(-parameter.numel() // BLOCK_NUMBERS) for parameter in parameters]
+        rows = torch.zeros(sum(blocks), BLOCK_NUMBERS)
+        for parameter, mine in zip(parameters, rows.split(blocks), strict=True):
+            place = mine.view(-1)[: parameter.numel()].view(parameter.shape)
+            parameter.data = place.copy_(parameter.data)
+        return rows
+
+    def _draw(self, dataset: Any, samples: int) -> Iterator[Any]:
+        while True:
+            for begin in range(0, len(dataset), samples):
+                yield dataset[begin : begin + samples]
+
+    def train(self) -> None:
+        """Take a step."""
+        self._optimizer.zero_grad()
+        loss_of(self.model, *next(self._batches)).backward()
+        self._optimizer.step()
+        self.step += 1
+
+
+def measure(repetitions: int) -> dict[str, dict[str, list[float]]]:
+    """Return how long each part took in each repetition, milliseconds, by way."""
+    training = Training()
+    running = {name: Timed([training.rows], saving) for name, saving in WAYS.items()}
+    times: dict[str, dict[str, list[float]]] = {name: {part: [] for part in PARTS} for name in WAYS}
+    for number in range(-1, repetitions):  # the first is not counted
+        for name in random.Random(number).sample(sorted(WAYS), len(WAYS)):
+            for part, taken_s in one(training, running[name]).items():
+                if number >= 0:
+                    times[name][part].append(1e3 * taken_s)
+    return times
+
+
+def one(training: Training, running: Timed) -> dict[str, float]:
+    """Save once; return how long each part took, seconds."""
+    rows = training.rows
+    step_s, _ = timed(training.train)
+    running.write_s = 0.0
+    take_s, saved = timed(lambda: running.take([rows], training.step))
+    put_s, _ = timed(lambda: running.put(saved))
+    training.train()
+    copy_s, _ = timed(lambda: rows.index_select(0, saved.blocks))
+    training.train()
+    together_s, _ = timed(lambda: rows[: len(saved.blocks)].clone())
+    write_s = running.write_s
+    return dict(zip(PARTS, (step_s, take_s - write_s, write_s, copy_s, together_s, put_s), strict=True))
+
+
+def show(times: dict[str, dict[str, list[float]]]) -> str:
+    """Return the tables."""
+    parts, ratios = [], []
+    for name, found in times.items():
+        cells = (spread(found[part]) for part in PARTS)
+        parts.append([name, *(f"{cell['p50']:.2f} ({cell['p10']:.2f}-{cell['p90']:.2f})" for cell in cells)])
+        ratios.append([name, *(f"{to['ratio']:.3f} ({to['low']:.3f}-{to['high']:.3f})" for to in compare(name, found))])
+    head = ["write / copy", "held / copy", "held / together", "selection / step", "selection per step / step"]
+    return "\n\n".join(
+        [
+            table("A partial save of 8.5 million parameters, ms: median (p10-p90)", ["way", *PARTS], parts),
+            table("Ratios of medians, with 95 % intervals; held is selection and write", ["way", *head], ratios),
+        ]
+    )
+
+
+def compare(name: str, found: dict[str, list[float]]) -> list[dict[str, float]]:
+    """Return the ratios of one way."""
+    held = [selection + write for selection, write in zip(found["selection"], found["write"], strict=True)]
+    per_step = [selection / WAYS[name].period for selection in found["selection"]]
+    pairs = [
+        (found["write"], found["copy"]),
+        (held, found["copy"]),
+        (held, found["together"]),
+        (found["selection"], found["step"]),
+        (per_step, found["step"]),
+    ]
+    return [ratio(a, b, paired=True) for a, b in pairs]
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repetitions", type=int, default=30)
+    parser.add_argument("--json", metavar="FILE")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    times = measure(options.repetitions)
+    print(show(times), flush=True)
+    results = {name: {"times_ms": found, "ratios": compare(name, found)} for name, found in times.items()}
+    write_json(options.json, settings=vars(options), results=results)
+
+
+if __name__ == "__main__":
+    main()

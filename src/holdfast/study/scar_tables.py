@@ -1,0 +1,75 @@
+"""The tables of the study of partial recovery that show rows as they are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from holdfast.study.base import MEASURED, NOT_RUN
+
+
+def rates_table() -> dict[str, Any]:
+    """Return the sweep of learning rates."""
+    return {
+        "kind": "table",
+        "id": "rates",
+        "title": "Learning rates",
+        "note": "The loss at the end of the pilot, by multiples of the stated rate; the best is that of the least loss. "
+        "Under-tuned rates make anything look good that makes steps larger.",
+        "where": {"part": "rate", "status": MEASURED},
+        "by": ["program", "times"],
+        "columns": [["rate", "rate", "number"], ["loss", "loss", "number"], ["best", "best", "truth"]],
+    }
+
+
+def pilot_table() -> dict[str, Any]:
+    """Return what the pilots found."""
+    return {
+        "kind": "table",
+        "id": "pilot",
+        "title": "The programs, undisturbed",
+        "note": "Levels: losses at which iterations are counted, where the loss falls by several times its noise; reached after so many iterations.",
+        "where": {"part": "pilot", "status": MEASURED},
+        "by": ["program"],
+        "columns": [
+            ["blocks", "blocks", "number"],
+            ["block_bytes", "bytes", "number"],
+            ["every", "C", "number"],
+            ["window", "loss averaged over", "number"],
+            ["levels", "levels", "text"],
+            ["kappas", "reached after", "text"],
+            ["skew", "skew", "%"],
+            ["iteration_s", "an iteration and its loss", "ms"],
+        ],
+    }
+
+
+def live_table() -> dict[str, Any]:
+    """Return the runs with real workers."""
+    return {
+        "kind": "table",
+        "id": "live",
+        "title": "Real workers that own blocks, killed by SIGKILL",
+        "note": "Runs of holdfast run, with what their reports say.",
+        "where": {"part": "live", "status": MEASURED},
+        "by": ["program", "policy", "fabric", "workers", "kill_step"],
+        "columns": [
+            ["restored", "blocks restored", "number"],
+            ["staleness", "how stale, steps", "text"],
+            ["cost", "iteration cost", "number"],
+            ["predicted", "predicted", "number"],
+            ["same_bits", "same bits as predicted", "truth"],
+        ],
+    }
+
+
+def not_run_table() -> dict[str, Any]:
+    """Return what failed, and why."""
+    return {
+        "kind": "table",
+        "id": "not-run",
+        "title": "What could not be run",
+        "note": "",
+        "where": {"status": NOT_RUN},
+        "by": ["part", "program"],
+        "columns": [["why", "why", "text"], ["trial", "trials", "count"]],
+    }

@@ -1,0 +1,399 @@
+"""The running checkpoint: what it saves when, that it costs the same whatever the fraction, and what comes back."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from holdfast.checkpoint import load, write_tensors
+from holdfast.checkpoint.running import Running, Saving
+from holdfast.errors import ConfigError
+
+FRACTIONS = [1, 1 / 2, 1 / 4, 1 / 8]
+EVERY = 16
+
+
+def numbers(*shape, seed=0, dtype=torch.float32):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def walk(running, rows, steps, *, seed=0):
+    """Let the rows wander at random, and save when it is due; yield each partial save."""
+    generator = torch.Generator().manual_seed(seed)
+    for step in range(1, steps + 1):
+        for row in rows:
+            row += 0.1 * torch.randn(row.shape, generator=generator)
+        if running.is_due(step):
+            yield running.save(rows, step)
+
+
+def distances(running, rows, step):
+    everything = torch.arange(len(rows[0]))
+    return (running.recover(everything, step)[0] - rows[0]).norm(dim=1)
+
+
+# -- when, and how much
+
+
+@pytest.mark.parametrize(("fraction", "period"), [(1, 16), (1 / 2, 8), (1 / 4, 4), (1 / 8, 2), (0.3, 5), (0.04, 1)])
+def test_a_save_is_due_every_so_many_steps_and_never_twice(fraction, period):
+    rows = [numbers(64, 4)]
+    running = Running(rows, Saving(every=EVERY, fraction=fraction), step=period)
+
+    due = []
+    for step in range(4 * EVERY):
+        if running.is_due(step):
+            due.append(step)
+            running.save(rows, step)
+            assert not running.is_due(step)
+
+    assert due == [step for step in range(4 * EVERY) if step % period == 0 and step > period]
+
+
+SIZES = {
+    "equal": None,
+    "unequal": torch.randint(0, 900, (50,), generator=torch.Generator().manual_seed(1)),
+    "one that is most of all": torch.tensor([9000, *range(49)]),
+}
+
+
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+@pytest.mark.parametrize("choice", ["priority", "round-robin", "random"])
+@pytest.mark.parametrize("fraction", [*FRACTIONS, 0.3, 0.9])
+def test_over_any_c_steps_as_many_bytes_are_saved_as_there_are_whatever_the_fraction(fraction, choice, sizes):
+    rows = [numbers(50, 3), numbers(50, 2, seed=1)]
+    saving = Saving(every=EVERY, fraction=fraction, choice=choice)
+    running = Running(rows, saving, block_bytes=sizes)
+    taken = torch.full((50,), 20) if sizes is None else sizes
+    per_step = torch.zeros(1 + 6 * EVERY, dtype=torch.int64)
+
+    for saved in walk(running, rows, 6 * EVERY):
+        per_step[saved.step] = taken[saved.blocks].sum()
+        assert sizes is not None or per_step[saved.step] == saved.size_bytes()
+
+    largest, full = int(taken.max()), int(taken.sum())
+    so_far = per_step.cumsum(0)
+    allowed = torch.arange(len(so_far)) // saving.period * saving.period * full / EVERY
+    assert (so_far <= allowed).all()
+    assert (so_far > allowed - largest).all()
+    if EVERY % saving.period == 0:
+        in_any_window = so_far[EVERY:] - so_far[:-EVERY]
+        assert (in_any_window - full).abs().max() < largest
+
+
+@pytest.mark.parametrize("fraction", [1 / 4, 1 / 8])
+def test_int8_saves_more_blocks_of_the_same_bytes(fraction):
+    rows = [numbers(400, 16)]
+    running = Running(rows, Saving(every=EVERY, fraction=fraction, codec="int8"))
+
+    saves = list(walk(running, rows, 6 * EVERY))
+
+    assert all(saved.size_bytes() == len(saved.blocks) * (16 + 4) for saved in saves)
+    assert sum(saved.size_bytes() for saved in saves) == pytest.approx(6 * 400 * 64, abs=20)
+    assert len(saves[0].blocks) == int(400 * fraction * 64 / 20)
+
+
+def test_room_that_nothing_can_use_is_not_kept_for_later():
+    rows = [numbers(40, 16)]
+    running = Running(rows, Saving(every=4, fraction=1 / 4))
+    rows[0][1:] = torch.nan
+    for step in range(1, 9):
+        assert running.save(rows, step).blocks.tolist() == [0]
+    rows[0][:] = 1
+
+    assert len(running.save(rows, 9).blocks) <= 10 + 1
+
+
+# -- what is chosen
+
+
+def test_the_farthest_blocks_are_saved():
+    rows = [torch.zeros(8, 2), torch.zeros(8, 1)]
+    running = Running(rows, Saving(every=8, fraction=1 / 4))
+    rows[0][:, 1] = torch.tensor([0.0, 3, -5, 1, 3, 0, 0.5, 3])
+    rows[1][:] = 7
+
+    assert running.save(rows, 2).blocks.tolist() == [1, 2]  # of those that are equally far, the lower number first
+    assert running.save(rows, 4).blocks.tolist() == [4, 7]
+    assert running.saved_at.tolist() == [0, 2, 2, 0, 4, 0, 0, 4]
+    assert running.recover(torch.tensor([2, 3]), 5)[0].tolist() == [[0, -5], [0, 0]]
+    assert running.recover(torch.tensor([2, 3]), 5)[1].tolist() == [[7], [0]]
+
+
+def test_a_distance_of_your_own_decides():
+    rows = [torch.zeros(4, 2)]
+    running = Running(rows, Saving(every=4, fraction=1 / 4), distance=lambda a, b: (a[:, 0] - b[:, 0]).abs())
+    rows[0][:] = torch.tensor([[0.0, 9], [1, 0], [2, 0], [0, 9]])
+
+    assert running.save(rows, 1).blocks.tolist() == [2]
+
+
+def test_round_robin_goes_round():
+    rows = [numbers(10, 2)]
+    running = Running(rows, Saving(every=10, fraction=0.3, choice="round-robin"))
+
+    chosen = [running.save(rows, step).blocks.tolist() for step in (3, 6, 9, 12, 15)]
+
+    assert chosen == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [0, 1, 9], [2, 3, 4]]
+
+
+def test_a_random_choice_is_a_function_of_seed_and_step_alone():
+    rows = [numbers(100, 2)]
+
+    def chosen(seed, step, before=()):
+        running = Running(rows, Saving(every=4, fraction=1 / 4, choice="random", seed=seed))
+        for earlier in before:
+            running.save(rows, earlier)
+        return running.save(rows, step).blocks.tolist()
+
+    assert chosen(1, 7) == chosen(1, 7, before=[3, 4])
+    assert len({tuple(chosen(seed, step)) for seed, step in itertools.product(range(5), range(1, 6))}) == 25
+    counts = torch.bincount(torch.tensor([chosen(0, step) for step in range(1, 201)]).flatten(), minlength=100)
+    assert 25 <= counts.min() <= counts.max() <= 80  # 50 expected, standard deviation 6
+
+
+@pytest.mark.parametrize("codec", ["exact", "int8"])
+@pytest.mark.parametrize("choice", ["priority", "round-robin", "random"])
+@pytest.mark.parametrize("bad", [torch.nan, -torch.inf])
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_block_that_is_no_number_any_more_is_not_saved_and_the_next_has_its_place(which, bad, choice, codec):
+    rows = [numbers(64, 4), numbers(64, 4, seed=1)]
+    running = Running(rows, Saving(every=8, fraction=1 / 8, choice=choice, codec=codec))
+    good = [row[:4].clone() for row in rows]
+    rows[which][:4, 2] = bad
+    chosen = torch.cat([saved.blocks for saved in walk(running, rows, 16)])
+
+    assert chosen.min() >= 4
+    assert all(map(torch.equal, running.recover(torch.arange(4), 9), good))
+    assert len(chosen) == (2 * 64 if codec == "exact" else 2 * 64 * 16 // 8)
+
+
+def test_a_distance_that_does_not_see_a_nan_saves_none():
+    rows = [numbers(8, 4)]
+    running = Running(rows, Saving(every=8, fraction=1 / 2), distance=lambda a, b: torch.arange(8.0))
+    rows[0][6, 0] = torch.nan
+
+    assert running.save(rows, 4).blocks.tolist() == [3, 4, 5, 7]
+
+
+def test_choosing_makes_nothing_as_large_as_the_parameters():
+    rows = [numbers(20_000, 16)]
+    for predictor in ("last", "line"):
+        running = Running(rows, Saving(every=16, fraction=1 / 16, predictor=predictor))
+        running.take(rows, 1)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as seen:
+            running.take(rows, 1)
+
+        made = [event.cpu_memory_usage for event in seen.events()]
+        assert 0 < max(made) <= rows[0].nbytes / 2
+
+
+# -- what comes back
+
+
+def test_what_it_was_made_of_is_what_it_starts_as_and_shares_no_memory():
+    rows = [numbers(6, 2), numbers(6, 3, dtype=torch.bfloat16)]
+    before = [row.clone() for row in rows]
+    running = Running(rows, Saving())
+    for row in rows:
+        row += 1
+
+    restored = running.recover(torch.tensor([5, 0]), 3)
+
+    assert all(torch.equal(r, b[[5, 0]]) for r, b in zip(restored, before, strict=True))
+    assert running.saved_at.tolist() == [0] * 6
+
+
+def test_the_loop_goes_on_while_what_was_taken_is_put():
+    rows = [numbers(6, 2)]
+    running = Running(rows, Saving(every=1))
+    before = running.recover(torch.arange(6), 1)[0]
+    rows[0] += 1
+    wanted = rows[0].clone()
+
+    saved = running.take(rows, 1)
+    rows[0] += 1
+
+    assert torch.equal(running.recover(torch.arange(6), 1)[0], before)
+    running.put(saved)
+    assert torch.equal(running.recover(torch.arange(6), 1)[0], wanted)
+
+
+def test_a_line_leads_through_the_last_two_saves():
+    start, speed = numbers(12, 5), numbers(12, 5, seed=1)
+    momentum = numbers(12, 5, seed=2)
+    saving = Saving(every=4, fraction=1 / 2, predictor="line", choice="round-robin")
+    running = Running([start, momentum], saving, step=10)
+    once = running.recover(torch.arange(12), 30)
+
+    for step in range(12, 20, 2):
+        running.save([start + speed * (step - 10), momentum * step], step)
+
+    assert torch.equal(once[0], start)  # saved once, it has no direction
+    parameters, other = running.recover(torch.arange(12), 31)
+    assert torch.allclose(parameters, start + speed * 21, atol=1e-4)
+    assert torch.equal(other[:6], momentum[:6] * 16)  # what goes along stays as it was saved
+    assert torch.equal(other[6:], momentum[6:] * 18)
+
+
+def test_with_a_line_that_block_is_farthest_which_leaves_its_line():
+    rows = [torch.zeros(3, 2)]
+    running = Running(rows, Saving(every=3, fraction=1 / 3, predictor="line"))
+    steady, restless, still = 0, 1, 2
+    rows[0][steady] = 10
+    assert running.save(rows, 1).blocks.tolist() == [steady]
+    rows[0][steady] = 20
+    rows[0][restless] = 0.5
+
+    assert running.save(rows, 2).blocks.tolist() == [restless]
+    assert distances(running, rows, 2)[steady] == 0
+    assert distances(running, rows, 2)[still] == 0
+
+
+def test_a_line_needs_numbers_that_can_be_divided():
+    rows = [torch.arange(8).view(4, 2)]
+    running = Running(rows, Saving(every=1, predictor="line", codec="int8"))
+    rows[0] += 3
+
+    saved = running.save(rows, 1)
+
+    assert saved.size_bytes() == rows[0].nbytes
+    assert torch.equal(running.recover(torch.arange(4), 9)[0], rows[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_int8_comes_back_within_half_a_step_and_the_rest_with_the_next_save(dtype):
+    rows = [numbers(50, 16, dtype=dtype)]
+    running = Running([torch.zeros(50, 16, dtype=dtype)], Saving(every=1, codec="int8"))
+    step_length = rows[0].abs().amax(1, keepdim=True).double() / 127
+    rounding = torch.finfo(dtype).eps * rows[0].double().abs().max()
+
+    running.save(rows, 1)
+    error = (running.recover(torch.arange(50), 1)[0].double() - rows[0].double()).abs()
+    running.save(rows, 2)
+    left = (running.recover(torch.arange(50), 2)[0].double() - rows[0].double()).abs()
+
+    assert (error <= 0.5001 * step_length + rounding).all()
+    assert error.max() > 0.3 * step_length.min()
+    assert left.max() <= 0.51 * error.max() / 127 + rounding
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_int8_makes_no_number_negative_or_infinite_that_was_not(dtype):
+    squares = numbers(200, 16, dtype=dtype).square() * torch.tensor([1.0] + [1e-3] * 15, dtype=dtype)
+    largest = torch.full((200, 16), torch.finfo(dtype).max, dtype=dtype)
+    largest[:, 0] /= -2
+    running = Running(
+        [numbers(200, 16), numbers(200, 16).square().to(dtype), largest.abs() / 2], Saving(every=1, codec="int8")
+    )
+
+    running.save([numbers(200, 16), squares, largest.abs()], 1)
+
+    parameters, mean_squares, huge = running.recover(torch.arange(200), 1)
+    assert (parameters < 0).any()
+    assert mean_squares.min() == 0
+    assert huge.isfinite().all()
+
+
+# -- owner and peer
+
+
+POLICIES = list(itertools.product(["priority", "round-robin", "random"], ["last", "line"], ["exact", "int8"]))
+
+
+def same(a, b):
+    a, b = a.state_dict(), b.state_dict()
+    tensors = [(a["saved_at"], b["saved_at"]), *zip(a["saved"], b["saved"], strict=True)]
+    if a["slope"] is not None:
+        tensors.append((a["slope"], b["slope"]))
+    return (a["step"], a["credit"]) == (b["step"], b["credit"]) and all(
+        torch.equal(x.view(torch.uint8), y.view(torch.uint8)) for x, y in tensors
+    )
+
+
+@pytest.mark.parametrize(("choice", "predictor", "codec"), POLICIES)
+def test_a_peer_is_equal_bit_for_bit_after_two_hundred_saves(choice, predictor, codec):
+    sizes = torch.randint(1, 500, (60,), generator=torch.Generator().manual_seed(5))
+    rows = [numbers(60, 16), numbers(60, 16, seed=1), numbers(60, 5, seed=2, dtype=torch.float16)]
+    saving = Saving(fraction=1 / 16, choice=choice, predictor=predictor, codec=codec)
+    owner, peer = (Running(rows, saving, block_bytes=sizes) for _ in range(2))
+
+    for number, saved in enumerate(walk(owner, rows, 200)):
+        peer.put(saved)
+        if number in (0, 60, 199):
+            assert same(owner, peer)
+
+    assert number == 199
+    heir = peer.save(rows, 201)  # it goes on as the owner would have
+    assert torch.equal(heir.blocks, owner.save(rows, 201).blocks)
+
+
+@pytest.mark.parametrize(("choice", "predictor", "codec"), POLICIES)
+def test_it_is_sent_and_written_whole(choice, predictor, codec, tmp_path):
+    rows = [numbers(30, 16), numbers(30, 2, seed=1)]
+    saving = Saving(every=8, fraction=1 / 8, choice=choice, predictor=predictor, codec=codec)
+    owner = Running(rows, saving)
+    for _ in walk(owner, rows, 50):
+        pass
+
+    write_tensors(tmp_path, 50, {"running": owner.state_dict()}, info={}).commit(generation=0)
+    peer = Running([torch.zeros_like(row) for row in rows], saving)
+    peer.load_state_dict(load(tmp_path, 50).state["running"])
+
+    assert same(owner, peer)
+    for row in rows:
+        row += 1
+    peer.put(owner.save(rows, 51))
+    assert same(owner, peer)
+
+
+# -- what is refused
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"every": 0}, "every must be at least 1 step, got 0; give "),
+        ({"fraction": 0}, "fraction must be above 0 and at most 1, got 0; give 1, 0.5, 0.25 or 0.125"),
+        ({"fraction": float("nan")}, "fraction must be above 0 and at most 1, got nan; "),
+        ({"every": 4, "fraction": 0.1}, r"fraction must be so large that fraction \* every \(4\) rounds to at least 1 step, got 0.1; "),
+        ({"choice": "first"}, "choice must be one of priority, round-robin, random, got 'first'; choose one of them"),
+        ({"predictor": "curve"}, "predictor must be one of last, line, got 'curve'"),
+        ({"codec": "int4"}, "codec must be one of exact, int8, got 'int4'"),
+    ],
+)  # fmt: skip
+def test_a_saving_that_cannot_be_is_refused(values, message):
+    with pytest.raises(ConfigError, match="^" + message):
+        Saving(**values)
+
+
+@pytest.mark.parametrize(
+    ("start", "sizes", "message"),
+    [
+        ([], None, r"start must be tensors of shape \(blocks, width\), of as many blocks, got \[\]"),
+        ([torch.zeros(3)], None, r"got \[\(3,\)\]; reshape them"),
+        ([torch.zeros(3, 2), torch.zeros(4, 2)], None, r"got \[\(3, 2\), \(4, 2\)\]"),
+        ([torch.zeros(3, 2)], torch.ones(2), "block_bytes must be 3 numbers of 0 or more, one a block, got 2"),
+        ([torch.zeros(2, 2)], torch.tensor([8, -1]), "got 2 from -1 up; give what saving each block takes"),
+    ],
+)
+def test_blocks_that_do_not_go_together_are_refused(start, sizes, message):
+    with pytest.raises(ConfigError, match=message):
+        Running(start, Saving(), block_bytes=sizes)
+
+
+def test_a_save_that_is_out_of_order_or_of_something_else_is_refused():
+    rows = [numbers(6, 2)]
+    running, other = Running(rows, Saving(every=1)), Running(rows, Saving(every=2))
+    saved = running.save(rows, 4)
+
+    with pytest.raises(
+        ConfigError, match="a save of step 4 must come after the last one, which is of step 4; to go back"
+    ):
+        running.put(saved)
+    with pytest.raises(ConfigError, match=r"rows must have .*\(6, 2\).*got .*\(6, 3\)"):
+        running.save([numbers(6, 3)], 5)
+    with pytest.raises(ConfigError, match=r"kept with .*'every': 1.*, not with .*every=2"):
+        other.load_state_dict(running.state_dict())

@@ -1,0 +1,428 @@
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+import torch
+
+from holdfast.errors import ConfigError
+from holdfast.report import render_study
+from holdfast.study import scar as scar_module
+from holdfast.study import scar_trials
+from holdfast.study.base import MEASURED, NOT_RUN, Options, carry_out
+from holdfast.study.scar import Scar, Workers
+from holdfast.study.scar_claims import hold_claims
+from holdfast.study.scar_pilot import pilot, skew
+from holdfast.study.scar_policies import (
+    HINDSIGHT,
+    HINDSIGHT_WHO,
+    LINE,
+    NO_CHECKPOINT,
+    RESEED,
+    SCAR,
+    TRADITIONAL,
+    Policy,
+    bounds,
+    controls,
+    scar,
+    traditional,
+)
+from holdfast.study.scar_programs import policies_of
+from holdfast.study.scar_restore import least_sum
+from holdfast.study.scar_rows import Trials
+from holdfast.study.scar_trials import Course, Followed, failure_at, trial, trial_of_several
+from holdfast.workloads.iterative.base import State, euclidean
+
+RATE = 0.9
+EVERY = 8
+BEHIND = RATE**-5
+"""What a block that is five iterations behind is, against what it was."""
+
+
+@dataclass
+class Shrinking:
+    """x(k + 1) = c x(k), each block a number; the loss is how often that shrinks from 1, so it falls by 1 an iteration."""
+
+    seed: int = 0
+    rates: tuple[float, ...] = (RATE,) * 8
+    has_steps: bool = False
+    """Whether something goes along, as an optimizer's state would: how many iterations the block has seen."""
+    half_is_live: bool = False
+    """Whether the second half of the blocks is overwritten by the first half before it is read."""
+    is_brittle: bool = False
+    """Whether it stops when blocks differ: the run never gets to a level then."""
+
+    name = "shrinking"
+
+    def __post_init__(self):
+        self.blocks = len(self.rates)
+        self.block_bytes = torch.full((self.blocks,), 16 if self.has_steps else 8)
+        self.live = torch.arange(self.blocks) < self.blocks // 2 if self.half_is_live else None
+
+    def start(self) -> State:
+        return {name: torch.full((self.blocks, 1), value, dtype=torch.float64) for name, value in (("x", 1), ("n", 0))}
+
+    def iterate(self, state: State, iteration: int) -> None:
+        if self.is_brittle and state["x"].min() < state["x"].max():
+            return
+        state["x"] *= torch.tensor(self.rates, dtype=torch.float64)[:, None]
+        state["n"] += 1
+        if self.half_is_live:
+            state["x"][self.blocks // 2 :] = state["x"][: self.blocks // 2]
+
+    def rows(self, state: State):
+        return (state["x"], state["n"]) if self.has_steps else (state["x"],)
+
+    def distance(self, a, b):
+        return euclidean(a, b)
+
+    def mend(self, state: State, written) -> None:
+        assert written.dtype == torch.int64
+
+    def loss(self, state: State) -> float:
+        return math.log(float(state["x"].norm()) / math.sqrt(self.blocks)) / math.log(1 / RATE)
+
+
+COURSE = Course(
+    name="shrinking", make=Shrinking, every=EVERY, window=1, iterations=60, levels=(-30.0, -40.5), last=40.5
+)
+
+
+def with_program(**options) -> Course:
+    return replace(COURSE, make=lambda seed: Shrinking(seed, **options))
+
+
+def costs(monkeypatch, policies, course=COURSE, failure=21, number=0):
+    """Return the row of each policy in a trial that fails after so many iterations: all was saved after 16."""
+    monkeypatch.setattr(scar_trials, "failure_at", lambda *_, **__: failure)
+    return {row["policy"]: row for row in trial(course, "main", number, lambda _: policies)}
+
+
+def made_up(norm_square: float) -> float:
+    """Return the iterations that make up for a mean square that is so many times what it was."""
+    return math.log(math.sqrt(norm_square)) / math.log(1 / RATE)
+
+
+# ---------------------------------------------------------------------------------------------
+# Trials
+
+
+def test_rolling_all_back_costs_the_iterations_since_the_save(monkeypatch):
+    row = costs(monkeypatch, [traditional()])[TRADITIONAL]
+
+    assert row["cost"] == pytest.approx(5)
+    assert (row["levels"], row["censored"], row["late"]) == (2, 0, True)
+    assert row["bytes"] == 2 * 8 * 8 / 21
+
+
+@pytest.mark.parametrize("nodes", [1, 2, 3])
+def test_partial_recovery_costs_what_the_lost_share_of_the_square_does(monkeypatch, nodes):
+    rows = costs(monkeypatch, [traditional(), Policy(name="partial", nodes=nodes)])
+
+    share = nodes / 4
+    assert rows["partial"]["cost"] == pytest.approx(made_up(1 - share + share * BEHIND**2))
+    assert (rows["partial"]["error"] / rows[TRADITIONAL]["error"]) ** 2 == pytest.approx(share)
+
+
+def test_before_the_first_save_the_beginning_is_restored_and_the_failure_is_not_late(monkeypatch):
+    row = costs(monkeypatch, [traditional()], failure=5)[TRADITIONAL]
+
+    assert row["cost"] == pytest.approx(5)
+    assert (row["late"], row["bytes"]) == (False, 0)
+
+
+def test_a_save_that_is_due_at_the_failure_was_made(monkeypatch):
+    row = costs(monkeypatch, [traditional()], failure=24)[TRADITIONAL]
+
+    assert row["cost"] == pytest.approx(0)
+    assert row["error"] == 0
+
+
+def test_a_level_that_was_reached_before_the_failure_says_nothing_of_it(monkeypatch):
+    row = costs(monkeypatch, [traditional()], failure=37)[TRADITIONAL]
+
+    assert row["levels"] == 1
+    assert row["cost"] == pytest.approx(5)
+
+
+def test_a_run_that_never_gets_to_a_level_is_counted_and_not_dropped(monkeypatch):
+    row = costs(monkeypatch, [Policy(name="partial")], with_program(is_brittle=True))["partial"]
+
+    assert row["censored"] == 2
+    assert row["cost"] == pytest.approx(COURSE.limit - (30 + 40.5) / 2)
+
+
+def test_a_failure_that_helps_has_a_negative_cost(monkeypatch):
+    slope = (RATE**16 - RATE**8) / 8
+    expected = (RATE**16 + 5 * slope) / RATE**21  # the line through the last two saves falls below the curve
+
+    row = costs(monkeypatch, [Policy(name="line", predictor="line")])["line"]
+
+    assert row["cost"] == pytest.approx(made_up((1 + expected**2) / 2))
+    assert row["cost"] < 0
+
+
+def test_calibrated_the_lost_go_as_far_as_the_survivors_went(monkeypatch):
+    rows = costs(monkeypatch, [Policy(name="calibrated", predictor="line", restore="calibrated")])
+
+    assert rows["calibrated"]["error"] == pytest.approx(0, abs=1e-9)
+    assert rows["calibrated"]["cost"] == pytest.approx(0, abs=1e-6)
+
+
+def test_of_a_factor_that_is_overwritten_nothing_is_saved_and_the_other_is_saved_more_often(monkeypatch):
+    chance = COURSE.chance("main", 0)
+    chance.integers(2**31, size=2)
+    lost = int((chance.permutation(8)[:4] < 4).sum())
+
+    row = costs(monkeypatch, [Policy(name="live", saves="live", restore="live")], with_program(half_is_live=True))[
+        "live"
+    ]
+
+    assert 0 < lost < 4
+    assert row["cost"] == pytest.approx(made_up((4 - lost + lost * RATE**-2) / 4))  # saved every 4 iterations, after 20
+    assert row["bytes"] == 5 * 4 * 8 / 21
+
+
+@pytest.mark.parametrize(("way", "steps"), [("lost", 16), ("lost, rest reset", 0), ("lost, rest kept", 21)])
+def test_what_goes_with_the_parameters_is_saved_reset_or_kept(way, steps):
+    followed = Followed(Shrinking(has_steps=True), [policy := Policy(name="any", restore=way)], COURSE, seed=0)
+    followed.advance(21)
+
+    state = followed.restored(policy, torch.tensor([1, 6]), Shrinking).state
+
+    assert state["n"].flatten().tolist() == [21, steps, 21, 21, 21, 21, steps, 21]
+    assert state["x"][1] == pytest.approx(RATE**16)
+    assert followed.state["n"].eq(21).all()  # the other policies go on from there
+
+
+def test_parameters_alone_are_saved_more_often_at_the_same_bytes():
+    policies = [Policy(name="all"), Policy(name="alone", saves="parameters", restore="lost, rest reset")]
+    followed = Followed(Shrinking(has_steps=True), policies, COURSE, seed=0)
+    followed.advance(16)
+
+    both, alone = (followed.bytes[policy.saving] for policy in policies)
+    assert both == alone == 2 * 8 * 16
+
+
+def test_with_nothing_lost_and_nothing_drawn_nothing_is_different(monkeypatch):
+    rows = costs(monkeypatch, controls())
+
+    assert rows[RESEED]["cost"] == 0
+    assert rows[NO_CHECKPOINT]["cost"] == pytest.approx(made_up((1 + RATE**-42) / 2))
+
+
+def test_who_knows_the_future_is_nearer_and_who_knows_the_dead_is_nearest(monkeypatch):
+    course = with_program(rates=tuple(np.linspace(0.75, 0.97, 8)))
+
+    rows = costs(monkeypatch, [scar(), *bounds()], replace(course, levels=(-15.0,), last=40.0), failure=13, number=1)
+
+    assert 0 < rows[HINDSIGHT_WHO]["error"] < rows[HINDSIGHT]["error"] < rows[SCAR]["error"]
+
+
+def test_the_times_chosen_in_hindsight_have_room_and_are_almost_the_best():
+    rng = np.random.default_rng(0)
+    for _ in range(6):
+        table = rng.random((5, 4))
+        chosen = least_sum(table, np.ones(5), 1.0)
+        best = min(
+            table[range(5), times].sum()
+            for times in itertools.product(range(4), repeat=5)
+            if all(times.count(time) <= 1 for time in (1, 2, 3))
+        )
+        assert all((chosen == time).sum() <= 1 for time in (1, 2, 3))
+        assert table[range(5), chosen].sum() <= 1.05 * best
+
+
+def test_several_failures_in_a_run_add_up(monkeypatch):
+    failures = iter([29, 13])
+    monkeypatch.setattr(scar_trials, "failure_at", lambda *_: next(failures))
+
+    row = trial_of_several(COURSE, 0, lambda _: [traditional()], 2)[0]
+
+    assert row["cost"] == pytest.approx(5 + 5)
+    assert (row["failures"], row["failure"]) == (2, 13)
+
+
+def test_a_failure_is_always_before_the_last_level():
+    losses = [-float(k) for k in range(50)]
+
+    drawn = [failure_at(COURSE.chance("main", number), COURSE, losses) or 0 for number in range(300)]
+    late = [failure_at(COURSE.chance("late", number), COURSE, losses, least=EVERY) or 0 for number in range(300)]
+
+    assert min(drawn) == 1
+    assert min(late) == EVERY
+    assert failure_at(COURSE.chance("late", 0), COURSE, losses, least=41) is None
+    assert failure_at(COURSE.chance("main", 0), COURSE, losses[:30]) is None
+    assert 35 < max(drawn) <= 40
+    assert 10 < np.mean(drawn) < 17  # a geometric distribution of mean 20, cut off at 40
+
+
+def test_the_pilot_finds_levels_that_every_seed_reaches_and_the_skew_of_the_drift():
+    row = pilot(replace(COURSE, levels=(), last=0.0, make=lambda seed: Shrinking(seed)))[0]
+
+    assert row["status"] == MEASURED
+    assert len(row["levels"]) == 7
+    assert row["kappas"] == pytest.approx([-level for level in row["levels"]])
+    assert min(row["kappas"]) > 2 * EVERY
+    assert row["skew"] == pytest.approx(1 / 8)
+    assert skew(torch.tensor([3.0, 4.0, 0, 0, 0, 0, 0, 0])) == pytest.approx(16 / 25)
+
+
+# ---------------------------------------------------------------------------------------------
+# What the trials say together
+
+
+def rows_of(policy, cost, *, trials=40, program="mlr-digits", kind="main", late=None, **said):
+    spread = np.random.default_rng(1).normal(0, 0.5, trials)
+    return [
+        {"part": "trial", "status": MEASURED, "program": program, "kind": kind, "policy": policy, "trial": number}
+        | {"cost": cost + spread[number], "late": number % 4 > 0 if late is None else late, "censored": 0}
+        | {"error": 1.0, "bytes": 1.0, "failure": 20, "levels": 7}
+        | said
+        for number in range(trials)
+    ]
+
+
+def test_a_reduction_is_one_less_the_ratio_of_the_mean_costs_of_the_same_trials():
+    rows = [*rows_of(TRADITIONAL, 10.0), *rows_of(SCAR, 2.0)[:-2], *rows_of(TRADITIONAL, 99.0, program="other")]
+
+    late, every = Trials(rows).cell("mlr-digits", SCAR), Trials(rows).cell("mlr-digits", SCAR, late=False)
+
+    assert late is not None
+    assert every is not None
+    assert (late.trials, every.trials) == (28, 38)
+    assert every.reduction == pytest.approx(0.8, abs=0.02)
+    assert every.ci[0] < every.reduction < every.ci[1] < every.ci[0] + 0.05
+
+
+def test_negative_and_censored_trials_are_in_the_mean_and_counted():
+    rows = [*rows_of(TRADITIONAL, 10.0), *rows_of(SCAR, -3.0, censored=1)]
+
+    cell = Trials(rows).cell("mlr-digits", SCAR, late=False)
+
+    assert cell is not None
+    assert (cell.negative, cell.censored) == (40, 40)
+    assert cell.reduction > 1.2
+
+
+def test_a_policy_is_chosen_where_failures_were_rehearsed_not_where_it_is_judged():
+    rehearsed = [*rows_of(LINE, 1.0, kind="rehearsal"), *rows_of(SCAR, 2.0, kind="rehearsal")]
+    rows = [*rows_of(TRADITIONAL, 10.0), *rows_of(SCAR, 1.0), *rows_of(LINE, 3.0), *rehearsed]
+
+    trials = Trials(rows)
+
+    assert trials.chosen("mlr-digits") == LINE
+    gap = trials.gap("mlr-digits", LINE, SCAR)
+    assert gap is not None
+    assert gap[0] == pytest.approx(-0.2, abs=0.01)
+    assert claim(rows, "never below SCAR").holds is False
+
+
+def claim(rows, words):
+    return next(claim for claim in hold_claims(rows, 0) if words in claim.claim)
+
+
+@pytest.mark.parametrize(
+    ("cost", "holds", "where"),
+    [
+        (1.0, True, "inside the range"),
+        (4.0, False, "18 points below the range"),
+        (0.0, True, "5 points above the range"),
+    ],
+)
+def test_each_program_is_held_against_the_range_of_the_abstract(cost, holds, where):
+    found = claim([*rows_of(TRADITIONAL, 10.0), *rows_of(SCAR, cost)], "78 to 95 % fewer iterations")
+
+    assert found.holds is holds
+    assert where in found.found
+
+
+def test_without_trials_nothing_is_claimed():
+    assert {found.holds for found in hold_claims([], 0)} == {None}
+
+
+# ---------------------------------------------------------------------------------------------
+# The study
+
+
+def in_this_process(monkeypatch):
+    monkeypatch.setattr(Workers, "rows", lambda self, run, values: [row for value in values for row in run(value)])
+
+
+def options(out, **said) -> Options:
+    return Options(out=out, quick=True, only=("quadratic",), repetitions=3, **said)
+
+
+def without_times(results):
+    return [{name: value for name, value in row.items() if name != "iteration_s"} for row in results["rows"]]
+
+
+def test_interrupted_it_goes_on_and_finds_what_it_would_have_found(tmp_path, monkeypatch):
+    in_this_process(monkeypatch)
+    monkeypatch.setattr(scar_module, "_CHUNK", 1)
+    whole = carry_out(Scar(), options(tmp_path / "whole"))
+    asked = []
+
+    def interrupted(line):
+        asked.append(line)
+        if len(asked) == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        carry_out(Scar(), options(tmp_path / "twice"), interrupted)
+    again = []
+    twice = carry_out(Scar(), options(tmp_path / "twice"), again.append)
+
+    expected = [f"{kind}: quadratic, trials {n} to {n}" for kind in ("main", "late") for n in range(3)]
+    assert [line.split("] ")[-1] for line in again[1:]] == expected[1:]
+    assert without_times(twice) == without_times(whole)
+
+
+def test_the_quick_study_runs_in_processes_of_its_own_and_draws_its_page(tmp_path):
+    results = carry_out(Scar(), options(tmp_path))
+
+    measured = [row for row in results["rows"] if row["part"] == "trial" and row["kind"] == "main"]
+    late = {(row["kind"], row["trial"]) for row in results["rows"] if row.get("late")}
+    assert len(late) == 3
+    assert {(row["trial"], row["policy"]) for row in measured} == {
+        (number, policy.name) for number in range(3) for policy in policies_of("quick", (), Shrinking())
+    }
+    page = render_study(results)
+    assert "The abstract&#39;s number" in page
+    assert page.count("<figure>") >= 2
+
+
+def test_a_program_whose_data_are_missing_is_reported_and_the_others_are_run(tmp_path, monkeypatch):
+    in_this_process(monkeypatch)
+    wanted = replace(options(tmp_path / "out", data=tmp_path), only=("mlr-covertype", "quadratic"))
+
+    results = carry_out(Scar(), wanted)
+
+    failed = [row for row in results["rows"] if row["status"] == NOT_RUN]
+    assert [(row["part"], row["program"]) for row in failed] == [("pilot", "mlr-covertype")]
+    assert "CoverType is not in" in failed[0]["why"]
+    assert any(row["part"] == "trial" for row in results["rows"])
+
+
+@pytest.mark.parametrize(
+    ("said", "why"),
+    [
+        ({"only": ("mlr",)}, "--only must be one of mlr-covertype, .*, got 'mlr'"),
+        ({"only": ("mlr-fashion",)}, "mlr-fashion is run on data from files: .* --data"),
+        ({"model": "cnn"}, "--network is not for this study, got 'cnn'"),
+    ],
+)
+def test_what_cannot_be_done_is_said_in_one_line(tmp_path, said, why):
+    with pytest.raises(ConfigError, match=why):
+        Scar().tasks(Options(out=tmp_path, **said))
+
+
+def test_every_task_of_the_whole_study_has_a_name_of_its_own(tmp_path):
+    keys = [task.key for task in Scar().tasks(Options(out=tmp_path, data=tmp_path))]
+
+    assert len(set(keys)) == len(keys)
+    assert {"pilot: als-movielens", "3 failures: mlr-digits", "rates: mlr-fashion"} <= set(keys)
+    assert not any("documents" in key for key in keys)
