@@ -207,6 +207,15 @@ def test_parameters_alone_are_saved_more_often_at_the_same_bytes():
     assert both == alone == 2 * 8 * 16
 
 
+def test_full_saves_of_a_byte_a_number_come_as_much_sooner_as_they_are_smaller():
+    followed = Followed(Shrinking(), [policy := Policy(name="int8", codec="int8")], COURSE, seed=0)
+    followed.advance(21)
+
+    assert followed.bytes[policy.saving] == 4 * 8 * 5  # 5 bytes in the place of 8: every 5 iterations, not every 8
+    state = followed.restored(policy, torch.tensor([2]), Shrinking).state
+    assert state["x"][2] == pytest.approx(RATE**20, rel=0.02)
+
+
 def test_with_nothing_lost_and_nothing_drawn_nothing_is_different(monkeypatch):
     rows = costs(monkeypatch, controls())
 

@@ -101,7 +101,7 @@ def _draw_series(
 def scattered(section: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str:
     """Return a point for each row, with its interval if it has one, and its ``label`` beside it. "" without rows.
 
-    ``interval`` names the columns of the two ends; ``band`` a range of y to shade; ``log`` the axes that are
+    ``interval`` names the columns of the two ends; ``band`` a range of y to shade, ``limits`` where its axis ends; ``log`` the axes that are
     logarithmic; ``curves`` are ``[name, xs, ys]`` each, drawn through.
     """
     (x, x_name), (y, y_name) = section["x"], section["y"]
@@ -129,6 +129,7 @@ def scattered(section: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> 
                 axes.annotate(text, (row[x], row[y]), xytext=(5, 4), textcoords="offset points", fontsize=7.5)
         for axis in section.get("log", ()):
             getattr(axes, f"set_{axis}scale")("log")
+        axes.set_ylim(*section.get("limits", (None, None)))
         axes.set_xlabel(x_name)
         axes.set_ylabel(y_name)
         _finish(axes)

@@ -22,6 +22,7 @@ from holdfast.errors import ConfigError
 from holdfast.study.base import MEASURED, NOT_RUN, Claim, Options, Row, Task
 from holdfast.study.perturbation_rows import cost_rows, standing_rows
 from holdfast.study.scar_claims import hold_claims
+from holdfast.study.scar_live import live_claims, live_tasks
 from holdfast.study.scar_page import sections
 from holdfast.study.scar_pilot import at_rate, pilot, with_levels
 from holdfast.study.scar_programs import ENTRIES, REPLACED, Entry, make, policies_of
@@ -76,7 +77,7 @@ class Scar:
 
     def claims(self, rows: Sequence[Row], seed: int) -> list[Claim]:
         """See :meth:`Study.claims`."""
-        return hold_claims(rows, seed)
+        return [*hold_claims(rows, seed), *live_claims(rows)]
 
     def page(self, rows: Sequence[Row]) -> list[dict[str, Any]]:
         """See :meth:`Study.page`."""
@@ -140,6 +141,8 @@ class _Plan:
                 tasks += self._of_main(course, partial(policies_of, "quick", entry.fractions))
             else:
                 tasks += self._of_program(entry, course)
+        if not self._options.quick and not self._options.only:
+            tasks += live_tasks(self._options.seed)
         return tasks
 
     def _of_program(self, entry: Entry, course: Course) -> list[Task]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -55,6 +56,8 @@ def hold_claims(rows: Sequence[Row], seed: int) -> list[Claim]:
 
 def show(value: float, ci: tuple[float, float]) -> str:
     """Return a reduction and its interval in percent, as tables and claims show it."""
+    if not math.isfinite(value):
+        return "nothing to save"  # going back cost nothing in any of the trials
     return f"{100 * value:.0f} [{100 * ci[0]:.0f}, {100 * ci[1]:.0f}]"
 
 
@@ -83,7 +86,8 @@ def _headline(trials: Trials, skews: dict[str, float]) -> list[Claim]:
     words = f"SCAR (r = 1/8, half lost) costs {LEAST:.0f} to {MOST:.0f} % fewer iterations than going back to a full checkpoint"
     claims = []
     for program in trials.stated():
-        if (late := trials.cell(program, SCAR)) is None:
+        late = trials.cell(program, SCAR)
+        if late is None or not math.isfinite(late.reduction):
             continue
         ours = 100 * late.reduction
         found = f"{where_it_lies(ours)}; failures after the first full save, {late.trials} trials"
@@ -127,12 +131,14 @@ def _at_least(words: str, source: str, least: float, found: dict[str, Measured])
 
 def _reductions(trials: Trials, programs: Sequence[str], policy: str) -> dict[str, Measured]:
     cells = {program: trials.cell(program, policy) for program in programs}
-    return {program: (cell.reduction, cell.ci) for program, cell in cells.items() if cell}
+    return {
+        program: (cell.reduction, cell.ci) for program, cell in cells.items() if cell and math.isfinite(cell.reduction)
+    }
 
 
 def _gaps(trials: Trials, programs: Sequence[str], policy: str, other: str) -> dict[str, Measured]:
     gaps = {program: trials.gap(program, policy, other) for program in programs}
-    return {program: gap for program, gap in gaps.items() if gap}
+    return {program: gap for program, gap in gaps.items() if gap and math.isfinite(gap[0])}
 
 
 def _expected_of_scar(trials: Trials) -> list[Claim]:
@@ -313,7 +319,9 @@ def _chosen(trials: Trials) -> list[Claim]:
     picked = {program: policy for program in trials.programs() if (policy := trials.chosen(program))}
     words = "One policy a program, chosen by rehearsing failures beside an undisturbed run, is never below SCAR on fresh seeds"
     gaps = {
-        f"{program} ({policy})": gap for program, policy in picked.items() if (gap := trials.gap(program, policy, SCAR))
+        f"{program} ({picked[program]})": gap
+        for program in picked
+        for gap in _gaps(trials, [program], picked[program], SCAR).values()
     }
     never = _at_least(words, "our goal", 0.0, gaps)
     words = "That policy saves more than 90 % with most programs at their stated rates"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -74,9 +75,9 @@ def _row(program: str, policy: str, cell: Cell) -> Row:
     return {
         "program": program,
         "policy": policy,
-        "percent": 100 * cell.reduction,
-        "low": 100 * cell.ci[0],
-        "high": 100 * cell.ci[1],
+        "percent": _percent(cell.reduction),
+        "low": _percent(cell.ci[0]),
+        "high": _percent(cell.ci[1]),
         "reduction": show(cell.reduction, cell.ci),
         "trials": cell.trials,
         "cost": cell.cost,
@@ -86,6 +87,10 @@ def _row(program: str, policy: str, cell: Cell) -> Row:
         "bytes": cell.bytes,
         "error": cell.error,
     }
+
+
+def _percent(share: float) -> float | None:
+    return 100 * share if math.isfinite(share) else None
 
 
 def _cells(trials: Trials, programs: Sequence[str], policies: Sequence[str], *, late: bool = True) -> list[Row]:
@@ -189,7 +194,7 @@ def _headline_table(trials: Trials, skews: Mapping[str, float]) -> dict[str, Any
 def _scatter(trials: Trials, skews: Mapping[str, float]) -> dict[str, Any]:
     rows = [
         row | {"skew": 100 * skews[row["program"]], "family": row["program"].split("-")[0]}
-        for row in _cells(trials, trials.programs(), [SCAR])
+        for row in _cells(trials, trials.stated(), [SCAR])
         if row["program"] in skews
     ]
     return _figure(
@@ -204,6 +209,7 @@ def _scatter(trials: Trials, skews: Mapping[str, float]) -> dict[str, Any]:
         x=["skew", "share of the drift in the top eighth of the blocks, %"],
         y=["percent", _AXIS],
         band=[LEAST, MOST],
+        limits=_LIMITS,
     )
 
 

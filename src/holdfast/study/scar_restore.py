@@ -14,7 +14,7 @@ from holdfast.checkpoint.running import Running
 from holdfast.workloads.iterative.base import Program, State, copy_of
 
 Rows = tuple[Tensor, ...]
-_ROUNDS = 50
+_ROUNDS = 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,8 +172,9 @@ def least_sum(costs: NDArray[np.float64], sizes: NDArray[np.float64], room: floa
     for _ in range(_ROUNDS):
         before = prices.copy()
         for time in range(costs.shape[1] - 1, 0, -1):
-            others = np.delete(costs + sizes[:, None] * prices, time, axis=1).min(1)
-            worth = (others - costs[:, time]) / sizes
+            priced = costs + sizes[:, None] * prices
+            priced[:, time] = np.inf
+            worth = (priced.min(1) - costs[:, time]) / sizes
             order = np.argsort(-worth, kind="stable")
             fits = int(np.searchsorted(np.cumsum(sizes[order]), room, side="right"))
             left_out = worth[order[fits]] if fits < len(order) else 0.0

@@ -132,7 +132,8 @@ class Trials:
             return None
         a, b, base = (np.array(side) for side in zip(*trios, strict=True))
         weights = _weights(len(trios), self._seed)
-        return float((b.mean() - a.mean()) / base.mean()), _interval((weights @ b - weights @ a) / (weights @ base))
+        drawn = _less(weights @ a, weights @ base) - _less(weights @ b, weights @ base)
+        return float(_less(a.mean(), base.mean()) - _less(b.mean(), base.mean())), _interval(drawn)
 
     def share_of_error(self, policy: str) -> tuple[float, tuple[float, float], Numbers] | None:
         """Return E(||d'||^2 / ||d||^2) of a policy, ||d|| of rolling all back, over all programs; its interval; every share."""
