@@ -212,9 +212,9 @@ def test_the_dead_are_replaced_and_die_again(tmp_path, kind, fabric):
         *EVERY_4,
         "--mirror-fraction",
         0.5,
-        "--respawn",
+        "--spares",
+        2,
         inject=deaths,
-        script=("--pause", 0.3),
     )
 
     assert_landed(report, 1, 0, 2, 4)
