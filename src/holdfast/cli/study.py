@@ -27,7 +27,7 @@ def study(
     seed: Annotated[int, typer.Option(metavar="S", min=0, help="Of everything that is drawn.")] = 0,
     only: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME", help="Measure this framework, or parallelism, alone; repeatable."),
+        typer.Option(metavar="NAME", help="Measure this framework, parallelism or program alone; repeatable."),
     ] = None,
     network: Annotated[str, typer.Option(metavar="NAME", help="Measure this network alone.")] = "",
     repetitions: Annotated[int | None, typer.Option(metavar="N", min=1, help="Of each measurement.")] = None,

@@ -41,7 +41,11 @@ def write_results(
         return build_report(records, **facts)
     report = write_report(records, job.report_dir, **facts)
     write_plan(records, plan, job.report_dir / "plan.json")
-    if job.page and importlib.util.find_spec("jinja2") is not None and importlib.util.find_spec("matplotlib") is not None:
+    if (
+        job.page
+        and importlib.util.find_spec("jinja2") is not None
+        and importlib.util.find_spec("matplotlib") is not None
+    ):
         write_page(job.report_dir)
     return report
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,8 @@ from holdfast.errors import ConfigError
 Row = dict[str, Any]
 
 JOURNAL = "rows.jsonl"
+_NAMED = 12
+"""So many tasks that are missing are named one by one."""
 
 MEASURED = "measured"
 EXTRAPOLATED = "extrapolated"
@@ -155,7 +158,7 @@ def _results(
     study: Study, options: Options, settings: Mapping[str, Any], rows: list[Row], missing: Sequence[str]
 ) -> dict[str, Any]:
     loads = [round(load, 2) for load in os.getloadavg()]
-    interrupted = [f"Not measured yet, because the study was interrupted: {', '.join(missing)}."] if missing else []
+    interrupted = [f"Not measured yet, because the study was interrupted: {_grouped(missing)}."] if missing else []
     return {
         "study": study.name,
         "title": study.title,
@@ -166,6 +169,14 @@ def _results(
         "claims": [claim.to_dict() for claim in study.claims(rows, options.seed)],
         "page": study.page(rows),
     }
+
+
+def _grouped(keys: Sequence[str]) -> str:
+    """Return names of tasks, in one word where many begin alike."""
+    if len(keys) <= _NAMED:
+        return ", ".join(keys)
+    kinds = Counter(key.split(":")[0] for key in keys)
+    return f"{len(keys)} tasks, " + ", ".join(f"{kind} ({count})" for kind, count in kinds.items())
 
 
 class Journal:

@@ -16,7 +16,7 @@ from torch.utils.data import TensorDataset
 
 from holdfast.errors import ConfigError
 from holdfast.workloads.data import Dataset, load_dataset
-from holdfast.workloads.iterative.base import State, euclidean
+from holdfast.workloads.iterative.base import Rates, State, euclidean
 from holdfast.workloads.models import Block, build, loss_of, make_model
 
 SHARD = 16
@@ -220,15 +220,6 @@ def _gather(groups: list[list[nn.Parameter]], lengths: list[int], values: Tensor
             parameter.grad = gradients[place].view_as(parameter)  # backward adds to it in place
             at = place.stop
         begin += length
-
-
-class Rates(NamedTuple):
-    """Learning rates of a program."""
-
-    stated: float
-    """A moderate one, a quarter of the best."""
-    best: float
-    """That of a sweep by factors of 2 with the least loss after 300 iterations, mean of three seeds."""
 
 
 RATES = {
