@@ -12,7 +12,7 @@ from holdfast.cli import main
 BAD = {
     "unknown strategy": (
         ["--strategy", "hope"],
-        "--strategy must be one of rollback, forward, restart, reinit, got 'hope'",
+        "--strategy must be one of rollback, forward, restart, reinit, partial, got 'hope'",
     ),
     "unknown fabric": (["--fabric", "smoke"], "--fabric must be one of ulfm, gloo, virtual, got 'smoke'"),
     "replacing the dead where nobody can join": (["--respawn"], "--respawn needs --fabric gloo"),

@@ -59,8 +59,9 @@ def test_every_option_is_said_again_but_for_the_secret():
         max(p.opts, key=len) for p in typer.main.get_command(app).commands["run"].params if p.opts[0].startswith("-")
     }
     fields = {
-        "spares": 1, "strategy": "forward", "order": "tree", "split": "even", "batch": "local", "rescale": "original",
-        "mirror": 2, "reinit_from": "root",
+        "spares": 1, "strategy": "partial", "order": "tree", "split": "even", "batch": "local", "rescale": "original",
+        "mirror": 2, "mirror_every": 8, "mirror_fraction": 0.5, "mirror_choice": "random", "mirror_predictor": "line",
+        "mirror_codec": "int8", "mirror_optimizer": "reset", "reinit_from": "root",
         "min_workers": 2, "seed": 1, "slices": 9, "checkpoint_dir": "c", "checkpoint_every": 2, "checkpoint_format": "npz",
         "keep_last": 2, "keep_every": 2, "hang_timeout_s": 1.0, "resume": True, "fabric": "gloo", "max_restarts": 1,
         "max_respawns": 1, "nnodes": 2, "node_rank": 1, "rdzv": "r", "rdzv_timeout_s": 1.0, "node_timeout_s": 1.0,
@@ -71,7 +72,7 @@ def test_every_option_is_said_again_but_for_the_secret():
     words = command_line(job(**fields), faults=["kill:rank=0,step=1"]).split()
     words += command_line(Job(script=Path("s"), settings=Settings(mtbf_s=5.0), mtbf_s=2.0)).split()
 
-    assert flags - set(words) == {"--workers", "--rdzv-token", "--json"}
+    assert flags - set(words) == {"--workers", "--rdzv-token", "--json", "--page", "--baseline"}
     assert not any("s3cret" in word for word in words)
 
 
