@@ -8,8 +8,11 @@ import pytest
 import torch
 
 from holdfast.checkpoint import load, write_tensors
-from holdfast.checkpoint.running import Running, Saving
+from holdfast.checkpoint.running import PREDICTORS, Running, Saving
+from holdfast.checkpoint.running_choice import CHOICES
+from holdfast.checkpoint.running_codec import CODECS
 from holdfast.errors import ConfigError
+from holdfast.settings import MIRROR_CHOICES, MIRROR_CODECS, MIRROR_PREDICTORS
 
 FRACTIONS = [1, 1 / 2, 1 / 4, 1 / 8]
 EVERY = 16
@@ -397,3 +400,7 @@ def test_a_save_that_is_out_of_order_or_of_something_else_is_refused():
         running.save([numbers(6, 3)], 5)
     with pytest.raises(ConfigError, match=r"kept with .*'every': 1.*, not with .*every=2"):
         other.load_state_dict(running.state_dict())
+
+
+def test_a_run_may_be_asked_for_every_way_of_saving_and_for_no_other():
+    assert (MIRROR_CHOICES, MIRROR_PREDICTORS, MIRROR_CODECS) == (CHOICES, PREDICTORS, CODECS)

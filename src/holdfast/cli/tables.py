@@ -18,17 +18,13 @@ _PIPE_WIDTH = 100_000
 """Nothing is cut or folded where no terminal has a width."""
 
 _STYLES = {"intact": "green", "DAMAGED": "bold red", "identical": "green", "not read": "dim"}
-_UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 
 
 def size(num_bytes: float | None) -> str:
     """Return a size in decimal units, such as ``12.3 MB``; ``-`` if it is not known."""
-    if num_bytes is None:
-        return "-"
-    value, unit = float(num_bytes), 0
-    while value >= 999.95 and unit < len(_UNITS) - 1:
-        value, unit = value / 1000, unit + 1
-    return f"{value:.0f} B" if unit == 0 else f"{value:.1f} {_UNITS[unit]}"
+    from holdfast.report.words import size as in_words
+
+    return in_words(num_bytes)
 
 
 def moment(seconds: float | None) -> str:

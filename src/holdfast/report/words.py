@@ -15,6 +15,7 @@ DISTRIBUTED = "torch.distributed"
 _KILLS = ("kill", "oom", "segfault", "nodeloss")
 _STUCK = ("hang", "gil", "spin", "deadlock")
 _SMALL = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
+_UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 
 
 def seconds(value: float | None) -> str:
@@ -53,12 +54,14 @@ def points(value: float | None) -> str:
     return percent(value, signed=True, digits=2).replace(" %", " pp")
 
 
-def size(size_bytes: int) -> str:
-    """Return a number of bytes with three digits."""
-    for power, unit in ((3, "GB"), (2, "MB"), (1, "kB")):
-        if size_bytes >= 1000**power:
-            return f"{size_bytes / 1000**power:.3g} {unit}"
-    return f"{size_bytes} B"
+def size(size_bytes: float | None) -> str:
+    """Return a size in decimal units, such as ``12.3 MB``; ``-`` if it is not known."""
+    if size_bytes is None:
+        return "-"
+    value, unit = float(size_bytes), 0
+    while value >= 999.95 and unit < len(_UNITS) - 1:
+        value, unit = value / 1000, unit + 1
+    return f"{value:.0f} B" if unit == 0 else f"{value:.1f} {_UNITS[unit]}"
 
 
 def number(value: float | None, digits: int = 4) -> str:

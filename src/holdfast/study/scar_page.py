@@ -6,11 +6,11 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from holdfast.checkpoint.running_choice import CHOICES
 from holdfast.study.base import MEASURED, Row
 from holdfast.study.scar_bound import bound_sections
 from holdfast.study.scar_claims import LEAST, MOST, partial_of, show, where_it_lies
 from holdfast.study.scar_policies import (
-    CHOICES,
     HINDSIGHT,
     HINDSIGHT_WHO,
     LINE,

@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from holdfast.checkpoint.running_choice import CHOICES
 from holdfast.workloads.iterative.base import Program, State
 
 NODES = 4
 """So many hold equal shares of the blocks, drawn at random."""
 HALF = NODES // 2
 FRACTIONS = (1 / 2, 1 / 4, 1 / 8)
-CHOICES = ("priority", "round-robin", "random")
 LEAST = FRACTIONS[-1]
 """The fraction of SCAR's headline."""
 

@@ -92,9 +92,22 @@ class Recovering:
         if self.now is not None and self.now.decision == "continue":
             self.decide("redo", int(was_computing))
 
-    def rebuild(self) -> Recovery:
-        """Return what the next application is to go on with."""
-        return self.now or Recovery(self._world.comm.members)
+    def rebuilding(self, *, reached: int, began_s: float) -> Rebuilding:
+        """Return what is handed to the application that is built next.
+
+        Args:
+            reached: Steps that this worker had begun.
+            began_s: When it began to take the step in progress back; it is, and a snapshot is taken.
+        """
+        recovery, now_s = self.now or Recovery(self._world.comm.members), self._world.clock.now_s()
+        return Rebuilding(
+            before=recovery.before,
+            reached=reached,
+            orders=recovery.orders,
+            times_s=recovery.times_s,
+            snapshot_s=now_s - began_s,
+            unwound_s=now_s,
+        )
 
     def forget(self) -> None:
         """Write nothing down: nobody is left to recover with."""
@@ -118,22 +131,3 @@ class Recovering:
         if world.rebuilding is not None:
             self._scribe.reinitialised(world.rebuilding)
             world.rebuilding = None
-
-
-def rebuilding(recovery: Recovery, *, reached: int, began_s: float, now_s: float) -> Rebuilding:
-    """Return what is handed to the next application of a recovery.
-
-    Args:
-        recovery: So far.
-        reached: Steps that this worker had begun.
-        began_s: When it began to take the step in progress back.
-        now_s: When that was done, and a snapshot taken.
-    """
-    return Rebuilding(
-        before=recovery.before,
-        reached=reached,
-        orders=recovery.orders,
-        times_s=recovery.times_s,
-        snapshot_s=now_s - began_s,
-        unwound_s=now_s,
-    )

@@ -73,7 +73,7 @@ from holdfast.train.exits import kill_self
 from holdfast.train.handover import hand_over
 from holdfast.train.ledger import Account
 from holdfast.train.place import Place
-from holdfast.train.recovering import Recovering, rebuilding
+from holdfast.train.recovering import Recovering
 from holdfast.train.replica import Replica
 from holdfast.train.requests import Requests
 from holdfast.train.scribe import Scribe
@@ -437,8 +437,7 @@ class Run:
         self._discard()
         self._scribe.write_last_step()
         self._beginning.take_snapshot(self._heard)
-        recovery, now_s = self._recovery.rebuild(), world.clock.now_s()
-        hand_over(world, rebuilding(recovery, reached=reached, began_s=began_s, now_s=now_s))
+        hand_over(world, self._recovery.rebuilding(reached=reached, began_s=began_s))
         return Unwind()
 
     def _begin_job_again(self, lost: StateLost) -> NoReturn:
