@@ -223,6 +223,7 @@ def test_the_first_who_proposes_decides_who_is_started_again_and_where(meet):
     for launcher in (first, second):
         launcher.begin(0)
     assert not first.is_restarted()
+    until(lambda: first._meeting.there()[1].ranks)
 
     assert first.agree_on_restart(1, (0, 2, 3, 4)) == (0, 2, 3, 4)
     assert second.agree_on_restart(1, (0,)) == (0, 2, 3, 4)
