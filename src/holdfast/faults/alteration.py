@@ -1,0 +1,317 @@
+"""Altering values: which bits of which of them, drawn from a seed.
+
+What is altered lies in *places*, tensors in memory or in a file; all that is asked of them is in :class:`Values`::
+
+    flips = draw(values, Alteration(count=10, bits="critical", seed=1))
+    apply(values, flips)                                  # and once more takes it back, as long as bits are flipped
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NoReturn, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from holdfast.errors import ConfigError
+from holdfast.faults.formats import FIELDS, Format, Raw
+
+LAWS = ("values", "tensors")
+
+_ROUNDS = 200
+"""How often sites that made a value infinite or NaN are drawn anew before it is given up."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A tensor whose values can be altered.
+
+    Args:
+        path: Its name, parts joined by ``/``.
+        format: Of its values.
+        shape: Of the tensor; ``()`` for one value.
+    """
+
+    path: str
+    format: Format
+    shape: tuple[int, ...]
+
+    @property
+    def count(self) -> int:
+        """Return its number of values."""
+        return math.prod(self.shape)
+
+
+class Values(Protocol):
+    """Where values can be read and written, by place and index in row-major order."""
+
+    @property
+    def places(self) -> Sequence[Place]:
+        """What can be altered."""
+        ...
+
+    def read(self, place: int, index: NDArray[np.int64]) -> Raw:
+        """Return raw values of a place, of shape (k,), for indices in rising order without repetition."""
+        ...
+
+    def write(self, place: int, index: NDArray[np.int64], raw: Raw) -> None:
+        """Replace them."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Alteration:
+    """What is done to values, and how it is drawn.
+
+    One of ``count``, ``percent`` and ``rate`` is given; with none of them, one value is altered.
+
+    Raises:
+        ConfigError: if a value is not allowed.
+    """
+
+    count: int | None = None
+    """So many alterations, at least 1: bits, no bit twice; or values, where ``burst``, ``mask`` or ``scale`` is given."""
+    percent: float | None = None
+    """Of all values so many percent are altered, each once; above 0, at most 100."""
+    rate: float | None = None
+    """Each bit that may be altered is, with this probability: the bit error rate; above 0, at most 1."""
+    probability: float = 1.0
+    """Each alteration that was drawn happens with this probability only; above 0, at most 1."""
+    bits: str = "all"
+    """Which bits of a value: ``FIRST:LAST`` or one number, counted from the least significant, or one of
+    :data:`~holdfast.faults.formats.FIELDS`."""
+    burst: int = 1
+    """So many neighbouring bits of a value are flipped together."""
+    mask: str | None = None
+    """The ones of this pattern of bits, as ``1011``, are flipped, at any place among the allowed bits where it fits."""
+    scale: float | None = None
+    """Values are multiplied by it; no bit is flipped."""
+    keep_sign: bool = False
+    """The sign's bit is not among those that may be altered."""
+    finite: bool = False
+    """An alteration that would make a finite value infinite or NaN is drawn anew."""
+    law: str = "values"
+    """``values``: all values are alike; ``tensors``: all tensors are, whatever their size, as the injector of 2022 draws."""
+    seed: int = 0
+    """Same seed, same places: same alterations."""
+
+    def __post_init__(self) -> None:
+        if sum(given is not None for given in (self.count, self.percent, self.rate)) > 1:
+            _refuse("one of count, percent and rate is allowed, got more; leave the others out")
+        _check("count", self.count, self.count is None or self.count >= 1, "at least 1")
+        _check("percent", self.percent, self.percent is None or 0 < self.percent <= 100, "above 0 and at most 100")
+        _check("rate", self.rate, self.rate is None or 0 < self.rate <= 1, "above 0 and at most 1")
+        _check("probability", self.probability, 0 < self.probability <= 1, "above 0 and at most 1")
+        _check("burst", self.burst, self.burst >= 1, "at least 1")
+        _check("law", self.law, self.law in LAWS, f"one of {', '.join(LAWS)}")
+        _check("seed", self.seed, self.seed >= 0, "at least 0")
+        if self.scale is not None and not math.isfinite(self.scale):
+            _refuse(f"scale must be finite, got {self.scale}; to make values infinite flip bits of their exponent")
+        if self.mask is not None and (not self.mask or set(self.mask) - {"0", "1"} or "1" not in self.mask):
+            _refuse(f"mask must be zeros and ones with a one among them, as 1011, got {self.mask!r}")
+        together = [
+            name for name, given in (("burst", self.burst > 1), ("mask", self.mask), ("scale", self.scale)) if given
+        ]
+        if len(together) > 1:
+            _refuse(f"{' and '.join(together)} cannot be given together; choose one")
+        if together and self.rate is not None:
+            _refuse(f"rate is of single bits and does not go with {together[0]}; give count or percent")
+        self._parse_bits()
+
+    @property
+    def pattern(self) -> tuple[int, int]:
+        """Return the bits that are flipped together, counted from where they begin, and over how many bits they reach."""
+        if self.mask is not None:
+            return int(self.mask, 2), len(self.mask)
+        return (1 << self.burst) - 1, self.burst
+
+    def offsets(self, format: Format) -> range:
+        """Return at which bits of a value of this format the pattern may begin; none if it does not fit."""
+        named = self._parse_bits()
+        first, last = format.range_of(self.bits) if named is None else named
+        if first > last:
+            return range(0)
+        last = min(last, format.bits - 1)
+        if self.keep_sign and format.signed:
+            last = min(last, format.bits - 2)
+        return range(first, max(first, last - self.pattern[1] + 2))
+
+    def _parse_bits(self) -> tuple[int, int] | None:
+        """Return the first and the last bit, None if they are named by field."""
+        if self.bits in FIELDS:
+            return None
+        first, colon, last = self.bits.partition(":")
+        ends = (first, last if colon else first)
+        if not all(end.isascii() and end.isdigit() and int(end) < 64 for end in ends) or int(ends[0]) > int(ends[1]):
+            _refuse(
+                f"bits must be one of {', '.join(FIELDS)}, a number from 0 to 63 or FIRST:LAST, counted from the least "
+                f"significant bit, got {self.bits!r}"
+            )
+        return int(ends[0]), int(ends[1])
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """What happens to values of one place.
+
+    Args:
+        place: Its number.
+        index: Of the values, in rising order, none twice; int64, of shape (k,).
+        before: Raw values, of shape (k,).
+        after: Raw values, of shape (k,).
+    """
+
+    place: int
+    index: NDArray[np.int64]
+    before: Raw
+    after: Raw
+
+    def __len__(self) -> int:
+        """Return how many values change."""
+        return len(self.index)
+
+
+def apply(values: Values, changes: Sequence[Change]) -> None:
+    """Alter values."""
+    for change in changes:
+        values.write(change.place, change.index, change.after)
+
+
+def draw(values: Values, alteration: Alteration) -> list[Change]:
+    """Draw what is altered; nothing is written.
+
+    The cost grows with the number of alterations, not with that of values.
+
+    Returns:
+        One for each place in which something changes, in the order of the places.
+
+    Raises:
+        ConfigError: if there is nothing to alter, less than is to be altered, or nothing but what ``finite`` forbids.
+    """
+    rng = np.random.default_rng(alteration.seed)
+    sites = _Sites(values.places, alteration)
+    wanted = sites.wanted(rng)
+    drawn: dict[int, NDArray[np.int64]] = {}
+    rounds = 0
+    while missing := wanted - sum(map(len, drawn.values())):
+        rounds += 1
+        if rounds > _ROUNDS:
+            _refuse(
+                f"almost every alteration of bits {alteration.bits} makes one of these values infinite or NaN: of {wanted} "
+                f"that do not, {missing} were not found in {_ROUNDS} attempts; allow it, or choose other bits"
+            )
+        for place, new in sites.draw(rng, missing, drawn).items():
+            mine = np.sort(np.concatenate((drawn[place], new)), kind="stable") if place in drawn else new
+            drawn[place] = sites.harmless(values, place, mine) if alteration.finite else mine
+    changes = (sites.change(values, place, mine) for place, mine in sorted(drawn.items()))
+    return [change for change in changes if len(change)]
+
+
+class _Sites:
+    """All that can be altered, numbered within each place: by value, and by the bit at which the pattern begins."""
+
+    def __init__(self, places: Sequence[Place], alteration: Alteration) -> None:
+        self._alteration = alteration
+        self._places = places
+        # A bit is altered once; a value that is altered as a whole is, too.
+        self._by_bit = alteration.scale is None and alteration.percent is None and alteration.pattern[1] == 1
+        self._offsets = [range(1) if alteration.scale is not None else alteration.offsets(p.format) for p in places]
+        values = [p.count if offsets else 0 for p, offsets in zip(places, self._offsets, strict=True)]
+        self._values = sum(values)
+        each = [len(offsets) if self._by_bit else 1 for offsets in self._offsets]
+        self._units = np.array(values, np.int64) * np.array(each, np.int64)
+        self._ends = np.cumsum(self._units)
+        if not self._values:
+            bits = alteration.bits + (" but the sign" if alteration.keep_sign else "")
+            _refuse(
+                f"there is nothing to alter: no value of {len(places)} tensors has bits {bits} wide enough for this"
+            )
+
+    def wanted(self, rng: np.random.Generator) -> int:
+        """Return how many alterations are made."""
+        given, total = self._alteration, int(self._ends[-1])
+        if given.rate is not None:
+            wanted = int(rng.binomial(total, given.rate))
+        elif given.percent is not None:
+            wanted = max(1, round(given.percent / 100 * self._values))
+        else:
+            wanted = 1 if given.count is None else given.count
+        if wanted > total:
+            what = "bits" if self._by_bit else "values"
+            _refuse(f"count must be at most {total}, the {what} that may be altered, got {wanted}")
+        return int(rng.binomial(wanted, given.probability)) if given.probability < 1 else wanted
+
+    def draw(
+        self, rng: np.random.Generator, count: int, drawn: dict[int, NDArray[np.int64]]
+    ) -> dict[int, NDArray[np.int64]]:
+        """Return new sites in rising order by place, at most ``count`` altogether."""
+        if self._alteration.law == "values":
+            units = _rising(rng, count, int(self._ends[-1]))
+            parts = np.split(units, np.searchsorted(units, self._ends[:-1]))
+            found = {p: part - (self._ends[p] - self._units[p]) for p, part in enumerate(parts) if len(part)}
+        else:
+            free = [p for p, units in enumerate(self._units) if units > len(drawn.get(p, ()))]
+            shares = rng.multinomial(count, np.full(len(free), 1 / len(free)))
+            limits = [min(int(share), int(self._units[p])) for p, share in zip(free, shares, strict=True)]
+            found = {p: _rising(rng, n, int(self._units[p])) for p, n in zip(free, limits, strict=True) if n}
+        return {p: sites for p, units in found.items() if len(sites := self._new(rng, p, units, drawn.get(p)))}
+
+    def _new(
+        self, rng: np.random.Generator, place: int, units: NDArray[np.int64], drawn: NDArray[np.int64] | None
+    ) -> NDArray[np.int64]:
+        """Return the sites of units that were not drawn before."""
+        offsets = len(self._offsets[place])
+        if drawn is not None and len(drawn):
+            taken = drawn if self._by_bit else drawn // offsets
+            at = np.minimum(np.searchsorted(taken, units), len(taken) - 1)
+            units = units[taken[at] != units]
+        return units if self._by_bit else units * offsets + rng.integers(offsets, size=len(units))
+
+    def harmless(self, values: Values, place: int, sites: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return those of a place's sites, of all that are altered there, that leave finite values finite."""
+        change = self.change(values, place, sites)
+        format = self._places[place].format
+        harmed = change.index[format.is_finite(change.before) & ~format.is_finite(change.after)]
+        return sites[~np.isin(sites // len(self._offsets[place]), harmed)] if len(harmed) else sites
+
+    def change(self, values: Values, place: int, sites: NDArray[np.int64]) -> Change:
+        """Return what altering all these sites does."""
+        format, offsets = self._places[place].format, self._offsets[place]
+        index, offset = np.divmod(sites, len(offsets))
+        if self._alteration.scale is not None:
+            before = values.read(place, index)
+            return Change(place, index, before, format.raw_of(format.values(before) * self._alteration.scale))
+        shift = (offset + offsets.start).astype(format.raw)
+        mask = format.raw.type(self._alteration.pattern[0]) << shift
+        first = np.flatnonzero(np.concatenate(([True], index[1:] != index[:-1]))) if len(index) else index
+        if len(first) < len(index):
+            index, mask = index[first], np.bitwise_or.reduceat(mask, first)
+        before = values.read(place, index)
+        return Change(place, index, before, before ^ mask)
+
+
+def _rising(rng: np.random.Generator, count: int, total: int) -> NDArray[np.int64]:
+    """Return up to ``count`` different numbers below ``total`` in rising order, each set of them as likely.
+
+    Sums of exponential gaps, scaled, are uniform numbers in order: no sort. What falls together is left out.
+    """
+    if count * 4 > total:
+        return np.sort(rng.choice(total, count, replace=False, shuffle=False))
+    ends = np.cumsum(rng.standard_exponential(count + 1))
+    drawn: NDArray[np.int64] = (ends[:-1] * (total / ends[-1])).astype(np.int64)
+    np.minimum(drawn, total - 1, out=drawn)
+    is_new = np.ones(count, np.bool_)
+    np.not_equal(drawn[1:], drawn[:-1], out=is_new[1:])
+    return drawn if is_new.all() else drawn[is_new]
+
+
+def _check(name: str, value: object, is_allowed: bool, allowed: str) -> None:
+    if not is_allowed:
+        _refuse(f"{name} must be {allowed}, got {value!r}")
+
+
+def _refuse(what: str) -> NoReturn:
+    raise ConfigError(what)
