@@ -9,6 +9,7 @@ from jobs import assert_landed, exit_codes, run_report
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(400)]
 
 SCRIPT = Path(__file__).parents[1] / "support" / "train_reinit.py"
+SPLIT_SCRIPT = SCRIPT.with_name("train_split.py")
 LIMIT_S = 300
 
 
@@ -91,3 +92,20 @@ def test_spares_fill_the_places_of_the_dead(tmp_path):
 
     check(report, [2, 3], applications=3)
     assert [r["form"] for r in report["reinitialised"]] == ["replaced", "survivors"]
+
+
+@pytest.mark.parametrize("kind", ["pipeline", pytest.param("sharded", marks=pytest.mark.soak)])
+def test_a_split_model_is_built_again_by_those_left_and_goes_on_from_the_checkpoint(tmp_path, kind):
+    report = run_report(
+        tmp_path, "-n", 4, "--strategy", "reinit", "--reinit-from", "checkpoint", "--checkpoint-dir", tmp_path / "saved",
+        "--checkpoint-every", 3, "--inject", "kill:rank=1,step=8", SPLIT_SCRIPT, kind, timeout=LIMIT_S,
+    )  # fmt: skip
+    undisturbed = run_report(tmp_path, "-n", 2, SPLIT_SCRIPT, kind, timeout=LIMIT_S)
+
+    assert_landed(report, 1)
+    assert undisturbed["replicas"]["state_sha256"] == report["replicas"]["state_sha256"]
+    assert report["samples"] == undisturbed["samples"]
+    assert report["workers"]["ranks_finished"] == [0, 2, 3]
+    assert [(r["source"], r["form"]) for r in report["reinitialised"]] == [("checkpoint", "survivors")]
+    (failure,) = report["failures"]
+    assert (failure["decision"], failure["redone_steps"]) == ("reinit", 3), "from step 6 to the one in progress"

@@ -30,14 +30,8 @@ def loss(output, labels):
     return F.cross_entropy(output, labels), {"accuracy": (output.argmax(1) == labels).float().mean()}
 
 
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser()
-    parser.add_argument("kind", choices=("pipeline", "sharded", "whole"))
-    parser.add_argument("--optimizer", choices=reference.OPTIMIZERS, default="adam")
-    parser.add_argument("--pause", type=float, default=0.0)
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    torch.use_deterministic_algorithms(True)
+def main(options):
+    """Train; called again after a failure under reinit."""
     make = {"sgd": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9), "adam": lambda p: torch.optim.Adam(p, lr=1e-3)}
     data = TensorDataset(*reference.data())
     settings = {"seed": reference.SEED, "slices": 4, "bucket_bytes": 4096}
@@ -67,3 +61,14 @@ if __name__ == "__main__":
         with torch.no_grad():
             accuracy = (whole.eval()(data.tensors[0]).argmax(1) == data.tensors[1]).float().mean()
         session.log(test_accuracy=float(accuracy))
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("kind", choices=("pipeline", "sharded", "whole"))
+    parser.add_argument("--optimizer", choices=reference.OPTIMIZERS, default="adam")
+    parser.add_argument("--pause", type=float, default=0.0)
+    parsed = parser.parse_args()
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True)
+    holdfast.reinit(lambda: main(parsed))

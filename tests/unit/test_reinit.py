@@ -181,11 +181,11 @@ def test_a_second_session_is_refused():
         holdfast.reinit(lambda: [linear(strategy="reinit"), linear(strategy="reinit")])
 
 
-def test_a_model_that_is_split_is_refused():
+def test_a_model_that_is_split_is_built_again_from_a_checkpoint_only():
     def main():
         holdfast.Session(holdfast.Sharded(nn.Linear(3, 2)), torch.optim.Adam, strategy="reinit")
 
-    with pytest.raises(ConfigError, match="must be rollback or restart for a model that is split"):
+    with pytest.raises(ConfigError, match="reinit_from must be checkpoint for a model that is split, got own"):
         holdfast.reinit(main)
 
 

@@ -333,7 +333,7 @@ def rows_of_study() -> list[dict[str, Any]]:
     return [
         row_of(CALM, outcome(), None),
         killed_row(),
-        *(killed_row(replicated) for _ in range(2)),
+        *(killed_row(replicated) for _ in range(3)),
         *({**killed_row(reinit), "decision": "reinit", "recover_s": 3.0} for _ in range(3)),
         *forward,
         {**killed_row(restart), "decision": "load", "redone_steps": 3, "files": 5},

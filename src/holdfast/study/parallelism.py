@@ -23,6 +23,7 @@ from holdfast.study.parallelism_claims import hold_claims
 from holdfast.study.parallelism_elastic import Case, cases, elastic_row
 from holdfast.study.parallelism_jobs import (
     BACKUPS,
+    FORWARD,
     HYBRID,
     KINDS,
     PARTIAL,
@@ -61,9 +62,6 @@ _PAPER_STEPS = 320
 _QUICK_LIMIT_S = 240.0
 _LIMIT_S = 3600.0
 _FREE_STEPS = 30
-
-_REINIT_FROM = "root"
-"""As in the code of 2017: the root takes a snapshot at the fault."""
 
 
 class Parallelism:
@@ -151,6 +149,8 @@ class _Plan:
         tasks += [task for kind, count in self._jobs() for task in self._killed(kind, count)]
         tasks += [Task(f"structures: {kind}", partial(self._structures, kind)) for kind in self.kinds]
         if not quick:
+            split = [kind for kind in self.kinds if kind != REPLICATED]
+            tasks += [Task(f"refused: {kind}, {FORWARD}", partial(self._refused, kind)) for kind in split]
             tasks += self._tasks_of_whole()
         for omission in self._omissions():
             tasks.append(Task(f"without {omission.call}: {omission.instead}", partial(_tried, omission)))
@@ -227,9 +227,9 @@ class _Plan:
             network=network or self.network,
             workers=count,
             scale=scale or self.scale,
-            checkpoints=strategy == RESTART,
+            checkpoints=strategy == RESTART or (strategy == REINIT and kind != REPLICATED),
             seed=self._options.seed,
-            reinit_from=_REINIT_FROM if strategy == REINIT else "",
+            reinit_from=_reinit_from(kind) if strategy == REINIT else "",
             options=BACKUPS if strategy == PARTIAL else (),
         )
 
@@ -269,6 +269,14 @@ class _Plan:
         return failed or [*bare, *structure_rows(kind, kept[0], saved, beginning, backup)]
 
     # -- what only the whole study does
+
+    def _refused(self, kind: str, _: Sequence[Row]) -> list[Row]:
+        """Ask for what a split model cannot do, and write down what is answered."""
+        job = replace(self._job(kind, FORWARD, self.workers[-1]), kills=((1, self.scale.kills[0]),))
+        outcome = carry_out(job, self._options.data, self._limit_s)
+        if not outcome.failed:
+            return [{**job.about(), "part": "refused", "status": MEASURED}]
+        return [{**job.about(), "part": "refused", "status": NOT_RUN, "why": outcome.failed}]
 
     def _data(self, count: int, _: Sequence[Row]) -> list[Row]:
         scale = replace(self.scale, slices=2 * max(self.workers))
@@ -354,10 +362,17 @@ def _of_paper(scale: Scale) -> Scale:
 def _strategies_of(kind: str) -> tuple[str, ...]:
     """Return the strategies that a parallelism has.
 
-    A split model cannot go on without a part of a step, and is not built again. Of a hybrid one a twin has all, so that
-    nothing is restored.
+    A split model cannot go on without a part of a step. Of a hybrid one a twin has all, so that nothing is restored.
     """
-    return {REPLICATED: STRATEGIES, HYBRID: (ROLLBACK, RESTART)}.get(kind, (ROLLBACK, RESTART, PARTIAL))
+    return {REPLICATED: STRATEGIES, HYBRID: (ROLLBACK, RESTART, REINIT)}.get(kind, (ROLLBACK, RESTART, PARTIAL, REINIT))
+
+
+def _reinit_from(kind: str) -> str:
+    """Return what an application goes on from that is built again.
+
+    In the code of 2017 the root takes a snapshot at the fault; of a split model it has a part.
+    """
+    return "root" if kind == REPLICATED else "checkpoint"
 
 
 def _impossible(job: Job) -> str:

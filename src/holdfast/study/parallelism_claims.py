@@ -196,8 +196,9 @@ def _restart_redoes_more(killed: Sequence[Row], seed: int) -> Claim:
 
 def _rebuilding_takes_longer(killed: Sequence[Row], seed: int) -> Claim:
     words = "Survivors that go on as they are (ULFM) have the next iteration sooner than those that build the application again (Reinit)"
+    replicated = [row for row in killed if row["kind"] == REPLICATED]
     times = {
-        strategy: [row["recover_s"] for row in killed if row["strategy"] == strategy and row.get("recover_s")]
+        strategy: [row["recover_s"] for row in replicated if row["strategy"] == strategy and row.get("recover_s")]
         for strategy in (REINIT, ROLLBACK)
     }
     if not all(times.values()):

@@ -203,7 +203,7 @@ class Beginning:
         """Return the newest step that this loop can go on from, -1 for none."""
         world = self._world
         if world.rebuilt:
-            found = world.keeper.newest(self._warn)
+            found = world.keeper.newest(self._warn, keep=not self._replica.is_split)
             return found if found >= 0 and world.keeper.info(found)["loop"] >= world.loop else -1
         if not trained and self._begun_from is not None:  # a death came between: some have loaded it, and some not
             return self._begun_from

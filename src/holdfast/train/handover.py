@@ -54,7 +54,7 @@ def note_session(settings: Settings, *, is_split: bool) -> None:
         is_split: Its model is split.
 
     Raises:
-        ConfigError: if the model is split.
+        ConfigError: if the model is split, and nothing holds all of it at a fault.
         ScriptError: if nobody would call ``main`` again, or there are two sessions.
     """
     if settings.strategy != "reinit":
@@ -62,8 +62,11 @@ def note_session(settings: Settings, *, is_split: bool) -> None:
     if not application.is_built_by_reinit:
         msg = "strategy reinit builds the application again by calling main: put the script into a function and end it with holdfast.reinit(main)"
         raise ScriptError(msg)
-    if is_split:
-        msg = "strategy must be rollback or restart for a model that is split, got reinit: a snapshot would lack the parts of the dead"
+    if is_split and settings.reinit_from != "checkpoint":
+        msg = (
+            f"reinit_from must be checkpoint for a model that is split, got {settings.reinit_from}: a snapshot at the fault "
+            "would lack the parts of the dead"
+        )
         raise ConfigError(msg)
     if application.has_session:
         msg = "strategy reinit goes with one holdfast.Session in main, and this is the second"
