@@ -125,6 +125,21 @@ def test_without_a_restart_a_lost_host_is_the_end_and_the_job_says_how_to_go_on(
         assert left in run.said().rpartition("go on with:")[2]
 
 
+def test_where_a_daemon_does_not_come_up_the_job_is_started_again(machines, tmp_path):
+    once = tmp_path / "once"
+    words = machines.agent.read_text().splitlines()
+    words.insert(1, f'case "$*" in *prted*) [ -e "{once}" ] || {{ touch "{once}"; exit 1; }};; esac')
+    machines.agent.write_text("\n".join(words))
+    with Run(machines, tmp_path) as run:
+        assert run.wait() == 0, run.said()
+
+        assert once.exists()
+        report = run.report()
+        assert_complete(report)
+        (again,) = of_kind(report, "JobRestarted")
+        assert again["reason"] == "no worker began: one of mpirun's daemons failed to report back"
+
+
 @pytest.mark.soak
 def test_a_worker_of_another_host_that_hangs_is_ended_there(machines, tmp_path):
     with Run(machines, tmp_path, "--inject", "hang:rank=3,step=6", "--hang-timeout", 3) as run:

@@ -33,6 +33,8 @@ from holdfast.settings import Settings
 POLL_S = 0.02
 _FAR_POLL_S = 0.2
 _LINGER_S = 1.0
+_NO_DAEMON = "A daemon failed to report back after being spawned"
+"""What mpirun says when it cannot begin; it happens on crowded hosts, too, and passes."""
 
 
 def launch(job: Job, view: View | None = None) -> Outcome:
@@ -282,7 +284,8 @@ class Launcher:
         pairs = {rank: pair for rank in attempt.processes if (pair := attempt.pair(rank)) is not None}
         lost = hosts.look_again(pairs.values())
         if not lost:
-            return verdict
+            is_unbegun = not pairs and _NO_DAEMON in self._mpirun_says()
+            return Lost("no worker began: one of mpirun's daemons failed to report back") if is_unbegun else verdict
         self._judge.lose(rank for rank, pair in pairs.items() if hosts.name_of(pair.node) in lost)
         if hosts.left:
             self._job = dataclasses.replace(self._job, hosts=hosts.left)
