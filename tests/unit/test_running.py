@@ -7,9 +7,9 @@ import itertools
 import pytest
 import torch
 
-from holdfast.checkpoint import load, write_tensors
+from holdfast.checkpoint import load, running_codec, write_tensors
 from holdfast.checkpoint.running import PREDICTORS, Running, Saving
-from holdfast.checkpoint.running_choice import CHOICES
+from holdfast.checkpoint.running_choice import CHOICES, highest
 from holdfast.checkpoint.running_codec import CODECS
 from holdfast.errors import ConfigError
 from holdfast.settings import MIRROR_CHOICES, MIRROR_CODECS, MIRROR_PREDICTORS
@@ -123,6 +123,30 @@ def test_the_farthest_blocks_are_saved():
     assert running.saved_at.tolist() == [0, 2, 2, 0, 4, 0, 0, 4]
     assert running.recover(torch.tensor([2, 3]), 5)[0].tolist() == [[0, -5], [0, 0]]
     assert running.recover(torch.tensor([2, 3]), 5)[1].tolist() == [[7], [0]]
+
+
+SCORES = {
+    "all different": lambda at, drawn: drawn,
+    "few different": lambda at, drawn: (8 * drawn).floor(),
+    "those looked at first the highest": lambda at, drawn: drawn + (at % 256 == 0),
+    "those looked at first the lowest": lambda at, drawn: drawn + (at % 256 != 0),
+    "few that can be taken": lambda at, drawn: torch.where(at % 100 == 0, drawn, -1),
+    "some that are no numbers": lambda at, drawn: torch.where(at % 3 == 0, torch.nan, drawn),
+    "some that are infinite": lambda at, drawn: torch.where(at % 50 == 0, torch.inf, drawn),
+    "whole numbers": lambda at, drawn: (90_000 * drawn).long(),
+}
+
+
+@pytest.mark.parametrize("score", SCORES.values(), ids=SCORES)
+@pytest.mark.parametrize("count", [0, 1, 60, 2500, 9000, 20_000, 30_000])
+def test_of_many_blocks_those_are_taken_that_sorting_all_would_take(count, score):
+    scores = score(torch.arange(20_000), torch.rand(20_000, generator=torch.Generator().manual_seed(count)))
+    allowed = torch.where(scores.isfinite(), scores, -1)
+    order = allowed.sort(descending=True, stable=True).indices[:count]
+
+    found = highest(scores, torch.tensor([8]), 8 * count)
+
+    assert torch.equal(found, order[allowed[order] >= 0].sort().values)
 
 
 def test_a_distance_of_your_own_decides():
@@ -331,6 +355,24 @@ def test_a_peer_is_equal_bit_for_bit_after_two_hundred_saves(choice, predictor, 
     assert number == 199
     heir = peer.save(rows, 201)  # it goes on as the owner would have
     assert torch.equal(heir.blocks, owner.save(rows, 201).blocks)
+
+
+@pytest.mark.parametrize("predictor", ["last", "line"])
+@pytest.mark.parametrize("codec", ["exact", "int8"])
+def test_it_does_not_matter_how_many_blocks_are_computed_at_a_time(codec, predictor, monkeypatch):
+    found = []
+    for chunk in (running_codec.CHUNK_NUMBERS, 64):
+        monkeypatch.setattr(running_codec, "CHUNK_NUMBERS", chunk)
+        rows = [numbers(60, 16), numbers(60, 5, seed=1, dtype=torch.float16).abs(), numbers(60, 3, seed=2).abs()]
+        rows[2][50:] *= -1  # only the last piece has a number that is negative
+        running = Running([row / 2 for row in rows], Saving(every=4, predictor=predictor, codec=codec))
+        for step in range(1, 6):
+            rows[0] += numbers(60, 16, seed=10 + step)
+            running.save(rows, step)
+        found.append(running)
+
+    assert same(*found)
+    assert (found[1].recover(torch.arange(60), 5)[2][50:] < 0).any()
 
 
 @pytest.mark.parametrize(("choice", "predictor", "codec"), POLICIES)

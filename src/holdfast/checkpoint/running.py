@@ -22,15 +22,16 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from holdfast.checkpoint.running_choice import CHOICES, chunks, drawn, euclidean, highest
-from holdfast.checkpoint.running_codec import CODECS, coded_bytes, decode, encode, finite, is_stepped, wide
+from holdfast.checkpoint.running_choice import CHOICES, drawn, euclidean, highest
+from holdfast.checkpoint.running_codec import CODECS, chunk_rows, coded_bytes, decode, encode, finite, is_stepped, wide
 from holdfast.errors import ConfigError
 
 PREDICTORS = ("last", "line")
@@ -133,6 +134,8 @@ class Running:
         _check_start(start, block_bytes)
         self._saving = saving
         self._distance = distance
+        # A block that is at a finite Euclidean distance has no number that is not finite.
+        self._distance_tells = saving.choice == "priority" and distance is euclidean
         self._step = step
         self._saved = [tensor.detach().clone(memory_format=torch.contiguous_format) for tensor in start]
         self.saved_at = torch.full((len(start[0]),), step)
@@ -172,14 +175,15 @@ class Running:
         """
         self._check_step(step)
         self._check_rows(rows)
-        scores = self._scores(rows, step).nan_to_num(nan=-1, posinf=-1, neginf=-1)
+        scores = self._scores(rows, step)
         room = (self._credit + self._income) // self._price
         while True:
             blocks = highest(scores, self._sizes, room)
-            payload, good = self._encode(rows, blocks, step)
-            if good.all():
+            payload, checks = self._encode(rows, blocks, step)
+            unfit = [blocks[~good] for good in checks if not good.all()]
+            if not unfit:
                 return Saved(step, blocks, payload)
-            scores[blocks[~good]] = -1  # there is a next one for each of them
+            scores = scores.index_fill(0, torch.cat(unfit), -1)  # there is a next one for each of them
 
     @torch.no_grad()
     def put(self, saved: Saved) -> None:
@@ -189,16 +193,12 @@ class Running:
             ConfigError: if it is of a step that is not after that of the last save.
         """
         self._check_step(saved.step)
-        blocks, rows = saved.blocks, self._decode(saved)
-        if self._slope is not None:
-            since = (saved.step - self.saved_at[blocks]).to(self._slope.dtype)
-            way = rows[0].to(self._slope.dtype) - self._saved[0].index_select(0, blocks).to(self._slope.dtype)
-            self._slope.index_copy_(0, blocks, way.div_(since.unsqueeze(1)))
-        for mine, row in zip(self._saved, rows, strict=True):
-            mine.index_copy_(0, blocks, row)
-        self.saved_at[blocks] = saved.step
+        size = chunk_rows(max(mine.shape[1] for mine in self._saved))
+        for some, *payload in zip(*(tensor.split(size) for tensor in (saved.blocks, *saved.payload)), strict=True):
+            self._put_some(some, iter(payload), saved.step)
+        self.saved_at[saved.blocks] = saved.step
         self._step = saved.step
-        self._credit += self._income - self._bytes_of(blocks) * self._price
+        self._credit += self._income - self._bytes_of(saved.blocks) * self._price
         # More than the block that did not fit is left only where all that can be saved was.
         self._credit = min(self._credit, int(self._sizes.max()) * self._price)
 
@@ -258,47 +258,62 @@ class Running:
         if self._distance is not euclidean:
             everything = torch.arange(len(self.saved_at))
             return self._distance(rows[0], self._expected(0, everything, step).to(rows[0].dtype))
-        return torch.cat([euclidean(rows[0][some], self._expected(0, some, step)) for some in chunks(rows[0])])
+        return self._distances_to_line(rows[0], self._slope, step)
+
+    def _distances_to_line(self, rows: Tensor, slope: Tensor, step: int) -> Tensor:
+        """Return the Euclidean distances to what :meth:`_expected` returns, which never lies in memory as a whole.
+
+        The sum may be fused here, as nobody has to come to the same bits.
+        """
+        size = chunk_rows(rows.shape[1])
+        scratch = torch.empty_like(slope[:size])
+        ahead = (step - self.saved_at).to(slope.dtype).unsqueeze(1)
+        distances = []
+        for row, saved, way, steps in zip(*(t.split(size) for t in (rows, self._saved[0], slope, ahead)), strict=True):
+            distances.append(euclidean(row, torch.addcmul(saved, way, steps, out=scratch[: len(row)])))
+        return torch.cat(distances)
 
     def _bytes_of(self, blocks: Tensor) -> int:
         return int(self._sizes) * len(blocks) if len(self._sizes) == 1 else int(self._sizes[blocks].sum())
 
     # -- what is written
 
-    def _expected(self, number: int, blocks: Tensor | slice, step: int) -> Tensor:
+    def _expected(self, number: int, blocks: Tensor, step: int) -> Tensor:
         """Return what blocks of a tensor are restored to, in the dtype in which it is computed."""
-        mine = _some(self._saved[number], blocks)
+        mine = self._saved[number].index_select(0, blocks)
         if number or self._slope is None:
             return mine
         ahead = (step - self.saved_at[blocks]).to(self._slope.dtype)
-        return _some(self._slope, blocks).mul(ahead.unsqueeze(1)).add_(mine)
+        return self._slope.index_select(0, blocks).mul_(ahead.unsqueeze(1)).add_(mine)
 
-    def _encode(self, rows: Sequence[Tensor], blocks: Tensor, step: int) -> tuple[tuple[Tensor, ...], Tensor]:
-        """Return the payload, and of each block whether it is fit to be saved."""
+    def _encode(self, rows: Sequence[Tensor], blocks: Tensor, step: int) -> tuple[tuple[Tensor, ...], list[Tensor]]:
+        """Return the payload, and checks that say of each block whether it is fit to be saved."""
         payload: list[Tensor] = []
-        good = torch.ones(len(blocks), dtype=torch.bool)
+        checks: list[Tensor] = []
         for number, row in enumerate(rows):
-            chosen = row.index_select(0, blocks)
-            good &= finite(chosen)
             if is_stepped(row, self._saving.codec):
-                base = self._expected(number, blocks, step)
-                steps, length = encode(chosen, base.to(wide(row.dtype)))
-                good &= finite(length)
-                payload += steps, length
+                payload += encode(row, blocks, partial(self._expected_wide, number, step=step))
+                checks.append(finite(payload[-1]))
             else:
-                payload.append(chosen)
-        return tuple(payload), good
+                payload.append(row.index_select(0, blocks))
+                if number or not self._distance_tells:
+                    checks.append(finite(payload[-1]))
+        return tuple(payload), checks
 
-    def _decode(self, saved: Saved) -> list[Tensor]:
-        payload = iter(saved.payload)
-        rows = []
+    def _put_some(self, blocks: Tensor, payload: Iterator[Tensor], step: int) -> None:
+        """Save blocks, given what was written of them."""
         for number, mine in enumerate(self._saved):
+            rows = next(payload)
             if is_stepped(mine, self._saving.codec):
-                base = self._expected(number, saved.blocks, saved.step).to(wide(mine.dtype))
-                rows.append(decode(next(payload), next(payload), base, mine.dtype))
-            else:
-                rows.append(next(payload))
-        return rows
+                rows = decode(rows, next(payload), self._expected_wide(number, blocks, step), mine.dtype)
+            if not number and self._slope is not None:
+                since = (step - self.saved_at[blocks]).to(self._slope.dtype)
+                way = rows.to(self._slope.dtype) - mine.index_select(0, blocks).to(self._slope.dtype)
+                self._slope.index_copy_(0, blocks, way.div_(since.unsqueeze(1)))
+            mine.index_copy_(0, blocks, rows)
+
+    def _expected_wide(self, number: int, blocks: Tensor, step: int) -> Tensor:
+        return self._expected(number, blocks, step).to(wide(self._saved[number].dtype))
 
     # -- what is refused
 
@@ -317,10 +332,6 @@ class Running:
                 f"rows must have the shapes and dtypes that it started with, {mine}, got {given}; give the same tensors"
             )
             raise ConfigError(msg)
-
-
-def _some(tensor: Tensor, blocks: Tensor | slice) -> Tensor:
-    return tensor[blocks] if isinstance(blocks, slice) else tensor.index_select(0, blocks)
 
 
 def _check_start(start: Sequence[Tensor], block_bytes: Tensor | None) -> None:

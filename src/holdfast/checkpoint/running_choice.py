@@ -10,11 +10,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from holdfast.checkpoint.running_codec import span, wide
+from holdfast.checkpoint.running_codec import chunk_rows, span, wide
 
 CHOICES = ("priority", "round-robin", "random")
-CHUNK_NUMBERS = 1 << 17
-"""Numbers of a tensor that are computed at a time where there is a temporary: half a megabyte, which stays in cache."""
+_STRIDE = 256
+"""Of so many scores one is looked at first, to tell which are high."""
+_FEW = 1 / 4
+"""Up to this share of all blocks, it pays to tell which are high before they are partitioned."""
 
 
 def euclidean(a: Tensor, b: Tensor) -> Tensor:
@@ -25,14 +27,8 @@ def euclidean(a: Tensor, b: Tensor) -> Tensor:
     if a.dtype == b.dtype == wide(a.dtype):
         return span(a, b, 2)
     dtype = torch.promote_types(wide(a.dtype), wide(b.dtype))
-    parts = [span(a[some].to(dtype), b[some].to(dtype), 2) for some in chunks(a)]
-    return torch.cat(parts) if parts else torch.zeros(0, dtype=dtype)
-
-
-def chunks(rows: Tensor) -> list[slice]:
-    """Return consecutive pieces of ``rows``, each small enough that a temporary of its size stays in cache."""
-    length = max(1, CHUNK_NUMBERS // max(1, rows.shape[1]))
-    return [slice(begin, begin + length) for begin in range(0, len(rows), length)]
+    size = chunk_rows(a.shape[1])
+    return torch.cat([span(x.to(dtype), y.to(dtype), 2) for x, y in zip(a.split(size), b.split(size), strict=True)])
 
 
 def drawn(blocks: int, seed: int, step: int) -> Tensor:
@@ -48,7 +44,7 @@ def highest(scores: Tensor, sizes: Tensor, room: int) -> Tensor:
     Of equal scores the lower block number goes first. Blocks are taken while they fit; the first that does not ends it.
 
     Args:
-        scores: Of each block; one that is negative is never taken.
+        scores: Of each block; one that is negative or not finite is never taken.
         sizes: Of each block, bytes ``>= 0``; or one size for all, of shape (1,).
         room: Bytes, ``>= 0``.
 
@@ -70,15 +66,37 @@ def highest(scores: Tensor, sizes: Tensor, room: int) -> Tensor:
 
 
 def _highest(values: NDArray[Any], count: int) -> NDArray[np.int64]:
-    """Return the numbers of the ``count`` highest values, in rising order; of fewer, if not so many are ``>= 0``."""
-    if count >= len(values):
-        return np.flatnonzero(values >= 0)
+    """Return the numbers of the ``count`` highest values, in rising order; of fewer, if not so many can be taken."""
     if count < 1:
         return np.zeros(0, np.int64)
-    edge = np.partition(values, -count)[-count]
-    if edge < 0:
+    if count <= _FEW * len(values):
+        numbers = np.flatnonzero(values >= _floor(values, count))  # a NaN is not among them
+        if len(numbers) >= count:
+            high = values.take(numbers)
+            if np.isfinite(high.max()):
+                return numbers.take(_reaching(high, count, np.partition(high, -count)[-count]))
+    values = torch.from_numpy(values).nan_to_num(nan=-1, posinf=-1, neginf=-1).numpy()
+    if count >= len(values):
         return np.flatnonzero(values >= 0)
-    taken = values > edge
-    equal = np.flatnonzero(values == edge)
-    taken[equal[: count - np.count_nonzero(taken)]] = True
-    return np.flatnonzero(taken)
+    edge = np.partition(values, -count)[-count]
+    return np.flatnonzero(values >= 0) if edge < 0 else _reaching(values, count, edge)
+
+
+def _floor(values: NDArray[Any], count: int) -> float:
+    """Return a number ``>= 0`` that most likely ``count`` values reach, and not many more.
+
+    Partitioning those that reach it takes a fraction of what partitioning all does.
+    """
+    share = count / _STRIDE
+    above = int(share + 4 * share**0.5) + 1  # so that too few reach it once in some ten thousand times
+    sample = values[::_STRIDE]
+    return max(0, np.partition(sample, -above)[-above]) if above <= len(sample) else 0
+
+
+def _reaching(values: NDArray[Any], count: int, edge: float) -> NDArray[np.int64]:
+    """Return the numbers of the first ``count`` values that are above ``edge``, or equal and there is room for them."""
+    numbers = np.flatnonzero(values >= edge)
+    if len(numbers) == count:
+        return numbers
+    equal = np.flatnonzero(values[numbers] == edge)
+    return np.delete(numbers, equal[count - len(numbers) :])

@@ -6,10 +6,19 @@ a sum, never a fused one), so it does not matter on which processor it runs.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 CODECS = ("exact", "int8")
+CHUNK_NUMBERS = 1 << 17
+"""Numbers that are computed at a time where there is a temporary: half a megabyte of them, which stays in cache."""
+
+
+def chunk_rows(width: int) -> int:
+    """Return how many rows of ``width`` numbers are computed at a time; at least 1."""
+    return max(1, CHUNK_NUMBERS // max(1, width))
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
@@ -28,28 +37,52 @@ def coded_bytes(tensor: Tensor, codec: str) -> int:
     return width + 4 if is_stepped(tensor, codec) else width * tensor.element_size()
 
 
-def encode(rows: Tensor, base: Tensor) -> tuple[Tensor, Tensor]:
-    """Return steps from ``base`` to ``rows``, so that each number comes back within half a step.
+def encode(rows: Tensor, blocks: Tensor, expected: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+    """Return steps from what blocks are expected to be to what they are; each number comes back within half a step.
 
     Args:
-        rows: Floating, of shape (k, width), their numbers finite.
-        base: What both sides expect them to be; of the same shape, in the :func:`wide` dtype.
+        rows: Of all blocks; floating, of shape (any, width).
+        blocks: Which of them; int64, of shape (k,).
+        expected: Returns what both sides expect some of the blocks to be; of shape (some, width), in the :func:`wide`
+            dtype.
 
     Returns:
-        How many steps, int8 of shape (k, width), and the length of a step, float32 of shape (k,); not finite where the
-        way is too long for a float32. The lengths are written negative where none of ``rows`` is, so that rounding
-        makes no number negative that must not be, as the mean squares of which Adam takes the root.
+        How many steps, int8 of shape (k, width), and the length of a step, float32 of shape (k,); not finite where a
+        number of the block is not, or the way is too long for a float32. The lengths are written negative where none of
+        the numbers is, so that rounding makes no number negative that must not be, as the mean squares of which Adam
+        takes the root.
     """
+    steps = torch.empty(len(blocks), rows.shape[1], dtype=torch.int8)
+    lengths = torch.empty(len(blocks))
+    has_negative = not len(blocks)
+    size = chunk_rows(rows.shape[1])
+    for some, its_steps, its_lengths in zip(blocks.split(size), steps.split(size), lengths.split(size), strict=True):
+        chosen = rows.index_select(0, some)
+        has_negative = has_negative or bool(chosen.min() < 0)
+        its_lengths.copy_(_encode_some(chosen, expected(some), its_steps))
+    return steps, lengths if has_negative else lengths.neg_()
+
+
+def _encode_some(rows: Tensor, base: Tensor, steps: Tensor) -> Tensor:
+    """Write the steps from ``base`` to ``rows``, which are overwritten, and return their lengths."""
+    is_finite = finite(rows)
     rows = rows.to(base.dtype)
     length = (span(rows, base, torch.inf) / 127).to(torch.float32)
     # A length that is no number, or rounds to 0, moves nothing.
     usable = torch.where((length > 0) & length.isfinite(), length, torch.inf).to(base.dtype)
-    steps = (rows - base).div_(usable.unsqueeze(1)).round_().clamp_(-127, 127).nan_to_num_(0.0).to(torch.int8)
-    return steps, -length if rows.numel() and rows.min() >= 0 else length
+    steps.copy_(rows.sub_(base).div_(usable.unsqueeze(1)).round_().clamp_(-127, 127).nan_to_num_(0.0))
+    return length.masked_fill_(~is_finite, torch.nan)
 
 
 def decode(steps: Tensor, length: Tensor, base: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the rows that :func:`encode` wrote, as numbers of ``dtype``; what is given is what it took and returned."""
+    """Return the rows that :func:`encode` wrote, as numbers of ``dtype``.
+
+    Args:
+        steps: Of all that was returned there, or of some blocks; of shape (k, width).
+        length: Of the same blocks.
+        base: What they were expected to be.
+        dtype: That of the rows.
+    """
     rows = steps.to(base.dtype).mul_(length.abs().to(base.dtype).unsqueeze(1)).add_(base)
     lowest = 0.0 if len(length) and length[0].signbit() else torch.finfo(dtype).min
     return rows.clamp_(lowest, torch.finfo(dtype).max).to(dtype)
