@@ -33,7 +33,7 @@ from holdfast.study.scar_policies import (
 from holdfast.study.scar_programs import policies_of
 from holdfast.study.scar_restore import least_sum
 from holdfast.study.scar_rows import Trials
-from holdfast.study.scar_trials import Course, Followed, failure_at, trial, trial_of_several
+from holdfast.study.scar_trials import Course, Followed, failure_at, lost_of, trial, trial_of_several
 from holdfast.workloads.iterative.base import State, euclidean
 
 RATE = 0.9
@@ -132,6 +132,13 @@ def test_before_the_first_save_the_beginning_is_restored_and_the_failure_is_not_
 
     assert row["cost"] == pytest.approx(5)
     assert (row["late"], row["bytes"]) == (False, 0)
+
+
+@pytest.mark.parametrize(
+    ("blocks", "expected"), [(8, [0, 2, 4, 6]), (55, [0, 13, 27, 41]), (3, [0, 1, 1, 2]), (2, [0, 1, 1, 1])]
+)
+def test_of_a_few_layers_at_least_one_is_lost_if_any_node_dies(blocks, expected):
+    assert [len(lost_of(torch.arange(blocks), nodes)) for nodes in range(4)] == expected
 
 
 def test_a_save_that_is_due_at_the_failure_was_made(monkeypatch):
@@ -349,6 +356,87 @@ def test_each_program_is_held_against_the_range_of_the_abstract(cost, holds, whe
     assert where in found.found
 
 
+def choices(program, priority, robin, random, r="1/8"):
+    each = {"priority": priority, "round-robin": robin, "random": random}
+    rows = [rows_of(f"partial, {name}, r = {r}", cost, program=program) for name, cost in each.items()]
+    return [*rows_of(TRADITIONAL, 10.0, program=program), *itertools.chain(*rows)]
+
+
+def test_the_order_of_the_choices_is_held_at_every_r_and_who_is_against_it_is_named():
+    rows = [*choices("a", 1.0, 2.0, 3.0), *choices("b", 1.0, 2.0, 3.0), *choices("b", 4.0, 2.0, 3.0, r="1/2")]
+
+    above, below = claim(rows, "priority saves more"), claim(rows, "round-robin saves more")
+
+    assert above.holds is False
+    assert "not so: b, r = 1/2" in above.found
+    assert above.ours == pytest.approx(-20, abs=1)
+    assert below.holds is True
+    assert "the least of 3" in below.found
+
+
+@pytest.mark.parametrize(("hindsight", "holds"), [(1.5, True), (0.5, False)])
+def test_scar_is_near_the_best_choice_of_blocks_or_it_is_said_how_far(hindsight, holds):
+    rows = [*rows_of(TRADITIONAL, 10.0), *rows_of(SCAR, 2.0), *rows_of(HINDSIGHT, hindsight)]
+
+    found = claim(rows, "SCAR is near-optimal")
+
+    assert found.holds is holds
+    assert found.ours == pytest.approx(10 * (2.0 - hindsight), abs=0.5)
+
+
+@pytest.mark.parametrize(
+    ("skews", "holds", "ours"), [(range(6), True, 1), ((1, 0, 2), None, 0.5), (range(6, 0, -1), False, -1)]
+)
+def test_the_skew_predicts_what_is_saved_only_if_chance_would_hardly_order_them_so(skews, holds, ours):
+    rows = []
+    for number, value in enumerate(skews):
+        name = f"p{number}"
+        rows += [*rows_of(TRADITIONAL, 10.0, program=name), *rows_of(SCAR, 8.0 - number, program=name)]
+        rows.append(
+            {"part": "pilot", "status": MEASURED, "program": name, "skew": value / 10, "blocks": 8}
+            | {"block_bytes": 80, "every": 8}
+        )
+
+    found = claim(rows, "skew of the drift")
+
+    assert (found.holds, found.ours) == (holds, pytest.approx(ours))
+
+
+def kind(name, often, **said):
+    row = {"part": "kind", "status": MEASURED, "program": "quadratic", "kind": name, "often": often, "trials": 30}
+    row |= {"c": 0.9, "c_from": "known", "size": 0.1, "cost": 3.0, "ci": [2.0, 4.0], "loss_cost": 3.1, "bound": 9.0}
+    row |= {
+        "violations": 0,
+        "difference_violations": 1,
+        "censored": 0,
+        "loss_censored": 0,
+        "diverged": 0,
+        "negative": 0,
+    }
+    return row | said
+
+
+def test_every_kind_of_perturbation_is_on_the_page_and_one_that_left_the_numbers_is_not_dropped():
+    lost = {"size": None, "bound": None, "censored": 30, "loss_censored": 30, "diverged": 12}
+    standing = {"error": 0.05, "error_bound": 0.09, "left": 0.0, "holds": True}
+    rows = [kind("stale", "once"), kind("bit flip", "3 times", **lost), kind("bf16", "every step", **standing)]
+
+    page = render_study({"study": "scar", "settings": {}, "rows": rows, "claims": [], "page": Scar().page(rows)})
+
+    text = page.replace("\N{NO-BREAK SPACE}", " ")
+    assert "3.0 [2.0, 4.0]" in text
+    assert "&gt;= 3.0 [2.0, 4.0]" in text
+    assert "30, 12" in text
+    assert "quadratic 0.9 (known)" in text
+    assert text.index("0.05") < text.index("0.09")
+    found = claim(rows, "every kind")
+    assert found.holds is True
+    assert "violations in 90 runs of 3 kinds" in found.found
+    assert "12 of them left the numbers" in found.found
+    assert claim([*rows, kind("stale", "3 times", violations=2)], "every kind").holds is False
+    assert claim(rows, "Perturbed at every step").holds is True
+
+
 def test_without_trials_nothing_is_claimed():
     assert {found.holds for found in hold_claims([], 0)} == {None}
 
@@ -434,4 +522,13 @@ def test_every_task_of_the_whole_study_has_a_name_of_its_own(tmp_path):
 
     assert len(set(keys)) == len(keys)
     assert {"pilot: als-movielens", "3 failures: mlr-digits", "rates: mlr-fashion"} <= set(keys)
+    assert "kinds of perturbations: mlr-digits" in keys
     assert not any("documents" in key for key in keys)
+
+
+def test_what_is_never_read_and_what_takes_too_long_is_said(tmp_path):
+    told = " ".join(Scar().left_out(Options(out=tmp_path, data=tmp_path)))
+
+    assert all(name in told for name in ("Jester", "20 Newsgroups", "MNIST", "gpt-adam", "by layer"))
+    assert "--only" in told
+    assert "gpt-adam" not in " ".join(Scar().left_out(Options(out=tmp_path, data=tmp_path, only=("gpt-adam",))))

@@ -129,6 +129,7 @@ def scattered(section: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> 
                 axes.annotate(text, (row[x], row[y]), xytext=(5, 4), textcoords="offset points", fontsize=7.5)
         for axis in section.get("log", ()):
             getattr(axes, f"set_{axis}scale")("log")
+            getattr(axes, f"{axis}axis").set_major_formatter(lambda value, _: f"{value:g}")
         axes.set_ylim(*section.get("limits", (None, None)))
         axes.set_xlabel(x_name)
         axes.set_ylabel(y_name)

@@ -60,8 +60,9 @@ def claim_lines(results: Mapping[str, Any]) -> list[str]:
 
 
 def _claim(claim: Mapping[str, Any]) -> dict[str, Any]:
-    verdict = {True: "holds", False: "does not hold", None: "not checked"}[claim["holds"]]
     ours, ci, paper = claim["ours"], claim["ci"], claim["paper"]
+    neither = "not checked" if ours is None else "undecided"
+    verdict = {True: "holds", False: "does not hold", None: neither}[claim["holds"]]
     parts = [f"{ours:.4g}"] if ours is not None else []
     parts += [f"95 % interval {ci[0]:.4g} to {ci[1]:.4g}"] if ci else []
     parts += [f"expected {paper:.4g}"] if paper is not None and ours is not None else []

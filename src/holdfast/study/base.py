@@ -245,7 +245,11 @@ def _whole_lines(path: Path) -> list[Row]:
 def _difference(theirs: Row, ours: Row) -> str:
     if theirs.get("study") != ours["study"]:
         return f"the study {theirs.get('study')!r}"
-    old, new = theirs.get("settings", {}), ours["settings"]
+    return differing(theirs.get("settings", {}), ours["settings"])
+
+
+def differing(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
+    """Return in words which settings differ, "" if none does."""
     names = [name for name in sorted({*old, *new}) if old.get(name) != new.get(name)]
     return "; ".join(f"{name} = {old.get(name)!r}, asked was {new.get(name)!r}" for name in names)
 

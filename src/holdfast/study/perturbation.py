@@ -52,7 +52,7 @@ def log_delta(sizes: ArrayLike, c: float) -> Numbers:
     Returns:
         Of shape (...); ``-inf`` for a run that was not disturbed.
     """
-    _check_rate(c)
+    check_rate(c)
     values = np.asarray(sizes, dtype=np.float64)
     growth = math.log(1 / c) * np.arange(len(values)).reshape(-1, *(1 for _ in values.shape[1:]))
     with np.errstate(divide="ignore"):  # the logarithm of an iteration without a perturbation is -inf, and adds nothing
@@ -71,7 +71,7 @@ def most_iterations(c: float, start: float, log_delta: ArrayLike, eps: float) ->
     Returns:
         Of shape (...), ``>= 0``; with ``-inf`` for ``log_delta``, that of the undisturbed run.
     """
-    _check_rate(c)
+    check_rate(c)
     reach = np.logaddexp(math.log(start), np.asarray(log_delta, dtype=np.float64))
     return np.maximum((reach - math.log(eps)) / math.log(1 / c), 0.0)
 
@@ -89,7 +89,7 @@ def paper_cost(c: float, start: float, log_delta: ArrayLike) -> Numbers:
     Returns:
         Of shape (...), ``>= 0``.
     """
-    _check_rate(c)
+    check_rate(c)
     return np.logaddexp(0.0, np.asarray(log_delta, dtype=np.float64) - math.log(start)) / math.log(1 / c)
 
 
@@ -103,11 +103,16 @@ def irreducible_error(c: float, size: float) -> float:
         c: Rate, between 0 and 1.
         size: The largest ||d(k)||.
     """
-    _check_rate(c)
+    check_rate(c)
     return c / (1 - c) * size
 
 
-def _check_rate(c: float) -> None:
+def check_rate(c: float) -> None:
+    """Refuse a rate that is not between 0 and 1: no bound follows from it.
+
+    Raises:
+        ConfigError: if it is not.
+    """
     if not 0 < c < 1:
         msg = f"the rate c must be between 0 and 1, got {c}; a program whose c is 1 or more has no bound"
         raise ConfigError(msg)
@@ -232,9 +237,11 @@ def parameters(program: Program, state: State) -> Tensor:
 def apart(program: Program, a: Tensor, b: Tensor) -> float:
     """Return the distance of two sets of parameters: the root of the sum of the squares of the distances of their blocks.
 
-    With the Euclidean distance of blocks it is the Euclidean distance.
+    With the Euclidean distance of blocks it is the Euclidean distance. In 64 bits, since the square of a 32-bit number whose
+    exponent was hit does not fit into 32.
     """
-    return float(torch.linalg.vector_norm(program.distance(a, b).double()))
+    wide = [values.double() if values.is_floating_point() else values for values in (a, b)]
+    return float(torch.linalg.vector_norm(program.distance(*wide).double()))
 
 
 class Undisturbed(Protocol):

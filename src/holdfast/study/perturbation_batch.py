@@ -193,7 +193,8 @@ def measured(distances: Numbers, plain: Numbers, sizes: Numbers, c: float, eps: 
     # A run that was given up before its bound has neither kept it nor exceeded it.
     end = len(distances) - 1.0
     counted = np.minimum(counts, end)
-    room = np.where(censored & (most > end), np.inf, most - counts)
+    with np.errstate(invalid="ignore"):  # a perturbation that leaves no number: it has no bound, and exceeds none
+        room = np.where(censored & (most > end), np.inf, most - counts)
     return Costs(
         size=sizes.sum(axis=0) / start,
         log_delta=delta - math.log(start),

@@ -1,4 +1,4 @@
-"""What perturbations cost by their size, held against the bounds; and the error that stays if there is one at every step.
+"""What perturbations cost by their size, held against the bounds.
 
 Of a linear contraction whose optimum and rate are known, thousands of runs at once, and a count above the absolute bound
 would be an error in the theory or in this code. Of any other program one run at a time, x* is where a long run ends and c is
@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from typing import cast
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -24,14 +23,12 @@ from holdfast.study.iteration_cost import iteration_cost, levels
 from holdfast.study.perturbation import (
     Beside,
     Contraction,
-    Nothing,
     Perturbation,
     Rate,
     Recorder,
     Undisturbed,
     apart,
     fit_rate,
-    irreducible_error,
     parameters,
     undisturbed,
 )
@@ -48,17 +45,7 @@ from holdfast.study.perturbation_batch import (
     matrix_of,
     measured,
 )
-from holdfast.study.perturbation_kinds import (
-    EVERY_STEP,
-    Adversarial,
-    Asynchronous,
-    LostUpdate,
-    RandomDirection,
-    Reset,
-    Rounded,
-    Stale,
-    at,
-)
+from holdfast.study.perturbation_kinds import Adversarial, RandomDirection, Reset, at
 from holdfast.workloads.iterative.base import Program, copy_of
 
 Numbers = NDArray[np.float64]
@@ -75,13 +62,11 @@ LONG = 10
 """Where x* is not known, it is where a run of so many times the iterations ends."""
 BINS = 4
 """Of sizes, in each power of ten."""
-STANDING_SIZE = 0.01
-"""Of a perturbation at every step, in units of ||x(0) - x*||."""
-_CAP = 3
+CAP = 3
 """A run is given up, and counted as censored, after so many times the iterations of the undisturbed one."""
 _SIZES = (-2.0, 0.25)
 """Powers of ten, of the way from x(0) that the run has come, between which the size of a perturbation is."""
-_ROUNDING = 1e-6
+ROUNDING = 1e-6
 """Iterations; what is closer to a bound than this is at it."""
 
 
@@ -153,7 +138,7 @@ class Scene:
         Raises:
             ConfigError: if its distance to where it ends, or its loss, does not fall so that levels can be told apart.
         """
-        beside = undisturbed(program, _CAP * iterations)
+        beside = undisturbed(program, CAP * iterations)
         optimum = getattr(program, "optimum", None)
         if optimum is None:
             optimum = parameters(program, Beside(program).at(LONG * iterations))
@@ -186,6 +171,10 @@ class Scene:
     def kinds(self) -> tuple[str, ...]:
         """Return the kinds of perturbations that there can be."""
         return KINDS if self.optimum.is_floating_point() else (RESET,)
+
+    def is_there(self, distance: float, loss: float) -> bool:
+        """Return whether a run has reached the last level of the distance, and with its trailing mean that of the loss."""
+        return distance <= self.eps[-1] and loss <= self.loss_levels[-1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,12 +225,12 @@ def _one_by_one(scene: Scene, trials: int, seed: int) -> list[Row]:
                 {"part": "bound", "status": NOT_RUN, "program": program.name, "c": c, "c_from": source, "why": why}
             )
             continue
-        costs = {kind: joined([_costs(scene, run, c) for run in runs[kind]]) for kind in runs}
+        costs = {kind: joined([costs_of(scene, run, c) for run in runs[kind]]) for kind in runs}
         rows += _binned(program, costs) if source == FITTED else []
-        alone = _costs(scene, Run(scene.distances, scene.losses, np.zeros(1)), c)
+        alone = costs_of(scene, Run(scene.distances, scene.losses, np.zeros(1)), c)
         extra = {
             "c_ci": list(scene.rate.interval) if source == FITTED else None,
-            "undisturbed_room": _number(alone.room[0]),
+            "undisturbed_room": finite(alone.room[0]),
         }
         rows += [_bound_row(program, kind, costs[kind], source, c) | extra for kind in costs]
     return rows
@@ -256,14 +245,17 @@ def _trial(scene: Scene, kind: str, rng: np.random.Generator) -> Run:
         ADVERSARIAL: lambda: Adversarial(at(when), size, scene.optimum),
         RESET: lambda: Reset(at(when), float(rng.uniform(1 / scene.program.blocks, 1)), seed),
     }
-
-    def is_there(distance: float, loss: float) -> bool:
-        return distance <= scene.eps[-1] and loss <= scene.loss_levels[-1]
-
-    return perturbed_run(scene, kinds[kind](), when, _CAP * scene.iterations, is_there)
+    return perturbed_run(scene, kinds[kind](), when, CAP * scene.iterations, scene.is_there)
 
 
-def _costs(scene: Scene, run: Run, c: float) -> Costs:
+def costs_of(scene: Scene, run: Run, c: float) -> Costs:
+    """Return what a perturbed run costs, in levels of the distance and of the loss, and what it may; of shape (1,).
+
+    Args:
+        scene: Of its program.
+        run: As :func:`perturbed_run` returns it.
+        c: Rate, between 0 and 1.
+    """
     found = measured(run.distances[:, None], scene.distances, run.sizes[:, None], c, scene.eps)
     in_loss = iteration_cost(run.losses, scene.losses, scene.loss_levels, scene.window)
     return replace(found, loss_cost=np.array([in_loss.iterations]))
@@ -279,8 +271,7 @@ def _binned(program: Program, costs: dict[str, Costs]) -> Iterator[Row]:
         bins = np.floor(BINS * found.log_delta / math.log(10))
         for number in np.unique(bins[np.isfinite(bins)]):
             chosen = bins == number
-            cost, runs = found.cost[chosen], int(chosen.sum())
-            half = 1.96 * float(cost.std(ddof=1)) / math.sqrt(runs) if runs > 1 else None
+            cost = found.cost[chosen]
             yield {
                 "part": "perturbation",
                 "status": MEASURED,
@@ -288,16 +279,16 @@ def _binned(program: Program, costs: dict[str, Costs]) -> Iterator[Row]:
                 "kind": kind,
                 "delta": float(np.exp(found.log_delta[chosen].mean())),
                 "size": float(found.size[chosen].mean()),
-                "trials": runs,
+                "trials": len(cost),
                 "cost": float(cost.mean()),
-                "ci": None if half is None else [float(cost.mean()) - half, float(cost.mean()) + half],
+                "ci": interval_of_mean(cost),
                 "least": float(cost.min()),
                 "greatest": float(cost.max()),
                 "negative": int((cost < 0).sum()),
                 "censored": int((found.censored[chosen] > 0).sum()),
                 "paper_bound": float(found.paper[chosen].mean()),
                 "absolute_bound": float(found.most[chosen].mean()),
-                "loss_cost": _number(found.loss_cost[chosen].mean()),
+                "loss_cost": finite(found.loss_cost[chosen].mean()),
             }
 
 
@@ -314,86 +305,23 @@ def _bound_row(program: Program, kind: str, found: Costs, source: str, c: float)
         "undisturbed_room": None,
         "means": MEANS[source],
         "perturbations": len(found.cost),
-        "violations": int((found.room < -_ROUNDING).sum()),
-        "least_room": _number(found.room.min()),
-        "difference_violations": int((above > _ROUNDING).sum()),
-        "difference_share": float((above > _ROUNDING).mean()),
+        "violations": int((found.room < -ROUNDING).sum()),
+        "least_room": finite(found.room.min()),
+        "difference_violations": int((above > ROUNDING).sum()),
+        "difference_share": float((above > ROUNDING).mean()),
         "difference_excess": float(above.max()),
         "censored": int((found.censored > 0).sum()),
     }
 
 
-def _number(value: float) -> float | None:
+def interval_of_mean(values: Numbers) -> list[float] | None:
+    """Return the 95 % interval of the mean of independent values, from the normal distribution; None of fewer than two."""
+    if len(values) < 2:
+        return None
+    mean, half = float(values.mean()), 1.96 * float(values.std(ddof=1)) / math.sqrt(len(values))
+    return [mean - half, mean + half]
+
+
+def finite(value: float) -> float | None:
+    """Return a number as it can stand in a row: None if it is infinite, or no number."""
     return float(value) if math.isfinite(value) else None
-
-
-# ---------------------------------------------------------------------------------------------
-# At every step
-
-
-def standing_rows(program: Program, seed: int, iterations: int = 300, window: int = 8) -> list[Row]:
-    """Return the error that stays when a program is perturbed at every step, by kind, beside its bound.
-
-    After half of the iterations, with e the distance then and s the largest perturbation since, the distance is at most
-    c / (1 - c) s, which stays, and c^k e, which goes.
-
-    Args:
-        program: Any.
-        seed: Of what is perturbed.
-        iterations: How long; of a linear contraction, as long as it takes to come a million times nearer.
-        window: As in :func:`cost_rows`.
-
-    Returns:
-        Of ``part`` "irreducible" a row for each kind, the undisturbed run first.
-    """
-    is_known = matrix_of(program) is not None
-    if is_known:
-        iterations, window = math.ceil(math.log(1e6) / -math.log(cast("Contraction", program).rate)), 1
-    try:
-        scene = Scene.of(program, iterations, window)
-    except ConfigError as error:
-        return [{"part": "irreducible", "status": NOT_RUN, "program": program.name, "why": str(error)}]
-    source, c = (KNOWN, cast("Contraction", program).rate) if is_known else (FITTED, scene.rate.fitted)
-    return [_standing_row(scene, kind, make(), source, c) for kind, make in _standing(scene, seed).items()]
-
-
-def _standing(scene: Scene, seed: int) -> dict[str, Callable[[], Perturbation]]:
-    """Return the kinds: their names, and what makes them."""
-    size = STANDING_SIZE * float(scene.distances[0])
-    of_numbers: dict[str, Callable[[], Perturbation]] = {
-        f"{RANDOM}, {STANDING_SIZE:g}": lambda: RandomDirection(EVERY_STEP, size, seed),
-        f"{ADVERSARIAL}, {STANDING_SIZE:g}": lambda: Adversarial(EVERY_STEP, size, scene.optimum),
-        "rounded to bf16": lambda: Rounded(EVERY_STEP, torch.bfloat16),
-        "rounded to fp8 (e4m3)": lambda: Rounded(EVERY_STEP, torch.float8_e4m3fn),
-    }
-    of_blocks: dict[str, Callable[[], Perturbation]] = {
-        "1/16 of the blocks reset": lambda: Reset(EVERY_STEP, 1 / 16, seed),
-        "1/4 of the blocks stale by 4": lambda: Stale(EVERY_STEP, 4, 1 / 4, seed),
-        "half of the update lost": lambda: LostUpdate(EVERY_STEP, 1.0, seed, part=0.5),
-        "asynchronous, half of the blocks, at most 4 late": lambda: Asynchronous(1 / 2, 4, seed),
-    }
-    return {"nothing": Nothing, **(of_numbers if scene.optimum.is_floating_point() else {}), **of_blocks}
-
-
-def _standing_row(scene: Scene, kind: str, perturbation: Perturbation, source: str, c: float) -> Row:
-    iterations = scene.iterations
-    run = perturbed_run(scene, perturbation, 0, iterations)
-    half, quarter, start = iterations // 2, iterations // 4, float(scene.distances[0])
-    size, error = float(run.sizes[half:].max()), float(run.distances[-quarter:].max())
-    bound = irreducible_error(c, size) / start if 0 < c < 1 else None
-    left = c ** (iterations - quarter - half) * float(run.distances[half]) / start
-    return {
-        "part": "irreducible",
-        "status": MEASURED,
-        "program": scene.program.name,
-        "kind": kind,
-        "c": c,
-        "c_from": source,
-        "means": MEANS[source],
-        "size": _number(size / start),
-        "error": _number(error / start),
-        "bound": bound,
-        "left": left,
-        "holds": None if bound is None else error / start <= (bound + left) * (1 + 1e-9),
-        "final_loss": _number(float(run.losses[-quarter:].mean())),
-    }

@@ -6,26 +6,21 @@ same randomness after it. Trials run side by side, in as many processes as there
 
 from __future__ import annotations
 
-import multiprocessing
-import os
-import signal
-import threading
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import torch
-
 from holdfast.errors import ConfigError
 from holdfast.study.base import MEASURED, NOT_RUN, Claim, Options, Row, Task
-from holdfast.study.perturbation_rows import cost_rows, standing_rows
+from holdfast.study.perturbation_each import kind_rows
+from holdfast.study.perturbation_rows import cost_rows
+from holdfast.study.pool import Workers
 from holdfast.study.scar_claims import hold_claims
 from holdfast.study.scar_live import live_claims, live_tasks
 from holdfast.study.scar_page import sections
 from holdfast.study.scar_pilot import at_rate, pilot, with_levels
-from holdfast.study.scar_programs import ENTRIES, REPLACED, Entry, make, policies_of
+from holdfast.study.scar_programs import ENTRIES, NOT_READ, REPLACED, Entry, make, policies_of
 from holdfast.study.scar_rows import AT_BEST
 from holdfast.study.scar_trials import Course, Policies, trial, trial_of_several
 
@@ -37,6 +32,10 @@ _REHEARSED = 24
 _CHUNK = 25
 """Trials of a task: what an interruption loses at most."""
 _SEVERAL = (2, 3)
+_TRIED = 30
+"""Of each kind of perturbation."""
+_PARTS = 8
+"""In so many parts all kinds are tried, side by side."""
 
 
 class Scar:
@@ -92,7 +91,7 @@ class _Plan:
             msg = f"--network is not for this study, got {options.model!r}; choose programs with --only"
             raise ConfigError(msg)
         self._options = options
-        self._workers = Workers()
+        self._workers = Workers(preload=[__name__])
         self.entries = self._chosen()
         self.trials = options.repetitions or _TRIALS
 
@@ -119,12 +118,17 @@ class _Plan:
         ]
 
     def left_out(self) -> list[str]:
-        missing = [entry.name for entry in ENTRIES if entry not in self.entries]
-        told = [f"Programs: {', '.join(missing)}."] if missing else []
+        missing = [entry for entry in ENTRIES if entry not in self.entries]
+        requested = [entry.name for entry in missing if entry.by_request]
+        others = [entry.name for entry in missing if not entry.by_request]
+        told = [f"Programs: {', '.join(others)}."] if others else []
+        if requested:
+            told.append(f"Programs that would not fit into the hour: {', '.join(requested)}; run each with --only.")
         if self._options.data is None:
             told.append(
                 "All data from files (Fashion-MNIST, CoverType, MovieLens, Reuters): give their directory with --data."
             )
+        told.append(NOT_READ)
         if self._options.quick:
             told.append(
                 "Everything but the traditional policy, partial recovery and r = 1/8, with half of the blocks lost: no other "
@@ -157,7 +161,10 @@ class _Plan:
                 for failures in _SEVERAL
             ]
         if entry.perturbed:
-            tasks.append(Task(f"perturbations: {entry.name}", partial(self._perturbed, course, entry.perturbed)))
+            tasks += [
+                Task(f"perturbations: {entry.name}", partial(self._perturbed, course, entry.perturbed)),
+                Task(f"kinds of perturbations: {entry.name}", partial(self._perturbed_by_kind, course)),
+            ]
         if entry.has_rate:
             best = self._course(entry, f"{entry.name}{AT_BEST}")
             tasks += [
@@ -214,8 +221,11 @@ class _Plan:
         return self._workers.rows(partial(trial_of_several, ready, policies=policies, failures=failures), range(count))
 
     def _perturbed(self, course: Course, count: int, _: Sequence[Row]) -> list[Row]:
-        seed = self._options.seed
-        return self._workers.rows(partial(perturbed, course, count, seed), (cost_rows.__name__, standing_rows.__name__))
+        return self._workers.rows(partial(perturbed, course, self._options.seed), [count])
+
+    def _perturbed_by_kind(self, course: Course, _: Sequence[Row]) -> list[Row]:
+        trials = min(_TRIED, self.trials)
+        return self._workers.rows(partial(perturbed_by_kind, course, self._options.seed, trials), range(_PARTS))
 
     def _rates(self, entry: Entry, _: Sequence[Row]) -> list[Row]:
         course = self._course(entry, entry.name)
@@ -251,39 +261,11 @@ def _at_rate(course: Course, known: Sequence[Row]) -> Course:
     return replace(course, make=partial(course.make, learning_rate=rates[0]))
 
 
-def perturbed(course: Course, count: int, seed: int, which: str) -> list[Row]:
-    """Return the rows of perturbations of a program: once or a few times, or at every step."""
-    program = course.make(seed)
-    if which == cost_rows.__name__:
-        return cost_rows(program, count, seed, course.iterations, course.window)
-    return standing_rows(program, seed, course.iterations, course.window)
+def perturbed(course: Course, seed: int, count: int) -> list[Row]:
+    """Return what perturbations of a program cost by their size."""
+    return cost_rows(course.make(seed), count, seed, course.iterations, course.window)
 
 
-class Workers:
-    """Processes that carry out trials, as many as there are cores; started when they are first needed."""
-
-    def __init__(self) -> None:
-        self._pool: ProcessPoolExecutor | None = None
-
-    def rows(self, run: Callable[..., list[Row]], values: Iterable[Any]) -> list[Row]:
-        """Return the rows that ``run`` gives for each of ``values``, in their order."""
-        if self._pool is None:
-            context = multiprocessing.get_context("forkserver")
-            context.set_forkserver_preload([__name__])
-            count = len(os.sched_getaffinity(0))
-            self._pool = ProcessPoolExecutor(count, mp_context=context, initializer=_begin_worker)
-        return [row for rows in self._pool.map(run, values) for row in rows]
-
-
-def _begin_worker() -> None:
-    torch.set_num_threads(1)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # who asked for the study is told that it was stopped, by its parent
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-
-
-def _end_with_parent() -> None:
-    """End when the study is killed: nobody would take what this process finds."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    parent.join()
-    os._exit(1)
+def perturbed_by_kind(course: Course, seed: int, trials: int, part: int) -> list[Row]:
+    """Return one of :data:`_PARTS` parts of what each kind of perturbation costs."""
+    return kind_rows(course.make(seed), trials, seed, course.iterations, course.window, part, _PARTS)

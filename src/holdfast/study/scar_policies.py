@@ -74,8 +74,15 @@ class Policy:
         return (self.fraction, self.choice, self.predictor, self.codec, self.saves, self.distance)
 
 
-def _named(fraction: float) -> str:
-    return f"r = 1/{round(1 / fraction)}"
+def chosen(restore: str, choice: str, fraction: float) -> str:
+    """Return the name of a policy of partial saves.
+
+    Args:
+        restore: ``full`` if all go back, :data:`PARTIAL` if only the lost do.
+        choice: Which blocks are saved.
+        fraction: r, one over a whole number.
+    """
+    return f"{restore}, {choice}, r = 1/{round(1 / fraction)}"
 
 
 def paper_policies(fractions: Sequence[float] = FRACTIONS) -> list[Policy]:
@@ -84,8 +91,8 @@ def paper_policies(fractions: Sequence[float] = FRACTIONS) -> list[Policy]:
         Policy(name=PARTIAL if nodes == HALF else f"{PARTIAL}, {nodes}/{NODES} lost", nodes=nodes)
         for nodes in range(1, NODES)
     ]
-    chosen = [
-        Policy(name=f"{restore}, {choice}, {_named(fraction)}", fraction=fraction, choice=choice, restore=way)
+    by_choice = [
+        Policy(name=chosen(restore, choice, fraction), fraction=fraction, choice=choice, restore=way)
         for restore, way in (("full", "all"), (PARTIAL, "lost"))
         for choice in CHOICES
         for fraction in fractions
@@ -95,7 +102,7 @@ def paper_policies(fractions: Sequence[float] = FRACTIONS) -> list[Policy]:
         for nodes in range(1, NODES)
         if nodes != HALF
     ]
-    return [traditional(), *partial, *chosen, *others]
+    return [traditional(), *partial, *by_choice, *others]
 
 
 def traditional() -> Policy:

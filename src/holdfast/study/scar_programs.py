@@ -99,6 +99,11 @@ ENTRIES = (
 """Every program of the study."""
 REPLACED = {"als-ratings": "als-movielens", "lda-documents": "lda-reuters"}
 """Programs on data that are made, which are run where there are no files for the others."""
+NOT_READ = (
+    "Data of the paper that no program here reads: MNIST (digits of scikit-learn and Fashion-MNIST instead), Jester (MovieLens alone), "
+    "20 Newsgroups (Reuters alone)."
+)
+"""What is always left out."""
 
 
 def make(name: str, data: Path | None, options: Sequence[tuple[str, Any]], seed: int, **more: Any) -> Program:

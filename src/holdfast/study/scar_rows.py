@@ -135,9 +135,9 @@ class Trials:
         drawn = _less(weights @ a, weights @ base) - _less(weights @ b, weights @ base)
         return float(_less(a.mean(), base.mean()) - _less(b.mean(), base.mean())), _interval(drawn)
 
-    def share_of_error(self, policy: str) -> tuple[float, tuple[float, float], Numbers] | None:
-        """Return E(||d'||^2 / ||d||^2) of a policy, ||d|| of rolling all back, over all programs; its interval; every share."""
-        pairs = [pair for program in self.programs() for pair in self.pairs(program, policy, TRADITIONAL)]
+    def share_of_error(self, policy: str, programs: Sequence[str]) -> tuple[float, tuple[float, float], Numbers] | None:
+        """Return E(||d'||^2 / ||d||^2) of a policy, ||d|| of rolling all back, over some programs; its interval; every share."""
+        pairs = [pair for program in programs for pair in self.pairs(program, policy, TRADITIONAL)]
         shares = np.array([(mine["error"] / base["error"]) ** 2 for mine, base in pairs if base["error"] > 0])
         if len(shares) < 2:
             return None

@@ -231,7 +231,7 @@ def trial(course: Course, kind: str, number: int, policies: Policies) -> list[Ro
     followed.advance(failure)
     rows = []
     for policy in compared:
-        lost = order[: program.blocks * policy.nodes // NODES]
+        lost = lost_of(order, policy.nodes)
         restored = followed.restored(policy, lost, lambda: course.make(other_seed))
         error = distance_of(program, restored.state, followed.state)
         losses = [*undisturbed[:failure], restored.program.loss(restored.state)]
@@ -274,6 +274,11 @@ def failure_at(chance: np.random.Generator, course: Course, undisturbed: Sequenc
             return failure
 
 
+def lost_of(order: Tensor, nodes: int) -> Tensor:
+    """Return the blocks that are lost, of all in a random order, when so many of :data:`NODES` die; at least one if any dies."""
+    return order[: max(len(order) * nodes // NODES, min(nodes, 1))]
+
+
 def distance_of(program: Program, a: State, b: State) -> float:
     """Return how far two states are apart: the root of the sum of squares over the blocks."""
     return float(program.distance(program.rows(a)[0], program.rows(b)[0]).double().norm())
@@ -313,7 +318,7 @@ def trial_of_several(course: Course, number: int, policies: Policies, failures: 
             while followed.iteration < failure:
                 followed.advance(followed.iteration + 1)
                 losses.append(program.loss(followed.state))
-            lost = order[: program.blocks * policy.nodes // NODES]
+            lost = lost_of(order, policy.nodes)
             restored = followed.restored(policy, lost, lambda: course.make(other_seed))
             for name, tensor in restored.state.items():  # the checkpoint looks at this state, so it is written to
                 followed.state[name].copy_(tensor)

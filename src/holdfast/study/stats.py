@@ -8,6 +8,7 @@ import statistics
 from collections.abc import Callable, Sequence
 
 RESAMPLES = 2000
+_Z = statistics.NormalDist().inv_cdf(0.975)
 
 
 def bootstrap(
@@ -51,6 +52,25 @@ def share_interval(successes: int, tries: int) -> tuple[float, float]:
     low = _root(lambda p: at_least(successes, p) - 0.025) if successes else 0.0
     high = _root(lambda p: at_least(successes + 1, p) - 0.975) if successes < tries else 1.0
     return low, high
+
+
+def wilson(successes: int, tries: int) -> tuple[float, float]:
+    """Return the 95 % score interval of a probability; narrower than :func:`share_interval`, and right on average only.
+
+    Args:
+        successes: From 0 to ``tries``.
+        tries: ``>= 1``.
+
+    Source:
+        E. B. Wilson, "Probable inference, the law of succession, and statistical inference", JASA 22(158), 1927;
+        L. D. Brown, T. T. Cai, A. DasGupta, "Interval estimation for a binomial proportion", Statistical Science 16(2), 2001.
+    """
+    share, room = successes / tries, _Z**2 / tries
+    middle = (share + room / 2) / (1 + room)
+    half = _Z * math.sqrt(share * (1 - share) / tries + room / (4 * tries)) / (1 + room)
+    return (middle - half if successes else 0.0), (
+        middle + half if successes < tries else 1.0
+    )  # rounded, it is not quite
 
 
 def _root(rising: Callable[[float], float]) -> float:

@@ -1,0 +1,204 @@
+"""Trials an hour: a campaign with warm processes against a new process for each trial, on the same work.
+
+    python benchmarks/campaign.py [--trials 1000] [--alone 8] [--processes 2] [--rounds 3] [--json FILE]
+
+The work: a small network on digits goes on from a checkpoint for one epoch, after one bit of one of its weights was
+flipped. Who starts a new process for each trial pays for the interpreter, torch, the data and the checkpoint each time; as
+many of them run at once as the campaign has processes, each with one thread. The campaign is timed as a whole, with the
+start of its processes. The rows of both must be equal to the bit, or nothing is measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import ratio, spread, table, write_json
+
+from holdfast.study.campaign import run_campaign
+from holdfast.study.campaign_plan import Campaign, Cell, Stop, seed_of
+from holdfast.study.campaign_table import as_json, read_rows
+from holdfast.study.outcomes import are_finite, digest, outcome_of
+from holdfast.study.warm import Held
+from holdfast.workloads import load_dataset, make_model
+
+EPOCHS = 3
+"""Before the checkpoint."""
+SEED = 0
+CELL = "one flip"
+
+
+# ---------------------------------------------------------------------------------------------
+# The work
+
+
+class Training:
+    """A small network on digits."""
+
+    def __init__(self) -> None:
+        train, test = load_dataset("digits")
+        self.x, self.y = train[list(range(len(train)))]
+        self.test_x, self.test_y = test[list(range(len(test)))]
+        self.model = make_model("mlp", seed=SEED)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05, momentum=0.9)
+
+    def epoch(self) -> list[float]:
+        """Train on every sample once, in an order from torch's generator, and return the losses."""
+        losses = []
+        for batch in torch.randperm(len(self.x)).split(64):
+            self.optimizer.zero_grad()
+            loss = torch.nn.functional.cross_entropy(self.model(self.x[batch]), self.y[batch])
+            loss.backward()
+            self.optimizer.step()
+            losses.append(loss.item())
+        return losses
+
+    @torch.no_grad()
+    def accuracy(self) -> float:
+        """Return the share of test samples that it gets right."""
+        return float((self.model(self.test_x).argmax(1) == self.test_y).float().mean())
+
+
+def write_checkpoint(path: Path) -> None:
+    """Train to the epoch of the restart, and once more undisturbed."""
+    torch.manual_seed(SEED)
+    training = Training()
+    for _ in range(EPOCHS):
+        training.epoch()
+    state = {
+        "model": {name: tensor.clone() for name, tensor in training.model.state_dict().items()},
+        "optimizer": training.optimizer.state_dict(),
+        "generator": torch.get_rng_state(),
+    }
+    held = Held(training.model, training.optimizer)
+    training.epoch()
+    undisturbed = training.accuracy()
+    held.restore()
+    torch.save(state | {"undisturbed": undisturbed}, path)
+
+
+def prepare(settings: Mapping[str, Any]) -> tuple[Training, Held, float]:
+    """Restart from the checkpoint."""
+    training = Training()
+    state = torch.load(settings["checkpoint"])
+    training.model.load_state_dict(state["model"])
+    training.optimizer.load_state_dict(state["optimizer"])
+    torch.set_rng_state(state["generator"])
+    return training, Held(training.model, training.optimizer), state["undisturbed"]
+
+
+def trial(warm: tuple[Training, Held, float], seed: int) -> dict[str, Any]:
+    """Flip a bit of a weight, and train for an epoch."""
+    training, held, undisturbed = warm
+    held.restore()
+    chance = random.Random(seed)
+    tensors = dict(training.model.named_parameters())
+    layer = chance.choice(list(tensors))
+    bits = tensors[layer].data.view(torch.int32).view(-1)
+    index, bit = chance.randrange(len(bits)), chance.randrange(32)
+    bits[index] ^= -(2**31) if bit == 31 else 1 << bit
+    losses = training.epoch()
+    accuracy = training.accuracy()
+    return {
+        "outcome": outcome_of(accuracy, undisturbed, finite=are_finite(losses, training.model.parameters())),
+        "accuracy": accuracy,
+        "layer": layer,
+        "bit": bit,
+        "digest": digest(training.model.state_dict()),
+    }
+
+
+# ---------------------------------------------------------------------------------------------
+# The two ways
+
+
+def warm_processes(checkpoint: Path, path: Path, trials: int, processes: int) -> float:
+    """Return how many trials an hour a campaign makes."""
+    campaign = Campaign(
+        name="benchmark",
+        seed=SEED,
+        cells=[Cell(CELL, {"checkpoint": str(checkpoint)})],
+        prepare=prepare,
+        trial=trial,
+        stop=Stop(width=0, batch=max(100, trials // 4), least=trials, most=trials),
+    )
+    begun_s = time.perf_counter()
+    run_campaign(campaign, path, processes)
+    return trials / (time.perf_counter() - begun_s) * 3600
+
+
+def new_processes(checkpoint: Path, trials: int, processes: int) -> tuple[float, list[dict[str, Any]]]:
+    """Return how many trials an hour new processes make, and what they found."""
+
+    def one(number: int) -> dict[str, Any]:
+        command = [sys.executable, __file__, "--one", str(number), "--checkpoint", str(checkpoint)]
+        done = subprocess.run(command, stdout=subprocess.PIPE, env=os.environ | {"OMP_NUM_THREADS": "1"}, check=True)
+        found: dict[str, Any] = json.loads(done.stdout)
+        return found
+
+    begun_s = time.perf_counter()
+    with ThreadPoolExecutor(processes) as threads:
+        found = list(threads.map(one, range(trials)))
+    return trials / (time.perf_counter() - begun_s) * 3600, found
+
+
+def one_trial(checkpoint: str, number: int) -> str:
+    """Do what a process does that is there for one trial."""
+    torch.set_num_threads(1)
+    return as_json(trial(prepare({"checkpoint": checkpoint}), seed_of(SEED, CELL, number)))
+
+
+def measure(options: argparse.Namespace) -> dict[str, list[float]]:
+    """Return the trials an hour of both ways, a value a round."""
+    rates: dict[str, list[float]] = {"warm": [], "new": []}
+    with tempfile.TemporaryDirectory() as place:
+        checkpoint = Path(place) / "checkpoint.pt"
+        write_checkpoint(checkpoint)
+        for number in range(options.rounds):
+            path = Path(place) / f"{number}.db"
+            rates["warm"].append(warm_processes(checkpoint, path, options.trials, options.processes))
+            rate, found = new_processes(checkpoint, options.alone, options.processes)
+            rates["new"].append(rate)
+            same = [{name: row[name] for name in alone} for alone, row in zip(found, read_rows(path), strict=False)]
+            if same != found:
+                msg = f"the two ways do not find the same: {same} and {found}"
+                raise RuntimeError(msg)
+    return rates
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--trials", type=int, default=1000)
+    parser.add_argument("--alone", type=int, default=8)
+    parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--json", metavar="FILE")
+    parser.add_argument("--one", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--checkpoint", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.one is not None:
+        print(one_trial(options.checkpoint, options.one))
+        return
+    torch.set_num_threads(1)
+    rates = measure(options)
+    times = ratio(rates["warm"], rates["new"], paired=True)
+    rows = [(name, *(f"{spread(found)[at]:,.0f}" for at in ("p50", "min", "max"))) for name, found in rates.items()]
+    print(table("Trials an hour", ("processes", "median", "least", "most"), rows))
+    print(f"\n{times['ratio']:.1f} times as many [{times['low']:.1f}, {times['high']:.1f}]")
+    write_json(options.json, settings=vars(options), trials_an_hour=rates, ratio=times)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,99 @@
+"""Holding what the trials say against a number: the words, and the verdicts, that all claims of the study share."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from holdfast.study.base import Claim
+from holdfast.study.scar_policies import NODES, PARTIAL
+from holdfast.study.scar_rows import Trials
+
+ABSTRACT = "abstract"
+PAPER = "paper"
+DERIVED = "derived"
+EXPECTED = "expected from a prototype"
+NOT_CHECKED = "not checked: nothing was run that tells"
+LEAST, MOST = 78.0, 95.0
+"""What the abstract says that SCAR saves, in percent."""
+
+Measured = tuple[float, tuple[float, float]]
+
+
+def show(value: float, ci: tuple[float, float]) -> str:
+    """Return a reduction and its interval in percent, as tables and claims show it."""
+    if not math.isfinite(value):
+        return "nothing to save"  # going back cost nothing in any of the trials
+    return f"{_whole(value)} [{_whole(ci[0])}, {_whole(ci[1])}]"
+
+
+def _whole(share: float) -> str:
+    return str(round(100 * share)) if math.isfinite(share) else "-"
+
+
+def in_percent(ci: tuple[float, float]) -> tuple[float, float]:
+    """Return an interval in percent."""
+    return 100 * ci[0], 100 * ci[1]
+
+
+def where_it_lies(percent: float) -> str:
+    """Return whether a reduction is inside the abstract's range, and by how much not."""
+    if percent < LEAST:
+        return f"outside, {LEAST - percent:.0f} points below the range"
+    return "inside the range" if percent <= MOST else f"outside, {percent - MOST:.0f} points above the range"
+
+
+def partial_of(nodes: int) -> str:
+    """Return the name of partial recovery alone when so many of :data:`NODES` die."""
+    return PARTIAL if nodes == NODES // 2 else f"{PARTIAL}, {nodes}/{NODES} lost"
+
+
+# ---------------------------------------------------------------------------------------------
+# Verdicts
+
+
+def at_least(words: str, source: str, least: float, found: Mapping[str, Measured]) -> Claim:
+    """Hold that something is at least so many percent, of each program; the lowest is shown."""
+    if not found:
+        return Claim(claim=words, source=source, paper=least, found=NOT_CHECKED)
+    lowest = min(found, key=lambda name: found[name][0])
+    value, ci = found[lowest]
+    told = "; ".join(f"{name} {show(*measured)}" for name, measured in found.items())
+    return Claim(
+        claim=words,
+        source=source,
+        paper=least,
+        ours=100 * value,
+        ci=in_percent(ci),
+        holds=100 * value >= least,
+        found=f"the lowest, {lowest}; {told}",
+    )
+
+
+def reductions(trials: Trials, programs: Sequence[str], policy: str) -> dict[str, Measured]:
+    """Return what a policy saves with each program that it saves a number with, after the first full save."""
+    cells = {program: trials.cell(program, policy) for program in programs}
+    return {
+        program: (cell.reduction, cell.ci) for program, cell in cells.items() if cell and math.isfinite(cell.reduction)
+    }
+
+
+def gaps(trials: Trials, programs: Sequence[str], policy: str, other: str) -> dict[str, Measured]:
+    """Return by how much a policy saves more than another with each program, paired."""
+    found = {program: trials.gap(program, policy, other) for program in programs}
+    return {program: gap for program, gap in found.items() if gap and math.isfinite(gap[0])}
+
+
+def is_above(words: str, found: Mapping[str, Measured]) -> Claim:
+    """Hold that every difference, by its name, is above 0; None if an interval does not tell and none is against it."""
+    if not found:
+        return Claim(claim=words, source=PAPER, found=NOT_CHECKED)
+    lowest = min(found, key=lambda name: found[name][0])
+    value, ci = found[lowest]
+    against = [name for name, (_, (_, high)) in found.items() if high < 0]
+    unclear = [name for name, (_, (low, high)) in found.items() if low <= 0 <= high]
+    told = f"points more, the least of {len(found)}: {lowest}"
+    told += f"; not so: {', '.join(against)}" if against else ""
+    told += f"; the interval does not tell: {', '.join(unclear)}" if unclear else ""
+    holds = False if against else None if unclear else True
+    return Claim(claim=words, source=PAPER, ours=100 * value, ci=in_percent(ci), holds=holds, found=told)
