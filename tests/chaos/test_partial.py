@@ -223,6 +223,52 @@ def test_the_dead_are_replaced_and_die_again(tmp_path, kind, fabric):
     assert report["samples"] == NOTHING_LOST
 
 
+# -- where the memory of those who have a copy is gone, too
+
+
+def lose_both(tmp_path, kind, step, await_copy, **options):
+    """Kill who holds part 2 and who keeps its copy in one step, once the copy of step 8 is written; return the report."""
+    phase = "backward" if kind == "sharded" else "forward"  # nobody waits for anybody between the step before and it
+    words = ("--fabric", "gloo", *EVERY_4, "--mirror-fraction", 0.5, "--mirror-choice", "round-robin")
+    saving = ("--checkpoint-dir", tmp_path / "c", "--checkpoint-every", 5 if kind == "sharded" else 6)
+    awaited = "copies/part-2/step-00000008" if await_copy else "step-00000005"
+    report = run(
+        tmp_path,
+        kind,
+        *words,
+        *saving,
+        inject=[f"kill:rank={rank},step={step},phase={phase}" for rank in (2, 3)],
+        script=("--wait-for", 9, tmp_path / "c" / awaited / "manifest.json"),
+        **options,
+    )
+    assert_landed(report, 2, 3)
+    check_trained(report, [0, 1])
+    return {restored["part"]: restored for restored in report["restored"]}, report
+
+
+@pytest.mark.parametrize(("kind", "step"), [("sharded", 9), pytest.param("pipeline", 10, marks=pytest.mark.soak)])
+def test_a_part_that_nobody_has_in_memory_comes_from_the_copy_that_its_backup_wrote(tmp_path, kind, step):
+    restored, report = lose_both(tmp_path, kind, step, await_copy=True)
+
+    assert {part: one["source"] for part, one in restored.items()} == {2: "copy", 3: "backup"}
+    ages = restored[2]["stale_steps"]
+    assert ages["blocks_of_age"].keys() == {str(step - 8), str(step - 6)}
+    assert ages["mean"] < step - (5 if kind == "sharded" else 6)  # of the newest checkpoint
+    assert "the copy that its backup had written" in report["_stdout"] + report["_stderr"]
+
+
+def test_where_no_copy_could_be_written_it_comes_from_the_checkpoint(tmp_path):
+    (tmp_path / "c").mkdir()
+    (tmp_path / "c" / "copies").write_text("a file where a directory is to be")
+
+    restored, report = lose_both(tmp_path, "sharded", 9, await_copy=False)
+
+    assert {part: one["source"] for part, one in restored.items()} == {2: "checkpoint", 3: "backup"}
+    assert restored[2]["stale_steps"]["blocks_of_age"] == {"4": restored[2]["blocks"]}
+    said = report["_stdout"] + report["_stderr"]
+    assert said.count("the copy of part 2 before step 0 could not be written") == 1
+
+
 def test_what_cannot_be_is_said_in_one_line(tmp_path):
     for words, what in (
         (("--strategy", "rollback", *EVERY_4), "--mirror-every above 1 needs strategy partial, got rollback"),

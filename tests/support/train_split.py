@@ -15,6 +15,8 @@ from torch.utils.data import TensorDataset
 
 import holdfast
 
+WAIT_S = 60.0
+
 
 def stages():
     """Four stages with everything that is awkward: batch norm, dropout, a stage without hidden layers."""
@@ -28,6 +30,13 @@ def stages():
 
 def loss(output, labels):
     return F.cross_entropy(output, labels), {"accuracy": (output.argmax(1) == labels).float().mean()}
+
+
+def wait_for(path):
+    ends_s = time.monotonic() + WAIT_S
+    while not path.exists():
+        assert time.monotonic() < ends_s, f"{path} has not come"
+        time.sleep(0.01)
 
 
 def main(options):
@@ -48,6 +57,8 @@ def main(options):
         session = holdfast.Session(model, optimizer, **settings)
     for step in session.steps(data, reference.BATCH, reference.EPOCHS):
         time.sleep(options.pause)
+        if options.wait_for and step.number == int(options.wait_for[0]):
+            wait_for(Path(options.wait_for[1]))
         if options.kind == "pipeline":
             step.compute()
             continue
@@ -68,6 +79,9 @@ if __name__ == "__main__":
     parser.add_argument("kind", choices=("pipeline", "sharded", "whole"))
     parser.add_argument("--optimizer", choices=reference.OPTIMIZERS, default="adam")
     parser.add_argument("--pause", type=float, default=0.0)
+    parser.add_argument(
+        "--wait-for", nargs=2, metavar=("STEP", "PATH"), help="in this step wait until there is such a file"
+    )
     parsed = parser.parse_args()
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)

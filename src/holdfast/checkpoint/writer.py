@@ -89,7 +89,7 @@ class Writer:
         self._background = background
         self._after_commit = after_commit
         self._snapshot = Snapshot()
-        self._jobs: queue.SimpleQueue[_Job] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._job: _Job | None = None
         self._outcomes: list[Outcome] = []
@@ -98,6 +98,11 @@ class Writer:
     def step(self) -> int | None:
         """The step whose checkpoint is being written, or waits to be completed."""
         return None if self._job is None else self._job.step
+
+    @property
+    def is_completing(self) -> bool:
+        """Whether it was decided what becomes of a checkpoint, and it has not become that yet."""
+        return self._job is not None and self._job.decided.is_set() and not self._job.done.is_set()
 
     def begin(self, step: int, content: Content, info: dict[str, Any], token: str = "") -> None:
         """Write a checkpoint; one that was not decided on is abandoned. ``content`` may change when this returns.
@@ -186,6 +191,13 @@ class Writer:
             raise CheckpointError(msg)
         self._collect()
 
+    def close(self, within_s: float = 0.0) -> None:
+        """Abandon what was not decided on, and let the thread end; wait for that, but no longer than this."""
+        self.abandon()
+        self._jobs.put(None)
+        if self._thread is not None:
+            self._thread.join(within_s)
+
     def _decide(self, finish: Callable[[PendingCheckpoint], SavedCheckpoint | None]) -> None:
         job = self._job
         if job is None or job.decided.is_set():
@@ -205,8 +217,7 @@ class Writer:
             self._thread.start()
 
     def _run(self) -> None:
-        while True:
-            job = self._jobs.get()
+        while (job := self._jobs.get()) is not None:
             self._write(job)
             job.decided.wait()
             self._complete(job)

@@ -69,6 +69,16 @@ class Keeper:
         """The step whose checkpoint is being written here, or waits to be completed."""
         return self._writer.step
 
+    @property
+    def is_completing(self) -> bool:
+        """Whether it was decided what becomes of that checkpoint, and it has not become that yet."""
+        return self._writer.is_completing
+
+    @property
+    def token(self) -> int:
+        """A number that all workers have, and no other job, and no earlier beginning of this one, had."""
+        return self._token
+
     def check_empty(self, *, ours: bool) -> None:
         """Make sure that a new run does not mix its checkpoints with those of an older one.
 
@@ -115,7 +125,7 @@ class Keeper:
         """Forget what was begun; from now on checkpoints are marked with a number.
 
         Args:
-            token: All workers have it, and no other job, and no earlier beginning of this one, had it.
+            token: See :attr:`token`.
             fallback: What :meth:`choose_fallback` returned at the lead.
         """
         self._token, self._begun = token, (-1, -1)
@@ -248,6 +258,17 @@ class Keeper:
     def drop(self) -> None:
         """Forget what does not count yet."""
         self._writer.abandon()
+
+    def take_back(self, newest: int) -> None:
+        """Remove the checkpoints of later steps than ``newest``: what is in them is not right.
+
+        Raises:
+            CheckpointError: if they cannot be removed.
+        """
+        self._writer.wait()
+        for step in self._checkpoints.steps() if self._named else ():
+            if step > newest and step not in self._damaged:
+                self._checkpoints.remove(step)
 
     def _fail(self, step: int, error: CheckpointError) -> None:
         self._failed.append(Outcome(step=step, saved=None, error=error, held_s=0.0, written_s=0.0))

@@ -3,6 +3,7 @@
 The first holder of a part keeps a running checkpoint of it (:mod:`holdfast.checkpoint.running`) and sends what it saves to
 the backups, each of which puts it into an equal one. That happens between two steps, so what is saved is of a committed
 step, and a part is saved whole before the first step with new homes. A save counts for a backup when all of it has come.
+The first backup writes what it has to the disk, too (:mod:`holdfast.train.split.copies`).
 
 Source: Qiao et al., "Fault tolerance in iterative-convergent machine learning", ICML 2019 (SCAR).
 """
@@ -19,13 +20,18 @@ import torch
 from holdfast.checkpoint.format import flatten, unflatten
 from holdfast.checkpoint.running import Running, Saved, Saving
 from holdfast.comm import Communicator, Mail
-from holdfast.settings import Settings
+from holdfast.train.scribe import Scribe
+from holdfast.train.split.copies import Copies
 from holdfast.train.split.holdings import Holdings
 from holdfast.train.split.rows import Rows
 from holdfast.train.state import clone
 from holdfast.train.welcome import pack_state, room_for
+from holdfast.train.world import World
 
 OPTIMIZER = "optimizer"
+
+Restored = tuple[dict[str, Any], torch.Tensor]
+"""The state of a part as it was, and how many steps ago each of its blocks was so; int64, of shape (blocks,)."""
 
 
 @dataclass(slots=True)
@@ -35,6 +41,22 @@ class _Copy:
     rows: Running
     layout: list[list[Any]]
     rest: dict[str, Any]
+    kept_by: frozenset[int]
+    """Who has it in memory, of those whom this process plays."""
+
+    def restore(self, step: int) -> Restored:
+        blocks = torch.arange(len(self.rows.saved_at))
+        rows = [row.reshape(-1) for row in self.rows.recover(blocks, step)]
+        return _together(self.layout, rows, self.rest), step - self.rows.saved_at
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"rows": self.rows.state_dict(), "layout": self.layout, "rest": self.rest}
+
+    @staticmethod
+    def from_state(state: dict[str, Any], saving: Saving) -> _Copy:
+        rows = Running(state["rows"]["saved"], saving)
+        rows.load_state_dict(state["rows"])
+        return _Copy(rows, state["layout"], state["rest"], frozenset())
 
 
 class Backups:
@@ -43,10 +65,11 @@ class Backups:
     Args:
         holdings: Who holds what.
         row_of: Returns where the parameters of a part that is held here lie.
-        settings: Of the run.
+        world: Says how, and whether they are written to the disk.
     """
 
-    def __init__(self, holdings: Holdings, row_of: Callable[[int], torch.Tensor], settings: Settings) -> None:
+    def __init__(self, holdings: Holdings, row_of: Callable[[int], torch.Tensor], world: World) -> None:
+        settings = world.settings
         self._holdings = holdings
         self._row_of = row_of
         self._keeps_optimizer = settings.mirror_optimizer == "saved"
@@ -58,6 +81,7 @@ class Backups:
             codec=settings.mirror_codec,
             seed=settings.seed,
         )
+        self._written = Copies(world, Scribe(world).warn)
         self._own: dict[int, tuple[Rows, Running, int]] = {}
         self._copies: dict[int, _Copy] = {}
         self._saved_with: Any = None
@@ -68,6 +92,7 @@ class Backups:
         Raises:
             PeerFailed: if somebody died.
         """
+        self._written.publish(step)
         homes = self._holdings.now
         is_first = self._saved_with is not homes
         if not (is_first or step % self._saving.period == 0):
@@ -75,6 +100,7 @@ class Backups:
         comm.look()  # nobody has what the dead would have saved, virtual ones neither
         if is_first:
             self._forget(comm.here)
+            self._written.expect([part for part, ranks in enumerate(homes.backups) if ranks and ranks[0] in comm.here])
         for part, backups in enumerate(homes.backups):  # all is sent before anybody waits for anything
             if backups and homes.holders(part)[0] in comm.here:
                 for message in self._save(part, step):
@@ -83,8 +109,10 @@ class Backups:
             mine = [rank for rank in backups if rank in comm.here]
             giver = homes.holders(part)[0]
             if mine:
-                self._receive(part, lambda giver=giver, me=mine[0]: mail.receive(giver, me=me))  # type: ignore[misc]
+                self._receive(part, mine, lambda giver=giver, me=mine[0]: mail.receive(giver, me=me))  # type: ignore[misc]
         self._saved_with = homes
+        for part, copy in self._copies.items():
+            self._written.write(part, step, copy.state_dict)
 
     def _forget(self, here: Sequence[int]) -> None:
         """Forget what homes before these had; a copy is kept by who is still a backup until a whole one comes."""
@@ -116,7 +144,7 @@ class Backups:
 
     # -- at a backup
 
-    def _receive(self, part: int, receive: Callable[[], torch.Tensor]) -> None:
+    def _receive(self, part: int, mine: Sequence[int], receive: Callable[[], torch.Tensor]) -> None:
         header = json.loads(receive().numpy().tobytes())
         tensors, packed = room_for(header["rest"])
         for piece in packed.pieces:
@@ -128,17 +156,22 @@ class Backups:
         else:
             rows = self._copies[part].rows
             rows.put(Saved(header["step"], sent[0].clone(), tuple(sent[1:])))
-        self._copies[part] = _Copy(rows, header["layout"], unflatten(tensors, header["rest"]["skeleton"]))
+        rest = unflatten(tensors, header["rest"]["skeleton"])
+        self._copies[part] = _Copy(rows, header["layout"], rest, frozenset(mine))
 
-    def restore(self, part: int, step: int) -> tuple[dict[str, Any], torch.Tensor] | None:
-        """Return the state of a part, and how many steps before ``step`` each of its blocks was saved; None without a copy."""
+    def restore(self, part: int, step: int, here: Sequence[int]) -> Restored | None:
+        """Return a part as it is to be before ``step``, from the memory of one of ``here``; None if it is in none."""
         copy = self._copies.get(part)
-        if copy is None:
-            return None
-        blocks = torch.arange(len(copy.rows.saved_at))
-        rows = [row.reshape(-1) for row in copy.rows.recover(blocks, step)]
-        state = _together(copy.layout, rows, copy.rest)
-        return state, step - copy.rows.saved_at
+        return None if copy is None or copy.kept_by.isdisjoint(here) else copy.restore(step)
+
+    def restore_written(self, part: int, step: int) -> Restored | None:
+        """Return a part as it is to be before ``step``, from the disk; None if this job wrote none that is intact."""
+        found = self._written.newest(part)
+        return None if found is None else _Copy.from_state(found.state, self._saving).restore(step)
+
+    def close(self) -> None:
+        """Write no more copies: training is over."""
+        self._written.close()
 
     def bytes_held(self) -> int:
         """Return the memory of all copies here: of parts that others hold, and of those that are held here and saved."""

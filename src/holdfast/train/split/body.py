@@ -11,6 +11,7 @@ import torch
 from holdfast.checkpoint.parts import Wanted, all_but
 from holdfast.comm import Communicator, Mail
 from holdfast.errors import CheckpointError, ConfigError
+from holdfast.guard import RotatingDigest
 from holdfast.recovery.homes import Homes, Shape, first_homes
 from holdfast.settings import Settings
 from holdfast.train.batches import MiniBatch
@@ -21,7 +22,7 @@ from holdfast.train.split.model import Pipeline
 from holdfast.train.split.pipelined import Reach, Stages, chain_of
 from holdfast.train.split.rows import in_row
 from holdfast.train.split.transfer import give, take
-from holdfast.train.state import RotatingDigest, clone, model_sha256
+from holdfast.train.state import clone, model_sha256
 from holdfast.train.world import World
 
 MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
@@ -51,6 +52,7 @@ class Split:
         self._digests: dict[int, RotatingDigest] = {}
         self._world: World | None = None
         self._sha256s = ("", "")
+        self._whole = torch.nn.Module()
         self.backups: Backups | None = None
 
     def connect(self, world: World) -> None:
@@ -84,8 +86,45 @@ class Split:
             return NOTHING, NOTHING
         if part not in self._digests:
             self._digests[part] = RotatingDigest(held.model)
-        number = self._digests[part].of_step(step // parts)
-        return number, ~number
+        return held.own.digest(step // parts, self._digests[part])
+
+    # -- what may be altered
+
+    def enter(self, rank: int) -> None:
+        """Hear that one of those whom this process plays computes: with its own parts, and others as their lowest holders lend them."""
+        for part, held in self.holdings.held.items():
+            if held.own.differ:
+                holders = self._holders(part, self._comm.here)
+                held.own.enter(rank if rank in holders else min(holders))
+
+    def rest(self, here: Sequence[int]) -> None:
+        """Hear that none of those whom this process plays computes; see :meth:`OwnStates.rest`."""
+        for part, held in self.holdings.held.items():
+            if held.own.differ:
+                held.own.rest(self._holders(part, here))
+
+    def tensors_of(self, target: str, rank: int, here: Sequence[int]) -> dict[str, torch.Tensor]:
+        """Return the weights, or what the optimizer keeps, of the parts that a worker holds; see :meth:`Replica.tensors_of`.
+
+        Raises:
+            ConfigError: if nobody can have them for itself, because copies are made of those that all have.
+        """
+        if self.holdings.shape.lazy and len(here) > 1:
+            msg = f"{target} cannot be altered where all workers are one process and mirror_every is above 1; leave mirror_every out"
+            raise ConfigError(msg)
+        found: dict[str, torch.Tensor] = {}
+        for part in self.holdings.now.held_by((rank,)):
+            tensors = self.holdings.held[part].tensors_of(target, rank, self._holders(part, here))
+            found |= {f"{self.prefix(part)}{name}": tensor for name, tensor in tensors.items()}
+        return found
+
+    def prefix(self, part: int) -> str:
+        """Return what the names of a part's tensors begin with in the whole model."""
+        return ""
+
+    def _holders(self, part: int, here: Sequence[int]) -> tuple[int, ...]:
+        holders = self.holdings.now.holders(part)
+        return tuple(rank for rank in here if rank in holders)
 
     def set_learning_rate(self, value: float) -> None:
         """Go on with another learning rate."""
@@ -115,6 +154,11 @@ class Split:
         if self.holdings.shape.lazy and self.backups is not None:
             assert self._world is not None
             self.backups.exchange(self._comm, mail, self._world.step)
+
+    def leave(self) -> None:
+        """End what goes on beside the loop: this worker is needed no more."""
+        if self.backups is not None:
+            self.backups.close()
 
     def settle(self) -> None:
         """See :meth:`Holdings.settle`."""
@@ -200,11 +244,23 @@ class Split:
             saved = {int(part): of_part for part, of_part in state["parts"].items()}
             self.holdings.begin(self._comm.members, self._comm.here, saved)
 
-    def sha256s(self) -> tuple[str, str]:
-        """Return the sha256 of the whole model; and that over those of each part with its optimizer's state."""
-        return self._sha256s
+    def sha256s(self, here: Sequence[int]) -> dict[int, tuple[str, str]]:
+        """Return by worker the sha256 of the whole model; and that over those of each part with its optimizer's state."""
+        if not any(held.own.differ for held in self.holdings.held.values()):
+            return dict.fromkeys(here, self._sha256s)
+        found = {}
+        for rank in here:
+            self.enter(rank)
+            found[rank] = self._sha256s_now()
+        self.rest(here)
+        return found
+
+    def _sha256s_now(self) -> tuple[str, str]:
+        """Return them of the worker that was entered last."""
+        return model_sha256(self._whole), self._sha256s[1]
 
     def _note_sha256s(self, model: torch.nn.Module, of_parts: Sequence[str]) -> None:
+        self._whole = model
         self._sha256s = (model_sha256(model), hashlib.sha256("".join(of_parts).encode()).hexdigest())
 
 
@@ -280,6 +336,15 @@ class Pipelined(Split):
     def _drop(self, part: int) -> None:
         self._rows.pop(part, None)
 
+    def prefix(self, part: int) -> str:
+        """See :meth:`Split.prefix`."""
+        return f"{part}."
+
+    def _sha256s_now(self) -> tuple[str, str]:
+        """See :meth:`Split._sha256s_now`; who has a part counts its own."""
+        of_parts = "".join(sha256 for _, sha256 in sorted(self.holdings.sha256s().items()))
+        return model_sha256(self._whole), hashlib.sha256(of_parts.encode()).hexdigest()
+
     def at_beginning(self, part: int) -> dict[str, Any] | None:
         """See :meth:`Split.at_beginning`."""
         return self._build(part).state_dict()
@@ -287,8 +352,8 @@ class Pipelined(Split):
     def connect(self, world: World) -> None:
         """Meet the others."""
         super().connect(world)
-        self._stages = Stages(self._model, self.holdings, world.comm, self._settings)
-        self.backups = Backups(self.holdings, self._rows.__getitem__, self._settings)
+        self._stages = Stages(self._model, self.holdings, world.comm, self._settings, world.faults)
+        self.backups = Backups(self.holdings, self._rows.__getitem__, world)
 
     # -- the size of the whole, of which each knows its own: learnt where all begin together
 

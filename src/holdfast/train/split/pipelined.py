@@ -19,9 +19,11 @@ import torch
 
 from holdfast.comm import Communicator, Mail, OrderedSum, Subgroup
 from holdfast.errors import ScriptError
+from holdfast.faults.process import Injector
 from holdfast.recovery.homes import Homes
 from holdfast.settings import Settings
 from holdfast.train.batches import MiniBatch
+from holdfast.train.flips import watch
 from holdfast.train.gradients import Terms
 from holdfast.train.seeds import seed_slice
 from holdfast.train.split.holdings import Holdings
@@ -57,13 +59,17 @@ class Stages:
         holdings: Who holds what.
         comm: The living.
         settings: Of the run.
+        faults: Flips what is planned.
     """
 
-    def __init__(self, model: Pipeline, holdings: Holdings, comm: Communicator, settings: Settings) -> None:
+    def __init__(
+        self, model: Pipeline, holdings: Holdings, comm: Communicator, settings: Settings, faults: Injector
+    ) -> None:
         self._model = model
         self._holdings = holdings
         self._comm = comm
         self._settings = settings
+        self._faults = faults
         self.mail = Mail(comm, shared_bytes=settings.shared_bytes)
         self._sums: dict[int, tuple[tuple[int, ...], OrderedSum]] = {}
         self._work = _Work()
@@ -103,10 +109,12 @@ class Stages:
         homes = self._holdings.now
         slices = sorted(batch.owners)
         count = 0
+        sums = dict.fromkeys(self._comm.here, 0)  # of each worker so far
         for part in reversed(self._holdings.held):
             stage, adds = self._holdings.held[part], self._sum_of(part)
             owners = {number: chain_of(homes, batch, number)[part] for number in slices}
             for bucket, layout in enumerate(stage.buckets.layouts):
+                self._alter_message(batch.step, part, bucket, owners, sums)
                 mean = stage.mean(bucket, batch, slices, "survivors")
                 result = adds(
                     layout.span,
@@ -117,6 +125,19 @@ class Stages:
                 )
                 stage.add_sum(result, slices)
                 count += 1
+
+    def _alter_message(
+        self, step: int, part: int, bucket: int, owners: Mapping[int, int], sums: dict[int, int]
+    ) -> None:
+        """Let flips strike what a worker gives to the sum of a bucket, which is so and so many of those that it takes part in."""
+        for rank in self._holdings.now.holders(part):
+            if rank not in sums:
+                continue
+            for due in self._faults.flips("message", step, rank, sums[rank]):
+                mine = {number for number, owner in owners.items() if owner == rank}
+                if message := self._holdings.held[part].message_of(bucket, mine):  # a mirror gives nothing
+                    self._faults.carry_out(due, message)
+            sums[rank] += 1
 
     def share_figures(self, batch: MiniBatch) -> dict[str, float]:
         """Return the figures of the step, which one who computes the last stage, of some slice, tells all others.
@@ -160,7 +181,10 @@ class Stages:
             given = inputs = self._take(batch, number, part - 1, part, back=False).requires_grad_()
         stage.buckets.buffers.lend()
         seed_slice(seed, batch.step, number, part)
-        output = stage.model(inputs)
+        rank = chain_of(self._holdings.now, batch, number)[part]
+        stage.own.enter(rank)
+        with watch(stage.model, self._faults.flips("activations", batch.step, rank), self._faults, f"{part}."):
+            output = stage.model(inputs)
         _check_output(output, part)
         samples = len(batch.slices[number])
         metrics: Mapping[str, Any] = {"loss": 0.0}
@@ -168,7 +192,7 @@ class Stages:
             loss, metrics = self._loss(output, targets)
             output = loss * samples
         else:
-            self._give(batch, number, part, part + 1, output.detach(), back=False)
+            self._give(batch, number, part, part + 1, self._handed(batch.step, rank, part, output), back=False)
         terms = stage.next_terms(self._room(part))
         stage.buckets.put_figures(terms.flat[-1], metrics, samples)
         stage.terms[number] = terms
@@ -190,6 +214,8 @@ class Stages:
 
     def _backward(self, batch: MiniBatch, number: int, part: int) -> None:
         stage, passed = self._holdings.held[part], self._work.passed.pop((number, part))
+        rank = chain_of(self._holdings.now, batch, number)[part]
+        stage.own.enter(rank)
         stage.buckets.clear()
         stage.buckets.aim(passed.terms)
         if part == self._holdings.now.parts - 1:
@@ -202,6 +228,17 @@ class Stages:
                 raise ScriptError(msg)
             self._give(batch, number, part, part - 1, passed.given.grad, back=True)
         stage.buckets.collect(passed.terms)
+        for due in self._faults.flips("gradients", batch.step, rank):
+            named = stage.buckets.named(passed.terms).items()
+            self._faults.carry_out(due, {f"{part}.{name}": gradient for name, gradient in named})
+
+    def _handed(self, step: int, rank: int, part: int, output: torch.Tensor) -> torch.Tensor:
+        """Return what is given to the next stage: the output, or what a flip makes of it on the way."""
+        given = output.detach()
+        for due in self._faults.flips("handover", step, rank):
+            given = given.clone()
+            self._faults.carry_out(due, {f"{part}.output": given})
+        return given
 
     # -- between stages
 

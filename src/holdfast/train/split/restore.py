@@ -1,7 +1,8 @@
-"""Restoring a part of a split model that nobody holds any more: from a backup, a checkpoint, or as training began."""
+"""Restoring a part of a split model that nobody holds any more: from a backup, from the disk, or as training began."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -9,10 +10,14 @@ import torch
 from holdfast.checkpoint.parts import all_but
 from holdfast.errors import CheckpointCorrupt, StateLost
 from holdfast.train.scribe import Scribe
+from holdfast.train.split.backups import Restored
 from holdfast.train.split.body import Split
 from holdfast.train.split.rows import BLOCK_BYTES
 from holdfast.train.state import clone
 from holdfast.train.world import World
+
+_Found = tuple[str, Restored]
+"""What a part was found in, and the part."""
 
 
 class Restorer:
@@ -35,40 +40,48 @@ class Restorer:
         Raises:
             StateLost: if it was saved nowhere, and cannot be made as it was at the beginning.
         """
-        for source in (self._from_backup, self._from_checkpoint, self._from_beginning):
-            found = source(part)
-            if found is not None:
-                state, ages = found
-                break
-        else:
+        found = self._in_memory(part) or self._on_disk(part) or self._at_beginning(part)
+        if found is None:
             msg = f"part {part} of the model is lost with its holders, and there is no checkpoint: the job must begin again"
             raise StateLost(msg)
+        source, (state, ages) = found
         reset = self._world.settings.mirror_optimizer == "reset"
         if reset:
             state["optimizer"]["state"] = {}
         self._go_on_with_schedule(state)
-        name = source.__name__.removeprefix("_from_")
-        self._scribe.restored(part, name, ages, "reset" if reset else "saved")
+        self._scribe.restored(part, source, ages, "reset" if reset else "saved")
         return state
 
-    def _from_backup(self, part: int) -> tuple[dict[str, Any], torch.Tensor] | None:
+    def _in_memory(self, part: int) -> _Found | None:
         backups = self._model.backups
-        return None if backups is None else backups.restore(part, self._world.step)
+        restored = None if backups is None else backups.restore(part, self._world.step, self._world.comm.here)
+        return None if restored is None else ("backup", restored)
 
-    def _from_checkpoint(self, part: int) -> tuple[dict[str, Any], torch.Tensor] | None:
+    def _on_disk(self, part: int) -> _Found | None:
+        """Return the copy that a backup wrote, or what the newest checkpoint holds if that is not older."""
+        backups, step = self._model.backups, self._world.step
+        restored = None if backups is None else backups.restore_written(part, step)
+        if restored is None:
+            return self._in_checkpoint(part)
+        oldest = math.ceil(step - float(restored[1].double().mean()))
+        is_there = self._world.keeper.has(oldest)  # to see whether a checkpoint is intact all of it is read
+        return (self._in_checkpoint(part, oldest) if is_there else None) or ("copy", restored)
+
+    def _in_checkpoint(self, part: int, oldest: int = 0) -> _Found | None:
+        """Return the part as it is in the newest intact checkpoint of this loop, if that is of step ``oldest`` or a later one."""
         keeper = self._world.keeper
         step = keeper.newest(self._warn, keep=False)
-        if step < 0 or keeper.info(step)["loop"] != self._world.loop:
+        if step < oldest or keeper.info(step)["loop"] != self._world.loop:
             return None
         loaded = keeper.load(step, all_but("replica/parts", f"replica/parts/{part}"))
-        return self._of_one_age(loaded.state["replica"]["parts"][str(part)], self._world.step - step)
+        return "checkpoint", self._of_one_age(loaded.state["replica"]["parts"][str(part)], self._world.step - step)
 
-    def _from_beginning(self, part: int) -> tuple[dict[str, Any], torch.Tensor] | None:
+    def _at_beginning(self, part: int) -> _Found | None:
         state = self._model.at_beginning(part)
-        return None if state is None else self._of_one_age(clone(state), self._world.step)
+        return None if state is None else ("beginning", self._of_one_age(clone(state), self._world.step))
 
     @staticmethod
-    def _of_one_age(state: dict[str, Any], age: int) -> tuple[dict[str, Any], torch.Tensor]:
+    def _of_one_age(state: dict[str, Any], age: int) -> Restored:
         blocks = sum(-(-value.nbytes // BLOCK_BYTES) for value in state["model"].values())
         return state, torch.full((blocks,), age)
 

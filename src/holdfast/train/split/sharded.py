@@ -81,7 +81,7 @@ class Shards(Split):
         """Meet the others."""
         super().connect(world)
         self._mail = Mail(world.comm, shared_bytes=self._settings.shared_bytes)
-        self.backups = Backups(self.holdings, lambda part: self._shards[part].rows[0], self._settings)
+        self.backups = Backups(self.holdings, lambda part: self._shards[part].rows[0], world)
 
     # -- the shards that are held here
 
@@ -130,11 +130,6 @@ class Shards(Split):
             buffer.copy_(whole)
 
     # -- a step
-
-    def begin_loop(self) -> None:
-        """Look at the parameters, where they are now."""
-        super().begin_loop()
-        self.flow.begin_loop()
 
     def begin_step(self) -> None:
         """Lend what is held here, borrow what is not.
@@ -275,7 +270,8 @@ class _Flow(Replica):
         if self._clip_grad_norm is not None:
             nn.utils.clip_grad_norm_(self.model.parameters(), self._clip_grad_norm)
         for part in self._held:
-            part.optimizer.step()
+            for _ in part.own.each():
+                part.optimizer.step()
 
     def _step_scheduler(self, batch: MiniBatch, metrics: dict[str, float]) -> None:
         for part in self._held:
