@@ -7,9 +7,28 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.errors import ConfigError
-from holdfast.faults.plan import KINDS, NOBODY, OF_NODES, PHASES, STUCK, Fault, FaultPlan, mtbf_schedule, parse
+from holdfast.faults.alteration import Alteration
+from holdfast.faults.flip import TARGETS, Flip
+from holdfast.faults.plan import FLIP, KINDS, NOBODY, OF_NODES, PHASES, STUCK, Fault, FaultPlan, mtbf_schedule, parse
 
 _numbers = st.integers(0, 10**6)
+
+
+_ALTERATIONS = [
+    Alteration(),
+    Alteration(count=3, bits="critical", keep_sign=True),
+    Alteration(percent=0.1 + 0.2, scale=-1e-300),
+    Alteration(rate=1e-06, bits="0:22", law="tensors"),
+    Alteration(count=10**9, mask="0101", finite=True, probability=1 / 3),
+    Alteration(burst=4, bits="30", seed=10**17),
+]
+_PATTERNS = [(), ("fc1.weight",), ("a/*", "=", "?[b]"), (" ", ":", "\u0663")]
+
+
+def flips(draw, rank, step):
+    target = draw(st.sampled_from(list(TARGETS)))
+    flip = Flip(target, draw(st.sampled_from(_ALTERATIONS)), draw(st.sampled_from(_PATTERNS)))
+    return Fault(FLIP, rank, step, flip.phase, draw(_numbers) if target == "message" else None, flip=flip)
 
 
 @st.composite
@@ -17,6 +36,8 @@ def faults(draw):
     phase = draw(st.sampled_from(PHASES))
     bucket = draw(st.none() | _numbers) if phase == "allreduce" else None
     kind = draw(st.sampled_from(KINDS))
+    if kind == FLIP:
+        return flips(draw, draw(_numbers), draw(_numbers))
     some_s = st.floats(0.001, 1e6) | st.integers(1, 10**6)
     lasts = {"slow": some_s} | dict.fromkeys((*STUCK, "partition"), st.none() | some_s)
     victim = {"rank": NOBODY, "node": draw(_numbers)} if kind in OF_NODES else {"rank": draw(_numbers)}
@@ -43,6 +64,7 @@ def test_a_plan_survives_json_and_specs(plan):
     | st.text("kilrankstepbucketphase=:,0123456789-").map("kill:".__add__)
     | st.text("0123456789.e-+_,").map("slow:rank=1,step=2,seconds=".__add__)
     | st.text("ranknodestepseconds=:,0123456789-").map("partition:".__add__)
+    | st.text("ratesclcounfikp-gnbm=:,0123456789.").map("flip:rank=1,step=2,target=weights,".__add__)
 )
 def test_any_text_is_a_fault_or_is_refused_in_one_line(text):
     try:
@@ -64,7 +86,8 @@ def test_each_fault_fires_once_however_it_is_asked_for(plan):
     seen = []
     plan = FaultPlan(tuple(replace(f, rank=7) if f.node is not None else f for f in plan.faults), plan.seed, plan.fired)
     for fault in (*plan.faults, *plan.faults):
-        while found := plan.due(fault.rank, fault.step, fault.phase, fault.bucket):
+        target = fault.flip.target if fault.flip else ""
+        while found := plan.due(fault.rank, fault.step, fault.phase, fault.bucket, target):
             seen.append(found[0])
             plan = plan.without([found[0]])
 

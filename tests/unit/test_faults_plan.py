@@ -1,13 +1,17 @@
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 
 import pytest
 
 from holdfast.errors import ConfigError
+from holdfast.faults.alteration import Alteration
+from holdfast.faults.flip import TARGETS, Flip
 from holdfast.faults.plan import (
     ENDS,
+    FLIP,
     KINDS,
     NOBODY,
     OF_WORKERS,
@@ -37,6 +41,29 @@ from holdfast.faults.plan import (
         (
             "partition:seconds=10,step=5,node=0,phase=allreduce,bucket=2",
             Fault("partition", NOBODY, 5, "allreduce", 2, 10.0, 0),
+        ),
+        ("flip:rank=1,step=20,target=weights", Fault(FLIP, 1, 20, flip=Flip("weights", Alteration()))),
+        (
+            "flip:step=20,keep-sign,at=fc1,target=gradients,rank=1,count=3,at=*.bias,bits=0:22,seed=7,finite",
+            Fault(
+                FLIP,
+                1,
+                20,
+                "backward",
+                flip=Flip(
+                    "gradients",
+                    Alteration(count=3, bits="0:22", seed=7, keep_sign=True, finite=True),
+                    ("fc1", "*.bias"),
+                ),
+            ),
+        ),
+        (
+            "flip:rank=1,step=2,target=message,rate=1e-6",
+            Fault(FLIP, 1, 2, "allreduce", 0, flip=Flip("message", Alteration(rate=1e-6))),
+        ),
+        (
+            "flip:rank=1,step=2,target=message,bucket=3,percent=5,scale=-4.5",
+            Fault(FLIP, 1, 2, "allreduce", 3, flip=Flip("message", Alteration(percent=5.0, scale=-4.5))),
         ),
     ],
 )
@@ -97,6 +124,26 @@ def test_a_spec_says_what_happens_to_whom_and_when(spec, fault):
         ("hang:rank=1,step=2,seconds=1e3", "seconds must be a number from 0.001 to 1000000, got '1e3'"),
         ("hang:rank=1,step=2,seconds=1.2.3", "seconds must be a number from 0.001 to 1000000, got '1.2.3'"),
         ("hang:rank=1,step=2,seconds=-1", "seconds must be a number from 0.001 to 1000000, got '-1'"),
+        ("flip:rank=1,step=2", f"target is missing; it is one of {', '.join(TARGETS)}"),
+        ("flip:rank=1,step=2,target=disk", f"target must be one of {', '.join(TARGETS)}, got 'disk'"),
+        ("flip:rank=1,target=weights", "step is missing; rank and step are needed"),
+        (
+            "flip:rank=1,step=2,target=weights,bucket=1",
+            "bucket is only allowed with target=message, got target=weights",
+        ),
+        (
+            "flip:rank=1,step=2,target=weights,phase=forward",
+            "unknown key 'phase'; there are rank, step, bucket, target, at, count, percent, rate, probability, bits, burst, "
+            "mask, scale, keep-sign, finite, law, seed",
+        ),
+        ("flip:rank=1,step=2,target=weights,finite=yes", "finite takes no value, got 'yes'"),
+        ("flip:rank=1,step=2,target=weights,keep-sign,keep-sign", "keep-sign is given twice; give it once"),
+        ("flip:rank=1,step=2,target=weights,count=", "count needs a value, as in count=10"),
+        ("flip:rank=1,step=2,target=weights,count=1.5", "count must be a whole number of at least 0, got '1.5'"),
+        ("flip:rank=1,step=2,target=weights,count=0", "count of flips must be at least 1, got 0"),
+        ("flip:rank=1,step=2,target=weights,rate=often", "rate must be a number, got 'often'"),
+        ("flip:rank=1,step=2,target=weights,scale=nan", "scale must be a number, got 'nan'"),
+        ("flip:rank=1,step=2,target=weights,at=", "at needs a value, as in at=fc1.weight"),
     ],
 )
 def test_a_malformed_spec_is_refused_in_one_line_that_begins_with_it(spec, complaint):
@@ -203,6 +250,54 @@ def test_the_json_of_a_plan_is_what_its_readers_rely_on():
 
     assert plan.to_json() == f'{{"seed": 5, "faults": [{_FAULT}], "fired": [0]}}'
     assert FaultPlan.from_json(plan.to_json()) == plan
+
+
+def test_the_json_of_a_flip_says_all_of_it():
+    plan = FaultPlan((parse("flip:rank=1,step=2,target=weights,at=fc,count=2"),))
+
+    (fault,) = json.loads(plan.to_json())["faults"]
+    where = {"kind": "flip", "rank": 1, "step": 2, "phase": "forward", "bucket": None, "seconds": None}
+    how = dataclasses.asdict(Alteration(count=2))
+    assert fault == where | {"flip": {"target": "weights", "at": ["fc"]} | how}
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ({"flip": None}, "flip must be a JSON object"),
+        ({"flip": {}}, "flip must have the keys target, at, count,"),
+        ({"bucket": 1}, "bucket is only allowed with target=message"),
+        ({"phase": "backward"}, "phase must be forward for a flip of weights, got backward"),
+        ({"kind": "kill"}, "it must have the keys kind, rank, step, phase, bucket, seconds; wrong or missing: flip"),
+        ({"at": "fc"}, "at must be a list"),
+        ({"at": ["a,b"]}, "at must be the path of a tensor or a pattern without a comma"),
+        ({"at": [1]}, "at must be the path of a tensor or a pattern without a comma"),
+        ({"count": True}, "count must be of type int, got True"),
+        ({"count": "2"}, "count must be of type int, got '2'"),
+        ({"seed": None}, "seed must be of type int, got None"),
+        ({"finite": 1}, "finite must be of type bool, got 1"),
+        ({"percent": 1}, "one of count of flips, percent and rate is allowed"),
+    ],
+)
+def test_a_flip_that_is_not_exactly_one_is_refused(change, complaint):
+    plan = json.loads(FaultPlan((parse("flip:rank=1,step=2,target=weights,at=fc,count=2"),)).to_json())
+    (fault,) = plan["faults"]
+    for key, value in change.items():
+        place = fault if key in fault else fault["flip"]
+        place[key] = value
+
+    with pytest.raises(ConfigError) as refused:
+        FaultPlan.from_json(json.dumps(plan))
+
+    assert str(refused.value).startswith(f"fault 0 of the plan: {complaint}")
+
+
+def test_a_flip_is_due_for_its_target_alone_and_no_other_fault_is():
+    plan = FaultPlan((parse("flip:rank=1,step=2,target=optimizer"), parse("kill:rank=1,step=2")))
+
+    assert plan.due(1, 2, "forward") == (1, plan.faults[1])
+    assert plan.due(1, 2, "forward", target="optimizer") == (0, plan.faults[0])
+    assert plan.due(1, 2, "forward", target="weights") is None
 
 
 @pytest.mark.parametrize(

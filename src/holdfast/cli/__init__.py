@@ -12,6 +12,7 @@ import typer
 from holdfast.cli.ckpt import ckpt
 from holdfast.cli.control import scale, set_
 from holdfast.cli.demo import demo
+from holdfast.cli.inject import inject
 from holdfast.cli.report import report
 from holdfast.cli.run import run
 from holdfast.cli.study import study
@@ -33,6 +34,7 @@ app.command()(report)
 app.command()(demo)
 app.command()(study)
 app.add_typer(ckpt)
+app.command()(inject)
 
 _USAGE_ERROR: type[Exception] = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "UsageError")
 """Typer does not give it a name of its own."""

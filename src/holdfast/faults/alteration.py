@@ -24,6 +24,9 @@ LAWS = ("values", "tensors")
 _ROUNDS = 200
 """How often sites that made a value infinite or NaN are drawn anew before it is given up."""
 
+_BATCH = 1 << 16
+"""So many sites are worked on at a time: what stays in a processor's cache is not fetched from memory again."""
+
 
 @dataclass(frozen=True, slots=True)
 class Place:
@@ -100,8 +103,8 @@ class Alteration:
 
     def __post_init__(self) -> None:
         if sum(given is not None for given in (self.count, self.percent, self.rate)) > 1:
-            _refuse("one of count, percent and rate is allowed, got more; leave the others out")
-        _check("count", self.count, self.count is None or self.count >= 1, "at least 1")
+            _refuse("one of count of flips, percent and rate is allowed, got more; leave the others out")
+        _check("count of flips", self.count, self.count is None or self.count >= 1, "at least 1")
         _check("percent", self.percent, self.percent is None or 0 < self.percent <= 100, "above 0 and at most 100")
         _check("rate", self.rate, self.rate is None or 0 < self.rate <= 1, "above 0 and at most 1")
         _check("probability", self.probability, 0 < self.probability <= 1, "above 0 and at most 1")
@@ -118,7 +121,9 @@ class Alteration:
         if len(together) > 1:
             _refuse(f"{' and '.join(together)} cannot be given together; choose one")
         if together and self.rate is not None:
-            _refuse(f"rate is of single bits and does not go with {together[0]}; give count or percent")
+            _refuse(f"rate is of single bits and does not go with {together[0]}; give a count of flips or percent")
+        if self.scale is not None and (self.bits != "all" or self.keep_sign):
+            _refuse("scale multiplies whole values and does not go with bits or keep-sign; leave these out")
         self._parse_bits()
 
     @property
@@ -200,11 +205,12 @@ def draw(values: Values, alteration: Alteration) -> list[Change]:
         rounds += 1
         if rounds > _ROUNDS:
             _refuse(
-                f"almost every alteration of bits {alteration.bits} makes one of these values infinite or NaN: of {wanted} "
-                f"that do not, {missing} were not found in {_ROUNDS} attempts; allow it, or choose other bits"
+                f"almost every alteration left makes one of these values infinite or NaN: of {wanted} that do not, {missing} "
+                f"were not found in {_ROUNDS} attempts; allow it, or choose fewer or other bits"
             )
         for place, new in sites.draw(rng, missing, drawn).items():
-            mine = np.sort(np.concatenate((drawn[place], new)), kind="stable") if place in drawn else new
+            old = drawn.get(place)
+            mine = new if old is None else np.insert(old, np.searchsorted(old, new), new)
             drawn[place] = sites.harmless(values, place, mine) if alteration.finite else mine
     changes = (sites.change(values, place, mine) for place, mine in sorted(drawn.items()))
     return [change for change in changes if len(change)]
@@ -223,7 +229,6 @@ class _Sites:
         self._values = sum(values)
         each = [len(offsets) if self._by_bit else 1 for offsets in self._offsets]
         self._units = np.array(values, np.int64) * np.array(each, np.int64)
-        self._ends = np.cumsum(self._units)
         if not self._values:
             bits = alteration.bits + (" but the sign" if alteration.keep_sign else "")
             _refuse(
@@ -232,7 +237,7 @@ class _Sites:
 
     def wanted(self, rng: np.random.Generator) -> int:
         """Return how many alterations are made."""
-        given, total = self._alteration, int(self._ends[-1])
+        given, total = self._alteration, int(self._units.sum())
         if given.rate is not None:
             wanted = int(rng.binomial(total, given.rate))
         elif given.percent is not None:
@@ -241,33 +246,36 @@ class _Sites:
             wanted = 1 if given.count is None else given.count
         if wanted > total:
             what = "bits" if self._by_bit else "values"
-            _refuse(f"count must be at most {total}, the {what} that may be altered, got {wanted}")
+            _refuse(f"count of flips must be at most {total}, the {what} that may be altered, got {wanted}")
         return int(rng.binomial(wanted, given.probability)) if given.probability < 1 else wanted
 
     def draw(
         self, rng: np.random.Generator, count: int, drawn: dict[int, NDArray[np.int64]]
     ) -> dict[int, NDArray[np.int64]]:
         """Return new sites in rising order by place, at most ``count`` altogether."""
+        left = self._units - np.array([len(drawn.get(place, ())) for place in range(len(self._units))], np.int64)
         if self._alteration.law == "values":
-            units = _rising(rng, count, int(self._ends[-1]))
-            parts = np.split(units, np.searchsorted(units, self._ends[:-1]))
-            found = {p: part - (self._ends[p] - self._units[p]) for p, part in enumerate(parts) if len(part)}
+            ends = np.cumsum(left)
+            ranks = _rising(rng, count, int(ends[-1]))
+            parts = np.split(ranks, np.searchsorted(ranks, ends[:-1]))
+            found = {place: part for place, part in enumerate(parts) if len(part)}
+            for place, part in found.items():
+                part -= ends[place] - left[place]
         else:
-            free = [p for p, units in enumerate(self._units) if units > len(drawn.get(p, ()))]
-            shares = rng.multinomial(count, np.full(len(free), 1 / len(free)))
-            limits = [min(int(share), int(self._units[p])) for p, share in zip(free, shares, strict=True)]
-            found = {p: _rising(rng, n, int(self._units[p])) for p, n in zip(free, limits, strict=True) if n}
-        return {p: sites for p, units in found.items() if len(sites := self._new(rng, p, units, drawn.get(p)))}
+            free = np.flatnonzero(left)
+            shares = np.minimum(rng.multinomial(count, np.full(len(free), 1 / len(free))), left[free])
+            found = {int(p): _rising(rng, int(n), int(left[p])) for p, n in zip(free, shares, strict=True) if n}
+        return {place: self._sites(rng, place, ranks, drawn.get(place)) for place, ranks in found.items()}
 
-    def _new(
-        self, rng: np.random.Generator, place: int, units: NDArray[np.int64], drawn: NDArray[np.int64] | None
+    def _sites(
+        self, rng: np.random.Generator, place: int, ranks: NDArray[np.int64], drawn: NDArray[np.int64] | None
     ) -> NDArray[np.int64]:
-        """Return the sites of units that were not drawn before."""
+        """Return sites by their ranks among those of the place that were not drawn before."""
         offsets = len(self._offsets[place])
-        if drawn is not None and len(drawn):
+        units = ranks
+        if drawn is not None:
             taken = drawn if self._by_bit else drawn // offsets
-            at = np.minimum(np.searchsorted(taken, units), len(taken) - 1)
-            units = units[taken[at] != units]
+            units = ranks + np.searchsorted(taken - np.arange(len(taken)), ranks, side="right")
         return units if self._by_bit else units * offsets + rng.integers(offsets, size=len(units))
 
     def harmless(self, values: Values, place: int, sites: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -279,18 +287,32 @@ class _Sites:
 
     def change(self, values: Values, place: int, sites: NDArray[np.int64]) -> Change:
         """Return what altering all these sites does."""
-        format, offsets = self._places[place].format, self._offsets[place]
-        index, offset = np.divmod(sites, len(offsets))
+        format = self._places[place].format
         if self._alteration.scale is not None:
-            before = values.read(place, index)
-            return Change(place, index, before, format.raw_of(format.values(before) * self._alteration.scale))
-        shift = (offset + offsets.start).astype(format.raw)
-        mask = format.raw.type(self._alteration.pattern[0]) << shift
-        first = np.flatnonzero(np.concatenate(([True], index[1:] != index[:-1]))) if len(index) else index
-        if len(first) < len(index):
-            index, mask = index[first], np.bitwise_or.reduceat(mask, first)
+            before = values.read(place, sites)
+            known = format.values(before).astype(np.float64)
+            return Change(place, sites, before, format.raw_of(known * self._alteration.scale))
+        index, mask = self._masks(place, sites)
         before = values.read(place, index)
-        return Change(place, index, before, before ^ mask)
+        return Change(place, index, before, np.bitwise_xor(before, mask, out=mask))
+
+    def _masks(self, place: int, sites: NDArray[np.int64]) -> tuple[NDArray[np.int64], Raw]:
+        """Return the indices of the values that sites are in, each once, and the bits of each that are flipped."""
+        raw, offsets = self._places[place].format.raw, self._offsets[place]
+        index, masks = np.empty(len(sites), np.int64), np.empty(len(sites), raw)
+        pattern, end = raw.type(self._alteration.pattern[0]), 0
+        for start in range(0, len(sites), _BATCH):
+            batch = sites[start : start + _BATCH]
+            value = batch // len(offsets)
+            first = np.flatnonzero(np.diff(value, prepend=-1))
+            shift = (batch - value * len(offsets) + offsets.start).astype(raw)
+            mask = np.bitwise_or.reduceat(pattern << shift, first)
+            if end and index[end - 1] == value[0]:  # the batch before ended within this value
+                masks[end - 1] |= mask[0]
+                first, mask = first[1:], mask[1:]
+            index[end : end + len(first)], masks[end : end + len(first)] = value[first], mask
+            end += len(first)
+        return index[:end], masks[:end]
 
 
 def _rising(rng: np.random.Generator, count: int, total: int) -> NDArray[np.int64]:
@@ -300,12 +322,16 @@ def _rising(rng: np.random.Generator, count: int, total: int) -> NDArray[np.int6
     """
     if count * 4 > total:
         return np.sort(rng.choice(total, count, replace=False, shuffle=False))
-    ends = np.cumsum(rng.standard_exponential(count + 1))
-    drawn: NDArray[np.int64] = (ends[:-1] * (total / ends[-1])).astype(np.int64)
-    np.minimum(drawn, total - 1, out=drawn)
-    is_new = np.ones(count, np.bool_)
-    np.not_equal(drawn[1:], drawn[:-1], out=is_new[1:])
-    return drawn if is_new.all() else drawn[is_new]
+    ends = rng.standard_exponential(count + 1)
+    np.cumsum(ends, out=ends)
+    scale, drawn, end, last = total / ends[-1], ends.view(np.int64), 0, -1
+    for start in range(0, count, _BATCH):  # into the memory of those that were read before
+        batch = np.minimum((ends[start : min(start + _BATCH, count)] * scale).astype(np.int64), total - 1)
+        batch = batch[np.diff(batch, prepend=last) > 0]
+        drawn[end : end + len(batch)] = batch
+        end += len(batch)
+        last = drawn[end - 1]
+    return drawn[:end]
 
 
 def _check(name: str, value: object, is_allowed: bool, allowed: str) -> None:

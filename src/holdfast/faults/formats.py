@@ -17,6 +17,9 @@ FIELDS = ("all", "sign", "exponent", "mantissa", "critical")
 Raw = NDArray[Any]
 """Values as unsigned whole numbers of the same width."""
 
+_NO_NUMPY = ("bfloat16", "float8_e4m3fn", "float8_e5m2")
+"""What numpy has no name for."""
+
 
 @dataclass(frozen=True, slots=True)
 class Format:
@@ -27,17 +30,25 @@ class Format:
         bits: Width of a value: 8, 16, 32 or 64.
         exponent: Bits of its exponent; 0 for whole numbers.
         signed: Whether its highest bit is a sign.
+        infinite: Whether it has infinities. Without them its highest exponent is that of numbers, too, and all ones is
+            the only NaN of a sign.
     """
 
     name: str
     bits: int
     exponent: int = 0
     signed: bool = True
+    infinite: bool = True
 
     @property
     def is_float(self) -> bool:
         """Whether it has an exponent."""
         return self.exponent > 0
+
+    @property
+    def mantissa(self) -> int:
+        """Return how many bits below the exponent it has."""
+        return self.bits - 1 - self.exponent
 
     @property
     def raw(self) -> np.dtype[Any]:
@@ -51,14 +62,14 @@ class Format:
             field: One of :data:`FIELDS`; ``critical`` is the highest bit of the exponent.
         """
         top = self.bits - 1
-        mantissa = top - self.exponent
         if field == "all":
             return 0, top
         if field == "sign":
             return (top, top) if self.signed else (0, -1)
         if not self.is_float:
             return 0, -1
-        return {"exponent": (mantissa, top - 1), "critical": (top - 1, top - 1), "mantissa": (0, mantissa - 1)}[field]
+        low = self.mantissa
+        return {"exponent": (low, top - 1), "critical": (top - 1, top - 1), "mantissa": (0, low - 1)}[field]
 
     def values(self, raw: Raw) -> NDArray[Any]:
         """Return what raw numbers mean; float64, or whole numbers as they are.
@@ -66,78 +77,74 @@ class Format:
         Args:
             raw: Unsigned, of this width; of any shape.
         """
-        raw = np.ascontiguousarray(raw, self.raw)
-        if self.name == "bfloat16":
-            return (raw.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
-        if self.name == "float8_e5m2":
-            return (raw.astype(np.uint16) << 8).view(np.float16).astype(np.float64)
-        if self.name == "float8_e4m3fn":
-            return _E4M3[raw]
+        raw = np.asarray(raw, self.raw)
         if self.name == "bool":
             return raw
-        seen = raw.view(np.dtype(self.name))
-        return seen.astype(np.float64) if self.is_float else seen
+        if self.name not in _NO_NUMPY:
+            seen: NDArray[Any] = raw.view(self.name)
+            with np.errstate(invalid="ignore"):  # a signalling NaN is one, too
+                return seen.astype(np.float64) if self.is_float else seen
+        size = (raw & self.raw.type(self._sizes)).astype(np.int64)
+        binade = np.maximum(size >> self.mantissa, 1) - 1
+        known = np.ldexp((size - (binade << self.mantissa)).astype(np.float64), binade + self._lowest)
+        odd = np.where(size == self._end, np.inf if self.infinite else np.nan, np.nan)
+        values = np.where(size < self._end, known, odd)
+        return np.asarray(np.where(raw >> (self.bits - 1), -values, values))
 
     def raw_of(self, values: NDArray[Any]) -> Raw:
-        """Return the raw numbers nearest to values; ties to even. Too large floats become infinite, or NaN where there is no such.
+        """Return the raw numbers nearest to values; ties to even.
+
+        Too large floats become infinite, or NaN where there is no such; too large whole numbers the largest.
 
         Args:
             values: float64; of any shape.
         """
-        if self.name == "bfloat16":
-            # Once to float32 and then by hand; where the first rounding meets a tie of the second, odd bits decide rightly.
-            single = values.astype(np.float32).view(np.uint32)
-            even = (single >> 16) & 1
-            rounded = ((single + np.uint32(0x7FFF) + even) >> 16).astype(self.raw)
-            return np.where(np.isnan(values), np.uint16(0x7FC0), rounded)
-        if self.name == "float8_e5m2":
-            half = values.astype(np.float16).view(np.uint16)
-            even = (half >> 8) & 1
-            rounded = ((half.astype(np.uint32) + 0x7F + even) >> 8).astype(self.raw)
-            return np.where(np.isnan(values), np.uint8(0x7E), rounded)
-        if self.name == "float8_e4m3fn":
-            return _to_e4m3(values)
+        if self.name == "bool":
+            return np.asarray(values != 0).astype(self.raw)
         if not self.is_float:
             info = np.iinfo(self.name)
-            return np.clip(np.rint(values), info.min, info.max).astype(self.name).view(self.raw)
-        with np.errstate(over="ignore"):
-            return values.astype(self.name).view(self.raw)
+            # float(info.max) may be above info.max, and casting it would wrap around.
+            large = values >= float(info.max)
+            inside = np.maximum(np.rint(np.where(large, 0.0, values)), info.min).astype(self.name)
+            return np.asarray(np.where(large, np.array(info.max, self.name), inside)).view(self.raw)
+        if self.name not in _NO_NUMPY:
+            with np.errstate(over="ignore"):
+                return np.asarray(values.astype(self.name)).view(self.raw)
+        # In steps of the binade that the value lies in: rounded once, and from the last step of a binade into the next.
+        finite = np.isfinite(values)
+        size = np.where(finite, np.abs(values), 0.0)
+        exponent = np.frexp(size)[1].astype(np.int64)
+        binade = np.where(size > 0, np.maximum(exponent - 1 - self.mantissa - self._lowest, 0), 0)
+        steps = np.rint(np.ldexp(size, -(binade + self._lowest))).astype(np.int64)
+        raw = np.minimum((binade << self.mantissa) + steps, self._end)
+        raw = np.where(finite, raw, np.where(np.isnan(values), self._end | self._quiet, self._end))
+        return np.asarray(raw | np.where(np.signbit(values), 1 << (self.bits - 1), 0)).astype(self.raw)
 
     def is_finite(self, raw: Raw) -> NDArray[np.bool_]:
         """Return which are neither infinite nor NaN."""
         if not self.is_float:
             return np.ones(raw.shape, np.bool_)
-        if self.name == "float8_e4m3fn":
-            return (raw & 0x7F) != 0x7F
-        first, last = self.range_of("exponent")
-        ones = self.raw.type(((1 << (last - first + 1)) - 1) << first)
-        return (raw & ones) != ones
+        return np.asarray((raw & self.raw.type(self._sizes)) < self._end)
 
+    @property
+    def _lowest(self) -> int:
+        """Return the exponent of the smallest number above 0, which is a power of 2."""
+        return 2 - (1 << (self.exponent - 1)) - self.mantissa
 
-def _e4m3_table() -> NDArray[np.float64]:
-    """Return the value of each byte: four bits of exponent with bias 7, three of mantissa, no infinity, one NaN a sign."""
-    raw = np.arange(256)
-    exponent, mantissa = (raw >> 3) & 15, raw & 7
-    size = np.where(exponent == 0, mantissa / 8 * 2.0**-6, (1 + mantissa / 8) * 2.0 ** (exponent - 7.0))
-    size[(raw & 0x7F) == 0x7F] = np.nan
-    table: NDArray[np.float64] = np.where(raw & 0x80, -size, size)
-    return table
+    @property
+    def _end(self) -> int:
+        """Return the first raw number, without sign, that is not finite."""
+        return ((1 << self.exponent) - 1) << self.mantissa if self.infinite else self._sizes
 
+    @property
+    def _sizes(self) -> int:
+        """Return all bits but the sign's."""
+        return (1 << (self.bits - 1)) - 1
 
-_E4M3 = _e4m3_table()
-
-
-def _to_e4m3(values: NDArray[Any]) -> Raw:
-    sizes = _E4M3[:0x7F]
-    middles = (sizes[:-1] + sizes[1:]) / 2
-    size = np.abs(values)
-    # A tie goes to the even byte: below an odd one it lies above, below an even one it does not.
-    raw = np.searchsorted(middles, size, side="left")
-    raw = np.where(
-        (raw < len(middles)) & (raw % 2 == 1) & (size == middles[np.minimum(raw, len(middles) - 1)]), raw + 1, raw
-    )
-    raw = np.where(np.isnan(values) | (size > 464), 0x7F, raw)
-    return (raw | np.where(np.signbit(values), 0x80, 0)).astype(np.uint8)
+    @property
+    def _quiet(self) -> int:
+        """Return the bit that tells NaN from infinity."""
+        return 1 << (self.mantissa - 1)
 
 
 FORMATS = {
@@ -147,7 +154,7 @@ FORMATS = {
         Format("float32", 32, 8),
         Format("float16", 16, 5),
         Format("bfloat16", 16, 8),
-        Format("float8_e4m3fn", 8, 4),
+        Format("float8_e4m3fn", 8, 4, infinite=False),
         Format("float8_e5m2", 8, 5),
         *(Format(f"int{bits}", bits) for bits in (8, 16, 32, 64)),
         *(Format(f"uint{bits}", bits, signed=False) for bits in (8, 16, 32, 64)),

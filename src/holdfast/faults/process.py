@@ -9,16 +9,25 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
+from holdfast.errors import ConfigError
+from holdfast.faults.flip import TARGETS
 from holdfast.faults.plan import Fault, FaultPlan
+
+if TYPE_CHECKING:  # who only strikes processes does not need it
+    import torch
 
 _FOR_EVER_S = 1e6
 _ANSWER_S = 60.0
 """A launcher that has not struck its node by then will not."""
 _POLL_S = 0.005
+
+
+Due = tuple[int, Fault]
+"""A fault that is due, and its number in the plan."""
 
 
 class Injector(Protocol):
@@ -32,6 +41,25 @@ class Injector(Protocol):
         """Return whether a fault is due there, so that costly preparations are made only then."""
         ...
 
+    def flips(self, target: str, step: int, rank: int, bucket: int | None = None) -> Sequence[Due]:
+        """Return the flips of a target that are due there; see :data:`~holdfast.faults.flip.TARGETS`.
+
+        Args:
+            target: What would be altered.
+            step: The step in progress.
+            rank: Whose it is.
+            bucket: Of a message: the bucket that is summed.
+        """
+        ...
+
+    def carry_out(self, due: Due, named: Mapping[str, torch.Tensor]) -> None:
+        """Let a flip strike, unless it has: alter tensors where they lie.
+
+        Raises:
+            ConfigError: if it names none of them, or cannot be done to them.
+        """
+        ...
+
 
 class NoFaults:
     """Never strikes."""
@@ -43,6 +71,21 @@ class NoFaults:
         """Return False."""
         return False
 
+    def flips(self, target: str, step: int, rank: int, bucket: int | None = None) -> Sequence[Due]:
+        """Return none."""
+        return ()
+
+    def carry_out(self, due: Due, named: Mapping[str, torch.Tensor]) -> None:
+        """Do nothing."""
+
+
+Tell = Callable[[int, Fault, Sequence[Mapping[str, Any]], int], None]
+"""Is told what a flip did: its number, it, what became of some values, how many were altered."""
+
+
+def _tell_nobody(number: int, fault: Fault, listed: Sequence[Mapping[str, Any]], count: int) -> None:
+    pass
+
 
 class PlannedFaults:
     """Strikes as planned, each fault once.
@@ -51,14 +94,20 @@ class PlannedFaults:
         plan: What is due when.
         strike: Makes a fault happen to the worker that it names: for real (:func:`strike`), or in the virtual world.
         announce: Called just before a fault strikes, with its number in the plan.
+        tell: Called after a flip.
     """
 
     def __init__(
-        self, plan: FaultPlan, strike: Callable[[Fault], None], announce: Callable[[int, Fault], None]
+        self,
+        plan: FaultPlan,
+        strike: Callable[[Fault], None],
+        announce: Callable[[int, Fault], None],
+        tell: Tell = _tell_nobody,
     ) -> None:
         self._plan = plan
         self._strike = strike
         self._announce = announce
+        self._tell = tell
 
     def reach(self, phase: str, step: int, rank: int, bucket: int | None = None) -> None:
         """Strike if the plan says so."""
@@ -73,6 +122,30 @@ class PlannedFaults:
     def waits_for(self, phase: str, step: int, rank: int) -> bool:
         """Return whether a fault is due there."""
         return self._plan.due(rank, step, phase) is not None
+
+    def flips(self, target: str, step: int, rank: int, bucket: int | None = None) -> Sequence[Due]:
+        """Return the flips that are due there."""
+        found, plan = [], self._plan
+        while (due := plan.due(rank, step, TARGETS[target], bucket, target)) is not None:
+            found.append(due)
+            plan = plan.without([due[0]])
+        return found
+
+    def carry_out(self, due: Due, named: Mapping[str, torch.Tensor]) -> None:
+        """Let a flip strike."""
+        from holdfast.faults.tensors import alter
+
+        number, fault = due
+        if number in self._plan.fired or fault.flip is None:
+            return
+        self._plan = self._plan.without([number])
+        self._announce(number, fault)
+        try:
+            listed, count = alter(named, fault.flip)
+        except ConfigError as error:
+            msg = f"--inject {fault.to_spec()}: {error}"
+            raise ConfigError(msg) from error
+        self._tell(number, fault, listed, count)
 
 
 def ask_launcher(request: Path, step: int) -> None:

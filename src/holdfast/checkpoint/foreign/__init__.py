@@ -11,15 +11,15 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from holdfast.checkpoint.foreign.base import refuse
+from holdfast.checkpoint.foreign.base import Spot, refuse, row_major
 from holdfast.checkpoint.foreign.hdf5 import read_hdf5
-from holdfast.checkpoint.foreign.npz import read_npz
-from holdfast.checkpoint.foreign.safetensors import read_safetensors
-from holdfast.checkpoint.foreign.torch import read_torch
+from holdfast.checkpoint.foreign.npz import locate_npz, read_npz
+from holdfast.checkpoint.foreign.safetensors import locate_safetensors, read_safetensors
+from holdfast.checkpoint.foreign.torch import locate_torch, read_torch
 from holdfast.checkpoint.source import Source
 from holdfast.errors import CheckpointError, ConfigError
 
-__all__ = ["KINDS", "open_foreign"]
+__all__ = ["KINDS", "LOCATORS", "Spot", "open_foreign", "row_major"]
 
 _READERS: dict[str, Callable[[Path, ExitStack], Source]] = {
     ".pt": read_torch,
@@ -34,6 +34,19 @@ _READERS: dict[str, Callable[[Path, ExitStack], Source]] = {
 
 KINDS = tuple(_READERS)
 """What the name of a file that can be read ends with."""
+
+
+LOCATORS: dict[str, Callable[[Path], dict[str, Spot]]] = {
+    ".pt": locate_torch,
+    ".pth": locate_torch,
+    ".bin": locate_torch,
+    ".ckpt": locate_torch,
+    ".safetensors": locate_safetensors,
+    ".npz": locate_npz,
+}
+"""What says, of files in which values lie as they are, where those of each tensor do. It raises
+:class:`~holdfast.errors.CheckpointCorrupt` if a file is not what its kind should be, and
+:class:`~holdfast.errors.CheckpointError` if its values do not lie there so."""
 
 
 @contextmanager

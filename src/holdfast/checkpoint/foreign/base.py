@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import zipfile
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -33,6 +34,28 @@ _BEGINNINGS = {
     b"\x80\x04": "a pickle",
     b"\x1f\x8b": "a gzip archive",
 }
+
+
+@dataclass(frozen=True, slots=True)
+class Spot:
+    """Where the values of a tensor lie in a file, as they are.
+
+    Args:
+        entry: What is known of it.
+        offset: The first byte of its first value.
+        strides: From one index to the next in each dimension, in values.
+        order: ``<`` if the least significant byte of a value comes first, ``>`` if it comes last.
+    """
+
+    entry: Entry
+    offset: int
+    strides: tuple[int, ...]
+    order: str = "<"
+
+
+def row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the strides of values that lie behind one another, the last index changing first."""
+    return tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
 
 
 def refuse(path: Path, what: str, cause: BaseException | None = None) -> NoReturn:
@@ -128,6 +151,16 @@ def check_zip(path: Path, archive: zipfile.ZipFile, compressions: tuple[int, ...
         if member.compress_type not in compressions:
             refuse(path, f"has the member {member.filename!r:.80}, compressed in a way that is not read")
     check_size(path, sum(member.file_size for member in members))
+
+
+def member_start(path: Path, member: zipfile.ZipInfo) -> int:
+    """Return where the data of a member of a zip archive begin."""
+    with path.open("rb") as file:
+        file.seek(member.header_offset)
+        head = file.read(30)
+    if len(head) < 30 or head[:4] != b"PK\x03\x04":
+        damaged(path, f"has no member {member.filename!r:.80} where its table of contents says")
+    return member.header_offset + 30 + int.from_bytes(head[26:28], "little") + int.from_bytes(head[28:30], "little")
 
 
 def _repeated(names: list[str]) -> str:

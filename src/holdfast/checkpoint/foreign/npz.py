@@ -15,7 +15,18 @@ from typing import IO, Any
 import numpy as np
 import torch
 
-from holdfast.checkpoint.foreign.base import check_shape, check_zip, damaged, dtype_of, not_a, state_of
+from holdfast.checkpoint.foreign.base import (
+    Spot,
+    check_shape,
+    check_zip,
+    damaged,
+    dtype_of,
+    member_start,
+    not_a,
+    refuse,
+    row_major,
+    state_of,
+)
 from holdfast.checkpoint.source import Entry, Source
 
 _READ_HEADER = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
@@ -34,18 +45,8 @@ class _Array:
 
 def read_npz(path: Path, stack: ExitStack) -> Source:
     """Open a file of ``numpy.savez``; its arrays are read when they are asked for."""
-    try:
-        archive = stack.enter_context(zipfile.ZipFile(path))
-    except _BAD as error:
-        not_a("an .npz file", path, str(error), error)
-    check_zip(path, archive, (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED))
-    arrays: dict[str, _Array] = {}
-    for member in archive.infolist():
-        name = member.filename.removesuffix(".npy")
-        if name in arrays or name == member.filename:
-            damaged(path, f"has the member {member.filename!r:.80}: it must end with .npy, and be there once")
-        with _opened(path, archive, member.filename) as file:
-            arrays[name] = _describe(path, member, file)
+    archive = _open_archive(path, stack)
+    arrays = {name: array for name, array, _ in _arrays(path, archive)}
 
     def read(name: str) -> torch.Tensor:
         with _opened(path, archive, arrays[name].member) as file:
@@ -58,6 +59,47 @@ def read_npz(path: Path, stack: ExitStack) -> Source:
         read=read,
         load=lambda: state_of({name: read(name) for name in arrays}),
     )
+
+
+def locate_npz(path: Path) -> dict[str, Spot]:
+    """Return where the values of each array lie.
+
+    Raises:
+        CheckpointError: if one is compressed.
+    """
+    spots: dict[str, Spot] = {}
+    with ExitStack() as stack:
+        archive = _open_archive(path, stack)
+        for name, array, header_bytes in _arrays(path, archive):
+            member = archive.getinfo(array.member)
+            if member.compress_type != zipfile.ZIP_STORED:
+                refuse(path, f"has the compressed array {name!r:.80}, whose values lie nowhere; use numpy.savez")
+            shape = array.entry.shape
+            strides = row_major(shape[::-1])[::-1] if array.is_fortran else row_major(shape)
+            order = ">" if array.dtype.byteorder == ">" else "<"
+            spots[name] = Spot(array.entry, member_start(path, member) + header_bytes, strides, order)
+    return spots
+
+
+def _open_archive(path: Path, stack: ExitStack) -> zipfile.ZipFile:
+    try:
+        archive = stack.enter_context(zipfile.ZipFile(path))
+    except _BAD as error:
+        not_a("an .npz file", path, str(error), error)
+    check_zip(path, archive, (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED))
+    return archive
+
+
+def _arrays(path: Path, archive: zipfile.ZipFile) -> list[tuple[str, _Array, int]]:
+    """Return the name of each array, what it is, and how many bytes stand before its values."""
+    arrays: dict[str, tuple[str, _Array, int]] = {}
+    for member in archive.infolist():
+        name = member.filename.removesuffix(".npy")
+        if name in arrays or name == member.filename:
+            damaged(path, f"has the member {member.filename!r:.80}: it must end with .npy, and be there once")
+        with _opened(path, archive, member.filename) as file:
+            arrays[name] = (name, _describe(path, member, file), file.tell())
+    return list(arrays.values())
 
 
 @contextmanager

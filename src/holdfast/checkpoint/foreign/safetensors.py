@@ -6,11 +6,21 @@ import json
 import math
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 
-from holdfast.checkpoint.foreign.base import MAX_NAMES, check_shape, damaged, not_a, refuse, state_of, step_in
+from holdfast.checkpoint.foreign.base import (
+    MAX_NAMES,
+    Spot,
+    check_shape,
+    damaged,
+    not_a,
+    refuse,
+    row_major,
+    state_of,
+    step_in,
+)
 from holdfast.checkpoint.format import DTYPES, tensor_bytes
 from holdfast.checkpoint.source import Entry, Source
 
@@ -42,21 +52,11 @@ _DTYPES = {
 def read_safetensors(path: Path, stack: ExitStack) -> Source:
     """Open a file of the ``safetensors`` package; its values are read when they are asked for."""
     file = stack.enter_context(path.open("rb"))
-    size_bytes = path.stat().st_size
-    length = int.from_bytes(file.read(8), "little")
-    if size_bytes < 8 or length > min(size_bytes - 8, _MAX_HEADER_BYTES):
-        not_a("a safetensors file", path, f"it has {size_bytes} bytes, its header would have {length}")
-    header = _parse(path, file.read(length))
-    metadata = header.pop("__metadata__", {})
-    starts: dict[str, int] = {}
-    tensors: dict[str, Entry] = {}
-    for name, fields in header.items():
-        tensors[name], starts[name] = _check(path, name, fields)
-    _check_places(path, tensors, starts, size_bytes - 8 - length)
+    tensors, starts, metadata = _read_header(path, file)
 
     def read(name: str) -> torch.Tensor:
         tensor = torch.empty(tensors[name].shape, dtype=tensors[name].dtype)
-        file.seek(8 + length + starts[name])
+        file.seek(starts[name])
         if tensor.nbytes and file.readinto(tensor_bytes(tensor)) != tensor.nbytes:
             damaged(path, f"ends inside the tensor {name!r:.80}")
         return tensor
@@ -69,6 +69,29 @@ def read_safetensors(path: Path, stack: ExitStack) -> Source:
         load=lambda: state_of({name: read(name) for name in tensors}),
         step=step_in(metadata.get("step")) if isinstance(metadata, dict) else None,
     )
+
+
+def locate_safetensors(path: Path) -> dict[str, Spot]:
+    """Return where the values of each tensor lie."""
+    with path.open("rb") as file:
+        tensors, starts, _ = _read_header(path, file)
+    return {name: Spot(entry, starts[name], row_major(entry.shape)) for name, entry in tensors.items()}
+
+
+def _read_header(path: Path, file: BinaryIO) -> tuple[dict[str, Entry], dict[str, int], Any]:
+    """Return what each tensor is, where in the file it begins, and what else the header says."""
+    size_bytes = path.stat().st_size
+    length = int.from_bytes(file.read(8), "little")
+    if size_bytes < 8 or length > min(size_bytes - 8, _MAX_HEADER_BYTES):
+        not_a("a safetensors file", path, f"it has {size_bytes} bytes, its header would have {length}")
+    header = _parse(path, file.read(length))
+    metadata = header.pop("__metadata__", {})
+    starts: dict[str, int] = {}
+    tensors: dict[str, Entry] = {}
+    for name, fields in header.items():
+        tensors[name], starts[name] = _check(path, name, fields)
+    _check_places(path, tensors, starts, size_bytes - 8 - length)
+    return tensors, {name: 8 + length + start for name, start in starts.items()}, metadata
 
 
 def _parse(path: Path, text: bytes) -> dict[str, Any]:

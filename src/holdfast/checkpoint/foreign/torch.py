@@ -7,13 +7,23 @@ import re
 import warnings
 import zipfile
 from collections import Counter, OrderedDict
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from holdfast.checkpoint.foreign.base import check_size, check_zip, not_a, refuse, step_in, total_bytes
+from holdfast.checkpoint.foreign.base import (
+    Spot,
+    check_size,
+    check_zip,
+    member_start,
+    not_a,
+    refuse,
+    step_in,
+    total_bytes,
+)
 from holdfast.checkpoint.format import flatten
 from holdfast.checkpoint.source import Entry, Source, scalars_of
 from holdfast.errors import CheckpointError
@@ -52,6 +62,40 @@ def read_torch(path: Path, stack: ExitStack) -> Source:
     )
 
 
+def locate_torch(path: Path) -> dict[str, Spot]:
+    """Return where the values of each tensor lie; no value is read, and nothing in the file is run.
+
+    Tensors that are tied stand there once. Others may share some of their values.
+
+    Raises:
+        CheckpointError: if torch wrote the file in its format of before 1.6, or does not say where the values are.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with path.open("rb") as file:
+        if file.read(4) != b"PK\x03\x04":
+            refuse(path, "is in torch's format of before 1.6, in which values are not found; load it and save it again")
+    with FakeTensorMode():
+        found = _load(path)
+    with zipfile.ZipFile(path) as archive:
+        sizes = {member_start(path, member): member.file_size for member in archive.infolist()}
+        order = next((archive.read(m) for m in archive.infolist() if m.filename.endswith("/byteorder")), b"little")
+    stand_ins: dict[Spot, torch.Tensor] = {}
+
+    def stand_in(tensor: torch.Tensor) -> torch.Tensor:
+        start = getattr(tensor.untyped_storage(), "_checkpoint_offset", -1)
+        if sizes.get(start, -1) < tensor.untyped_storage().nbytes():
+            refuse(path, f"cannot be altered: torch {torch.__version__} does not say where its values are")
+        offset = start + int(tensor.storage_offset()) * tensor.element_size()
+        entry = Entry(tensor.dtype, tuple(tensor.shape))
+        spot = Spot(entry, offset, tuple(tensor.stride()), ">" if order == b"big" else "<")
+        return stand_ins.setdefault(spot, torch.empty(1))
+
+    leaves, _ = flatten(_plain(found, [_MAX_VALUES], stand_in))
+    names = {id(leaf): name for name, leaf in leaves.items()}
+    return {names[id(stand_in)]: spot for spot, stand_in in stand_ins.items()}
+
+
 def _load(path: Path) -> Any:
     with path.open("rb") as file:
         is_zip = file.read(4) == b"PK\x03\x04"
@@ -86,7 +130,7 @@ def _explain(path: Path, error: pickle.UnpicklingError) -> Any:
     )
 
 
-def _plain(value: Any, left: list[int]) -> Any:
+def _plain(value: Any, left: list[int], on_tensor: Callable[[torch.Tensor], torch.Tensor] | None = None) -> Any:
     """Return a state without what torch alone has, such as ``torch.Size``; counts, so that it ends."""
     left[0] -= 1
     if left[0] < 0:
@@ -94,10 +138,12 @@ def _plain(value: Any, left: list[int]) -> Any:
         raise CheckpointError(msg)
     if isinstance(value, torch.Size):
         return tuple(value)
+    if on_tensor is not None and isinstance(value, torch.Tensor):
+        return on_tensor(value)
     if type(value) is torch.nn.Parameter:
         return value.detach()
     if type(value) in (list, tuple):
-        return type(value)(_plain(item, left) for item in value)
+        return type(value)(_plain(item, left, on_tensor) for item in value)
     if type(value) in (dict, OrderedDict, Counter):
-        return type(value)({key: _plain(item, left) for key, item in value.items()})
+        return type(value)({key: _plain(item, left, on_tensor) for key, item in value.items()})
     return value

@@ -1,0 +1,182 @@
+"""Flipping bits: in an HDF5 file in place, beside a loop over values in h5py; and in an array in memory.
+
+    python benchmarks/injection.py [--bytes 1e9] [--tensors 60] [--flips 1000] [--rounds 5]
+                                   [--values 1e8] [--live-flips 1e6 1e7] [--dir DIR] [--json FILE]
+
+=========  ======================================================================================================
+way        what runs
+=========  ======================================================================================================
+holdfast   ``inject`` as the command calls it: opens the file, draws from all values alike, alters, closes
+by value   In the manner of the injector of 2022: collects the names of all data sets, counts all values, and for each
+           flip opens the data set by name, reads one value by h5py, flips a bit of its text of ones and zeros, writes
+           the value by h5py; closes
+by tensor  As a script would do it that knows numpy: reads every data set in which something is to be flipped whole,
+           flips, and writes it whole
+live       ``draw`` and ``apply`` on a float32 array in memory, one thread
+=========  ======================================================================================================
+
+The ways take turns on one file, which is in the page cache; nobody waits for the disk. All is given in processor time,
+too, for machines that are busy with something else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import struct
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+from common import ratio, spread, table, write_json
+
+from holdfast.faults.alteration import Alteration, Place, apply, draw
+from holdfast.faults.files import Target
+from holdfast.faults.formats import FORMATS
+from holdfast.faults.inject import inject
+
+
+def make_file(path: Path, size_bytes: float, tensors: int) -> None:
+    """Write a file of float32 data sets of two sizes, four times as many values in the one as in the other."""
+    rng = np.random.default_rng(0)
+    unit = int(size_bytes / 4 / (tensors * 2.5))
+    with h5py.File(path, "w") as file:
+        for number in range(tensors):
+            shape = (unit // 64 * (4 if number % 2 else 1), 64)
+            file.create_dataset(f"layer{number:03d}/kernel", data=rng.standard_normal(shape, np.float32))
+
+
+def by_holdfast(path: Path, flips: int, seed: int) -> None:
+    """Flip as ``holdfast inject`` does."""
+    inject(Target(path), Alteration(count=flips, seed=seed), in_place=True)
+
+
+def by_value(path: Path, flips: int, seed: int) -> None:
+    """Flip one value after the other through h5py."""
+    rng = random.Random(seed)
+    with h5py.File(path, "r+") as file:
+        names: list[str] = []
+        file.visititems(lambda name, thing: names.append(name) if isinstance(thing, h5py.Dataset) else None)
+        sum(int(np.prod(file[name].shape)) for name in names)
+        for _ in range(flips):
+            dataset = file[rng.choice(names)]
+            index = tuple(rng.randrange(size) for size in dataset.shape)
+            (bits,) = struct.unpack(">L", struct.pack(">f", dataset[index]))
+            text, bit = f"{bits:032b}", rng.randrange(32)
+            text = text[:bit] + ("1" if text[bit] == "0" else "0") + text[bit + 1 :]
+            dataset[index] = struct.unpack(">f", struct.pack(">L", int(text, 2)))[0]
+
+
+def by_tensor(path: Path, flips: int, seed: int) -> None:
+    """Flip in whole data sets."""
+    rng = np.random.default_rng(seed)
+    with h5py.File(path, "r+") as file:
+        names: list[str] = []
+        file.visititems(lambda name, thing: names.append(name) if isinstance(thing, h5py.Dataset) else None)
+        counts = np.array([file[name].size for name in names])
+        for name, share in zip(names, rng.multinomial(flips, counts / counts.sum()), strict=True):
+            if share:
+                values = file[name][()]
+                raw = values.reshape(-1).view(np.uint32)
+                raw[rng.integers(len(raw), size=share)] ^= np.uint32(1) << rng.integers(32, size=share).astype(
+                    np.uint32
+                )
+                file[name][...] = values
+
+
+class Memory:
+    """An array as :class:`~holdfast.faults.alteration.Values`."""
+
+    def __init__(self, values: int) -> None:
+        self.raw = np.full(values, 0x3F000000, np.uint32)
+        self.places = [Place("w", FORMATS["float32"], (values,))]
+
+    def read(self, place: int, index: Any) -> Any:
+        """Return values."""
+        return self.raw[index]
+
+    def write(self, place: int, index: Any, raw: Any) -> None:
+        """Replace them."""
+        self.raw[index] = raw
+
+
+def live(memory: Memory, flips: int, seed: int) -> tuple[float, float]:
+    """Return how long it took by the clock, and how long of the processor's time."""
+    start_s, start_cpu_s = time.perf_counter(), time.process_time()
+    apply(memory, draw(memory, Alteration(count=flips, seed=seed)))
+    return time.perf_counter() - start_s, time.process_time() - start_cpu_s
+
+
+Times = dict[str, list[float]]
+
+
+def measure_files(args: argparse.Namespace, folder: str) -> tuple[Times, Times]:
+    """Return the seconds that each way took, in turns, by the clock and of the processor's time."""
+    path = Path(folder) / "weights.h5"
+    make_file(path, args.bytes, args.tensors)
+    path.read_bytes()  # into the page cache
+    ways: dict[str, Callable[[Path, int, int], None]] = {
+        "holdfast": by_holdfast, "by value": by_value, "by tensor": by_tensor,
+    }  # fmt: skip
+    seconds: Times = {name: [] for name in ways}
+    cpu: Times = {name: [] for name in ways}
+    for turn in range(args.rounds + 1):
+        for name, way in ways.items():
+            start_s, start_cpu_s = time.perf_counter(), time.process_time()
+            way(path, args.flips, turn)
+            if turn:  # the first is for everybody to import what it needs
+                seconds[name].append(time.perf_counter() - start_s)
+                cpu[name].append(time.process_time() - start_cpu_s)
+            os.sync()
+    return seconds, cpu
+
+
+def main() -> None:
+    """Measure, print, and write down."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--bytes", type=float, default=1e9)
+    parser.add_argument("--tensors", type=int, default=60)
+    parser.add_argument("--flips", type=int, default=1000)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--values", type=float, default=1e8)
+    parser.add_argument("--live-flips", type=float, nargs="*", default=[1e6, 1e7])
+    parser.add_argument("--dir", help="where the file is made")
+    parser.add_argument("--json")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=args.dir) as folder:
+        measured = dict(zip(("clock", "processor"), measure_files(args, folder), strict=True))
+    ratios = {
+        kind: {name: ratio(taken, times["holdfast"], paired=True) for name, taken in times.items()}
+        for kind, times in measured.items()
+    }
+    rows = []
+    for name in measured["clock"]:
+        cells = [name]
+        for kind, times in measured.items():
+            r = ratios[kind][name]
+            cells += [f"{1e3 * spread(times[name])['p50']:.1f}", f"{r['ratio']:.1f} ({r['low']:.1f}-{r['high']:.1f})"]
+        rows.append(cells)
+    title = f"{args.flips} flips in place, HDF5 of {args.bytes / 1e9:g} GB, {args.tensors} data sets"
+    print(table(title, ("way", "ms", "times holdfast", "ms of processor", "times holdfast"), rows))
+    memory = Memory(int(args.values))
+    lives = {}
+    for flips in map(int, args.live_flips):
+        live(memory, flips, 0)
+        lives[flips] = [live(memory, flips, turn + 1) for turn in range(args.rounds)]
+    rows = [
+        (f"{flips:,}", *(f"{flips / spread([pair[i] for pair in taken])['p50'] / 1e6:.1f}" for i in (0, 1)))
+        for flips, taken in lives.items()
+    ]
+    print()
+    title = f"live flips in {args.values:,.0f} float32 values, millions a second"
+    print(table(title, ("flips", "by the clock", "of processor time"), rows))
+    write_json(args.json, settings=vars(args), seconds=measured, ratios=ratios, live=lives)
+
+
+if __name__ == "__main__":
+    main()

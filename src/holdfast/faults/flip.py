@@ -1,0 +1,188 @@
+"""A flip: which values of a running job are altered, as data. :mod:`~holdfast.faults.tensors` makes it happen.
+
+In ``--inject`` it is a list of words, each an option of ``holdfast inject`` without its dashes::
+
+    target=weights,count=10,bits=critical,at=fc1,at=fc2,keep-sign
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Self
+
+from holdfast.faults.reading import check_keys, read_number, refuse
+
+if TYPE_CHECKING:  # it needs NumPy, and the launcher, which reads plans, does not
+    from holdfast.faults.alteration import Alteration
+
+TARGETS = {
+    "weights": "forward",
+    "optimizer": "forward",
+    "activations": "forward",
+    "gradients": "backward",
+    "message": "allreduce",
+    "handover": "handover",
+}
+"""What can be altered, and the phase of the step in which it is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Flip:
+    """Which values are altered, and how.
+
+    Args:
+        target: One of :data:`TARGETS`.
+        how: What is done to them, and how it is drawn.
+        at: Only tensors whose path begins with, or matches, one of these; none: all of the target.
+
+    Raises:
+        ConfigError: if a value is not allowed.
+    """
+
+    target: str
+    how: Alteration
+    at: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.target not in TARGETS:
+            refuse(f"target must be one of {', '.join(TARGETS)}, got {self.target!r}")
+        if any(type(pattern) is not str or not pattern or "," in pattern for pattern in self.at):
+            refuse(f"at must be the path of a tensor or a pattern without a comma, got {list(self.at)}")
+
+    @property
+    def phase(self) -> str:
+        """In which phase of the step it strikes."""
+        return TARGETS[self.target]
+
+    def to_spec(self) -> str:
+        """Return the words that :func:`parse_flip` reads as this flip."""
+        words = [f"target={self.target}", *(f"at={pattern}" for pattern in self.at)]
+        for name, default in _defaults().items():
+            value = getattr(self.how, name)
+            if value != default:
+                words.append(_word(name) if value is True else f"{_word(name)}={_shown(value)}")
+        return ",".join(words)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as plain JSON."""
+        return {"target": self.target, "at": list(self.at), **dataclasses.asdict(self.how)}
+
+    @classmethod
+    def from_json(cls, fields: Any) -> Self:
+        """Read what :meth:`to_json` returned.
+
+        Raises:
+            ConfigError: if a key is missing or unknown, or a value is not allowed.
+        """
+        from holdfast.faults.alteration import Alteration
+
+        check_keys("flip", fields, ("target", "at", *_defaults()))
+        how = {name: value for name, value in fields.items() if name not in ("target", "at")}
+        for name, value in how.items():
+            _check_type(name, value)
+        if type(fields["at"]) is not list or type(fields["target"]) is not str:
+            refuse(f"at must be a list and target a text, got {fields['at']!r:.60} and {fields['target']!r:.60}")
+        return cls(fields["target"], Alteration(**how), tuple(fields["at"]))
+
+
+def parse_flip(words: Sequence[str]) -> Flip:
+    """Read the words of a flip.
+
+    Args:
+        words: As ``target=weights`` or ``keep-sign``; ``at`` may be there more than once.
+
+    Raises:
+        ConfigError: if one is malformed, unknown or there twice, or the target is missing.
+    """
+    from holdfast.faults.alteration import Alteration
+
+    values: dict[str, Any] = {}
+    at: list[str] = []
+    for word in words:
+        key, equals, text = word.partition("=")
+        name = key.replace("-", "_")
+        if key not in ("target", "at", *map(_word, _defaults())):
+            refuse(
+                f"unknown key {key!r}; there are rank, step, bucket, target, at, {', '.join(map(_word, _defaults()))}"
+            )
+        if key != "at" and name in values:
+            refuse(f"{key} is given twice; give it once")
+        if _type_of(name) == "bool":
+            if equals:
+                refuse(f"{key} takes no value, got {text!r}")
+            values[name] = True
+            continue
+        if not text:
+            refuse(f"{key} needs a value, as in {key}={_EXAMPLES[key]}")
+        if key == "at":
+            at.append(text)
+        else:
+            values[name] = _READERS[_type_of(name)](key, text)
+    if "target" not in values:
+        refuse(f"target is missing; it is one of {', '.join(TARGETS)}")
+    target = values.pop("target")
+    return Flip(target, Alteration(**values), tuple(at))
+
+
+_EXAMPLES = {
+    "target": "weights",
+    "at": "fc1.weight",
+    "count": "10",
+    "percent": "0.1",
+    "rate": "1e-6",
+    "probability": "0.5",
+    "bits": "critical",
+    "burst": "4",
+    "mask": "1011",
+    "scale": "-1",
+    "law": "values",
+    "seed": "1",
+}
+
+
+def _defaults() -> Mapping[str, Any]:
+    """Return the fields of an alteration, each with its default."""
+    from holdfast.faults.alteration import Alteration
+
+    return {field.name: field.default for field in dataclasses.fields(Alteration)}
+
+
+def _type_of(name: str) -> str:
+    """Return the type of a field of an alteration; of other words, that of text."""
+    from holdfast.faults.alteration import Alteration
+
+    types = {field.name: str(field.type) for field in dataclasses.fields(Alteration)}
+    return types.get(name, "str").removesuffix(" | None")
+
+
+def _word(name: str) -> str:
+    return name.replace("_", "-")
+
+
+def _shown(value: Any) -> str:
+    return repr(value) if isinstance(value, float) else str(value)
+
+
+def _read_float(key: str, text: str) -> float:
+    # Not float(text) alone: it takes "1_0", " 1", "nan" and the digits of other scripts.
+    plain = text if not set(text) - set("0123456789.eE+-") else "no number"
+    try:
+        return float(plain)
+    except ValueError:
+        refuse(f"{key} must be a number, got {text!r}")
+
+
+_READERS: dict[str, Callable[[str, str], Any]] = {
+    "int": read_number,
+    "float": _read_float,
+    "str": lambda key, text: text,
+}
+_TYPES: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "bool": (bool,), "str": (str,)}
+
+
+def _check_type(name: str, value: Any) -> None:
+    """Refuse a value of JSON that has another type than the field; None stands for a default that is None."""
+    if not (value is None and _defaults()[name] is None) and type(value) not in _TYPES[_type_of(name)]:
+        refuse(f"{name} must be of type {_type_of(name)}, got {value!r:.60}")

@@ -1,0 +1,228 @@
+"""A fault: one thing that goes wrong, where and when, as data and as ``--inject`` takes it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from holdfast.errors import ConfigError
+from holdfast.faults.flip import Flip, parse_flip
+from holdfast.faults.reading import check_keys, read_number, read_seconds, refuse
+
+ENDS = ("kill", "segfault", "oom")
+"""Kinds that end the process at once."""
+STUCK = ("hang", "gil", "spin", "deadlock")
+"""Kinds after which the process is there and gets no further, for some seconds or for ever."""
+OF_WORKERS = (*ENDS, *STUCK, "slow", "leave")
+"""Kinds that strike one worker."""
+FLIP = "flip"
+"""The kind that alters values of one worker, which goes on as if nothing had happened."""
+OF_NODES = ("nodeloss", "partition")
+"""Kinds that strike a node, with all that its launcher has started."""
+KINDS = (*OF_WORKERS, FLIP, *OF_NODES)
+PHASES = ("forward", "backward", "allreduce", "optimizer", "recovery", "checkpoint", "rejoin")
+SPLIT_PHASES = ("handover", "rehome")
+"""Phases of models that are split: before a worker hands its first micro-batch over, and when parts change homes."""
+
+NOBODY = -1
+"""The rank of a fault that strikes a node, until it is known who its first worker is."""
+
+_SHORTEST_S, _LONGEST_S = 0.001, 1e6
+_LASTING = (*STUCK, "slow", "partition")
+_FLIP_EXAMPLE = "flip:rank=1,step=20,target=weights"
+
+_NUMBERS = ("rank", "node", "step", "bucket")
+_KEYS = ("rank", "step", "phase", "bucket", "seconds")
+_OF_FLIPS = ("rank", "step", "bucket")
+"""Keys that say where a flip strikes; the others say what it alters."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """One thing that goes wrong.
+
+    Args:
+        kind: ``kill``: the process ends by SIGKILL; ``oom``: the same, from outside, as the kernel does it;
+            ``segfault``: by SIGSEGV. ``hang``: it is stopped (SIGSTOP); ``gil``: a thread keeps Python's lock; ``spin``: it
+            computes nothing, busily; ``deadlock``: it waits for a lock that it has. ``slow``: the step takes ``seconds``
+            longer. ``leave``: it is told to leave (SIGTERM), as on a machine that will be taken away. In ``checkpoint`` it
+            strikes whichever thread writes the manifest. ``nodeloss``: all processes of a node end by SIGKILL at once, its
+            launcher too; ``partition``: the network of a node is cut. The launcher of that node does it. ``flip``: values
+            of it are altered.
+        rank: Whom it strikes; the number of the first world, kept for life. With ``node``: that node's first worker, who
+            says when it is time, or :data:`NOBODY` as long as it is not known who that is.
+        step: In which step, counted from 0.
+        phase: Where in the step, one of :data:`PHASES`.
+        bucket: Only with ``allreduce``: the fault strikes after this bucket was summed, in the middle of the
+            sum that follows. None: in the middle of the step's first sum. A flip of a ``message`` strikes in the sum of
+            this bucket itself.
+        seconds: How long it lasts, 0.001 to 1,000,000; ``slow`` needs it, those that end processes or tell one to leave do
+            not have it, others last for ever without it.
+        node: Which node it strikes, for the kinds of :data:`OF_NODES`; None for the others.
+        flip: What is altered, for the kind ``flip``; None for the others. Its target says in which phase.
+
+    Raises:
+        ConfigError: if a value is not allowed.
+    """
+
+    kind: str
+    rank: int
+    step: int
+    phase: str = "forward"
+    bucket: int | None = None
+    seconds: float | None = None
+    node: int | None = None
+    flip: Flip | None = None
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            refuse(f"kind must be {_either(KINDS)}, got {self.kind!r}")
+        self._check_victim()
+        for name in _NUMBERS:
+            value = getattr(self, name)
+            if (value is None and name in ("node", "bucket")) or (
+                value == NOBODY and name == "rank" and self.is_of_node
+            ):
+                continue
+            if type(value) is not int or value < 0:
+                refuse(f"{name} must be a whole number of at least 0, got {value!r}")
+        if self.phase not in PHASES + SPLIT_PHASES:
+            refuse(f"phase must be one of {', '.join(PHASES + SPLIT_PHASES)}, got {self.phase!r}")
+        if (self.kind == FLIP) != (self.flip is not None):
+            refuse(f"a flip says what it alters, as in {_FLIP_EXAMPLE}, and nothing else does; got {self.kind}")
+        if self.flip is not None:
+            self._check_flip(self.flip)
+        if self.bucket is not None and self.phase != "allreduce":
+            refuse(f"bucket is only allowed with phase=allreduce, got phase={self.phase}")
+        if self.seconds is not None:
+            self._check_seconds(self.seconds)
+        if self.seconds is None and self.kind == "slow":
+            refuse("slow needs seconds, as in slow:rank=1,step=20,seconds=0.5")
+
+    @property
+    def is_of_node(self) -> bool:
+        """Whether it strikes a node, not one worker."""
+        return self.kind in OF_NODES
+
+    def _check_victim(self) -> None:
+        if self.is_of_node and self.node is None:
+            refuse(f"{self.kind} strikes a node: say which, as in {self.kind}:node=1,step=20")
+        if self.node is not None and not self.is_of_node:
+            refuse(
+                f"node is only allowed with {', '.join(OF_NODES)}, got {self.kind}: it strikes one worker, rank says which"
+            )
+
+    def _check_flip(self, flip: Flip) -> None:
+        if self.phase != flip.phase:
+            refuse(f"phase must be {flip.phase} for a flip of {flip.target}, got {self.phase}")
+        if self.bucket is None and flip.target == "message":
+            refuse("a flip of a message needs bucket: the sum that it strikes")
+        if self.bucket is not None and flip.target != "message":
+            refuse(f"bucket is only allowed with target=message, got target={flip.target}")
+
+    def _check_seconds(self, seconds: float) -> None:
+        if type(seconds) not in (int, float) or not _SHORTEST_S <= seconds <= _LONGEST_S:
+            refuse(f"seconds must be a number from 0.001 to 1000000, got {seconds!r}")
+        if self.kind not in _LASTING:
+            refuse(f"seconds is only allowed with {', '.join(_LASTING)}, got {self.kind}")
+
+    def to_spec(self) -> str:
+        """Return the text that :func:`parse` reads as this fault."""
+        phase = "" if self.phase == "forward" else f",phase={self.phase}"
+        bucket = "" if self.bucket is None else f",bucket={self.bucket}"
+        seconds = "" if self.seconds is None else f",seconds={self.seconds!r}"
+        victim = f"node={self.node}" if self.is_of_node else f"rank={self.rank}"
+        if self.flip is not None:
+            return f"{self.kind}:{victim},step={self.step}{bucket},{self.flip.to_spec()}"
+        return f"{self.kind}:{victim},step={self.step}{phase}{bucket}{seconds}"
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as plain JSON."""
+        fields = {"kind": self.kind, **{key: getattr(self, key) for key in _keys(self.kind)}}
+        return fields if self.flip is None else fields | {"flip": self.flip.to_json()}
+
+
+def fault_from_json(fields: Any) -> Fault:
+    """Read what :meth:`Fault.to_json` returned.
+
+    Raises:
+        ConfigError: if a key is missing or unknown, or a value is not allowed.
+    """
+    kind = fields.get("kind") if type(fields) is dict else None
+    check_keys("it", fields, ("kind", *_keys(kind)))
+    if kind == FLIP:
+        fields = fields | {"flip": Flip.from_json(fields["flip"])}
+    return Fault(**fields)
+
+
+def parse(spec: str) -> Fault:
+    """Read a fault as ``--inject`` takes it: ``KIND:rank=1,step=20[,phase=allreduce[,bucket=2]][,seconds=0.5]``.
+
+    The kinds of :data:`OF_NODES` have ``node=1`` instead of ``rank=1``. A flip is ``flip:rank=1,step=20,target=weights``
+    and what :mod:`~holdfast.faults.flip` says; in a ``message`` it strikes the sum of bucket 0 unless it says another.
+
+    Raises:
+        ConfigError: if it is malformed; one line that begins with the spec.
+    """
+    try:
+        kind, colon, rest = spec.partition(":")
+        if kind not in KINDS:
+            refuse(f"the kind before the colon must be {_either(KINDS)}, got {kind!r}")
+        victim, other = ("node", "rank") if kind in OF_NODES else ("rank", "node")
+        if not colon or not rest:
+            refuse(f"after the kind there must be at least {victim} and step, as in {kind}:{victim}=1,step=20")
+        words = rest.split(",")
+        if kind == FLIP:
+            return _parse_flip(words)
+        values = _parse_values(words, victim, other)
+        return Fault(kind, **({"rank": NOBODY} | values))
+    except ConfigError as error:
+        shown = spec if spec.isprintable() else repr(spec)
+        msg = f"{shown}: {error}"
+        raise ConfigError(msg) from None
+
+
+def _parse_flip(words: Sequence[str]) -> Fault:
+    where = [word for word in words if word.partition("=")[0] in _OF_FLIPS]
+    flip = parse_flip([word for word in words if word not in where])
+    values = _parse_values(where, "rank", "node")
+    if flip.target == "message":
+        values.setdefault("bucket", 0)
+    return Fault(FLIP, phase=flip.phase, flip=flip, **values)
+
+
+def _parse_values(words: Sequence[str], victim: str, other: str) -> dict[str, Any]:
+    """Return the values; ``victim`` is the key that says whom it strikes, ``other`` what says so with other kinds."""
+    values: dict[str, Any] = {}
+    keys = (victim, *_KEYS[1:])
+    for word in words:
+        key, equals, value = word.partition("=")
+        if key == other:
+            strikes = "one worker" if victim == "rank" else "a whole node"
+            refuse(f"{other} is not allowed here: this kind strikes {strikes}, and {victim} says which")
+        if key not in keys:
+            refuse(f"unknown key {key!r}; there are {', '.join(keys)}")
+        if not equals or not value:
+            refuse(f"{key} needs a value, as in {key}={'forward' if key == 'phase' else '1'}")
+        if key in values:
+            refuse(f"{key} is given twice; give it once")
+        values[key] = _PARSERS[key](key, value) if key in _PARSERS else value
+    for key in (victim, "step"):
+        if key not in values:
+            refuse(f"{key} is missing; {victim} and step are needed")
+    return values
+
+
+_PARSERS: dict[str, Callable[[str, str], Any]] = dict.fromkeys(_NUMBERS, read_number) | {"seconds": read_seconds}
+
+
+def _either(names: Sequence[str]) -> str:
+    return repr(names[0]) if len(names) == 1 else f"one of {', '.join(names)}"
+
+
+def _keys(kind: Any) -> tuple[str, ...]:
+    """Return the keys of the JSON object of a fault of this kind, besides the kind."""
+    if kind == FLIP:
+        return (*_KEYS, "flip")
+    return (*_KEYS, "node") if kind in OF_NODES else _KEYS
