@@ -25,6 +25,9 @@ there is nothing to decide: they give their state to the newcomers, agree(1), an
 Changes to the running job are heard in a closing sum too. All take them, agree(1), and only then they count: they may
 change the strategy, and all must decide by the same one.
 
+A closing sum may say that somebody's state is corrupt. Whoever hears it does not close the step, and meets the others as if
+members changed: agree(0), and on with R2. With the progress it says so to those who missed the closing sum; then all load.
+
 Where the model is split, its parts then get new homes: they are given, agree(1), and only then the new homes count.
 Under ``partial`` a part that nobody holds any more is restored there too, by one who gives it to the others.
 
@@ -57,6 +60,7 @@ from holdfast.events import (
     Computed,
     ComputeStep,
     ContinueStep,
+    CorruptionSeen,
     DiscardStep,
     Event,
     HandedOver,
@@ -206,6 +210,10 @@ class Protocol:
                 return self._after_bucket()
             case State.CLOSE, StepClosed():
                 return [*self._publish_where_closed(), *self._enter(State.APPLY, ApplyStep(self.step))]
+            case State.CLOSE, CorruptionSeen():
+                return self._enter(
+                    State.HEARD, Agree(flag=False)
+                )  # as where members change: who missed it meets us there
             case State.APPLY, StepApplied():
                 self._finish_step()
                 return self._compute()

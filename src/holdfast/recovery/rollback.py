@@ -33,10 +33,10 @@ class Rollback:
 def take_back(view: View, min_workers: int) -> list[Action]:
     """Return to the beginning of the step in progress, if it was begun; stop there with fewer than ``min_workers``.
 
-    Where a part of the model is lost there is no way back but to what was saved.
+    Where a part of the model is lost, or somebody's state is corrupt, there is no way back but to what was saved.
     """
     orders: list[Action] = []
-    if view.loading or view.lost:
+    if view.loading or view.lost or view.corrupt:
         orders.append(LoadCheckpoint())
     elif not view.calm:
         if view.behind and view.next_sum == 0:

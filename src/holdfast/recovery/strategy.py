@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from holdfast.errors import ConfigError, InternalError
-from holdfast.events import CALM, LOADING, LOST, Action, Event, ProgressKnown
+from holdfast.events import CALM, CORRUPT, LOADING, LOST, Action, Event, ProgressKnown
 
 
 class Strategy(typing.Protocol):
@@ -39,6 +39,7 @@ class View:
         loading: Somebody alive is loading a checkpoint, so everybody is.
         calm: All are between the same two steps, because members change; nobody has seen a failure.
         lost: Nobody alive holds some part of the model.
+        corrupt: Somebody's state was found to be corrupt.
         alive: Number of survivors.
     """
 
@@ -51,6 +52,7 @@ class View:
     loading: bool
     calm: bool
     lost: bool
+    corrupt: bool
     alive: int
 
     @classmethod
@@ -77,6 +79,7 @@ class View:
             loading=loading,
             calm=all(p.flags & CALM for p in event.progress.values()),
             lost=any(p.flags & LOST for p in event.progress.values()),
+            corrupt=any(p.flags & CORRUPT for p in event.progress.values()),
             alive=len(completed),
         )
 

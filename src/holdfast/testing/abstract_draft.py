@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 
 from holdfast.events import (
     CALM,
+    CORRUPT,
     JOINING,
     LOST,
     ActDone,
@@ -23,6 +24,7 @@ from holdfast.events import (
     BucketSummed,
     CloseStep,
     ComputeStep,
+    CorruptionSeen,
     DiscardStep,
     Event,
     HandedOver,
@@ -51,7 +53,7 @@ from holdfast.events import (
     Welcome,
 )
 from holdfast.testing.abstract_engine import Engine
-from holdfast.testing.abstract_members import CHANGE, Lapse, Wish
+from holdfast.testing.abstract_members import CHANGE, DIFFERS, Lapse, Wish
 from holdfast.testing.abstract_memory import Adding, AtBarrier, Rule, Violation, ranks
 from holdfast.testing.abstract_parts import EXCHANGES, UNKNOWN, Giving, Swap
 from holdfast.testing.abstract_state import (
@@ -66,6 +68,7 @@ from holdfast.testing.abstract_state import (
     GiveUp,
     Hear,
     Move,
+    Offer,
     Payload,
     Read,
     Returning,
@@ -158,8 +161,13 @@ class Draft(Sums):
                 self._know_sum(rank, bucket)
             case CloseStep():
                 heard = self._result(this, self._wishes.heard(self._members, worker.taken))
-                self._set(rank, heard=worker.heard | heard)
-                self.tell(rank, StepClosed())
+                if heard == DIFFERS:
+                    self._wishes = self._wishes._replace(hidden=False)
+                    self._set(rank, corrupt=True)
+                    self.tell(rank, CorruptionSeen())
+                else:
+                    self._set(rank, heard=worker.heard | heard)
+                    self.tell(rank, StepClosed())
             case TakeChanges():
                 self._set(rank, aside=self._result(this, self._wishes.asked))
                 if Lapse.TAKES_AT_ONCE in self._engine.world.lapses:
@@ -172,12 +180,16 @@ class Draft(Sums):
             case ShareProgress():
                 everybody = {who: _progress(payload) for who, payload in this.brought}
                 for progress in everybody.values():
-                    self._set(rank, heard=self._worker(rank).heard | progress.flags & ~(CALM | LOST))
+                    worker = self._worker(rank)
+                    heard, corrupt = progress.flags & ~(CALM | LOST | CORRUPT), bool(progress.flags & CORRUPT)
+                    self._set(rank, heard=worker.heard | heard, corrupt=worker.corrupt or corrupt)
                 self.tell(rank, ProgressKnown(everybody, self._engine.buckets))
+            case LoadCheckpoint() if self._engine.world.flips and self._goes_back(this):
+                self.tell(rank, self._go_back(rank, self._target(this)))
             case LoadCheckpoint() if self._worker(rank).snapshot >= 0:
                 self.tell(rank, self._load_snapshot(rank))
             case LoadCheckpoint():
-                given = _state(this.brought[0])
+                given = _state(this.brought)
                 self.tell(rank, self._load(rank, given.steps, given.taken))
 
     def fail(self, rank: int) -> None:
@@ -325,6 +337,8 @@ class Draft(Sums):
                 return self._settle(rank)
             case Reinitialise():
                 return self._rebuild(rank)
+            case LoadCheckpoint() if Lapse.HEALS_ALONE in self._engine.world.lapses and self._worker(rank).corrupt:
+                return self._go_back(rank, self._worker(rank).verified)
             case Leave():
                 self._leave(rank)
             case GiveUp():
@@ -389,9 +403,13 @@ class Draft(Sums):
                 yield worker.given.steps
             if worker is not None and worker.snapshot >= 0:
                 yield worker.snapshot
+            if worker is not None:
+                yield from (kept.steps for kept in (worker.verified, worker.candidate) if kept.steps >= 0)
         for _, payload in (each for this in sums for each in this.brought):
             if isinstance(payload, Given):
                 yield payload.steps
+            if isinstance(payload, Offer):
+                yield from (steps for steps in (payload.verified.steps, payload.trusted) if steps >= 0)
 
     def _decides_at_once(self, living: int) -> bool:
         waits = [self._worker(rank).waits for rank in ranks(living)]
@@ -416,10 +434,11 @@ def _number(brought: tuple[int, Payload]) -> int:
     return payload
 
 
-def _state(brought: tuple[int, Payload]) -> Given:
-    payload = brought[1]
-    assert isinstance(payload, Given)
-    return payload
+def _state(brought: Sequence[tuple[int, Payload]]) -> Given:
+    """Return what the lowest gives, who alone does."""
+    given = [p.given if isinstance(p, Offer) else p for _, p in brought]
+    (state,) = [p for p in given if isinstance(p, Given)]
+    return state
 
 
 def _progress(payload: Payload) -> Progress:

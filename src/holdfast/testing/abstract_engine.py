@@ -57,7 +57,7 @@ from holdfast.events import (
     Welcome,
 )
 from holdfast.recovery import Protocol, Strategy
-from holdfast.testing.abstract_members import CHANGE, Lapse, Wish, Wishes
+from holdfast.testing.abstract_members import CHANGE, FLIP, NEW_SETTINGS, Lapse, Wish, Wishes
 from holdfast.testing.abstract_memory import Adding, AtBarrier, Memory, Violation, first_memory, ranks
 from holdfast.testing.abstract_parts import ABSENT, EXCHANGES, Giving, Registry, concerned, needed_by
 from holdfast.testing.abstract_state import (
@@ -216,13 +216,13 @@ class Engine:
     def _wishes(self, state: State, living: int) -> list[Wish]:
         """Return what may be wished now: where somebody hears of it, and nobody knows the result yet."""
         wishes = state.wishes
-        may_ask = wishes.asked < len(self.world.changes)
+        may_ask, may_flip = wishes.asked < len(self.world.changes), wishes.flips < self.world.flips
         leavers = sum(1 << rank for rank in self.world.leavers) & living & ~wishes.told
-        if not (wishes.unborn or leavers or may_ask):
+        if not (wishes.unborn or leavers or may_ask or may_flip):
             return []
         closing = [s for s in state.sums if isinstance(s.what[0], CloseStep) and s.entered == state.members]
         if any(this.result < 0 for this in closing):
-            asks = [Wish(-1)] if may_ask else []
+            asks = [Wish(NEW_SETTINGS)] * may_ask + [Wish(FLIP)] * (may_flip and not wishes.hidden)
             first = wishes.unborn & -wishes.unborn  # newcomers are all alike
             return [*asks, *(Wish(rank) for rank in ranks(first | leavers))]
         all_hear = any(this.result & CHANGE for this in closing)

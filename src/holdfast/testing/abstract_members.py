@@ -1,4 +1,4 @@
-"""Who wants to come, to leave, or to change the job, for the abstract engine.
+"""Who wants to come, to leave, or to change the job, for the abstract engine; and whose bits flip.
 
 A wish is heard in the closing sum: it is made at any time before that sum is known anywhere, or not at all. What is
 simpler here than in life, and why nothing is missed:
@@ -7,6 +7,7 @@ simpler here than in life, and why nothing is missed:
   seen by somebody who had yet to enter; a wish that came too late for the sum comes before the next one here.
 - *A worker may be told to leave after the closing sum too,* when a newcomer has made all meet: it leaves with the rest.
 - *A newcomer that dies while it waits is not admitted.* If the others did not know of it, it is as if it died once it was.
+- *A bit that flips is heard of like a wish:* when it is found is left to chance, because each sum compares another part.
 """
 
 from __future__ import annotations
@@ -20,6 +21,10 @@ ASK = 2
 """Heard in a closing sum: there are new settings."""
 LEAVE = 4
 """Heard in a closing sum: all would leave, so all stop."""
+DIFFERS = 8
+"""Heard in a closing sum, and then nothing else: somebody's state is corrupt."""
+NEW_SETTINGS = -1
+FLIP = -2
 
 
 class Lapse(enum.Flag):
@@ -45,6 +50,12 @@ class Lapse(enum.Flag):
     """Nobody says that a part of the model is lost."""
     ONE_SAYS_LOST = enum.auto()
     """Only the last of those who know that a part is lost says so."""
+    HEALS_ALONE = enum.auto()
+    """Who has heard that somebody's state is corrupt goes back by itself, without a sum."""
+    NOBODY_SAYS_CORRUPT = enum.auto()
+    """Who has heard that somebody's state is corrupt does not say so in recovery to those who have not."""
+    KEEPS_SNAPSHOTS = enum.auto()
+    """Snapshots are kept when newcomers come, who have none, and each goes back to what it has."""
     REVOKES_HALF = enum.auto()
     """A revoke does not reach who waits in an exchange, only who waits in a sum of the world."""
 
@@ -54,7 +65,7 @@ NO_LAPSE = Lapse(0)
 
 
 class Wish(NamedTuple):
-    """``rank`` waits to join, if it is a newcomer, or is told to leave, if it is not; -1: there are new settings."""
+    """``rank`` waits to join, if it is a newcomer, or is told to leave, if it is not; or NEW_SETTINGS are there; or a FLIP."""
 
     rank: int
 
@@ -67,16 +78,22 @@ class Wishes(NamedTuple):
         waiting: Newcomers that wait to be admitted.
         told: Workers that were told to leave, and have not.
         asked: How often the settings were changed.
+        flips: How many bits flipped.
+        hidden: One of these has not been found yet.
     """
 
     unborn: int = 0
     waiting: int = 0
     told: int = 0
     asked: int = 0
+    flips: int = 0
+    hidden: bool = False
 
     def after(self, wish: Wish) -> Wishes:
         """Return what is wished after ``wish``."""
         bit = 0 if wish.rank < 0 else 1 << wish.rank
+        if wish.rank == FLIP:
+            return self._replace(flips=self.flips + 1, hidden=True)
         if not bit:
             return self._replace(asked=self.asked + 1)
         if self.unborn & bit:
@@ -89,6 +106,8 @@ class Wishes(NamedTuple):
 
     def heard(self, members: int, taken: int) -> int:
         """Return what a closing sum says to ``members`` who have taken ``taken`` changes."""
+        if self.hidden:
+            return DIFFERS
         told = self.told & members
         change = LEAVE if told == members else CHANGE * bool(told | self.waiting)
         return change | ASK * (self.asked > taken)

@@ -38,13 +38,39 @@ class Given(NamedTuple):
     homes: int = UNKNOWN
 
 
+class Snapshot(NamedTuple):
+    """A state that a worker has kept in memory: the steps in it, -1 if there is none, and how often its settings were changed."""
+
+    steps: int
+    taken: int = 0
+
+
+NO_SNAPSHOT = Snapshot(-1)
+
+
+class Offer(NamedTuple):
+    """What a worker brings to loading where bits may flip.
+
+    Args:
+        corrupt: It has heard that somebody's state is corrupt.
+        verified: The newest state that it has kept, and that is known to be right.
+        trusted: The newest step whose state is known to have been right.
+        given: What was published, of who leads.
+    """
+
+    corrupt: bool
+    verified: Snapshot
+    trusted: int
+    given: Given | None
+
+
 class Parts(NamedTuple):
     """Parts of a model: steps in each, ABSENT where there is none."""
 
     steps: tuple[int, ...]
 
 
-Payload = int | Progress | Given | Parts
+Payload = int | Progress | Given | Parts | Offer
 """What one worker brings to a sum, as far as others care."""
 
 
@@ -72,6 +98,8 @@ class World:
         newcomers: Workers that may come.
         leavers: Workers that may be told to leave.
         changes: Strategies that the running job may be changed to, one after the other.
+        flips: The most bits that flip in somebody's state, each of which is found in a closing sum, at once or later.
+        rotation: Steps between two snapshots that are kept for that, each known to be right when the next is taken.
         snapshots: Whether who builds its application again takes a snapshot, and not what was published.
         lapses: What the engine does wrong.
         split: How the model is split over the workers, and then a step has no buckets; None if everybody has all of it.
@@ -98,6 +126,8 @@ class World:
     newcomers: int = 0
     leavers: frozenset[int] = frozenset()
     changes: tuple[Strategy, ...] = ()
+    flips: int = 0
+    rotation: int = 1
     snapshots: bool = True
     lapses: Lapse = NO_LAPSE
     split: Split | None = None
@@ -152,6 +182,10 @@ class Worker(NamedTuple):
         next_homes: Number of the homes that are to count.
         place: Exchanges of the attempt that it has completed.
         snapshot: Steps in the snapshot that it took before it built its application again; -1 if it has none.
+        corrupt: It has heard that somebody's state is corrupt, and has not gone back yet.
+        candidate: The newest state that it has kept, where bits may flip.
+        verified: The newest of them that is known to be right.
+        trusted: The newest step whose state is known to have been right.
     """
 
     mind: int
@@ -175,6 +209,10 @@ class Worker(NamedTuple):
     next_homes: int = UNKNOWN
     place: int = 0
     snapshot: int = -1
+    corrupt: bool = False
+    candidate: Snapshot = NO_SNAPSHOT
+    verified: Snapshot = NO_SNAPSHOT
+    trusted: int = -1
 
     def without_gradients(self) -> Worker:
         """Return the worker with nothing of a step in its hands."""

@@ -10,6 +10,7 @@ import dataclasses
 
 from holdfast.events import (
     CALM,
+    CORRUPT,
     LOADING,
     LOST,
     Action,
@@ -27,6 +28,7 @@ from holdfast.testing.abstract_parts import ABSENT, Giving
 from holdfast.testing.abstract_state import (
     SUMS,
     Given,
+    Offer,
     Payload,
     Sum,
     Worker,
@@ -95,14 +97,18 @@ class Sums(Work):
                 return self._hands_over(rank, bucket)
             case ShareProgress(progress=progress):
                 passed_on = worker.heard & ~ASK if Lapse.KEEPS_ASK in self._engine.world.lapses else worker.heard
-                flags = passed_on | CALM * worker.calm | LOST * self._says_lost(rank)
+                corrupt = worker.corrupt and Lapse.NOBODY_SAYS_CORRUPT not in self._engine.world.lapses
+                flags = passed_on | CALM * worker.calm | LOST * self._says_lost(rank) | CORRUPT * corrupt
                 return dataclasses.replace(progress, flags=flags)
             case Welcome():
                 return self._gives(rank, order)
             case Giving():
                 return self._gives_parts(rank)
-            case LoadCheckpoint() if rank == lowest(self._members):
-                return Given(self._published, self._published_taken)
+            case LoadCheckpoint():
+                leads = rank == lowest(self._members)
+                given = Given(self._published, self._published_taken) if leads else None
+                flips = self._engine.world.flips
+                return Offer(worker.corrupt, worker.verified, worker.trusted, given) if flips else given
         return None
 
     def _hands_over(self, rank: int, bucket: int) -> int:

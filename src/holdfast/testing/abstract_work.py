@@ -25,9 +25,18 @@ from holdfast.events import (
     Welcome,
 )
 from holdfast.testing.abstract_exchanges import Exchanges
-from holdfast.testing.abstract_members import ASK, CHANGE, LEAVE
+from holdfast.testing.abstract_members import ASK, CHANGE, LEAVE, Lapse
 from holdfast.testing.abstract_memory import Violation, What, ranks
-from holdfast.testing.abstract_state import Given, Payload, Worker, living_ranks
+from holdfast.testing.abstract_state import (
+    NO_SNAPSHOT,
+    Given,
+    Offer,
+    Payload,
+    Snapshot,
+    Sum,
+    Worker,
+    living_ranks,
+)
 
 
 class Work(Exchanges):
@@ -37,6 +46,9 @@ class Work(Exchanges):
 
     def _compute(self, rank: int, step: int) -> Event | None:
         self._check_step(rank, step, "computes")
+        if self._worker(rank).corrupt:
+            msg = f"corrupt state is trained on: {rank} has heard of it, and computes step {step}"
+            raise Violation(msg)
         heard = self._worker(rank).heard
         if heard & CHANGE:
             self._set(rank, calm=True)
@@ -72,6 +84,8 @@ class Work(Exchanges):
         self._drop_gradients(rank)
         self._set(rank, steps=step + 1, used=worker.taken, snapshot=-1)
         self._check_nobody_is_far_from(rank, step + 1)
+        if (step + 1) % self._engine.world.rotation == 0:
+            self._keep(rank, known=False)
         return StepApplied()
 
     def _check_nobody_is_far_from(self, rank: int, steps: int) -> None:
@@ -157,6 +171,9 @@ class Work(Exchanges):
             self._set(rank, steps=steps, given=None, told=steps, used=taken, homes=homes)
             self._take(rank, taken)
         self._check_step(rank, step, "installs")
+        if self._engine.world.flips and Lapse.KEEPS_SNAPSHOTS not in self._engine.world.lapses:
+            now = Snapshot(step, self._worker(rank).taken)
+            self._set(rank, candidate=now, verified=NO_SNAPSHOT)
         return ActDone()
 
     def _make_changes(self, rank: int) -> None:
@@ -189,7 +206,48 @@ class Work(Exchanges):
             raise Violation(msg)
         self._drop_gradients(rank)
         self._set(rank, steps=steps)  # its settings are what they were
+        self._keep(rank, known=True)
         return CheckpointLoaded(steps)
+
+    # -- soft errors
+
+    def _goes_back(self, this: Sum) -> bool:
+        """Return whether somebody who loads has heard that a state is corrupt."""
+        return any(isinstance(offer, Offer) and offer.corrupt for _, offer in this.brought)
+
+    def _target(self, this: Sum) -> Snapshot:
+        """Return what all go back to: what all have kept, or what was saved when all was right."""
+        offers = [offer for _, offer in this.brought if isinstance(offer, Offer)]
+        kept = {offer.verified for offer in offers}
+        if len(kept) == 1 and (common := kept.pop()) != NO_SNAPSHOT:
+            return common
+        if Lapse.KEEPS_SNAPSHOTS in self._engine.world.lapses:
+            return NO_SNAPSHOT
+        trusted = max(offer.trusted for offer in offers)
+        (given,) = [offer.given for offer in offers if offer.given is not None]
+        every = self._engine.world.checkpoint_every
+        return Snapshot(min(given.steps, trusted) // every * every, given.taken)
+
+    def _go_back(self, rank: int, kept: Snapshot) -> Event:
+        """Let ``rank`` go back to a state that is known to be right; what was published since is taken back."""
+        if kept == NO_SNAPSHOT:  # each to its own
+            kept = self._worker(rank).verified
+        if kept == NO_SNAPSHOT:
+            kept = Snapshot(self._published, self._published_taken)
+        del self._log[kept.steps :]
+        if kept.steps < self._published:
+            self._published, self._published_taken = kept
+        self._set(rank, corrupt=False, snapshot=-1, told=min(self._worker(rank).told, kept.steps))
+        return self._load(rank, *kept)
+
+    def _keep(self, rank: int, *, known: bool) -> None:
+        """Let ``rank`` keep its state, which is ``known`` to be right, or not yet."""
+        if not self._engine.world.flips:
+            return
+        worker = self._worker(rank)
+        now = Snapshot(worker.steps, worker.taken)
+        verified = now if known else worker.candidate
+        self._set(rank, candidate=now, verified=verified, trusted=max(worker.trusted, verified.steps))
 
     def _load(self, rank: int, steps: int, taken: int) -> Event:
         if steps < self._published:
@@ -199,6 +257,8 @@ class Work(Exchanges):
         self._set(rank, steps=steps, used=taken)
         self._take(rank, taken)
         self._load_parts(rank, steps)
+        self._set(rank, trusted=-1)
+        self._keep(rank, known=True)
         return CheckpointLoaded(steps)
 
     def _hold(self, rank: int, bucket: int, whose: int) -> None:

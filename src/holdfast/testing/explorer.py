@@ -20,7 +20,7 @@ from holdfast.events import Action, Agree, Progress, ShareProgress
 from holdfast.recovery import Strategy
 from holdfast.testing.abstract_draft import first_state, state_after
 from holdfast.testing.abstract_engine import Engine
-from holdfast.testing.abstract_members import Lapse, Wish
+from holdfast.testing.abstract_members import FLIP, NEW_SETTINGS, Lapse, Wish
 from holdfast.testing.abstract_memory import Adding, AtBarrier, Rule, Violation, ranks
 from holdfast.testing.abstract_parts import Split
 from holdfast.testing.abstract_state import (
@@ -172,7 +172,9 @@ def _describe_move(state: State, move: Move) -> str:
             return f"{rank} wakes and finishes bucket {bucket}"
         case Read(rank):
             return f"the optimizer of {rank} has read"
-        case Wish(-1):
+        case Wish(rank) if rank == FLIP:
+            return "somebody's state is corrupt, and it is found"
+        case Wish(rank) if rank == NEW_SETTINGS:
             return "there are new settings"
         case Wish(rank):
             return f"{rank} waits to join" if state.wishes.unborn & 1 << rank else f"{rank} is told to leave"
