@@ -27,6 +27,9 @@ CALM = 32
 LOST = 64
 """Flag in :class:`Progress`: with the dead, a part of the model is lost that nobody alive holds."""
 
+CORRUPT = 128
+"""Flag in :class:`Progress`: somebody's state was found to be corrupt: all go back to one that is known to be right."""
+
 
 # ---------------------------------------------------------------------------------------------
 # Events: what happened
@@ -70,6 +73,11 @@ class BucketSummed(Event):
 @dataclass(frozen=True, slots=True)
 class StepClosed(Event):
     """The closing sum returned here: everybody alive holds every bucket of the step."""
+
+
+@dataclass(frozen=True, slots=True)
+class CorruptionSeen(Event):
+    """The closing sum returned here and says that somebody's state is corrupt: nobody closes the step, all meet and go back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -405,6 +413,24 @@ class FaultFired(Record):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ValuesAltered(Record):
+    """What an injected flip did to ``rank``; the line follows its :class:`FaultFired`.
+
+    Args:
+        fault: Its number in the plan.
+        target: What was altered, one of :data:`holdfast.faults.flip.TARGETS`.
+        count: How many values were.
+        values: What became of the first of them, 64 at most, as :mod:`holdfast.faults.record` says it: for each bit that
+            was flipped ``path``, ``index`` in row-major order, ``bit`` (the least significant is 0), ``before`` and ``after``.
+    """
+
+    fault: int
+    target: str
+    count: int
+    values: tuple[Mapping[str, Any], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class FailureSeen(Record):
     """A collective failed at ``rank``: it knows that somebody is gone, not yet who."""
 
@@ -420,7 +446,7 @@ class Recovered(Record):
         lost: Ranks that were alive before and are not now.
         survivors: Ranks alive.
         decision: ``"redo"`` the step, ``"continue"`` it over the survivors, ``"load"`` a checkpoint, ``"reinit"`` the
-            application, ``"stop"``; ``"grow"`` where nothing failed and newcomers were welcomed.
+            application, ``"heal"`` the state, ``"stop"``; ``"grow"`` where nothing failed and newcomers were welcomed.
         redone_steps: Steps (the one in progress included) whose work is done again.
         generation: How many communicators there have been.
         joined: Ranks alive that were not there before.
@@ -464,12 +490,49 @@ class Reinitialised(Record):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CorruptionFound(Record):
+    """The guard found something wrong while ``step`` was closed. Written by the lowest worker.
+
+    Args:
+        what: ``"replicas"`` differ, or ``"range"``: a number is not finite, or far from all that were there before.
+        where: What was compared in that step: names of parameters and of the optimizer's state; or ``"loss"``.
+        ranks: Whose bits are wrong, if that is known: those of the minority.
+        policy: What is done about it: ``"warn"``, ``"heal"`` or ``"stop"``.
+    """
+
+    what: str
+    where: tuple[str, ...]
+    ranks: tuple[int, ...]
+    policy: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CorruptionHealed(Record):
+    """All are past the step in which corruption was found. Written by the lowest worker.
+
+    Args:
+        ranks: Whose history did not reproduce first: they were at fault. Empty if all had computed the same until then.
+        found_at: The step in which it was found.
+        went_back_to: The step that all went back to.
+        source: ``"snapshot"``, from memory, ``"checkpoint"`` or ``"beginning"``.
+        is_training: It came again, with the same bits: it belongs to the training, such as a learning rate that is too high.
+    """
+
+    ranks: tuple[int, ...]
+    found_at: int
+    went_back_to: int
+    source: str
+    is_training: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PartRestored(Record):
     """``rank`` restored a part of the model that nobody held any more; all else stays as it is before ``step``.
 
     Args:
         part: Its number.
-        source: ``"backup"``: a copy in the memory of ``rank``; ``"checkpoint"``; ``"beginning"``: as training began.
+        source: ``"backup"``: a copy in the memory of ``rank``; ``"copy"``: one that a backup wrote to the disk;
+            ``"checkpoint"``; ``"beginning"``: as training began.
         ages: How many steps old its blocks are: all ages that there are, ascending.
         blocks: Of each age, how many blocks; a block is a piece of the part that is saved as a whole.
         optimizer: What became of its optimizer's state: ``"saved"``, as old as the part, or ``"reset"``.
@@ -654,8 +717,11 @@ RECORDS: dict[str, type[Record]] = {
         RunStarted,
         StepCommitted,
         FaultFired,
+        ValuesAltered,
         FailureSeen,
         Recovered,
+        CorruptionFound,
+        CorruptionHealed,
         PartRestored,
         PartsHeld,
         Reinitialised,

@@ -27,6 +27,7 @@ ORDERS = ("fold", "tree")
 SPLITS = ("slices", "even")
 BATCHES = ("global", "local")
 RESCALES = ("survivors", "original")
+GUARDS = ("stop", "warn", "heal", "off")
 
 _CHOICES = {
     "fabric": ("", *FABRICS),
@@ -40,6 +41,7 @@ _CHOICES = {
     "split": SPLITS,
     "batch": BATCHES,
     "rescale": RESCALES,
+    "guard": GUARDS,
     "checkpoint_format": CHECKPOINT_FORMATS,
 }
 
@@ -79,6 +81,9 @@ class Settings:
     """After a failure: the mini-batch keeps its size, or each worker does."""
     rescale: str = "survivors"
     """Divide a sum that lacks samples by what is in it, or by the size it would have had."""
+    guard: str = "stop"
+    """When replicas are found to differ: stop, warn and go on, or heal, which is to go back to a state in memory that is known
+    to be right; off: they are not compared. With warn and heal, values far out of range are looked for, too."""
     mirror: int = -1
     """Workers beside its own that hold each part of a model that is split; -1: one, where there is no replica of it."""
     mirror_every: int = 1

@@ -29,7 +29,21 @@ MAY_IMPORT = {
     "recovery": {"errors", "events"},
     "comm": {"errors", "events", "clock", "points", "membership"},
     "checkpoint": {"errors", "events", "clock", "points"},
-    "faults": {"errors", "events", "clock", "points", "checkpoint.format"},
+    "guard": {"errors", "events", "comm"},
+    "faults": {
+        "errors",
+        "events",
+        "clock",
+        "points",
+        "checkpoint.format",
+        # Where values lie in a file, and the digests of what is altered there.
+        "checkpoint.blocks",
+        "checkpoint.foreign",
+        "checkpoint.load",
+        "checkpoint.manifest",
+        "checkpoint.pour",
+        "checkpoint.storage",
+    },
     "train": {
         "errors",
         "events",
@@ -42,11 +56,12 @@ MAY_IMPORT = {
         "comm",
         "checkpoint",
         "faults",
+        "guard",
     },
     "dist": {"errors", "events", "clock", "points", "notice", "settings", "records", "comm", "faults", "train"},
     "workloads": {"", "errors"},  # the public names of the package, and what it raises
     "report": {"errors", "events"},
-    "study": {"", "errors", "events", "recovery", "testing", "workloads", "report", "checkpoint"},
+    "study": {"", "errors", "events", "recovery", "testing", "workloads", "report", "checkpoint", "faults", "train.session"},
     "launch": {"errors", "events", "clock", "notice", "settings", "records", "membership", "faults.plan", "report"},
     "testing": {
         "errors",
@@ -59,6 +74,7 @@ MAY_IMPORT = {
         "comm",
         "checkpoint",
         "faults",
+        "guard",
         "train",
     },
 }

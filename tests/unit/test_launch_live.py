@@ -11,6 +11,7 @@ from holdfast.events import (
     RunStarted,
     SettingChanged,
     StragglerSeen,
+    ValuesAltered,
     WorkerEnded,
     WorkerFenced,
 )
@@ -105,6 +106,17 @@ def test_a_worker_that_is_fenced_says_why():
     assert told(hang, fenced, WorkerEnded(t_s=1.1, rank=1, step=5, exit_code=-9, pid=1)) == [
         "hang of rank 1 at step 5, forward",
         "rank 1 is ended: no sign of life for 1.0 s",
+    ]
+
+
+def test_a_flip_says_what_it_altered_and_excuses_no_death():
+    flip = FaultFired(t_s=0.5, rank=1, step=5, fault=0, kind="flip", phase="forward")
+    value = {"path": "fc.weight", "index": 7, "bit": 30, "before": 0.0123456789, "after": "0x7f800000"}
+    done = ValuesAltered(t_s=0.6, rank=1, step=5, fault=0, target="weights", count=2, values=(value,))
+
+    assert told(flip, done, WorkerEnded(t_s=1.1, rank=1, step=6, exit_code=-11, pid=1)) == [
+        "flip of rank 1 at step 5: 2 values of weights altered, fc.weight[7] from 0.0123457 to 0x7f800000",
+        "rank 1 died at step 6: killed by SIGSEGV",
     ]
 
 

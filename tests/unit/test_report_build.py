@@ -1,5 +1,6 @@
 """What ``report.json`` says about histories made by hand."""
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from holdfast.events import (
     SettingChanged,
     StepCommitted,
     StragglerSeen,
+    ValuesAltered,
     WorkerEnded,
     WorkerFenced,
 )
@@ -87,6 +89,14 @@ def finished(t_s, ranks, outcome="done", bits="ab", **fields):
 
 def report_of(records, workers=4, **how):
     return build_report(records, started=range(workers), wall_s=3.0, seed=3, **how)
+
+
+def flipped(t_s, rank, step):
+    values = ({"path": "fc.weight", "index": 7, "bit": 30, "before": 0.5, "after": 1.7e38},)
+    return [
+        fired(t_s, rank, step, kind="flip"),
+        ValuesAltered(t_s=t_s, rank=rank, step=step, fault=0, target="weights", count=1, values=values),
+    ]
 
 
 def undisturbed():
@@ -823,3 +833,34 @@ def test_where_an_uninjected_death_struck_torch_distributed_does_not_know():
     (failure,) = report_of(records)["failures"]
 
     assert (failure["step"], failure["phase"]) == (5, "")
+
+
+def test_a_flip_is_in_the_report_and_is_no_failure():
+    report = report_of([*undisturbed(), *flipped(1.55, 1, 5)])
+
+    assert report["failures"] == []
+    assert report["flips"] == [
+        {
+            "fault": 0,
+            "rank": 1,
+            "step": 5,
+            "target": "weights",
+            "count": 1,
+            "t_s": 1.55,
+            "values": [{"path": "fc.weight", "index": 7, "bit": 30, "before": 0.5, "after": 1.7e38}],
+        }
+    ]
+
+
+def test_a_worker_that_is_killed_after_a_flip_did_not_die_of_it():
+    records = [*(r for r in one_kill() if not isinstance(r, FaultFired)), *flipped(1.15, 1, 1)]
+
+    (failure,) = report_of(records)["failures"]
+    assert (failure["kind"], failure["injected"]) == ("kill", False)
+
+
+def test_replicas_that_differ_in_the_weights_alone_are_not_identical():
+    records = undisturbed()
+    records[-1] = dataclasses.replace(records[-1], sha256="other")
+
+    assert report_of(records)["replicas"]["identical"] is False

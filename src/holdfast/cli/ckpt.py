@@ -13,7 +13,7 @@ import typer
 
 from holdfast.cli.places import find, find_root, opened
 from holdfast.cli.tables import count, moment, progress, say, size, table, warn
-from holdfast.errors import CheckpointMissing, ConfigError
+from holdfast.errors import CheckpointCorrupt, CheckpointMissing, ConfigError
 
 if TYPE_CHECKING:
     from holdfast.checkpoint.compare import Comparison, TensorDiff
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 _DAMAGED = 3
 """The exit code if damaged data was found."""
+
+_GUARDS = ("warn", "stop", "off")
 
 _MOST_ROWS = 40
 _MOST_LETTERS = 100
@@ -317,6 +319,12 @@ def convert(
     target: Annotated[str, typer.Argument(metavar="B", help="Directory or URL that the new checkpoint goes to.")],
     *,
     to: Annotated[str, typer.Option(metavar="safetensors|hdf5|npz|dcp", help="Format of the new one.")],
+    guard: Annotated[
+        str,
+        typer.Option(
+            metavar="|".join(_GUARDS), help="If another program's file, without digests, holds absurd values."
+        ),
+    ] = "warn",
     as_json: _Json = False,
 ) -> int:
     """Write a checkpoint, or a file, in another format.
@@ -331,10 +339,16 @@ def convert(
     from holdfast.checkpoint.storage import open_storage
 
     check_format(to)
+    if guard not in _GUARDS:
+        msg = f"--guard must be one of {', '.join(_GUARDS)}, got {guard!r}"
+        raise ConfigError(msg)
     if Path(target).is_file():
         msg = f"{target} is a file; name a directory for the new checkpoint, or an URL"
         raise ConfigError(msg)
     with progress(f"opening {source}") as now, opened(source, now=now) as opened_source:
+        if opened_source.manifest is None and guard != "off":
+            now(f"looking at the values of {opened_source.name}")
+            _check_plausible(opened_source, guard)
         now(f"converting {opened_source.name}")
         saved = carry_out(opened_source, open_storage(target), to)
         num_tensors = len(opened_source.tensors) - len(opened_source.ties)
@@ -343,6 +357,25 @@ def convert(
     else:
         say(f"{saved.path}: {to}, {count(num_tensors, 'tensor')}, {size(saved.size_bytes)}; every digest is the same")
     return 0
+
+
+def _check_plausible(source: Source, guard: str) -> None:
+    """Warn of values that nobody has trained, or refuse them.
+
+    Raises:
+        CheckpointCorrupt: if there are any and ``guard`` is ``"stop"``.
+    """
+    from holdfast.guard import find_odd
+
+    for path in source.tensors:
+        odd = find_odd(source.read(path))
+        if odd is None:
+            continue
+        msg = f"{source.name}: {path}{odd}: a bit may have flipped; compare with another copy (holdfast ckpt diff)"
+        if guard == "stop":
+            msg += ", or take it as it is: --guard off"
+            raise CheckpointCorrupt(msg)
+        warn(msg)
 
 
 @ckpt.command("prune")

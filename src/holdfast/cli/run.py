@@ -15,6 +15,7 @@ from holdfast.settings import (
     BATCHES,
     CHECKPOINT_FORMATS,
     FABRICS,
+    GUARDS,
     MIRROR_CHOICES,
     MIRROR_CODECS,
     MIRROR_OPTIMIZERS,
@@ -89,6 +90,12 @@ def run(
     rescale: Annotated[
         str | None, typer.Option(metavar=_one_of(RESCALES), help="Divide an incomplete sum by [survivors].")
     ] = None,
+    guard: Annotated[
+        str | None,
+        typer.Option(
+            metavar=_one_of(GUARDS), help="When replicas differ, or with warn and heal values are absurd [stop]."
+        ),
+    ] = None,
     spares: Annotated[
         int | None, typer.Option(metavar="K", help="Workers that wait, warm, to take the place of who dies [0].")
     ] = None,
@@ -142,7 +149,10 @@ def run(
     straggler_factor: Annotated[float, typer.Option(metavar="X", help="Slow: X times the median of the others.")] = 2.0,
     inject: Annotated[
         list[str] | None,
-        typer.Option(metavar="SPEC", help="Break something: kill:rank=1,step=20[,phase=allreduce[,bucket=2]]."),
+        typer.Option(
+            metavar="SPEC",
+            help="Break something: kill:rank=1,step=20[,phase=allreduce[,bucket=2]], flip:rank=1,step=20,target=weights.",
+        ),
     ] = None,
     mtbf: Annotated[
         float | None, typer.Option(metavar="SECONDS", help="Kill random workers, on average one in so many seconds.")
@@ -226,6 +236,7 @@ def run(
         split=split,
         batch=batch,
         rescale=rescale,
+        guard=guard,
         mirror=mirror,
         mirror_every=mirror_every,
         mirror_fraction=mirror_fraction,

@@ -11,7 +11,7 @@ from pathlib import Path
 from holdfast.clock import SystemClock
 from holdfast.errors import ConfigError
 from holdfast.events import FailureSeen, FaultFired, Finished, Recovered, RunStarted, StepCommitted
-from holdfast.faults.plan import Fault, FaultPlan
+from holdfast.faults.plan import FLIP, Fault, FaultPlan
 from holdfast.faults.process import Injector, NoFaults, PlannedFaults, strike
 from holdfast.records import Beacon, FileRecorder, NoBeacon, NoRecorder, Pulse, beacon_path, records_path
 from holdfast.settings import Settings
@@ -174,8 +174,13 @@ class Witness:
     def _plan_faults(self) -> Injector:
         plan = FaultPlan.from_json(self.settings.faults)
         for fault in plan.faults:
+            if fault.kind == FLIP:
+                msg = f"--inject {fault.to_spec()}: under torch.distributed nobody knows the model whose values are to be altered; a flip needs a holdfast.Session"
+                raise ConfigError(msg)
             if fault.phase not in _PHASES:
-                msg = f"--inject {fault.to_spec()}: under torch.distributed the phase must be one of {', '.join(_PHASES)}"
+                msg = (
+                    f"--inject {fault.to_spec()}: under torch.distributed the phase must be one of {', '.join(_PHASES)}"
+                )
                 raise ConfigError(msg)
 
         def announce(number: int, fault: Fault) -> None:
@@ -197,4 +202,3 @@ def _has_session() -> bool:
     """Return whether a session writes the records of this process."""
     session = sys.modules.get("holdfast.train.session")
     return session is not None and bool(session._sessions)
-

@@ -271,6 +271,7 @@ OPTIONS = (
     ("--split", "split"),
     ("--batch", "batch"),
     ("--rescale", "rescale"),
+    ("--guard", "guard"),
     ("--mirror", "mirror"),
     ("--mirror-every", "mirror_every"),
     ("--mirror-fraction", "mirror_fraction"),

@@ -21,6 +21,7 @@ from holdfast.events import (
     SettingChanged,
     StepCommitted,
     StragglerSeen,
+    ValuesAltered,
     WorkerEnded,
     WorkerFenced,
 )
@@ -37,6 +38,7 @@ _DECISIONS = {
     "continue": "step {step} goes on",
     "load": "back to step {step} from the newest checkpoint",
     "reinit": "the application is built again, and goes on at step {step}",
+    "heal": "back to step {step}, the newest that is known to be right,",
     "stop": "too few to go on: saving at step {step}",
 }
 
@@ -201,7 +203,7 @@ class Story:
             self._restarts, self._started = record.restart, None
         if isinstance(record, RunStarted):
             self._started = record
-        if isinstance(record, FaultFired):
+        if isinstance(record, FaultFired) and record.kind != "flip":
             self._injected.update((record.rank, *record.workers))
         if isinstance(record, Left):
             self._left.add(record.rank)
@@ -219,6 +221,11 @@ class Story:
                 # Not before: a script that has no DistributedDataParallel "starts" when it ends.
                 who = count(record.workers, "rank")
                 return ("start",), f"{who}: torch.distributed, sums inside DDP go on over the survivors"
+            case ValuesAltered():
+                what = f"flip of rank {record.rank} at step {record.step}: {_altered(record)}"
+                return ("fault", record.fault), what
+            case FaultFired(kind="flip"):
+                return ("flip",), None
             case FaultFired():
                 victim = f"rank {record.rank}" if record.node < 0 else f"node {record.node}"
                 return (
@@ -281,6 +288,19 @@ class Story:
         if record.decision in ("redo", "grow") and not record.redone_steps and not self._injected.intersection(lost):
             return [f"{_ranks(lost)} {'is' if len(lost) == 1 else 'are'} gone"]
         return [f"lost {_ranks(lost)}"]
+
+
+def _altered(record: ValuesAltered) -> str:
+    values = count(record.count, "value")
+    if not record.values:
+        return f"{values} of {record.target} altered"
+    first = record.values[0]
+    place = f"{first['path']}[{first['index']}]"
+    return f"{values} of {record.target} altered, {place} from {_short(first['before'])} to {_short(first['after'])}"
+
+
+def _short(value: float | str) -> str:
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
 def _changed(record: SettingChanged) -> str:

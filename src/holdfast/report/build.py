@@ -9,6 +9,8 @@ from typing import Any
 
 from holdfast.events import (
     CheckpointSaved,
+    CorruptionFound,
+    CorruptionHealed,
     Finished,
     Left,
     PartRestored,
@@ -20,6 +22,7 @@ from holdfast.events import (
     ScriptFailed,
     SettingChanged,
     StragglerSeen,
+    ValuesAltered,
 )
 from holdfast.report.history import Failure, History, Joining, Life
 from holdfast.report.words import DISTRIBUTED
@@ -54,7 +57,8 @@ def build_report(
     beside them; who came later is in ``joined``, who went as it was told to in ``left``, and neither is a failure.
     ``reinitialised`` has one entry for each time that the survivors built the application again, with what the slowest took.
     ``restored`` has one for each part of a split model that ``partial`` restored: of how many blocks, and how many steps old
-    these were. ``parts_held`` says what each worker had of a split model in its memory at the end, in bytes.
+    these were. ``flips`` has one for each injected flip that struck: what was altered, and the first values one by one.
+    ``parts_held`` says what each worker had of a split model in its memory at the end, in bytes.
 
     Args:
         records: Of all workers and of the launcher, in any order.
@@ -94,6 +98,8 @@ def build_report(
         "left": [{"rank": r.rank, "step": r.step, "t_s": _seconds(r.t_s)} for r in history.of(Left)],
         "stragglers": [_straggler(record) for record in history.stragglers],
         "changed": [_change(record) for record in history.changes],
+        "flips": [_flip(record) for record in history.of(ValuesAltered)],
+        "guard": _guard(history),
         "steps_redone": history.redone_steps,
         "faults_not_fired": list(faults_not_fired),
         "samples": _samples(history, finished),
@@ -242,6 +248,35 @@ def _parts_held(record: PartsHeld) -> dict[str, Any]:
     return {name: list(value) if isinstance(value, tuple) else value for name, value in held.items()}
 
 
+def _guard(history: History) -> dict[str, Any]:
+    """Return what the guard found, what became of it, and how many steps were done again for it."""
+    return {
+        "found": [
+            {
+                "step": r.step,
+                "t_s": _seconds(r.t_s),
+                "what": r.what,
+                "where": list(r.where),
+                "ranks": list(r.ranks),
+                "policy": r.policy,
+            }
+            for r in history.of(CorruptionFound)
+        ],
+        "healed": [
+            {
+                "found_at": r.found_at,
+                "t_s": _seconds(r.t_s),
+                "ranks": list(r.ranks),
+                "went_back_to": r.went_back_to,
+                "source": r.source,
+                "is_training": r.is_training,
+            }
+            for r in history.of(CorruptionHealed)
+        ],
+        "steps_redone": history.healed_steps,
+    }
+
+
 def _straggler(record: StragglerSeen) -> dict[str, Any]:
     return {
         "rank": record.rank,
@@ -250,6 +285,12 @@ def _straggler(record: StragglerSeen) -> dict[str, Any]:
         "score": round(record.score, 2),
         "policy": record.policy,
     }
+
+
+def _flip(record: ValuesAltered) -> dict[str, Any]:
+    names = ("fault", "rank", "step", "target", "count")
+    known = {name: getattr(record, name) for name in names}
+    return known | {"t_s": _seconds(record.t_s), "values": [dict(value) for value in record.values]}
 
 
 def _change(record: SettingChanged) -> dict[str, Any]:
@@ -301,7 +342,7 @@ def _replicas(history: History, finished: Mapping[int, Finished]) -> dict[str, A
     if not records or history.is_distributed:
         return {"identical": None, "sha256": None, "state_sha256": None}
     return {
-        "identical": len({record.state_sha256 for record in records}) == 1,
+        "identical": len({(record.sha256, record.state_sha256) for record in records}) == 1,
         "sha256": records[0].sha256,
         "state_sha256": records[0].state_sha256,
     }

@@ -326,7 +326,16 @@ class History:
     def redone_steps(self) -> int:
         """Steps whose work was done again, over all recoveries and restarts."""
         by_recovery = {f.recovery: f.redone_steps for f in self.failures if f.recovery is not None}
-        return sum(by_recovery.values())
+        alone = [recovery.redone_steps for recovery in self._healings() if not recovery.lost]
+        return sum(by_recovery.values()) + sum(alone)
+
+    @property
+    def healed_steps(self) -> int:
+        """Steps whose work was done again because somebody's state was corrupt."""
+        return sum(recovery.redone_steps for recovery in self._healings())
+
+    def _healings(self) -> list[Recovery]:
+        return [r for life in self.lives for r in life.recoveries if r.said[-1].decision == "heal"]
 
     def step_times_s(self) -> list[float]:
         """Return the seconds between commits of consecutive steps, without those that hold a failure."""
@@ -472,7 +481,7 @@ def _victims(fault: FaultFired) -> tuple[int, ...]:
 
 def _was_fatal(life: Life, fault: FaultFired, rank: int) -> bool:
     """Return whether ``fault`` ended a worker: one that only got stuck, or was cut off for a while, may have gone on."""
-    if fault.kind in _ENDS or fault.kind in ("slow", "leave"):
+    if fault.kind in _ENDS or fault.kind in ("slow", "leave", "flip"):
         return fault.kind in _ENDS
     if fault.kind == "partition":
         return rank not in life.left and not any(r.rank == rank for r in life.of(Finished))

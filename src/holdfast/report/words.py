@@ -117,7 +117,31 @@ def happenings(report: Mapping[str, Any]) -> list[tuple[float, str]]:
         slow.setdefault(r["rank"], []).append(r)
     found += [(said[0]["t_s"], f"{one} {rank} was slow {_slow(said)}") for rank, said in slow.items()]
     found += [(r["t_s"], _changed(r)) for r in report.get("changed", ())]
+    guard = report.get("guard", {})
+    found += [(r["t_s"], _corrupt(r)) for r in guard.get("found", ())]
+    found += [(r["t_s"], _healed(r)) for r in guard.get("healed", ())]
     return sorted(found)
+
+
+def _corrupt(r: Mapping[str, Any]) -> str:
+    """Return what the guard found, and whose it was."""
+    whose = f", which is {listing(r['ranks'])}'s" if r["ranks"] else ""
+    what = "replicas differed" if r["what"] == "replicas" else "a value was out of all range"
+    return f"corruption was found at step {r['step']}: {what} in {_some(r['where'])}{whose}"
+
+
+def _some(names: Sequence[str]) -> str:
+    """Return the first few of many names."""
+    return listing([*names[:2], f"{len(names) - 2} others"] if len(names) > 3 else names)
+
+
+def _healed(r: Mapping[str, Any]) -> str:
+    """Return how what was found was healed."""
+    if r["is_training"]:
+        return f"what was found at step {r['found_at']} came again with the same bits, so it is the training itself"
+    sources = {"snapshot": "kept in memory", "checkpoint": "of a checkpoint", "beginning": "that training began with"}
+    whose = f"; {listing(r['ranks'])} had computed wrong" if r["ranks"] else ""
+    return f"it was healed: all went back to step {r['went_back_to']}, to the state {sources[r['source']]}{whose}"
 
 
 def _changed(change: Mapping[str, Any]) -> str:
@@ -144,7 +168,12 @@ def _reinitialised(r: Mapping[str, Any]) -> str:
 
 def _restored(r: Mapping[str, Any]) -> str:
     """Return which part of a split model was restored from what, and how old that was."""
-    sources = {"backup": "its backup", "checkpoint": "the newest checkpoint", "beginning": "what training began with"}
+    sources = {
+        "backup": "its backup",
+        "copy": "the copy that its backup had written",
+        "checkpoint": "the newest checkpoint",
+        "beginning": "what training began with",
+    }
     stale = r["stale_steps"]
     old = f"{number(stale['mean'])} steps old on average, {count(stale['max'], 'step')} at most"
     state = "; its optimizer's state was begun anew" if r["optimizer"] == "reset" else ""

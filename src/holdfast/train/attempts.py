@@ -11,6 +11,7 @@ from holdfast.comm import OrderedSum
 from holdfast.errors import ScriptError
 from holdfast.train.batches import MiniBatch
 from holdfast.train.data import fetch
+from holdfast.train.flips import NOT_WATCHED, watch
 from holdfast.train.place import Place
 from holdfast.train.replica import Replica
 from holdfast.train.scribe import Scribe
@@ -56,6 +57,7 @@ class Attempts:
         self.names: dict[str, None] = {}
         """Of the figures that the script logs."""
         self._count = (-1, 0)
+        self._watched = NOT_WATCHED
 
     @property
     def _whole(self) -> Replica:
@@ -83,6 +85,7 @@ class Attempts:
         self.batch = batch
         number, times = self._count
         self._count = (batch.step, times + 1 if number == batch.step else 0)
+        self._alter_state(batch.step)
         if not self._replica.num_buckets:
             self._sum.open()  # no sum of all workers would, before the closing one
         if isinstance(self._replica, Shards):  # between stages it is a part of the way forward
@@ -97,6 +100,14 @@ class Attempts:
         mine = [number for number, rank in batch.owners.items() if rank in self._world.comm.here]
         return Step(self, batch, mine, self._count[1])
 
+    def _alter_state(self, step: int) -> None:
+        """Let flips strike what a worker has before the step: that worker alone."""
+        here, faults = self._world.comm.here, self._world.faults
+        for rank in here:
+            for target in ("weights", "optimizer"):
+                for due in faults.flips(target, step, rank):
+                    faults.carry_out(due, self._replica.tensors_of(target, rank, here))
+
     def _reach(self, phase: str, bucket: int | None) -> None:
         """Let a fault strike that is due in a phase of the step in progress."""
         if phase != "handover":  # a part of the way forward
@@ -106,9 +117,11 @@ class Attempts:
 
     def begin_slice(self, batch: MiniBatch, number: int) -> Any:
         """Make everything ready for the slice and return its inputs."""
-        ids = batch.slices[number]
+        ids, owner, faults = batch.slices[number], batch.owners[number], self._world.faults
         self._world.beacon.mark("forward", batch.step, number, ids)
+        self._replica.enter(owner)
         self._whole.begin_slice(self._sum.room)
+        self._watched = watch(self._whole.model, faults.flips("activations", batch.step, owner), faults)
         seed_slice(self._place.plan.seed, batch.step, number)
         return fetch(self._dataset, ids, self._collate)
 
@@ -128,9 +141,13 @@ class Attempts:
             raise ScriptError(msg)
         self.names = dict.fromkeys(metrics)
         self._whole.end_slice(number, metrics, len(batch.slices[number]))
+        self._watched.close()
+        for due in self._world.faults.flips("gradients", batch.step, batch.owners[number]):
+            self._world.faults.carry_out(due, self._whole.gradients_of(number))
 
     def between_slices(self, batch: MiniBatch) -> None:
         """Make what the script draws outside the slices independent of the slices that were computed here."""
+        self._replica.rest(self._world.comm.here)
         seed_slice(self._place.plan.seed, batch.step, -1)
 
     def ask_to_stop(self) -> None:
@@ -144,6 +161,7 @@ class Attempts:
             PeerFailed: if somebody died.
         """
         self._staged.compute(batch, self._place.plan.seed, self._fetcher(batch), self._reach)
+        self._staged.rest(self._world.comm.here)
 
     def _fetcher(self, batch: MiniBatch) -> Callable[[int], Any]:
         def get(number: int) -> Any:
@@ -180,6 +198,7 @@ class Attempts:
         self._scribe.mark("allreduce")
         owners = {number: rank for number, rank in batch.owners.items() if rank in members}
         slices = sorted(owners)
+        self._alter_message(step, bucket)
         result = self._sum(
             replica.buckets.layouts[bucket].span,
             owners,
@@ -188,6 +207,15 @@ class Attempts:
             midway=lambda: self.reach_in_sum(step, bucket),
         )
         replica.add_sum(result, slices)
+
+    def _alter_message(self, step: int, bucket: int) -> None:
+        """Let flips strike what a worker gives to a sum: what others read of its slices."""
+        faults = self._world.faults
+        for rank in self._world.comm.here:
+            for due in faults.flips("message", step, rank, bucket):
+                mine = {number for number, owner in self.in_progress().owners.items() if owner == rank}
+                if message := self._whole.message_of(bucket, mine):  # a spare gives nothing
+                    faults.carry_out(due, message)
 
     def reach_in_sum(self, step: int, position: int) -> None:
         """Let a fault strike that is due in the sum at a position of the step."""

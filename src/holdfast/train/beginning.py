@@ -12,7 +12,8 @@ from typing import Any
 
 from holdfast.checkpoint import Loaded
 from holdfast.checkpoint.writer import Outcome
-from holdfast.errors import CheckpointCorrupt, ConfigError
+from holdfast.errors import CheckpointCorrupt, CheckpointError, ConfigError
+from holdfast.guard import copied
 from holdfast.train.ledger import Account
 from holdfast.train.place import Place
 from holdfast.train.replica import Replica
@@ -21,6 +22,7 @@ from holdfast.train.scribe import Scribe
 from holdfast.train.seeds import generator_states, set_generator_states
 from holdfast.train.split.body import Split
 from holdfast.train.state import clone
+from holdfast.train.watch import Watch, WayBack
 from holdfast.train.welcome import give_state, take_state
 from holdfast.train.world import World
 
@@ -34,27 +36,94 @@ class Beginning:
         place: What goes back with it.
         scribe: Is told of damage.
         requests: What was changed while the job ran; goes back too.
+        watch: Keeps states in memory, and says when all go back to one.
     """
 
     def __init__(
-        self, world: World, replica: Replica | Split, place: Place, scribe: Scribe, requests: Requests
+        self,
+        world: World,
+        replica: Replica | Split,
+        place: Place,
+        scribe: Scribe,
+        requests: Requests,
+        watch: Watch,
     ) -> None:
         self._world = world
         self._replica = replica
         self._place = place
         self._scribe = scribe
         self._requests = requests
+        self._watch = watch
         self._initial: Loaded | None = None
         self._begun_from: int | None = None
         self._given: tuple[Any, dict[str, Any]] | None = None
         self.belongs_to_later_loop = False
 
-    def load(self, *, trained: bool) -> None:
+    def load(self, *, trained: bool) -> bool:
         """Load the newest intact checkpoint that may be gone on from; without one, make the replicas equal.
+
+        Where somebody's state is corrupt, go back to the newest that is known to be right.
 
         Args:
             trained: This worker has been past the beginning of this loop.
+
+        Returns:
+            Whether somebody's state was corrupt.
+
+        Raises:
+            PeerFailed: if somebody died meanwhile.
+            ReplicasDiffer: if there is nothing to go back to.
         """
+        way = self._watch.share()
+        if way is None:
+            self._load(trained=trained)
+            if not self.belongs_to_later_loop:
+                self._watch.begin(self._keep)
+            return False
+        self._watch.went_back(way, self._keep, self._go_back(way, trained=trained))
+        return True
+
+    def _go_back(self, way: WayBack, *, trained: bool) -> str:
+        """Go back to the newest state that is known to be right, and return where it was kept."""
+        world = self._world
+        world.snapshot = None
+        world.keeper.drop()
+        mine = (-1, 0)
+        if world.is_lead:
+            self._take_back(way.newest)  # before anybody can go on: who leads may die
+            mine = (self._find(trained=trained) if way.kept is None else -1, secrets.randbits(62))
+        step, token = world.comm.maximum(mine)
+        world.keeper.start_over(token, 0)
+        if way.kept is not None:
+            self._restore(way.kept)
+            return "snapshot"
+        if step >= 0:
+            self._restore(world.keeper.load(step), keeps=True)
+            return "checkpoint"
+        if self._initial is None:
+            raise self._watch.nothing_to_go_back_to()
+        self._restore(self._initial)
+        return "beginning"
+
+    def _take_back(self, newest: int) -> None:
+        try:
+            self._world.keeper.take_back(newest)
+        except CheckpointError as error:
+            self._scribe.warn(f"checkpoints of later steps than {newest} are not right, and cannot be removed: {error}")
+
+    def keep_on_joining(self) -> None:
+        """Keep the state in memory that newcomers go on from, as all do then."""
+        self._watch.newcomers_came(self._keep)
+
+    def keep_after_step(self) -> None:
+        """Keep the state in memory, if it is time."""
+        self._watch.applied(self._keep)
+
+    def _keep(self, room: Loaded | None) -> Loaded:
+        state = self._state(self._replica.shared_state())
+        return self._loaded(self._world.step, copied(state, None if room is None else room.state), copied(self._info()))
+
+    def _load(self, *, trained: bool) -> None:
         world = self._world
         if world.settings.strategy == "reinit" and self._load_snapshot():
             return

@@ -147,6 +147,11 @@ class Buckets:
                     view.copy_(gradient)
         self.clear()
 
+    def named(self, terms: Terms) -> dict[str, torch.Tensor]:
+        """Return the gradients of a slice by the names of their parameters, where they lie."""
+        places = (place for bucket in self.layouts for place in bucket.places)
+        return {p.name: view for p, view in zip(places, (v for views in terms.views for v in views), strict=True)}
+
     def put_figures(self, term: torch.Tensor, metrics: Mapping[str, torch.Tensor | float], samples: int) -> None:
         """Write what a slice logged, and its buffers, behind the gradients of the last bucket.
 
@@ -215,6 +220,10 @@ class Buckets:
             num_slices: How many slices are in it.
         """
         self.buffers.take(result[self.layouts[-1].figures_at + 2 * MAX_METRICS :], num_slices)
+
+    def name_at(self, bucket: int, index: int) -> str:
+        """Return the name of the parameter whose gradient lies at a place of a bucket."""
+        return next(p.name for p in self.layouts[bucket].places if p.start <= index < p.start + p.numel)
 
     def clear(self) -> None:
         """Drop all gradients."""

@@ -50,6 +50,10 @@ class Place:
         """Return the mini-batch of ``step`` among ``members``; None when the plan is used up."""
         return self._batches.mini_batch(step, self._cursor, members)
 
+    def is_last(self, batch: MiniBatch) -> bool:
+        """Return whether the plan is used up with ``batch``."""
+        return batch.after.epoch >= self.plan.first_epoch + self.plan.epochs
+
     def commit(self, batch: MiniBatch, lost: Collection[int]) -> int:
         """Count ``batch`` as committed but for the slices that were ``lost``; return how many samples are in."""
         committed = [batch.slices[number] for number in batch.owners if number not in lost]

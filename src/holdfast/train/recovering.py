@@ -70,6 +70,12 @@ class Recovering:
             self.now = Recovery(tuple(rank for rank in self._world.comm.members if rank not in newcomers))
         self.now.decision = "grow"
 
+    def see_corruption(self) -> None:
+        """Hear that somebody's state is corrupt: all meet, and go back."""
+        if self.now is None:
+            self.now = Recovery(self._world.comm.members)
+            self._scribe.mark("recovery")
+
     def see_failure(self) -> None:
         """Hear that somebody died."""
         if self.now is None:
@@ -117,7 +123,8 @@ class Recovering:
         """Write down what was decided: training goes on."""
         world, recovery, self.now = self._world, self.now, None
         if recovery is not None:
-            if recovery.decision != "grow":
+            lost = any(rank not in world.comm.members for rank in recovery.before)
+            if recovery.decision not in ("grow", "heal") or (recovery.decision == "heal" and lost):
                 world.keeper.note_failure()
             held_s = world.clock.now_s() - recovery.held_since_s if recovery.held_since_s else 0.0
             self._scribe.recovered(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import copy
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -12,9 +13,11 @@ from holdfast.checkpoint.parts import Wanted
 from holdfast.comm import Communicator, Mean
 from holdfast.errors import CheckpointError, ConfigError
 from holdfast.train.batches import MiniBatch
+from holdfast.train.flips import optimizer_state, weights
 from holdfast.train.gradients import Buckets, Terms
 from holdfast.train.optimizers import may_write_gradients
-from holdfast.train.state import RotatingDigest, clone, model_sha256, model_tensors, state_sha256
+from holdfast.train.own import OwnStates
+from holdfast.train.state import clone, model_sha256, model_tensors, state_sha256
 
 
 class Stateful(Protocol):
@@ -68,6 +71,7 @@ class Replica:
         self._clip_grad_norm = clip_grad_norm
         self.registered: dict[str, Stateful] = {}
         self.buckets = Buckets(model, bucket_bytes)
+        self.own = OwnStates(model, optimizer)
         self._rows: list[Terms] = []
         self.terms: dict[int, Terms] = {}
         self.sums: list[torch.Tensor] = []
@@ -135,18 +139,30 @@ class Replica:
         for tensor, whole in zip(tensors, staged, strict=True):  # all or nothing: the giver may die half-way
             tensor.copy_(whole)
 
-    def begin_loop(self) -> None:
-        """Look at the parameters, where they are now."""
-        self._digest = RotatingDigest(self.model)
+    def sha256s(self, here: Sequence[int]) -> dict[int, tuple[str, str]]:
+        """Return by worker the sha256 of its model, and that of its model and its optimizer's state."""
+        return self.own.of_each(here, lambda: (model_sha256(self.model), state_sha256(self.model, self.optimizer)))
 
-    def digest(self, step: int) -> tuple[int, int]:
-        """Return what the maxima over all workers show to differ, if the weights do: a number, and its complement."""
-        number = self._digest.of_step(step)
-        return number, ~number
+    # -- what may be altered
 
-    def sha256s(self) -> tuple[str, str]:
-        """Return the sha256 of the model, and that of the model and the optimizer's state."""
-        return model_sha256(self.model), state_sha256(self.model, self.optimizer)
+    def enter(self, rank: int) -> None:
+        """Hear that one of those whom this process plays computes; see :meth:`OwnStates.enter`."""
+        self.own.enter(rank)
+
+    def rest(self, here: Sequence[int]) -> None:
+        """Hear that none of those whom this process plays computes; see :meth:`OwnStates.rest`."""
+        self.own.rest(here)
+
+    def tensors_of(self, target: str, rank: int, here: Sequence[int]) -> dict[str, torch.Tensor]:
+        """Return the weights, or what the optimizer keeps, by name, to be altered at one worker.
+
+        Args:
+            target: ``"weights"`` or ``"optimizer"``.
+            rank: The worker.
+            here: All whom this process plays.
+        """
+        self.own.take(rank, here)
+        return weights(self.model) if target == "weights" else optimizer_state(self.model, self.optimizer)
 
     # -- a step
 
@@ -215,10 +231,28 @@ class Replica:
         self.buckets.put_figures(terms.flat[-1], metrics, samples)
         self.terms[number] = terms
 
+    def gradients_of(self, number: int) -> dict[str, torch.Tensor]:
+        """Return the gradients of a slice that was computed, by name, where the sum finds them."""
+        return self.buckets.named(self.terms[number])
+
+    def message_of(self, bucket: int, slices: Collection[int]) -> dict[str, torch.Tensor]:
+        """Return what is given to the sum of a bucket for some slices that were computed here."""
+        mine = {number: terms for number, terms in self.terms.items() if number in slices}
+        return {f"slices/{number}/buckets/{bucket}": terms.flat[bucket] for number, terms in mine.items()}
+
     def add_sum(self, result: torch.Tensor, slices: Sequence[int]) -> None:
         """Keep the sum of the next bucket, in which ``slices`` are."""
         self.sums.append(result)
         self.summed_slices.append(tuple(slices))
+
+    def loss(self) -> float | None:
+        """Return the mean loss of the step, all sums of which are known; None if no slice is in the last."""
+        return self.buckets.read_metrics(self.sums[-1], ()).get("loss")
+
+    @property
+    def scales_loss(self) -> bool:
+        """Whether gradients may be too large for their type: then the step is left out."""
+        return self._scaler is not None
 
     def missing_slices(self, batch: MiniBatch) -> dict[int, tuple[int, ...]]:
         """Return the buckets that each lost slice is missing from."""
@@ -268,15 +302,19 @@ class Replica:
         if self._scaler is not None and not self.terms:
             # It sets itself up when it scales, and a worker without a slice had nothing to scale.
             self._scaler.scale(torch.zeros((), device=self.buckets.layouts[0].device))
-        if self._scaler is not None and self._clip_grad_norm is not None:
-            self._scaler.unscale_(self.optimizer)
+        for more in self.own.each():
+            self._optimize_one(copy.deepcopy(self._scaler) if more else self._scaler)
+
+    def _optimize_one(self, scaler: Any) -> None:
+        if scaler is not None and self._clip_grad_norm is not None:
+            scaler.unscale_(self.optimizer)
         if self._clip_grad_norm is not None:
             nn.utils.clip_grad_norm_(self.model.parameters(), self._clip_grad_norm)
-        if self._scaler is None:
+        if scaler is None:
             self.optimizer.step()
         else:
-            self._scaler.step(self.optimizer)
-            self._scaler.update()
+            scaler.step(self.optimizer)
+            scaler.update()
 
     def _step_scheduler(self, batch: MiniBatch, metrics: dict[str, float]) -> None:
         epoch_ended = batch.after.epoch != batch.epoch
@@ -303,6 +341,7 @@ class Replica:
 
     def load_model_state(self, state: dict[str, Any]) -> None:
         """Take over what :meth:`model_state` returned elsewhere."""
+        self.own.forget()
         self.model.load_state_dict(state["model"])
         for name, buffer in self._transient().items():
             buffer.copy_(state["transient"][name])
@@ -327,6 +366,7 @@ class Replica:
         Raises:
             CheckpointError: if the state is of other parts than this replica has.
         """
+        self.own.forget()
         parts = self._parts()
         transient = self._transient()
         if parts.keys() | {"transient"} != state.keys() or transient.keys() != state["transient"].keys():

@@ -13,7 +13,6 @@ from holdfast.errors import (
     ConfigError,
     InternalError,
     PeerFailed,
-    ReplicasDiffer,
     StateLost,
     StoreLost,
     TooFewWorkers,
@@ -21,6 +20,7 @@ from holdfast.errors import (
 )
 from holdfast.events import (
     CALM,
+    CORRUPT,
     LOST,
     ActDone,
     Action,
@@ -34,6 +34,7 @@ from holdfast.events import (
     CloseStep,
     Computed,
     ComputeStep,
+    CorruptionSeen,
     DiscardStep,
     Event,
     HandedOver,
@@ -82,6 +83,7 @@ from holdfast.train.split.restore import Restorer
 from holdfast.train.split.sharded import Shards
 from holdfast.train.step import Step
 from holdfast.train.stranded import launcher_is_gone, turn
+from holdfast.train.watch import Watch
 from holdfast.train.world import ASK, CHANGE, LEAVE, SAVE, STOP, World
 
 
@@ -112,16 +114,20 @@ class Run:
         if world.settings.strategy == "partial" and not replica.is_split:
             msg = "strategy partial needs a model that is split, a Pipeline or Sharded; of a replicated one nothing is lost: use rollback"
             raise ConfigError(msg)
+        if world.settings.guard == "heal" and replica.is_split:
+            msg = "guard heal needs a model that every worker has all of; of one that is split nobody keeps a state in memory: use stop or warn"
+            raise ConfigError(msg)
         strategy = make_strategy(world.settings.strategy, min_workers=world.settings.min_workers)
         self._protocol = Protocol(strategy, replica.num_buckets, split=replica.is_split)
         if isinstance(replica, Split):
             replica.connect(world)
-        replica.begin_loop()
+            replica.begin_loop()
         self._scribe = Scribe(world)
+        self._watch = Watch(world, replica, self._scribe)
         self._sum = self._get_sum()
         self._place = Place(plan, world.changes)
         self._requests = Requests(world, replica, self._place, self._protocol.set_strategy)
-        self._beginning = Beginning(world, replica, self._place, self._scribe, self._requests)
+        self._beginning = Beginning(world, replica, self._place, self._scribe, self._requests, self._watch)
         self._attempts = Attempts(world, replica, self._place, self._scribe, self._sum, dataset, collate)
         self._heard = 0
         self._outcome = "done"
@@ -187,6 +193,7 @@ class Run:
         attempt.check_computed()
         if attempt.slices:
             self._world.beacon.say_computed((self._world.clock.now_s() - begun_s) / len(attempt.slices))
+        self._watch.note_computed(self._attempts.in_progress())
         try:
             self._attempts.finish(attempt)
         except (PeerFailed, StoreLost) as error:
@@ -221,8 +228,7 @@ class Run:
                 self._attempts.sum_bucket(step, bucket)
                 return BucketSummed()
             case CloseStep(step=step):
-                self._close(step)
-                return StepClosed()
+                return StepClosed() if self._close(step) else CorruptionSeen()
             case ApplyStep(step=step):
                 self._apply(step)
                 return StepApplied()
@@ -251,10 +257,11 @@ class Run:
                 return Shrunk()
             case ShareProgress(progress=progress):
                 lost, calm = LOST * self._replica.is_lost(comm.members), CALM * self._recovery.is_calm
-                flags = self._heard | SAVE * self._save_due | calm | lost
+                flags = self._heard | SAVE * self._save_due | calm | lost | CORRUPT * self._watch.corrupt
                 known = comm.share_progress(dataclasses.replace(progress, flags=flags))
                 for other in known.values():
-                    self._heard |= other.flags & ~(SAVE | CHANGE | CALM | LOST)
+                    self._heard |= other.flags & ~(SAVE | CHANGE | CALM | LOST | CORRUPT)
+                    self._watch.corrupt |= bool(other.flags & CORRUPT)
                     self._save_due |= bool(other.flags & SAVE)
                 return ProgressKnown(known, self._replica.num_buckets)
             case DiscardStep():
@@ -269,6 +276,7 @@ class Run:
                 return ActDone()
             case Install():
                 self._beginning.install()
+                self._beginning.keep_on_joining()
                 return ActDone()
             case Rehome(restores=restores):
                 self._reach_everywhere("rehome")
@@ -331,7 +339,8 @@ class Run:
             self._replica.finish()
         return None
 
-    def _close(self, step: int) -> None:
+    def _close(self, step: int) -> bool:
+        """Take part in the closing sum; return whether it closes the step, or somebody's state is corrupt."""
         self._recovery.end()
         self._scribe.mark("allreduce")
         self._attempts.reach_in_sum(step, self._replica.num_buckets)
@@ -347,18 +356,20 @@ class Run:
             1 - parts,
             ASK * (self._world.is_lead and self._requests.are_due()),
         )
-        sent = (*self._replica.digest(step), step, ~step, *flags, *self._wants_to_save())
-        high, low, last, first, stop, leave, changes, stays, asks, *saves = self._sum.maximum(sent)
+        brought = self._watch.brings(step, is_last=self._place.is_last(self._attempts.in_progress()))
+        said = self._sum.maximum((*brought, step, ~step, *flags, *self._wants_to_save()))
+        last, first, stop, leave, changes, stays, asks, *saves = said[len(brought) :]
         if last != ~first:
             msg = f"workers closed different steps, {~first} and {last}"
             raise InternalError(msg)
-        if high != ~low:
-            msg = f"the replicas differ before step {step}: a worker computed wrong bits, or its weights were changed by hand"
-            raise ReplicasDiffer(msg)
+        if self._watch.hears(step, tuple(said[: len(brought)])):
+            self._recovery.see_corruption()  # what else was said is said again
+            return False
         if not stays:  # where all would leave, nobody would go on: all stop
             changes, leave = 0, LEAVE
         self._heard |= stop | leave | changes | asks
         self._save_due = any(saves)
+        return True
 
     def _wants_to_save(self) -> tuple[int, ...]:
         """Return whether the lead wants a checkpoint after this step, where that depends on its clock; else nothing."""
@@ -381,6 +392,7 @@ class Run:
         samples = self._place.commit(batch, lost)
         self._attempts.batch, world.step, world.snapshot = None, step + 1, None
         self._scribe.committed(batch, samples, len(workers), lost)
+        self._beginning.keep_after_step()
         if world.keeper.is_due(world.step) or self._save_due:
             if replica.is_split and self._recovery.now is not None:
                 world.keeper.put_off(world.step)  # parts have homes among the dead: all save when they have new ones
@@ -418,11 +430,11 @@ class Run:
         self._heard &= ~STOP  # a script that asked to stop will ask again
         self._save_due = False
         lost = self._parts.lost(world.comm.members) if self._replica.is_split else ()
-        self._beginning.load(trained=self._announced or self._is_newcomer)
+        went_back = self._beginning.load(trained=self._announced or self._is_newcomer)
         if lost and world.is_lead:
             what = f"{'parts' if len(lost) > 1 else 'part'} {', '.join(map(str, lost))} of the model"
             self._scribe.warn(f"nobody is left who holds {what}: all go back to step {world.step}")
-        self._recovery.decide("load", reached - world.step if self._announced else 0)
+        self._recovery.decide("heal" if went_back else "load", reached - world.step if self._announced else 0)
         if world.snapshot is not None:
             self._heard |= world.snapshot.info["heard"]
         if self._recovery.now is not None and world.rebuilding is not None:
@@ -504,13 +516,15 @@ class Run:
 
     def _leave(self) -> None:
         world, replica = self._world, self._replica
+        if isinstance(replica, Split):
+            replica.leave()
         if self._outcome == "left":
             self._scribe.left()
             raise SystemExit(0)
         self._recovery.end()
         if isinstance(replica, Split):
             self._scribe.held(replica.memory())
-        self._scribe.finished(self._outcome, *replica.sha256s(), self.account())
+        self._scribe.finished(self._outcome, replica.sha256s(world.comm.here), self.account())
         self._scribe.mark("script")
         world.asked &= ~STOP
         if self._outcome == "gave-up":

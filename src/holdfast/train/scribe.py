@@ -12,6 +12,8 @@ from holdfast.checkpoint.writer import Outcome
 from holdfast.comm import VirtualCommunicator
 from holdfast.events import (
     CheckpointSaved,
+    CorruptionFound,
+    CorruptionHealed,
     FailureSeen,
     Finished,
     Left,
@@ -177,6 +179,42 @@ class Scribe:
             f"nobody is left who holds part {part} of the model: restored from its {source}, {mean:.1f} steps old on average"
         )
 
+    def corruption_found(self, what: str, where: Sequence[str], ranks: Sequence[int]) -> None:
+        """The guard found something wrong; what, where and whose is as :class:`CorruptionFound` has it."""
+        world = self._world
+        record = CorruptionFound(
+            t_s=world.clock.now_s(),
+            rank=world.comm.here[0],
+            step=world.step,
+            what=what,
+            where=tuple(where),
+            ranks=tuple(ranks),
+            policy=world.settings.guard,
+        )
+        world.recorder.write(record)
+        whose = f" (worker {', '.join(map(str, ranks))})" if ranks else ""
+        wrong = "replicas differ" if what == "replicas" else "a value is out of all range"
+        self.warn(f"corruption found in step {world.step}: {wrong}{whose} in {_some(where)}")
+
+    def corruption_healed(
+        self, ranks: Sequence[int], found_at: int, step: int, source: str, *, is_training: bool
+    ) -> None:
+        """All are past the step in which corruption was found; see :class:`CorruptionHealed`."""
+        world = self._world
+        record = CorruptionHealed(
+            t_s=world.clock.now_s(),
+            rank=world.comm.here[0],
+            step=world.step,
+            ranks=tuple(ranks),
+            found_at=found_at,
+            went_back_to=step,
+            source=source,
+            is_training=is_training,
+        )
+        world.recorder.write(record)
+        if is_training:
+            self.warn(f"what was found in step {found_at} came again with the same bits: it is the training itself")
+
     def held(self, held: Mapping[str, Any]) -> None:
         """Training ends; what this worker has of a split model is what :class:`PartsHeld` asks for."""
         world = self._world
@@ -208,8 +246,14 @@ class Scribe:
             )
         )
 
-    def finished(self, outcome: str, sha256: str, state_sha256: str, account: Account) -> None:
-        """This worker passed the gate; the world keeps the records."""
+    def finished(self, outcome: str, sha256s: Mapping[int, tuple[str, str]], account: Account) -> None:
+        """This worker passed the gate; the world keeps the records.
+
+        Args:
+            outcome: See :class:`Finished`.
+            sha256s: By worker that is played here, of its model, and with the optimizer's state.
+            account: Of the samples.
+        """
         world = self._world
         world.finished = [
             Finished(
@@ -217,8 +261,8 @@ class Scribe:
                 rank=rank,
                 step=world.step,
                 outcome=outcome,
-                sha256=sha256,
-                state_sha256=state_sha256,
+                sha256=sha256s[rank][0],
+                state_sha256=sha256s[rank][1],
                 planned=account.planned,
                 committed=account.committed,
                 lost=account.lost,
@@ -240,3 +284,8 @@ class Scribe:
         if self._world.is_lead and not self._world.settings.run_dir:
             sys.stderr.write(f"holdfast: {text}\n")
             sys.stderr.flush()
+
+
+def _some(names: Sequence[str]) -> str:
+    """Return the first few of many names."""
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

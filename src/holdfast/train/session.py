@@ -15,9 +15,7 @@ from holdfast.clock import SystemClock
 from holdfast.comm import Communicator, VirtualCommunicator, connect
 from holdfast.comm.waiting import waiting
 from holdfast.errors import ConfigError, ScriptError
-from holdfast.events import FaultFired
-from holdfast.faults.plan import SPLIT_PHASES, Fault, FaultPlan
-from holdfast.faults.process import Injector, NoFaults, PlannedFaults, ask_launcher, strike
+from holdfast.faults.process import NoFaults
 from holdfast.records import (
     Beacon,
     FileRecorder,
@@ -27,12 +25,12 @@ from holdfast.records import (
     beacon_path,
     records_path,
     stop_path,
-    strike_path,
 )
 from holdfast.settings import Settings
 from holdfast.train import exits
 from holdfast.train.batches import Plan
 from holdfast.train.handover import note_session, take_over
+from holdfast.train.injecting import check_faults, make_faults, reach_point
 from holdfast.train.keeper import Keeper
 from holdfast.train.replica import Replica, Stateful
 from holdfast.train.run import Run
@@ -165,7 +163,8 @@ class Session:
                 f"drop_last leaves nothing: batch_size must be at most len(dataset) ({len(dataset)}), got {batch_size}"
             )
             raise ConfigError(msg)
-        self._check_faults(world, plan)
+        if self._settings.faults:
+            check_faults(self._settings.faults, self._replica, self._total_steps or world.step + plan.num_steps)
         return self._train(world, plan, dataset, collate)
 
     def _train(self, world: World, plan: Plan, dataset: Any, collate: Any) -> Iterator[Step]:
@@ -296,39 +295,9 @@ class Session:
             world.beacon.mark("start", -1)  # from here on it is noticed if this worker gets no further
             waiting.tell(world.beacon.say_waits)
         if settings.faults:
-            world.faults = self._make_faults(world)
-            points.arm(lambda name: _reach_point(world, name))
+            world.faults = make_faults(world)
+            points.arm(lambda name: reach_point(world, name))
         return world
-
-    @staticmethod
-    def _make_faults(world: World) -> Injector:
-        plan = FaultPlan.from_json(world.settings.faults)
-
-        def announce(number: int, fault: Fault) -> None:
-            if fault.is_of_node:
-                ask_launcher(strike_path(Path(world.settings.run_dir), number), world.step)
-                return
-            world.recorder.write(
-                FaultFired(
-                    t_s=world.clock.now_s(),
-                    rank=fault.rank,
-                    step=world.step,
-                    fault=number,
-                    kind=fault.kind,
-                    phase=fault.phase,
-                )
-            )
-
-        def fail(fault: Fault) -> None:
-            assert isinstance(world.comm, VirtualCommunicator)
-            world.comm.fail(fault.rank, entered=fault.phase == "allreduce")
-
-        if not isinstance(world.comm, VirtualCommunicator):
-            return PlannedFaults(plan, strike, announce)
-        if other := [fault for fault in plan.faults if fault.kind != "kill"]:
-            msg = f"--inject {other[0].to_spec()}: with --fabric virtual all workers are one process, which can only be made to lose some: kill"
-            raise ConfigError(msg)
-        return PlannedFaults(plan, fail, announce)
 
     def _plan(
         self, world: World, num_samples: int, batch_size: int, epochs: int, *, shuffle: bool, drop_last: bool
@@ -347,18 +316,6 @@ class Session:
             split=settings.split,
             batch=settings.batch,
         )
-
-    def _check_faults(self, world: World, plan: Plan) -> None:
-        if not self._settings.faults:
-            return
-        end = self._total_steps or world.step + plan.num_steps
-        for fault in FaultPlan.from_json(self._settings.faults).faults:
-            if fault.phase in SPLIT_PHASES and not self._replica.is_split:
-                msg = f"--inject {fault.to_spec()}: the phases {' and '.join(SPLIT_PHASES)} are those of a model that is split, and this one is not"
-                raise ConfigError(msg)
-            if fault.step >= end:
-                msg = f"--inject {fault.to_spec()}: step must be between 0 and {end - 1} (the run has {end} steps), got {fault.step}"
-                raise ConfigError(msg)
 
     def _ask_to_leave(self, world: World) -> None:
         """Answer a SIGTERM: all stop if the launcher says so, or there is none; else this worker leaves the others."""
@@ -441,8 +398,3 @@ def _check_arguments(dataset: Any, batch_size: int, epochs: int) -> None:
         if value < 1:
             msg = f"{name} must be at least 1, got {value}"
             raise ConfigError(msg)
-
-
-def _reach_point(world: World, name: str) -> None:
-    if name == "checkpoint.manifest":
-        world.faults.reach("checkpoint", world.keeper.step or 0, world.comm.members[0])

@@ -9,13 +9,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-import xxhash
 from torch import nn
 
 from holdfast.checkpoint.format import tensor_bytes
-
-_WINDOW_BYTES = 64 << 10
-"""How much of the weights the closing sum compares in a step."""
 
 
 def model_tensors(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
@@ -57,29 +53,6 @@ def _optimizer_values(optimizer: torch.optim.Optimizer) -> Iterator[Any]:
         for name in sorted(state[number]):
             if state[number][name] is not None:
                 yield state[number][name]
-
-
-class RotatingDigest:
-    """Hashes another small part of the weights at every step, so that all of them are compared in time.
-
-    Of the parameters only: when a step closes, buffers still hold what the worker's own slices made of them.
-
-    Args:
-        model: Whose parameters.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self._windows: list[torch.Tensor] = []
-        for _, parameter in sorted(model.named_parameters()):
-            tensor = parameter.detach()
-            if tensor.is_contiguous() and tensor.numel():
-                self._windows.extend(torch.split(tensor.view(-1), max(1, _WINDOW_BYTES // tensor.element_size())))
-
-    def of_step(self, step: int) -> int:
-        """Return a number from 0 to 2**62 - 1 that is the same wherever the part of this step is."""
-        if not self._windows:
-            return 0
-        return xxhash.xxh3_64_intdigest(_bytes(self._windows[step % len(self._windows)])) >> 2
 
 
 def clone(value: Any) -> Any:

@@ -1,0 +1,84 @@
+"""What planned flips alter of a running job; see :mod:`holdfast.faults.tensors` for how."""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from holdfast.faults.kinds import Fault
+from holdfast.faults.process import Due, Injector
+from holdfast.faults.tensors import chosen
+
+NOT_WATCHED = ExitStack()
+"""What :func:`watch` returns where nothing is due."""
+
+
+def weights(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the parameters of a model by name."""
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """Return the tensors that the optimizer keeps, as ``fc1.weight/exp_avg``; none before its first step."""
+    return {
+        f"{name}/{key}": value
+        for name, parameter in model.named_parameters()
+        for key, value in sorted(optimizer.state.get(parameter, {}).items())
+        if isinstance(value, torch.Tensor)
+    }
+
+
+def watch(model: nn.Module, flips: Sequence[Due], faults: Injector, prefix: str = "") -> ExitStack:
+    """Let flips strike the outputs of modules in the forward pass that follows; closing what is returned ends that.
+
+    Each strikes one module: among those that it names, or else those that have no modules inside, one is drawn.
+
+    Args:
+        model: Whose modules.
+        flips: Those that are due.
+        faults: Carries them out.
+        prefix: Of the names of the modules.
+    """
+    if not flips:
+        return NOT_WATCHED
+    watched = ExitStack()
+    for due in flips:
+        name, module = _drawn(model, due[1], prefix)
+        strike = functools.partial(_strike, faults, due, name)
+        handle: RemovableHandle = module.register_forward_hook(strike)
+        watched.callback(handle.remove)
+    return watched
+
+
+def module_names(model: nn.Module, prefix: str = "") -> dict[str, nn.Module]:
+    """Return the modules of a model by name; one that is all there is, is called ``model``."""
+    return {f"{prefix}{name or 'model'}": module for name, module in model.named_modules()}
+
+
+def _drawn(model: nn.Module, fault: Fault, prefix: str) -> tuple[str, nn.Module]:
+    assert fault.flip is not None
+    named = module_names(model, prefix)
+    if fault.flip.at:
+        named = chosen(named, fault.flip.at)
+    else:
+        named = {name: module for name, module in named.items() if not any(module.children())}
+    name = random.Random(fault.flip.how.seed).choice(list(named))
+    return name, named[name]
+
+
+def _strike(faults: Injector, due: Due, name: str, module: nn.Module, given: Any, output: Any) -> None:
+    faults.carry_out(due, _tensors(name, output))
+
+
+def _tensors(name: str, output: Any) -> dict[str, torch.Tensor]:
+    if isinstance(output, torch.Tensor):
+        return {name: output}
+    parts = output.items() if isinstance(output, Mapping) else enumerate(output if isinstance(output, Sequence) else ())
+    return {f"{name}/{key}": part for key, part in parts if isinstance(part, torch.Tensor)}

@@ -1,0 +1,192 @@
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from holdfast.errors import ConfigError, ReplicasDiffer
+from holdfast.faults.alteration import Alteration
+from holdfast.study import carry_out
+from holdfast.study.base import MEASURED, Options
+from holdfast.study.soft_cells import BIT_BY_BIT, CROSSED, cells_of, experiments
+from holdfast.study.soft_claims import hold_claims
+from holdfast.study.soft_errors import TABLE, SoftErrors
+from holdfast.study.soft_page import sections
+from holdfast.study.soft_rows import cell_row
+from holdfast.study.soft_setup import BELOW, CRITICAL, OPTIMIZER, PLATFORMS, Case, Setup
+from holdfast.study.soft_trial import bits_of
+from holdfast.study.workers import soft_session
+from holdfast.study.workers.soft_process import Disturbance, alter
+from holdfast.study.workers.soft_session import SessionProcess
+
+TINY = Setup(platform="session", processes=2, limit=128, batch=32, restart=1, epochs=1)
+MANY = Disturbance(how=Alteration(count=100, bits="0:29", seed=5))
+
+
+def test_a_session_goes_back_to_the_same_bits_and_an_altered_worker_stays_another(tmp_path):
+    process = SessionProcess(TINY, 0, tmp_path / "rank-0.h5")
+    calm = process.begin()
+
+    struck = process.go_on([None, MANY])
+    again = process.go_on([None, None])
+
+    assert [one["ended_with"] for one in again] == [one["ended_with"] for one in calm]
+    assert calm[0]["ended_with"] == calm[1]["ended_with"]
+    assert struck[0]["begun_with"] == calm[0]["begun_with"] != struck[1]["begun_with"]
+    assert (struck[0]["flipped"], struck[1]["flipped"]) == (0, 100)
+    # What one computed wrong is summed into the gradients of all, and only the altered one keeps the altered weights.
+    assert len({struck[0]["ended_with"], struck[1]["ended_with"], calm[0]["ended_with"]}) == 3
+
+
+def test_a_session_that_stops_or_heals_what_was_injected_would_make_trials_void(tmp_path, monkeypatch):
+    process = SessionProcess(TINY, 0, tmp_path / "rank-0.h5")
+    calm = process.begin()
+    assert process.go_on([None, MANY])[1]["ended_with"] != calm[1]["ended_with"]
+
+    monkeypatch.setattr(soft_session, "GUARD", "stop")
+
+    with pytest.raises(ReplicasDiffer):
+        process.go_on([None, MANY])
+
+
+def test_what_is_altered_in_another_format_is_put_back_and_the_rest_keeps_its_bits():
+    import torch
+
+    tensor = torch.full((64,), 0.1)
+
+    listed, count = alter({"model/x": tensor}, Alteration(count=1, bits="14", seed=1), "float16")
+
+    changed = tensor != torch.full((64,), 0.1)
+    assert (count, int(changed.sum())) == (1, 1)
+    assert float(tensor[changed]) == float(torch.tensor(0.1, dtype=torch.float16)) * 2**16 == listed[0]["after"]
+
+
+def test_bits_below_the_critical_one_are_those_of_the_format():
+    found = {width: bits_of(BELOW, width) for width in ("float16", "bfloat16", "float32", "float64")}
+
+    assert found == {"float16": "0:13", "bfloat16": "0:13", "float32": "0:29", "float64": "0:61"}
+    assert bits_of(CRITICAL, "float16") == CRITICAL
+
+
+def test_the_whole_design_has_cells_of_different_names_that_come_back_from_their_settings():
+    base = Setup(platform="ddp", processes=1, network="cnn")
+
+    parts = dict(experiments(base, PLATFORMS, 4))
+
+    pairs = [pair for of_part in parts.values() for pair in of_part]
+    cells = cells_of(pairs)
+    assert len({cell.name for cell in cells}) == len(cells)
+    assert [Case.from_settings(json.loads(json.dumps(cell.settings))) for cell in cells] == pairs
+    assert {len(parts[f"{BIT_BY_BIT}: {width}"]) for width in ("float16", "float32", "float64")} == {16, 32, 64}
+    assert {case.altered for case, setup in pairs if case.experiment == CROSSED and setup.platform == "hybrid"} == {
+        1,
+        2,
+        4,
+    }
+
+
+# ---------------------------------------------------------------------------------------------
+# Claims
+
+
+def row(outcomes: dict[str, int], **case):
+    """The row of a cell with so many trials of each outcome."""
+    settings = Case(**{"experiment": CROSSED} | case).settings(replace(TINY, platform="ddp"))
+    trials = [
+        {"outcome": name, "accuracy": 0.9, "undisturbed": 0.9, "seconds": 1.0}
+        for name, count in outcomes.items()
+        for _ in range(count)
+    ]
+    return cell_row(settings, trials)
+
+
+def claim(rows, words):
+    return next(one for one in hold_claims(rows, 0) if one.claim.startswith(words))
+
+
+@pytest.mark.parametrize(("harmed", "holds"), [(0, True), (5, None), (40, False)])
+def test_dozens_of_flips_are_absorbed_if_the_interval_says_so(harmed, holds):
+    rows = [row({"RWC": 90 - harmed // 2, "AccR": harmed // 2}, flips=10, bits=BELOW)]
+    rows += [row({"RWC": 90 - harmed + harmed // 2, "NaN": harmed - harmed // 2}, flips=100, bits=BELOW)]
+
+    found = claim(rows, "Dozens of flips")
+
+    assert found.holds is holds
+    assert found.ours == pytest.approx(100 * (180 - harmed) / 180)
+
+
+@pytest.mark.parametrize(("finite", "holds"), [(0, True), (1, False)])
+def test_every_run_ends_in_nan_only_if_every_one_does(finite, holds):
+    found = claim([row({"NaN": 180 - finite, "AccR": finite}, flips=500)], "At 500")
+
+    assert (found.holds, found.paper) == (holds, 100.0)
+
+
+@pytest.mark.parametrize(("model", "holds"), [(90, True), (5, False)])
+def test_the_model_is_more_sensitive_if_more_of_its_trainings_changed(model, holds):
+    rows = [row({"RWC": 180 - model, "NaN": model}, flips=flips) for flips in (1, 10, 100)]
+    rows += [row({"RWC": 150, "AccR": 30}, flips=flips, target=OPTIMIZER) for flips in (1, 10, 100)]
+
+    found = claim(rows, "The model is more")
+
+    assert found.holds is holds
+    assert found.ours == pytest.approx(100 * (model - 30) / 180)
+
+
+@pytest.mark.parametrize(("worst", "holds"), [(30, True), (29, False)])
+def test_the_critical_bit_is_the_worst_or_it_is_said_which_is(worst, holds):
+    rows = [
+        row({"RWC": 80, "NaN": 100} if bit == worst else {"RWC": 180}, experiment=BIT_BY_BIT, bits=str(bit))
+        for bit in range(32)
+    ]
+
+    found = claim(rows, "No bit does so much harm")
+
+    assert (found.ours, found.paper) == (worst, 30)
+    assert found.holds is holds
+
+
+def test_horovod_was_not_tested():
+    found = claim([], "Horovod")
+
+    assert found.holds is None
+    assert found.found.startswith("not tested")
+
+
+# ---------------------------------------------------------------------------------------------
+# The study
+
+
+def test_a_study_ends_with_rows_claims_and_a_page_and_is_not_done_twice(tmp_path: Path):
+    options = Options(out=tmp_path, quick=True, only=("session",), repetitions=2)
+    said: list[str] = []
+
+    results = carry_out(SoftErrors(), options, said.append)
+    carry_out(SoftErrors(), options, said.append)
+
+    cells = [row for row in results["rows"] if row["part"] == "cell"]
+    assert [(row["flips"], row["bits"], row["trials"], row["status"]) for row in cells] == [
+        (1, "all", 2, MEASURED),
+        (1, CRITICAL, 2, MEASURED),
+        (100, BELOW, 2, MEASURED),
+    ]
+    assert {row["platform"] for row in cells} == {"session"}
+    assert (tmp_path / TABLE).is_file()
+    assert said[-1].startswith("2 of 2 tasks were done before")
+    shown = {section["id"] for section in sections(results["rows"]) if section["rows"]}
+    assert {"quick-harmed", "quick-outcomes", "quick-table", "quick-errors"} <= shown
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"only": ("horovod",)}, "--only must be one of ddp, pipeline, hybrid, session, got 'horovod'"),
+        ({"model": "gpt"}, "--network must be one of mlp, cnn, resnet18, resnet50, got 'gpt'"),
+        ({"data": Path("/nowhere")}, "--data must be a directory with the files of one of cifar100, cifar10, fashion"),
+    ],
+)
+def test_what_there_is_not_is_refused_in_one_line(options, message, tmp_path):
+    with pytest.raises(ConfigError, match=message):
+        SoftErrors().tasks(Options(out=tmp_path, **options))
