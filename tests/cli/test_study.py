@@ -29,7 +29,10 @@ def test_the_list_names_every_study():
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["checkpoint-price"], "the study must be one of checkpoint-cost, parallelism, scar, soft-errors, got 'checkpoint-price'"),
+        (
+            ["checkpoint-price"],
+            "the study must be one of checkpoint-cost, parallelism, scar, soft-errors, got 'checkpoint-price'",
+        ),
         (["checkpoint-cost", "--only", "caffe"], "--only must be one of torch, "),
         (["checkpoint-cost", "--repetitions", "0"], "--repetitions"),
     ],

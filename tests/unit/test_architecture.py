@@ -61,7 +61,18 @@ MAY_IMPORT = {
     "dist": {"errors", "events", "clock", "points", "notice", "settings", "records", "comm", "faults", "train"},
     "workloads": {"", "errors"},  # the public names of the package, and what it raises
     "report": {"errors", "events"},
-    "study": {"", "errors", "events", "recovery", "testing", "workloads", "report", "checkpoint", "faults", "train.session"},
+    "study": {
+        "",
+        "errors",
+        "events",
+        "recovery",
+        "testing",
+        "workloads",
+        "report",
+        "checkpoint",
+        "faults",
+        "train.session",
+    },
     "launch": {"errors", "events", "clock", "notice", "settings", "records", "membership", "faults.plan", "report"},
     "testing": {
         "errors",
