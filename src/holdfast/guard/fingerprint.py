@@ -17,6 +17,8 @@ from torch import nn
 
 WINDOW_BYTES = 64 << 10
 """Size of a window, as far as a rotation does not get too long with it. Hashing it takes some 5 us."""
+LONGEST_ROTATION = 64
+"""Steps of a rotation where the guard is to warn or to heal, at most."""
 EVERYTHING = -1
 """Takes the place of a step where all windows are hashed."""
 HALVES = ("weights", "optimizer")

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterator
 
 from holdfast.guard import Finding, Ranges, RotatingDigest
-from holdfast.guard.fingerprint import WINDOW_BYTES
+from holdfast.guard.fingerprint import LONGEST_ROTATION, WINDOW_BYTES
 from holdfast.train.replica import Replica
 from holdfast.train.scribe import Scribe
 from holdfast.train.world import World
@@ -16,7 +16,6 @@ _IS_TRAINING = 1
 _FIRST = 2
 """What is brought to the closing sum: nothing was found; what was found came again; from here on, who found something."""
 
-_LONGEST_ROTATION = 64
 _MOST_TIMES_BACK = 3
 """Going back so often in a rotation for what this worker found is enough."""
 
@@ -45,7 +44,7 @@ class Ranging:
         self.is_training = False
         """Whether what all went back for came again, with the same bits."""
         total = sum(layout.gradients_end * layout.dtype.itemsize for layout in replica.buckets.layouts)
-        room = max(WINDOW_BYTES, -(-total // _LONGEST_ROTATION))
+        room = max(WINDOW_BYTES, -(-total // LONGEST_ROTATION))
         self._windows = [
             (bucket, start, min(start + room // layout.dtype.itemsize, layout.gradients_end))
             for bucket, layout in enumerate(replica.buckets.layouts)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from holdfast.checkpoint import Loaded
 from holdfast.errors import ReplicasDiffer
 from holdfast.guard import Computed, RotatingDigest
-from holdfast.guard.fingerprint import EVERYTHING, HALVES
+from holdfast.guard.fingerprint import EVERYTHING, HALVES, LONGEST_ROTATION
 from holdfast.train.batches import MiniBatch
 from holdfast.train.gradients import MAX_METRICS
 from holdfast.train.ranging import Ranging
@@ -24,8 +24,6 @@ from holdfast.train.scribe import Scribe
 from holdfast.train.split.body import Split
 from holdfast.train.world import World
 
-_LONGEST_ROTATION = 64
-"""Steps of a rotation where the guard is to warn or to heal, at most."""
 _SHORTEST_ROTATION = 32
 """Steps between two states that are kept, at least: of a small model it would cost more to copy than to train."""
 _MOST_TIMES_BACK = 3
@@ -67,7 +65,7 @@ class Watch:
         self._ranging: Ranging | None = None
         if isinstance(replica, Replica) and self._policy != "off":
             looks = self._policy != "stop"
-            self._digest = RotatingDigest(replica.model, replica.optimizer, _LONGEST_ROTATION if looks else 0)
+            self._digest = RotatingDigest(replica.model, replica.optimizer, LONGEST_ROTATION if looks else 0)
             self._ranging = Ranging(world, replica, self._digest, scribe) if looks else None
         self._window = 0
         self._warned: set[tuple[str, ...]] = set()
