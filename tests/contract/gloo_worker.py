@@ -1,4 +1,4 @@
-"""One worker of the contract tests over Gloo: ``gloo_worker.py contract|building|rebuilding|on-gpus``."""
+"""One worker of the contract tests over Gloo: ``gloo_worker.py contract|building|rebuilding|stranded|on-gpus``."""
 
 import os
 import signal
@@ -89,6 +89,36 @@ def rebuilding():
         time.sleep(0.05)
 
 
+def lose_store_when_told(key):
+    """Lose the store in the moment in which it tells of ``key``, which is not heard any more."""
+    store = comm._store
+    note = store._note
+
+    def hear(told, value):
+        if told == key:
+            store._lose("it is gone")
+        else:
+            note(told, value)
+
+    store._note = hear
+
+
+def stranded():
+    """The store goes in the moment of an agreement: two have heard the outcome, and sum, while the third asks for it."""
+    me = comm.here[0]
+    comm.barrier()
+    if me == 2:
+        lose_store_when_told("g/0/act/1/decision")
+    assert comm.agree(me != 1) is False, "one of them had said no"
+    if me != 2:
+        comm._store._lose("it is gone")
+    assert comm.maximum([me, -me]) == [2, 0]
+    assert comm.agree(True)
+    assert comm.agree(me != 0) is False
+    comm.barrier()
+    assert comm.agree(True)
+
+
 def on_gpus():
     """Tensors on GPUs are exchanged too, before and after a death."""
     torch.cuda.set_device(comm.here[0])
@@ -111,7 +141,9 @@ def on_gpus():
 
 settings = Settings.from_env()
 comm = connect("gloo", settings.workers, settings.ranks, rank=settings.rank, store=settings.store, token=settings.token)
-{"contract": contract, "building": building, "rebuilding": rebuilding, "on-gpus": on_gpus}[sys.argv[1]]()
+{"contract": contract, "building": building, "rebuilding": rebuilding, "stranded": stranded, "on-gpus": on_gpus}[
+    sys.argv[1]
+]()
 sys.stdout.write(f"passed {comm.here[0]} of {comm.members}\n")  # at once: others write to the same pipe
 sys.stdout.flush()
 os._exit(0)

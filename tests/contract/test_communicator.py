@@ -98,6 +98,14 @@ def test_groups_that_were_given_up_leave_no_thread_and_no_file_behind(tmp_path):
 
 
 @pytest.mark.chaos
+def test_members_that_lose_the_store_in_the_moment_of_an_agreement_have_the_same_outcome(tmp_path):
+    passed, ended = run_gloo(tmp_path, 3, "stranded")
+
+    assert passed == [f"passed {rank} of (0, 1, 2)" for rank in range(3)]
+    assert ended == {0: 0, 1: 0, 2: 0}
+
+
+@pytest.mark.chaos
 @pytest.mark.skipif(
     not torch.distributed.is_nccl_available() or torch.cuda.device_count() < 3,
     reason="needs three GPUs and a torch with NCCL, which lets no two workers share a GPU",

@@ -12,6 +12,7 @@ the recovery; :mod:`~holdfast.comm.ordered` sees to both.
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -20,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from holdfast.comm.alone import Alone
 from holdfast.comm.groups import MAKERS, Aside, Meeting, Sending, Work, as_bytes, as_peer_failure, bury, wait
 from holdfast.comm.waiting import waiting
 from holdfast.errors import InternalError, PeerFailed, StoreLost
@@ -35,6 +37,8 @@ _NEW_WAIT_S = 1.0
 
 _POST_TAG = 1
 """The tag of what is posted; those of swaps are others."""
+_ALONE_TAG = (1 << 30) + 2
+"""The tag of what members tell each other who have lost their store; nothing else has one so large."""
 
 
 class C10dCommunicator:
@@ -54,6 +58,7 @@ class C10dCommunicator:
         self._timeout_s = timeout_s
         self._groups: dict[str, Any] = {}
         self._sending: Sending | None = None
+        self._alone: Alone | None = None
         self._broken = ""
         self._waiting: tuple[int, ...] = ()
         self._looked_at = -1
@@ -130,19 +135,25 @@ class C10dCommunicator:
 
     def post(self, rank: int, data: torch.Tensor) -> None:
         """Begin to give; see :meth:`Communicator.post`."""
+        self._post(rank, data, _POST_TAG)
+
+    def take(self, rank: int, data: torch.Tensor) -> None:
+        """Wait for what was posted; see :meth:`Communicator.take`."""
+        self._take(rank, data, _POST_TAG)
+
+    def _post(self, rank: int, data: torch.Tensor, tag: int) -> None:
         place = self.members.index(rank)
 
         def begin(group: Any) -> None:
             if self._sending is None:
                 self._sending = Sending()
-            self._sending.add(group.send([as_bytes(data)], place, _POST_TAG), data)
+            self._sending.add(group.send([as_bytes(data)], place, tag), data)
 
         self._with_group(begin, "cpu")
 
-    def take(self, rank: int, data: torch.Tensor) -> None:
-        """Wait for what was posted; see :meth:`Communicator.take`."""
+    def _take(self, rank: int, data: torch.Tensor, tag: int) -> None:
         place = self.members.index(rank)
-        self._run(lambda group: Aside(group.recv([as_bytes(data)], place, _POST_TAG).wait, keep=data), "cpu")
+        self._run(lambda group: Aside(group.recv([as_bytes(data)], place, tag).wait, keep=data), "cpu")
 
     def maximum(self, values: Sequence[int]) -> list[int]:
         """Return the maximum of each integer; see :meth:`Communicator.maximum`."""
@@ -180,11 +191,13 @@ class C10dCommunicator:
     def look(self) -> None:
         """Look at what the store has told; see :meth:`Exchange.look`.
 
-        Without a store nobody tells of a death: who waits for long then takes it for one.
+        Without a store nobody tells of a death: who waits for long then takes it for one. And those for whom it waits may
+        have to be told first what was agreed on last.
         """
         self._roster.check()
         if not self._store.lost:
             return
+        self._go_alone()
         now_s = time.monotonic()
         if now_s - self._looked_s > _NEW_WAIT_S:
             self._waits_since_s = now_s
@@ -198,22 +211,25 @@ class C10dCommunicator:
     def agree(self, flag: bool) -> bool:
         """Return the AND of all flags; see :meth:`Communicator.agree`.
 
-        Without a store nobody can go on after a failure, so all that is left to agree on is how to stop; the group does.
+        Without a store nobody can go on after a failure, so all that is left to agree on is how to stop.
         """
         self._check_thread()
         try:
             with waiting:
                 return self._roster.agree(flag)
         except StoreLost:
-            return self._agree_alone(flag)
+            try:
+                return self._go_alone().agree(self._roster.act, flag)
+            except PeerFailed:
+                return False
 
-    def _agree_alone(self, flag: bool) -> bool:
-        try:
-            data = torch.tensor([int(flag)], dtype=torch.uint8)
-            self._reduce(data, dist.ReduceOp.MIN)
-        except PeerFailed:
-            return False
-        return bool(data)
+    def _go_alone(self) -> Alone:
+        """Return how to agree in this generation without a store; the first call tells the others that we have none."""
+        if self._alone is None:
+            others = [rank for rank in self.members if rank != self._me]
+            post, take = (functools.partial(way, tag=_ALONE_TAG) for way in (self._post, self._take))
+            self._alone = Alone(others, post, take, self._roster.heard)
+        return self._alone
 
     def revoke(self) -> None:
         """Wake everybody who waits in this generation.
@@ -335,6 +351,7 @@ class C10dCommunicator:
         if self._sending is not None:
             self._sending.end()
             self._sending = None
+        self._alone = None
         while self._groups:
             bury(self._groups.popitem()[1])
         self._broken = ""

@@ -7,7 +7,7 @@ whoever dies. No torch.
 
 from holdfast.membership.client import HubStore
 from holdfast.membership.hub import Hub
-from holdfast.membership.roster import Roster, Vote
+from holdfast.membership.roster import Heard, Roster, Vote
 from holdfast.membership.store import Store, open_store
 
-__all__ = ["Hub", "HubStore", "Roster", "Store", "Vote", "open_store"]
+__all__ = ["Heard", "Hub", "HubStore", "Roster", "Store", "Vote", "open_store"]

@@ -42,6 +42,19 @@ class Vote:
     leaves: bool = False
 
 
+@dataclass(frozen=True, slots=True, order=True)
+class Heard:
+    """The outcome of an agreement.
+
+    Args:
+        act: Its number in its generation.
+        value: What came of it.
+    """
+
+    act: int = 0
+    value: bool = True
+
+
 class Roster:
     """One member's part in the agreements of a job.
 
@@ -56,6 +69,7 @@ class Roster:
         self.rank = rank
         self.generation = 0
         self.members: tuple[int, ...] = ()
+        self.heard = Heard()
         self._act = 0
         self._seen = -1
         if world is not None:
@@ -69,7 +83,9 @@ class Roster:
             StoreLost: if the store is.
             VotedOut: if the others have gone on without this member.
         """
-        return bool(self._decide(Vote(act="agree", flag=flag), self._next_act() + "decision"))
+        value = bool(self._decide(Vote(act="agree", flag=flag), self._next_act() + "decision"))
+        self.heard = Heard(self._act, value)
+        return value
 
     def shrink(self, *, admits: int = -1, leaves: bool = False) -> None:
         """Go on to the next generation: those who called and live, and newcomers if all admit them.
@@ -141,6 +157,11 @@ class Roster:
 
     # -- acts
 
+    @property
+    def act(self) -> int:
+        """Number of the last act of this generation that this member took part in; those count that came to nothing."""
+        return self._act
+
     def _next_act(self) -> str:
         self._act += 1
         return f"g/{self.generation}/act/{self._act}/"
@@ -204,7 +225,7 @@ class Roster:
         members = self.store.wait(lambda: self.store.get(self._members_key(generation)))
         assert members is not None
         self.members = tuple(json.loads(members))
-        self.generation, self._act, self._seen = generation, 0, -1
+        self.generation, self._act, self._seen, self.heard = generation, 0, -1, Heard()
         if self.rank not in self.members and not leaves:
             self._stop(generation, members)
 
