@@ -57,7 +57,8 @@ _DIGITS = replace(_TINY, epochs=16, slices=8, kills=(30, 150, PAPER_KILL), check
 _FASHION = replace(_DIGITS, dataset="fashion", samples=59_904, batch=128, epochs=1)
 _LARGE = 28
 """The least side that both of the paper's networks are run with here: that of Fashion-MNIST."""
-_PAPER_STEPS = 320
+_PAPER_RUNS = {"alexnet": (PAPER_KILL, 320), "googlenet": (30, 50)}
+"""In which iteration a worker is killed, of how many. An iteration of GoogLeNet takes a second: its runs are shorter."""
 
 _QUICK_LIMIT_S = 240.0
 _LIMIT_S = 3600.0
@@ -140,7 +141,7 @@ class _Plan:
             scale = _TINY if self._options.data is None else replace(_TINY, dataset="fashion", side=8)
         else:
             scale = _DIGITS if self._options.data is None else _FASHION
-        return scale if self.network == NETWORKS[0] else _of_paper(scale)
+        return scale if self.network == NETWORKS[0] else _of_paper(scale, self.network)
 
     def tasks(self) -> list[Task]:
         quick = self._options.quick
@@ -292,7 +293,7 @@ class _Plan:
         return [elastic_row(case, job, carry_out(job, self._options.data, self._limit_s), known)]
 
     def _paper(self, network: str, count: int, known: Sequence[Row]) -> list[Row]:
-        job = self._job(REPLICATED, ROLLBACK, count, network, _of_paper(self.scale))
+        job = self._job(REPLICATED, ROLLBACK, count, network, _of_paper(self.scale, network))
         undisturbed = self._row(job, known)
         kills = ((count - 1, job.scale.kills[0]),)
         jobs = [
@@ -303,7 +304,7 @@ class _Plan:
 
     def _step(self, network: str, count: int, _: Sequence[Row]) -> list[Row]:
         """Measure the step without faults: by MPI alone, with ULFM on, and with protection on."""
-        paper = _of_paper(self.scale)
+        paper = _of_paper(self.scale, network)
         scale = replace(paper, epochs=1, samples=_FREE_STEPS * paper.batch, slices=count, kills=())
         about: Row = {"part": "step", "status": MEASURED, "network": network, "workers": count, "batch": scale.batch}
         rows = [{**about, "mode": mode, **self._plain(network, count, scale, words)} for mode, words in _MODES.items()]
@@ -344,18 +345,19 @@ def _tried(omission: Omission, _: Sequence[Row]) -> list[Row]:
     return need_rows(omission)
 
 
-def _of_paper(scale: Scale) -> Scale:
-    """Return how much the paper's networks are trained: small mini-batches, until after the iteration of the kill."""
+def _of_paper(scale: Scale, network: str) -> Scale:
+    """Return how much one of the paper's networks is trained: small mini-batches, until after the iteration of the kill."""
     batch = 32
-    per_epoch = _PAPER_STEPS if scale.dataset == "fashion" else scale.samples // batch
+    kill, steps = _PAPER_RUNS[network]
+    per_epoch = steps if scale.dataset == "fashion" else min(steps, scale.samples // batch)
     quick = scale.slices == _TINY.slices
     return replace(
         scale,
         side=_LARGE,
         samples=per_epoch * batch,
         batch=batch,
-        epochs=1 if quick else -(-_PAPER_STEPS // per_epoch),
-        kills=scale.kills if quick else (PAPER_KILL,),
+        epochs=1 if quick else -(-steps // per_epoch),
+        kills=scale.kills if quick else (kill,),
     )
 
 
