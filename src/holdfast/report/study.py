@@ -23,6 +23,8 @@ from typing import Any
 from holdfast.report import words
 
 _MEASURED = "measured"
+_MANY = 40
+"""A table with more lines is folded up."""
 
 
 def render_study(results: Mapping[str, Any]) -> str:
@@ -111,7 +113,7 @@ def _table(section: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> dic
         "names": [name.replace("_", " ") for name in by],
         "heads": heads,
         "lines": lines,
-        "folded": section.get("folded"),
+        "folded": section.get("folded") or len(lines) > _MANY,
     }
 
 

@@ -58,7 +58,7 @@ _FASHION = replace(_DIGITS, dataset="fashion", samples=59_904, batch=128, epochs
 _LARGE = 28
 """The least side that both of the paper's networks are run with here: that of Fashion-MNIST."""
 _PAPER_RUNS = {"alexnet": (PAPER_KILL, 320), "googlenet": (30, 50)}
-"""In which iteration a worker is killed, of how many. An iteration of GoogLeNet takes a second: its runs are shorter."""
+"""In which iteration a worker is killed, of how many. An iteration of GoogLeNet takes seconds: its runs are shorter."""
 
 _QUICK_LIMIT_S = 240.0
 _LIMIT_S = 3600.0
