@@ -22,12 +22,14 @@ class Memory:
         self.places = [Place(f"t{i}", FORMATS[name], shape) for i, (name, shape) in enumerate(tensors)]
         self.raw = [rng.integers(0, 1 << p.format.bits, p.count, p.format.raw) for p in self.places]
 
-    def read(self, place, index):
-        assert np.all(np.diff(index) > 0), "indices must rise"
-        return self.raw[place][index]
+    def read(self, wanted):
+        assert all(np.all(np.diff(index) > 0) for _, index in wanted), "indices must rise"
+        assert len({place for place, _ in wanted}) == len(wanted), "places must be different"
+        return [self.raw[place][index] for place, index in wanted]
 
-    def write(self, place, index, raw):
-        self.raw[place][index] = raw
+    def write(self, changes):
+        for change in changes:
+            self.raw[change.place][change.index] = change.after
 
     def copy(self):
         return [raw.copy() for raw in self.raw]

@@ -6,6 +6,8 @@ import hashlib
 import json
 import os
 import shutil
+import subprocess
+import sys
 import zipfile
 from pathlib import Path
 
@@ -23,7 +25,7 @@ from holdfast.faults.alteration import Alteration
 from holdfast.faults.files import Target, find, opened
 from holdfast.faults.formats import FORMATS
 from holdfast.faults.inject import Replay, inject
-from holdfast.faults.record import lines, parse_record
+from holdfast.faults.record import entries, lines, parse_record
 
 SHAPE = (37, 11)
 VALUES = np.random.default_rng(1).standard_normal(SHAPE)
@@ -80,6 +82,67 @@ def test_what_hdf5_has_not_set_aside_yet_is_altered_too(tmp_path):
 
     assert len(done.record.tensors) == 4
     assert differences(old, read_h5(path)) == recorded(done)
+
+
+def test_data_sets_of_any_name_width_and_byte_order_are_altered_together_and_taken_back(tmp_path):
+    path = tmp_path / "a.h5"
+    dtypes = {
+        b'z"\\': "<f4",
+        b"caf\xe9": ">f4",
+        "\u00fc".encode(): "<f8",
+        b"b": ">f4",
+        b"a": "<f4",
+    }  # not by name in the file
+    with h5py.File(path, "w") as h5:
+        for name, dtype in dtypes.items():
+            kind, space = h5py.h5t.py_create(np.dtype(dtype)), h5py.h5s.create_simple(SHAPE)
+            h5py.h5d.create(h5.id, name, kind, space).write(h5py.h5s.ALL, h5py.h5s.ALL, VALUES.astype(dtype))
+    before, old = digest(path), path.read_bytes()
+
+    done = inject(Target(path), Alteration(count=300, seed=4), in_place=True, record=tmp_path / "flips.json")
+
+    places = {tensor.place.path.encode("utf-8", "surrogateescape") for tensor in done.record.tensors}
+    assert places == set(dtypes)
+    new = path.read_bytes()
+    assert sum((a ^ b).bit_count() for a, b in zip(old, new, strict=True)) == 300
+    with h5py.File(path) as h5:
+        for tensor in done.record.tensors:
+            found = h5[tensor.place.path.encode("utf-8", "surrogateescape")][()]
+            assert raw_of(found)[tensor.index].tolist() == tensor.after.tolist()
+    text = (tmp_path / "flips.json").read_text()
+    assert json.loads(text)["flips"] == list(entries(done.record))
+    inject(Target(path), Replay(parse_record(text)), in_place=True)
+    assert digest(path) == before
+
+
+def test_hdf5_is_altered_where_there_is_no_torch(tmp_path):
+    path = tmp_path / "a.h5"
+    with h5py.File(path, "w") as h5:
+        h5["w"] = VALUES
+    before = digest(path)
+    code = (
+        "import sys; sys.modules['torch'] = None; from holdfast.cli import main;"
+        f"main(['inject', {str(path)!r}, '--flips', '3', '--in-place', '--record', {str(tmp_path / 'flips.json')!r}])"
+    )
+
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+
+    assert (done.returncode, done.stderr) == (0, "")
+    assert digest(path) != before
+
+
+def test_a_write_that_the_disk_did_not_take_whole_is_told(tmp_path, monkeypatch):
+    from holdfast.faults.files import base
+
+    path = tmp_path / "a.h5"
+    with h5py.File(path, "w") as h5:
+        h5["w"] = VALUES
+    monkeypatch.setattr(base.os, "pwrite", lambda _file, data, _offset: len(data) - 1)
+
+    with pytest.raises(
+        CheckpointError, match="took 7 of 8 bytes that were to be altered; see whether the disk is full"
+    ):
+        inject(Target(path), Alteration(), in_place=True)
 
 
 def test_only_flipped_bytes_of_values_that_are_not_packed_change(tmp_path):
@@ -324,7 +387,7 @@ def test_cost_grows_with_the_flips_and_not_with_the_file(tmp_path, monkeypatch):
     assert 4000 <= sum(read) < 100_000
     with opened(Target(path), write=False) as values:
         (tensor,) = done.record.tensors
-        np.testing.assert_array_equal(values.read(0, tensor.index), tensor.after)
+        np.testing.assert_array_equal(values.read([(0, tensor.index)])[0], tensor.after)
 
 
 # --------------------------------------------------------------------------------------------- support

@@ -20,13 +20,16 @@ class Arrays:
         self.arrays = {path: np.ascontiguousarray(array) for path, array in arrays.items()}
         self.places = [Place(path, FORMATS[array.dtype.name], array.shape) for path, array in self.arrays.items()]
 
-    def read(self, place, index):
-        assert np.all(np.diff(index) > 0), "indices must rise"
-        raw = self.places[place].format.raw
-        return list(self.arrays.values())[place].reshape(-1).view(raw)[index]
+    def raw(self, place):
+        return list(self.arrays.values())[place].reshape(-1).view(self.places[place].format.raw)
 
-    def write(self, place, index, raw):
-        list(self.arrays.values())[place].reshape(-1).view(raw.dtype)[index] = raw
+    def read(self, wanted):
+        assert all(np.all(np.diff(index) > 0) for _, index in wanted), "indices must rise"
+        return [self.raw(place)[index] for place, index in wanted]
+
+    def write(self, changes):
+        for change in changes:
+            self.raw(change.place)[change.index] = change.after
 
 
 def keras(seed=0):

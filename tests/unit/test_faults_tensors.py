@@ -36,7 +36,7 @@ def test_exactly_the_drawn_bits_are_flipped_where_the_tensors_lie(name):
     assert sum(bits.values()) == 60
     assert min(bits["rows"], bits["columns"], bits["strided"]) > 0
     for change in changes:
-        assert values.read(change.place, change.index).tobytes() == change.after.tobytes()
+        assert values.read([(change.place, change.index)])[0].tobytes() == change.after.tobytes()
 
 
 def test_what_is_altered_twice_is_as_it_was():

@@ -9,9 +9,10 @@ What is altered lies in *places*, tensors in memory or in a file; all that is as
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NoReturn, Protocol
+from itertools import pairwise
+from typing import Any, NoReturn, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -49,19 +50,22 @@ class Place:
 
 
 class Values(Protocol):
-    """Where values can be read and written, by place and index in row-major order."""
+    """Where values can be read and written, by place and index in row-major order.
+
+    Several places are asked for at once, because each call of the operating system, or of HDF5, has its price.
+    """
 
     @property
     def places(self) -> Sequence[Place]:
         """What can be altered."""
         ...
 
-    def read(self, place: int, index: NDArray[np.int64]) -> Raw:
-        """Return raw values of a place, of shape (k,), for indices in rising order without repetition."""
+    def read(self, wanted: Sequence[tuple[int, NDArray[np.int64]]]) -> list[Raw]:
+        """Return raw values of different places, of shape (k,) each, for indices in rising order without repetition."""
         ...
 
-    def write(self, place: int, index: NDArray[np.int64], raw: Raw) -> None:
-        """Replace them."""
+    def write(self, changes: Sequence[Change]) -> None:
+        """Replace those of different places by what they are after changes."""
         ...
 
 
@@ -181,8 +185,7 @@ class Change:
 
 def apply(values: Values, changes: Sequence[Change]) -> None:
     """Alter values."""
-    for change in changes:
-        values.write(change.place, change.index, change.after)
+    values.write(changes)
 
 
 def draw(values: Values, alteration: Alteration) -> list[Change]:
@@ -212,8 +215,7 @@ def draw(values: Values, alteration: Alteration) -> list[Change]:
             old = drawn.get(place)
             mine = new if old is None else np.insert(old, np.searchsorted(old, new), new)
             drawn[place] = sites.harmless(values, place, mine) if alteration.finite else mine
-    changes = (sites.change(values, place, mine) for place, mine in sorted(drawn.items()))
-    return [change for change in changes if len(change)]
+    return sites.changes(values, drawn)
 
 
 class _Sites:
@@ -224,11 +226,15 @@ class _Sites:
         self._places = places
         # A bit is altered once; a value that is altered as a whole is, too.
         self._by_bit = alteration.scale is None and alteration.percent is None and alteration.pattern[1] == 1
-        self._offsets = [range(1) if alteration.scale is not None else alteration.offsets(p.format) for p in places]
-        values = [p.count if offsets else 0 for p, offsets in zip(places, self._offsets, strict=True)]
-        self._values = sum(values)
-        each = [len(offsets) if self._by_bit else 1 for offsets in self._offsets]
-        self._units = np.array(values, np.int64) * np.array(each, np.int64)
+        offsets = {
+            name: range(1) if alteration.scale is not None else alteration.offsets(format)
+            for name, format in {p.format.name: p.format for p in places}.items()
+        }
+        self._offsets = [offsets[p.format.name] for p in places]
+        self._counts = [p.count if mine else 0 for p, mine in zip(places, self._offsets, strict=True)]
+        self._values = sum(self._counts)
+        each = [len(mine) if self._by_bit else 1 for mine in self._offsets]
+        self._units = np.array(self._counts, np.int64) * np.array(each, np.int64)
         if not self._values:
             bits = alteration.bits + (" but the sign" if alteration.keep_sign else "")
             _refuse(
@@ -257,10 +263,7 @@ class _Sites:
         if self._alteration.law == "values":
             ends = np.cumsum(left)
             ranks = _rising(rng, count, int(ends[-1]))
-            parts = np.split(ranks, np.searchsorted(ranks, ends[:-1]))
-            found = {place: part for place, part in enumerate(parts) if len(part)}
-            for place, part in found.items():
-                part -= ends[place] - left[place]
+            found = {place: ranks[part] for place, part in _parts(ranks, ends - left)}
         else:
             free = np.flatnonzero(left)
             shares = np.minimum(rng.multinomial(count, np.full(len(free), 1 / len(free))), left[free])
@@ -280,39 +283,87 @@ class _Sites:
 
     def harmless(self, values: Values, place: int, sites: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return those of a place's sites, of all that are altered there, that leave finite values finite."""
-        change = self.change(values, place, sites)
+        (change,) = self.changes(values, {place: sites})
         format = self._places[place].format
         harmed = change.index[format.is_finite(change.before) & ~format.is_finite(change.after)]
         return sites[~np.isin(sites // len(self._offsets[place]), harmed)] if len(harmed) else sites
 
-    def change(self, values: Values, place: int, sites: NDArray[np.int64]) -> Change:
-        """Return what altering all these sites does."""
-        format = self._places[place].format
+    def changes(self, values: Values, drawn: Mapping[int, NDArray[np.int64]]) -> list[Change]:
+        """Return what altering all these sites does, by place in rising order."""
+        found = []
         if self._alteration.scale is not None:
-            before = values.read(place, sites)
-            known = format.values(before).astype(np.float64)
-            return Change(place, sites, before, format.raw_of(known * self._alteration.scale))
-        index, mask = self._masks(place, sites)
-        before = values.read(place, index)
-        return Change(place, index, before, np.bitwise_xor(before, mask, out=mask))
+            wanted = sorted(drawn.items())
+            for (place, sites), before in zip(wanted, values.read(wanted), strict=True):
+                format = self._places[place].format
+                known = format.values(before).astype(np.float64)
+                found.append(Change(place, sites, before, format.raw_of(known * self._alteration.scale)))
+        else:
+            masks = {place: (index, mask) for place, index, mask in self._masks(drawn)}
+            wanted = [(place, masks[place][0]) for place in sorted(masks)]
+            for (place, index), before in zip(wanted, values.read(wanted), strict=True):
+                mask = masks[place][1]
+                found.append(Change(place, index, before, np.bitwise_xor(before, mask, out=mask)))
+        return [change for change in found if len(change)]
 
-    def _masks(self, place: int, sites: NDArray[np.int64]) -> tuple[NDArray[np.int64], Raw]:
-        """Return the indices of the values that sites are in, each once, and the bits of each that are flipped."""
-        raw, offsets = self._places[place].format.raw, self._offsets[place]
-        index, masks = np.empty(len(sites), np.int64), np.empty(len(sites), raw)
-        pattern, end = raw.type(self._alteration.pattern[0]), 0
-        for start in range(0, len(sites), _BATCH):
-            batch = sites[start : start + _BATCH]
-            value = batch // len(offsets)
-            first = np.flatnonzero(np.diff(value, prepend=-1))
-            shift = (batch - value * len(offsets) + offsets.start).astype(raw)
-            mask = np.bitwise_or.reduceat(pattern << shift, first)
-            if end and index[end - 1] == value[0]:  # the batch before ended within this value
-                masks[end - 1] |= mask[0]
-                first, mask = first[1:], mask[1:]
-            index[end : end + len(first)], masks[end : end + len(first)] = value[first], mask
-            end += len(first)
-        return index[:end], masks[:end]
+    def _masks(self, drawn: Mapping[int, NDArray[np.int64]]) -> Iterator[tuple[int, NDArray[np.int64], Raw]]:
+        """Yield by place the indices of the values that sites are in, each once, and the bits of each that are flipped."""
+        alike: dict[str, list[int]] = {}
+        for place in drawn:
+            alike.setdefault(self._places[place].format.name, []).append(place)
+        for places in alike.values():
+            offsets, raw = self._offsets[places[0]], self._places[places[0]].format.raw
+            if len(places) == 1:  # it may be large, and is not copied
+                yield places[0], *_merged(drawn[places[0]], offsets, self._alteration.pattern[0], raw)
+                continue
+            # Many small ones take no longer than a large one, as if their values stood one behind the other.
+            counts = np.array([self._counts[place] for place in places], np.int64)
+            starts = np.cumsum(counts) - counts
+            sites = [
+                drawn[place] + start for place, start in zip(places, (starts * len(offsets)).tolist(), strict=True)
+            ]
+            index, masks = _merged(np.concatenate(sites), offsets, self._alteration.pattern[0], raw)
+            for number, part in _parts(index, starts):
+                yield places[number], index[part], masks[part]
+
+
+def _merged(
+    sites: NDArray[np.int64], offsets: range, pattern: int, raw: np.dtype[Any]
+) -> tuple[NDArray[np.int64], Raw]:
+    """Return the indices of the values that sites are in, each once, and the bits of each that are flipped.
+
+    Args:
+        sites: In rising order; as many to a value as there are offsets.
+        offsets: At which bit of a value each of them is.
+        pattern: The bits that are flipped together, counted from there.
+        raw: The type of the bits.
+    """
+    index, masks = np.empty(len(sites), np.int64), np.empty(len(sites), raw)
+    bits, end = raw.type(pattern), 0
+    for start in range(0, len(sites), _BATCH):
+        batch = sites[start : start + _BATCH]
+        value = batch // len(offsets)
+        first = np.flatnonzero(np.diff(value, prepend=-1))
+        shift = (batch - value * len(offsets) + offsets.start).astype(raw)
+        mask = np.bitwise_or.reduceat(bits << shift, first)
+        if end and index[end - 1] == value[0]:  # the batch before ended within this value
+            masks[end - 1] |= mask[0]
+            first, mask = first[1:], mask[1:]
+        index[end : end + len(first)], masks[end : end + len(first)] = value[first], mask
+        end += len(first)
+    return index[:end], masks[:end]
+
+
+def _parts(numbers: NDArray[np.int64], starts: NDArray[np.int64]) -> list[tuple[int, slice]]:
+    """Cut rising numbers at some of them, and count those of each part from its start on: in place.
+
+    Returns:
+        Which start each part has, and where it is; parts that are empty are left out.
+    """
+    ends = [*np.searchsorted(numbers, starts[1:]).tolist(), len(numbers)]
+    found = [(which, slice(a, b)) for which, (a, b) in enumerate(pairwise([0, *ends])) if b > a]
+    for which, part in found:
+        numbers[part] -= starts[which]
+    return found
 
 
 def _rising(rng: np.random.Generator, count: int, total: int) -> NDArray[np.int64]:

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from holdfast.errors import ConfigError
-from holdfast.faults.alteration import Alteration, Place, Values, apply, draw
+from holdfast.faults.alteration import Alteration, Change, Place, Values, apply, draw
 from holdfast.faults.files import Target, copied, opened
 from holdfast.faults.files.base import FileValues, Index, Skipped
 from holdfast.faults.formats import Raw
+from holdfast.faults.names import chosen
 from holdfast.faults.record import Record, Replayed, lines, record_of, replay
 from holdfast.faults.record import Target as Mapped
-from holdfast.faults.tensors import chosen
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,13 +62,13 @@ class Part:
         self._chosen = chosen
         self.places: Sequence[Place] = [values.places[number] for number in chosen]
 
-    def read(self, place: int, index: Index) -> Raw:
+    def read(self, wanted: Sequence[tuple[int, Index]]) -> list[Raw]:
         """See :meth:`Values.read`."""
-        return self._values.read(self._chosen[place], index)
+        return self._values.read([(self._chosen[place], index) for place, index in wanted])
 
-    def write(self, place: int, index: Index, raw: Raw) -> None:
+    def write(self, changes: Sequence[Change]) -> None:
         """See :meth:`Values.write`."""
-        self._values.write(self._chosen[place], index, raw)
+        self._values.write([replace(change, place=self._chosen[change.place]) for change in changes])
 
 
 def inject(
@@ -88,7 +88,7 @@ def inject(
         target: Which.
         what: What is done to which values.
         at: Only to those of tensors whose path is, begins or matches one of these; see
-            :func:`~holdfast.faults.tensors.chosen`.
+            :func:`~holdfast.faults.names.chosen`.
         out: Where the altered copy goes: a new file; of a checkpoint, a directory of checkpoints.
         in_place: Alter the file itself.
         dry_run: Alter nothing; the record is written.
@@ -157,7 +157,7 @@ def _changes(values: Values, what: Alteration | Replay) -> Replayed:
 def _write(path: Path, record: Record) -> None:
     try:
         with path.open("x", encoding="utf-8") as file:
-            file.writelines(lines(record))
+            file.write("".join(lines(record)))
     except OSError as error:
         msg = f"cannot write the record {path}: {error.strerror or error}"
         raise ConfigError(msg) from error

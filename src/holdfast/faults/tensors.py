@@ -7,7 +7,6 @@ then, as it would after a fault of the hardware.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from fnmatch import fnmatchcase
 from typing import Any
 
 import numpy as np
@@ -18,6 +17,7 @@ from holdfast.errors import ConfigError
 from holdfast.faults.alteration import Change, Place, apply, draw
 from holdfast.faults.flip import Flip
 from holdfast.faults.formats import FORMATS, Raw
+from holdfast.faults.names import chosen
 from holdfast.faults.record import entries, record_of
 
 MOST_LISTED = 64
@@ -45,14 +45,21 @@ class Tensors:
         raw = [tensor.data.view(_WHOLE[tensor.element_size()]) for tensor in chosen.values()]
         self._raw = [tensor.view(-1) if tensor.is_contiguous() else tensor for tensor in raw]
 
-    def read(self, place: int, index: NDArray[np.int64]) -> Raw:
-        """Return raw values of a tensor, of shape (k,), for indices in row-major order."""
+    def read(self, wanted: Sequence[tuple[int, NDArray[np.int64]]]) -> list[Raw]:
+        """See :meth:`~holdfast.faults.alteration.Values.read`."""
+        return [self._read(place, index) for place, index in wanted]
+
+    def write(self, changes: Sequence[Change]) -> None:
+        """See :meth:`~holdfast.faults.alteration.Values.write`."""
+        for change in changes:
+            self._write(change.place, change.index, change.after)
+
+    def _read(self, place: int, index: NDArray[np.int64]) -> Raw:
         raw, at = self._raw[place], self._at(place, index)
         found: Raw = raw.numpy()[at] if raw.device.type == "cpu" else raw[_on(raw, at)].cpu().numpy()
         return found.view(self.places[place].format.raw)
 
-    def write(self, place: int, index: NDArray[np.int64], values: Raw) -> None:
-        """Replace them."""
+    def _write(self, place: int, index: NDArray[np.int64], values: Raw) -> None:
         raw, at = self._raw[place], self._at(place, index)
         if raw.device.type == "cpu":
             array = raw.numpy()
@@ -88,25 +95,6 @@ def alter(named: Mapping[str, torch.Tensor], flip: Flip) -> tuple[list[dict[str,
     return listed(values.places, changes, flip.how.scale), sum(map(len, changes))
 
 
-def chosen(named: Mapping[str, Any], patterns: Sequence[str]) -> dict[str, Any]:
-    """Return what has one of some names.
-
-    Args:
-        named: By path.
-        patterns: Paths, beginnings of paths that end before a dot or a slash, or patterns with ``*``, ``?`` and ``[]``.
-            None: all.
-
-    Raises:
-        ConfigError: if one of them fits nothing.
-    """
-    for pattern in patterns:
-        if not any(_fits(path, pattern) for path in named):
-            shown = ", ".join(list(named)[:8]) + (", ..." if len(named) > 8 else "")
-            msg = f"at must be, begin or match one of {shown or 'no name: there is nothing'}, got {pattern!r}"
-            raise ConfigError(msg)
-    return {path: what for path, what in named.items() if not patterns or any(_fits(path, p) for p in patterns)}
-
-
 def listed(places: Sequence[Place], changes: Sequence[Change], scale: float | None = None) -> list[dict[str, Any]]:
     """Return what became of the first :data:`MOST_LISTED` values, one entry a flip, as :mod:`~holdfast.faults.record` says it.
 
@@ -124,10 +112,6 @@ def _first(changes: Sequence[Change], most: int) -> Iterator[Change]:
         if most > 0:
             yield Change(change.place, change.index[:most], change.before[:most], change.after[:most])
         most -= len(change)
-
-
-def _fits(path: str, pattern: str) -> bool:
-    return path == pattern or path.startswith((f"{pattern}.", f"{pattern}/")) or fnmatchcase(path, pattern)
 
 
 def _format_name(tensor: torch.Tensor) -> str:

@@ -1,4 +1,4 @@
-"""Values in checkpoint files, behind a seam: one module per kind.
+"""Values in checkpoint files, behind a seam: one module per kind, loaded when it is needed. HDF5 needs no torch.
 
 Values that lie in a file as they are, one behind the other, are read and written there: nothing else of the file is
 looked at. What HDF5 has packed is unpacked chunk by chunk, and only the chunks that are needed.
@@ -10,36 +10,14 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
-from holdfast.checkpoint.foreign import LOCATORS
-from holdfast.checkpoint.load import steps
-from holdfast.checkpoint.manifest import MANIFEST_NAME
-from holdfast.checkpoint.storage import is_remote, step_folder, step_of
-from holdfast.errors import CheckpointMissing, ConfigError
-from holdfast.faults.files.base import FileValues, explained
-from holdfast.faults.files.checkpoint import CheckpointValues, manifest_of
-from holdfast.faults.files.foreign import ForeignValues
-from holdfast.faults.files.hdf5 import Hdf5Values
+from holdfast.errors import ConfigError
+from holdfast.faults.files.base import FileValues, Target, explained
+
+__all__ = ["Target", "copied", "find", "opened"]
 
 _HDF5 = b"\x89HDF\r\n\x1a\n"
-
-
-@dataclass(frozen=True, slots=True)
-class Target:
-    """What is to be altered.
-
-    Args:
-        path: A file of another program, or a directory of checkpoints.
-        step: Which checkpoint of a directory; None for a file.
-    """
-
-    path: Path
-    step: int | None = None
-
-    def __str__(self) -> str:
-        return str(self.path if self.step is None else self.path / step_folder(self.step))
 
 
 def find(text: str) -> Target:
@@ -49,35 +27,12 @@ def find(text: str) -> Target:
         ConfigError: if there is nothing, or something else.
         CheckpointMissing: if a directory has no complete checkpoint.
     """
-    if is_remote(text):
-        msg = f"{text} must be on this machine to be altered; fetch it first"
-        raise ConfigError(msg)
     path = Path(text.removeprefix("file://"))
-    if path.name == MANIFEST_NAME or (path.is_dir() and (path.parent / MANIFEST_NAME).is_file()):
-        path = path.parent
-    if not path.exists():
-        msg = f"there is no {str(path)!r}; name a checkpoint, a directory of checkpoints, or a file"
-        raise ConfigError(msg)
-    if not path.is_dir():
+    if path.is_file() and path.suffix != ".json":  # a manifest stands for its checkpoint
         return Target(path)
-    if (path / MANIFEST_NAME).exists():
-        step = step_of(path.resolve().name)
-        if step is None:
-            msg = (
-                f"{path} holds a checkpoint under another name than that of its step; call it step-00000020 for step 20"
-            )
-            raise ConfigError(msg)
-        return Target(path.resolve().parent if path.name in ("", "..") else path.parent, step)
-    if (path / ".metadata").exists():
-        msg = (
-            f"{path} is a folder of torch.distributed.checkpoint without a manifest.json of holdfast; its index is a pickle, "
-            "which is not read: save it as .safetensors"
-        )
-        raise ConfigError(msg)
-    if not (complete := steps(path)):
-        msg = f"there is no complete checkpoint in {path}; name a directory that has one, or a file"
-        raise CheckpointMissing(msg)
-    return Target(path, complete[-1])
+    from holdfast.faults.files.checkpoint import find_checkpoint
+
+    return find_checkpoint(text)
 
 
 @contextmanager
@@ -90,10 +45,12 @@ def opened(target: Target, *, write: bool) -> Iterator[FileValues]:
         CheckpointError: if it cannot be read, or altered.
     """
     with ExitStack() as stack:
-        if target.step is not None:
-            yield CheckpointValues(target.path, manifest_of(target.path, target.step), stack, write=write)
-        else:
+        if target.step is None:
             yield _foreign(target.path, target.path, stack, write=write)
+        else:
+            from holdfast.faults.files.checkpoint import CheckpointValues, manifest_of
+
+            yield CheckpointValues(target.path, manifest_of(target.path, target.step), stack, write=write)
 
 
 @contextmanager
@@ -121,6 +78,9 @@ def copied(target: Target, out: Path) -> Iterator[FileValues]:
             with explained(out):
                 draft.rename(out)
             return
+        from holdfast.checkpoint.storage import step_folder
+        from holdfast.faults.files.checkpoint import CheckpointValues, manifest_of
+
         root = out.parent if out.name == step_folder(target.step) else out
         manifest = manifest_of(target.path, target.step)
         folder = root / step_folder(target.step)
@@ -142,7 +102,12 @@ def _foreign(path: Path, named: Path, stack: ExitStack, *, write: bool) -> FileV
         is_hdf5 = file.read(len(_HDF5)) == _HDF5
     kind = named.suffix.lower()
     if is_hdf5 or kind in (".h5", ".hdf5"):
+        from holdfast.faults.files.hdf5 import Hdf5Values
+
         return Hdf5Values(path, stack, write=write)
+    from holdfast.checkpoint.foreign import LOCATORS
+    from holdfast.faults.files.foreign import ForeignValues
+
     if kind not in LOCATORS:
         msg = f"{named} is no file that can be altered; it must be HDF5, or its name end with one of {', '.join(LOCATORS)}"
         raise ConfigError(msg)

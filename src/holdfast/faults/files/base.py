@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import repeat
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
@@ -14,15 +15,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from holdfast.errors import CheckpointCorrupt, CheckpointError
-from holdfast.faults.alteration import Place
+from holdfast.faults.alteration import Change, Place
 from holdfast.faults.formats import Raw
 
 Index = NDArray[np.int64]
 
-_NEAR_BYTES = 1 << 12
-"""Values no farther apart are read together: the disk has no smaller pieces."""
+_NEAR_BYTES = 1 << 9
+"""Values no farther apart are read together: what is between them costs less than a call."""
 _MOST_BYTES = 1 << 22
 """No more is read at a time."""
+_MOST_VALUES = 1 << 18
+"""Tensors are joined until they have so many values: beyond, a call for each costs little, and joining takes memory."""
 
 
 class Store(Protocol):
@@ -34,12 +37,34 @@ class Store(Protocol):
         ...
 
     def read(self, index: Index) -> Raw:
-        """See :meth:`holdfast.faults.alteration.Values.read`."""
+        """Return raw values, of shape (k,), for indices in rising order without repetition."""
         ...
 
     def write(self, index: Index, raw: Raw) -> None:
-        """See :meth:`holdfast.faults.alteration.Values.write`."""
+        """Replace them."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A tensor whose values lie in a file as they are, one behind the other in the order of their indices.
+
+    Args:
+        place: What it is.
+        file: Which.
+        offset: The first byte of the first value.
+        order: Of the bytes of a value, ``<`` or ``>``.
+    """
+
+    place: Place
+    file: Bytes
+    offset: int
+    order: str
+
+    @property
+    def width(self) -> int:
+        """Return the bytes of a value."""
+        return self.place.format.bits // 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +80,26 @@ class Skipped:
     why: str
 
 
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What is to be altered.
+
+    Args:
+        path: A file of another program, or a directory of checkpoints.
+        step: Which checkpoint of a directory; None for a file.
+    """
+
+    path: Path
+    step: int | None = None
+
+    def __str__(self) -> str:
+        if self.step is None:
+            return str(self.path)
+        from holdfast.checkpoint.storage import step_folder
+
+        return str(self.path / step_folder(self.step))
+
+
 class FileValues:
     """See :class:`~holdfast.faults.alteration.Values`.
 
@@ -64,7 +109,7 @@ class FileValues:
         skipped: What else is there.
     """
 
-    def __init__(self, kind: str, stores: Sequence[Store], skipped: Sequence[Skipped] = ()) -> None:
+    def __init__(self, kind: str, stores: Sequence[Store | Row], skipped: Sequence[Skipped] = ()) -> None:
         self.kind = kind
         self.skipped = tuple(skipped)
         self._stores = stores
@@ -75,13 +120,44 @@ class FileValues:
         """What can be altered."""
         return self._places
 
-    def read(self, place: int, index: Index) -> Raw:
-        """See :meth:`holdfast.faults.alteration.Values.read`."""
-        return self._stores[place].read(index)
+    def read(self, wanted: Sequence[tuple[int, Index]]) -> list[Raw]:
+        """See :meth:`holdfast.faults.alteration.Values.read`; all that lies in rows of one file is read at once."""
+        found: dict[int, Raw] = {}
+        for rows in self._rows(wanted):
+            at, ends = _laid_out(rows)
+            first = rows[0][1]
+            read = np.split(first.file.read(at, first.width, first.order), ends)
+            found.update(zip((place for place, _, _ in rows), read, strict=True))
+        for place, index in wanted:
+            store = self._stores[place]
+            if not isinstance(store, Row):
+                found[place] = store.read(index)
+        return [found[place] for place, _ in wanted]
 
-    def write(self, place: int, index: Index, raw: Raw) -> None:
-        """See :meth:`holdfast.faults.alteration.Values.write`."""
-        self._stores[place].write(index, raw)
+    def write(self, changes: Sequence[Change]) -> None:
+        """See :meth:`holdfast.faults.alteration.Values.write`; all that lies in rows of one file is written at once."""
+        after = {change.place: change.after for change in changes}
+        for rows in self._rows([(change.place, change.index) for change in changes]):
+            at, _ = _laid_out(rows)
+            first = rows[0][1]
+            first.file.write(at, first.width, first.order, np.concatenate([after[place] for place, _, _ in rows]))
+        for change in changes:
+            store = self._stores[change.place]
+            if not isinstance(store, Row):
+                store.write(change.index, change.after)
+
+    def _rows(self, wanted: Sequence[tuple[int, Index]]) -> Iterable[list[tuple[int, Row, Index]]]:
+        """Return those of the places that are rows, with what is read and written at once together."""
+        alike: dict[tuple[Bytes, int, str, int], list[tuple[int, Row, Index]]] = {}
+        before = 0
+        for place, index in wanted:
+            row = self._stores[place]
+            if isinstance(row, Row):
+                alike.setdefault((row.file, row.width, row.order, before // _MOST_VALUES), []).append(
+                    (place, row, index)
+                )
+                before += len(index)
+        return alike.values()
 
     def seal(self, *, keep_digests: bool) -> None:
         """Make right whatever digests the file has of what was written, unless they are to be kept."""
@@ -104,31 +180,43 @@ class Bytes:
 
     def read(self, at: Index, width: int, order: str) -> Raw:
         """Return values that begin at some bytes, each of so many bytes in this order; of shape (k,)."""
-        found = np.empty((len(at), width), np.uint8)
+        found = np.empty(len(at), f"u{width}")
         alone, runs = _apart(at)
-        with explained(self._path):
-            data = b"".join([os.pread(self._number, width, offset) for offset in at[alone].tolist()])
-        if len(data) < len(alone) * width:
-            self._refuse(int(at.max()) + width)
-        found[alone] = np.frombuffer(data, np.uint8).reshape(-1, width)
+        found[alone] = self._read_each(at[alone], width, order)
         for run in runs:
             first = int(at[run[0]])
-            found[run] = self.get(first, int(at[run[-1]]) + width - first)[_bytes_of(at[run] - first, width)]
-        return found.view(f"{order}u{width}").reshape(-1).astype(f"u{width}", copy=False)
+            data = self.get(first, int(at[run[-1]]) + width - first)[_bytes_of(at[run] - first, width)]
+            found[run] = data.view(f"{order}u{width}").reshape(-1)
+        return found
 
     def write(self, at: Index, width: int, order: str, raw: Raw) -> None:
         """Replace them."""
-        new = raw.astype(f"{order}u{width}").view(np.uint8).reshape(-1, width)
+        new = raw.astype(f"{order}u{width}", copy=False)
+        self.touched.append(at)
         alone, runs = _apart(at)
-        with explained(self._path):
-            for offset, data in zip(at[alone].tolist(), new[alone], strict=True):
-                os.pwrite(self._number, data, offset)
+        self._write_each(at[alone], new[alone])
         for run in runs:
             first = int(at[run[0]])
             around = self.get(first, int(at[run[-1]]) + width - first)
-            around[_bytes_of(at[run] - first, width)] = new[run]
+            around[_bytes_of(at[run] - first, width)] = new[run].view(np.uint8).reshape(-1, width)
             self.replace(first, around.data)
-        self.touched.append(at)
+
+    def _read_each(self, at: Index, width: int, order: str) -> Raw:
+        with explained(self._path):
+            data = b"".join(map(os.pread, repeat(self._number), repeat(width), at.tolist()))
+        if len(data) < len(at) * width:
+            self._refuse(int(at.max()) + width)
+        return np.frombuffer(data, f"{order}u{width}").astype(f"u{width}", copy=False)
+
+    def _write_each(self, at: Index, new: Raw) -> None:
+        values = new.view(f"V{new.itemsize}").tolist()
+        with explained(self._path):
+            done = sum(map(os.pwrite, repeat(self._number), values, at.tolist()))
+        if done < new.nbytes:
+            msg = (
+                f"{self._path} took {done} of {new.nbytes} bytes that were to be altered; see whether the disk is full"
+            )
+            raise CheckpointError(msg)
 
     def get(self, offset: int, size_bytes: int) -> NDArray[np.uint8]:
         """Return some bytes.
@@ -173,6 +261,12 @@ class Bytes:
     def _refuse(self, end: int) -> NoReturn:
         msg = f"{self._path} is damaged: it ends before byte {end}, where values should be"
         raise CheckpointCorrupt(msg)
+
+
+def _laid_out(rows: Sequence[tuple[int, Row, Index]]) -> tuple[Index, Index]:
+    """Return the first bytes of values, row by row, and where those of each row but the first begin among them."""
+    at = [index * row.width + row.offset for _, row, index in rows]
+    return np.concatenate(at), np.cumsum([len(one) for one in at])[:-1]
 
 
 def _apart(at: Index) -> tuple[Index, list[Index]]:

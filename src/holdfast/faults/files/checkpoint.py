@@ -11,13 +11,14 @@ import numpy as np
 
 from holdfast.checkpoint.blocks import BLOCK_BYTES, block_ranges, digest_of
 from holdfast.checkpoint.foreign import row_major
-from holdfast.checkpoint.load import read_manifest
+from holdfast.checkpoint.load import read_manifest, steps
 from holdfast.checkpoint.manifest import MANIFEST_NAME, FileEntry, Manifest, Piece, TensorEntry, dump
 from holdfast.checkpoint.pour import gaps
-from holdfast.checkpoint.storage import step_folder
+from holdfast.checkpoint.storage import is_remote, step_folder, step_of
 from holdfast.checkpoint.storage.local import LocalStorage
+from holdfast.errors import CheckpointMissing, ConfigError
 from holdfast.faults.alteration import Place
-from holdfast.faults.files.base import Box, Bytes, FileValues, Index, Laid, Skipped
+from holdfast.faults.files.base import Box, Bytes, FileValues, Index, Laid, Skipped, Target
 from holdfast.faults.files.zips import renew_checksums
 from holdfast.faults.formats import FORMATS
 
@@ -108,3 +109,36 @@ def manifest_of(root: Path, step: int) -> Manifest:
         CheckpointMissing: if there is none.
     """
     return read_manifest(LocalStorage(root), step)
+
+
+def find_checkpoint(text: str) -> Target:
+    """Return what is meant by a path; see :func:`holdfast.faults.files.find`."""
+    if is_remote(text):
+        msg = f"{text} must be on this machine to be altered; fetch it first"
+        raise ConfigError(msg)
+    path = Path(text.removeprefix("file://"))
+    if path.name == MANIFEST_NAME or (path.is_dir() and (path.parent / MANIFEST_NAME).is_file()):
+        path = path.parent
+    if not path.exists():
+        msg = f"there is no {str(path)!r}; name a checkpoint, a directory of checkpoints, or a file"
+        raise ConfigError(msg)
+    if not path.is_dir():
+        return Target(path)
+    if (path / MANIFEST_NAME).exists():
+        step = step_of(path.resolve().name)
+        if step is None:
+            msg = (
+                f"{path} holds a checkpoint under another name than that of its step; call it step-00000020 for step 20"
+            )
+            raise ConfigError(msg)
+        return Target(path.resolve().parent if path.name in ("", "..") else path.parent, step)
+    if (path / ".metadata").exists():
+        msg = (
+            f"{path} is a folder of torch.distributed.checkpoint without a manifest.json of holdfast; its index is a pickle, "
+            "which is not read: save it as .safetensors"
+        )
+        raise ConfigError(msg)
+    if not (complete := steps(path)):
+        msg = f"there is no complete checkpoint in {path}; name a directory that has one, or a file"
+        raise CheckpointMissing(msg)
+    return Target(path, complete[-1])

@@ -17,11 +17,18 @@ import numpy as np
 
 from holdfast.errors import CheckpointCorrupt, ConfigError
 from holdfast.faults.alteration import Place
-from holdfast.faults.files.base import Bytes, FileValues, Index, Skipped
+from holdfast.faults.files.base import Bytes, FileValues, Index, Row, Skipped, Store
 from holdfast.faults.formats import FORMATS, Format, Raw
 
 _LOSSLESS = {1: "deflate", 2: "shuffle", 3: "fletcher32", 4: "szip", 32000: "lzf"}
 """Filters that give back the bits that were put in, and come with HDF5 and h5py."""
+
+_FLOATS = {
+    (f.bits, (f.bits - 1, f.mantissa, f.exponent, 0, f.mantissa), (1 << (f.exponent - 1)) - 1): f
+    for f in FORMATS.values()
+    if f.is_float
+}
+"""Known floats by their bits, the places of sign, exponent and mantissa, and the bias, as HDF5 says it."""
 
 _BAD = (OSError, RuntimeError, ValueError, TypeError, KeyError, MemoryError, OverflowError, AttributeError)
 """What h5py raises for files that are not sound."""
@@ -41,22 +48,23 @@ class Hdf5Values(FileValues):
         stack.callback(self._library.close)
         self._bytes = Bytes(path, write=write)
         stack.callback(self._bytes.close)
-        stores: list[_Dataset] = []
+        stores: list[Store | Row] = []
         skipped: list[Skipped] = []
         with _sound(path):
-            for name, dataset in self._library.datasets():
-                found = self._look_at(name, dataset)
+            for name in self._library.names():
+                found = self._look_at(name, self._library.dataset(name))
                 (skipped if isinstance(found, Skipped) else stores).append(found)  # type: ignore[arg-type]
         super().__init__("hdf5", stores, skipped)
 
-    def _look_at(self, name: str, dataset: Any) -> _Dataset | Skipped:
-        h5, made = self._library.h5py, dataset.id.get_create_plist()
-        if made.get_external_count() or made.get_layout() == h5.h5d.VIRTUAL:
+    def _look_at(self, name: str, dataset: Any) -> Store | Row | Skipped:
+        h5, made, space = self._library.h5py, dataset.get_create_plist(), dataset.get_space()
+        kind, layout = dataset.get_type(), made.get_layout()
+        if made.get_external_count() or layout == h5.h5d.VIRTUAL:
             return Skipped(name, "has its values in another file, which is not opened")
-        format = _format_of(h5, dataset)
+        format = _format_of(h5, dataset, kind)
         if isinstance(format, str):
             return Skipped(name, format)
-        if dataset.shape is None:
+        if space.get_simple_extent_type() == h5.h5s.NULL:
             return Skipped(name, "has no values")
         for number in range(made.get_nfilters()):
             code = made.get_filter(number)[0]
@@ -64,7 +72,15 @@ class Hdf5Values(FileValues):
                 return Skipped(
                     name, f"is packed by the filter {_LOSSLESS.get(code, code)}, which cannot write it again"
                 )
-        return _Dataset(Place(name, format, dataset.shape), dataset, self._library, self._bytes)
+        place = Place(name, format, space.shape)
+        is_big = kind.get_class() != h5.h5t.OPAQUE and kind.get_order() == h5.h5t.ORDER_BE
+        order = ">" if is_big else "<"
+        # Without values there is no place, whatever HDF5 says.
+        is_plain = layout == h5.h5d.CONTIGUOUS and dataset.get_storage_size() > 0
+        offset = dataset.get_offset() if is_plain else None
+        if offset is not None:
+            return Row(place, self._bytes, offset, order)
+        return _Packed(place, made, order, self._library, self._bytes)
 
     def seal(self, *, keep_digests: bool) -> None:
         """See :meth:`FileValues.seal`; what HDF5 itself checks is right as soon as it is written."""
@@ -79,20 +95,25 @@ class _Library:
         self.path = path
         self._file = self._open("r")
 
-    def datasets(self) -> list[tuple[str, Any]]:
-        """Return all data sets by name, each once; links that may lead to other files are not followed."""
-        found: list[tuple[str, Any]] = []
+    @property
+    def userblock_bytes(self) -> int:
+        """How many bytes of the file are before HDF5's own."""
+        return int(self._file.userblock_size)
 
-        def visit(name: str, thing: Any) -> None:
-            if isinstance(thing, self.h5py.Dataset):
-                found.append((name, thing))
+    def names(self) -> list[str]:
+        """Return the names of all data sets, each once; links that may lead to other files are not followed."""
+        found: list[str] = []
 
-        self._file.visititems(visit)
+        def visit(name: bytes, info: Any) -> None:
+            if info.type == self.h5py.h5o.TYPE_DATASET:
+                found.append(name.decode("utf-8", "surrogateescape"))
+
+        self.h5py.h5o.visit(self._file.id, visit, info=True)
         return found
 
     def dataset(self, name: str) -> Any:
-        """Return a data set."""
-        return self._file[name]
+        """Return a data set, as HDF5 itself knows it: what is around it in h5py takes longer than all that is asked."""
+        return self.h5py.h5d.open(self._file.id, name.encode("utf-8", "surrogateescape"))
 
     def begin_writing(self) -> None:
         """Have it open for writing; data sets that were returned before are closed."""
@@ -109,25 +130,19 @@ class _Library:
             return self.h5py.File(self.path, mode, locking="best-effort")
 
 
-class _Dataset:
-    """A data set; see :class:`~holdfast.faults.files.base.Store`."""
+class _Packed:
+    """A data set that does not lie in the file as it is, or in chunks; see :class:`~holdfast.faults.files.base.Store`."""
 
-    def __init__(self, place: Place, dataset: Any, library: _Library, file: Bytes) -> None:
+    def __init__(self, place: Place, made: Any, order: str, library: _Library, file: Bytes) -> None:
         self.place = place
         self._library = library
         self._file = file
         self._width = place.format.bits // 8
-        h5d, h5t = library.h5py.h5d, library.h5py.h5t
-        made, kind = dataset.id.get_create_plist(), dataset.id.get_type()
-        is_big = kind.get_class() != h5t.OPAQUE and kind.get_order() == h5t.ORDER_BE
-        self._order = ">" if is_big else "<"
-        self._chunk: tuple[int, ...] = dataset.chunks or place.shape
-        # Without values there is no place, whatever HDF5 says. Chunks behind a user block some versions find elsewhere.
-        is_plain = made.get_layout() == h5d.CONTIGUOUS and dataset.id.get_storage_size() > 0
-        self._offset: int | None = dataset.id.get_offset() if is_plain else None
-        self._has_plain_chunks = (
-            made.get_layout() == h5d.CHUNKED and not made.get_nfilters() and not dataset.file.userblock_size
-        )
+        self._order = order
+        has_chunks = made.get_layout() == library.h5py.h5d.CHUNKED
+        self._chunk: tuple[int, ...] = made.get_chunk() if has_chunks else place.shape
+        # Chunks behind a user block some versions find elsewhere.
+        self._has_plain_chunks = has_chunks and not made.get_nfilters() and not library.userblock_bytes
 
     def read(self, index: Index) -> Raw:
         """See :meth:`Store.read`."""
@@ -156,8 +171,6 @@ class _Dataset:
 
         Of a chunk: which they are, its first index in each dimension, and where in it they are.
         """
-        if self._offset is not None:
-            return index * self._width + self._offset, []
         at = np.full(len(index), -1, np.int64)
         if not self.place.shape:
             return at, [(np.arange(len(index)), (), (index,))]
@@ -166,7 +179,7 @@ class _Dataset:
         grid = tuple(-(-whole // part) for whole, part in zip(self.place.shape, self._chunk, strict=True))
         numbers = np.ravel_multi_index(tuple(indices // size), grid)
         order = np.argsort(numbers, kind="stable")
-        packed, dataset = [], self._library.dataset(self.place.path).id
+        packed, dataset = [], self._library.dataset(self.place.path)
         for which in np.split(order, np.flatnonzero(np.diff(numbers[order])) + 1):
             corner = tuple((indices[:, which[0]] // size[:, 0] * size[:, 0]).tolist())
             inner = tuple(indices[:, which] - np.array(corner)[:, np.newaxis])
@@ -179,7 +192,7 @@ class _Dataset:
 
     def _exchange(self, corner: tuple[int, ...], values: Any = None) -> Any:
         """Write a chunk as it is given, or return it as it is; in the file's own type, so that no bit is converted."""
-        dataset = self._library.dataset(self.place.path).id
+        dataset = self._library.dataset(self.place.path)
         h5s, raw = self._library.h5py.h5s, np.dtype(f"{self._order}u{self._width}")
         shape = tuple(min(n, whole - a) for n, whole, a in zip(self._chunk, self.place.shape, corner, strict=True))
         here, there = h5s.ALL, h5s.ALL
@@ -195,14 +208,17 @@ class _Dataset:
         return values
 
 
-def _format_of(h5: Any, dataset: Any) -> Format | str:
-    """Return the format of a data set's values, or why they cannot be altered."""
-    t, kind = h5.h5t, dataset.id.get_type()
+def _format_of(h5: Any, dataset: Any, kind: Any) -> Format | str:
+    """Return the format of a data set's values, which are of an HDF5 type ``kind``, or why they cannot be altered."""
+    t = h5.h5t
+    if kind.get_class() == t.FLOAT:
+        return _float_format(kind)
     bits = kind.get_size() * 8
     # What HDF5 had no name for when it was written is bytes or whole numbers, and an attribute says what they mean.
     meant = ""
     if kind.get_class() in (t.INTEGER, t.OPAQUE):
-        meant = next((str(dataset.attrs[key]) for key in ("torch_dtype", "dtype") if key in dataset.attrs), "")
+        notes = h5.Dataset(dataset).attrs
+        meant = next((str(notes[key]) for key in ("torch_dtype", "dtype") if key in notes), "")
     if meant in ("bfloat16", "float8_e4m3fn", "float8_e5m2"):
         format = FORMATS[meant]
         return format if format.bits == bits else f"is said to be of {meant}, and its values have {bits} bits"
@@ -212,20 +228,14 @@ def _format_of(h5: Any, dataset: Any) -> Format | str:
         name = f"{'' if kind.get_sign() else 'u'}int{bits}"
         is_whole = name in FORMATS and kind.get_precision() == bits
         return FORMATS[name] if is_whole else f"is of whole numbers of {kind.get_precision()} of {bits} bits"
-    if kind.get_class() == t.FLOAT:
-        return _float_format(kind, bits)
     names = {t.STRING: "texts", t.ENUM: "a bool or another enumeration", t.COMPOUND: "a compound type"}
     return f"is of {names.get(kind.get_class(), 'a type that is no number')}"
 
 
-def _float_format(kind: Any, bits: int) -> Format | str:
-    sign, low, exponent, start, mantissa = kind.get_fields()
-    for format in FORMATS.values():
-        fields = (format.bits - 1, format.mantissa, format.exponent, 0, format.mantissa)
-        bias = (1 << (format.exponent - 1)) - 1 if format.is_float else 0
-        if (bits, (sign, low, exponent, start, mantissa), kind.get_ebias()) == (format.bits, fields, bias):
-            return format
-    return f"is of floats of {bits} bits in a form that is not known"
+def _float_format(kind: Any) -> Format | str:
+    bits = kind.get_size() * 8
+    format = _FLOATS.get((bits, kind.get_fields(), kind.get_ebias()))
+    return f"is of floats of {bits} bits in a form that is not known" if format is None else format
 
 
 @contextmanager

@@ -1,0 +1,32 @@
+"""Choosing tensors by their paths."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+from holdfast.errors import ConfigError
+
+
+def chosen(named: Mapping[str, Any], patterns: Sequence[str]) -> dict[str, Any]:
+    """Return what has one of some names.
+
+    Args:
+        named: By path.
+        patterns: Paths, beginnings of paths that end before a dot or a slash, or patterns with ``*``, ``?`` and ``[]``.
+            None: all.
+
+    Raises:
+        ConfigError: if one of them fits nothing.
+    """
+    for pattern in patterns:
+        if not any(_fits(path, pattern) for path in named):
+            shown = ", ".join(list(named)[:8]) + (", ..." if len(named) > 8 else "")
+            msg = f"at must be, begin or match one of {shown or 'no name: there is nothing'}, got {pattern!r}"
+            raise ConfigError(msg)
+    return {path: what for path, what in named.items() if not patterns or any(_fits(path, p) for p in patterns)}
+
+
+def _fits(path: str, pattern: str) -> bool:
+    return path == pattern or path.startswith((f"{pattern}.", f"{pattern}/")) or fnmatchcase(path, pattern)
