@@ -62,9 +62,10 @@ def test_a_saved_block_is_what_it_was_and_no_farther_than_before_and_peers_are_e
                 assert torch.equal(now[chosen], row[chosen])
             wide = torch.float64
             slack = 4 * torch.finfo(row.dtype).eps * scale * 8 if row.is_floating_point() else 0
-            assert (
-                (now.to(wide) - row.to(wide)).abs()[chosen] <= (was.to(wide) - row.to(wide)).abs()[chosen] + slack
-            ).all()
+            far = (was.to(wide) - row.to(wide)).abs()[chosen]
+            if saving.codec == "int8" and (row[chosen] >= 0).all():  # then nothing is less than half a step
+                far = far.maximum(1.001 * far.amax(1, keepdim=True) / 254)
+            assert ((now.to(wide) - row.to(wide)).abs()[chosen] <= far + slack).all()
 
 
 @UNHURRIED

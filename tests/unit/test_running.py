@@ -308,20 +308,22 @@ def test_int8_comes_back_within_half_a_step_and_the_rest_with_the_next_save(dtyp
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_int8_makes_no_number_negative_or_infinite_that_was_not(dtype):
+def test_int8_makes_no_number_negative_zero_or_infinite_that_was_not(dtype):
     squares = numbers(200, 16, dtype=dtype).square() * torch.tensor([1.0] + [1e-3] * 15, dtype=dtype)
     largest = torch.full((200, 16), torch.finfo(dtype).max, dtype=dtype)
     largest[:, 0] /= -2
-    running = Running(
-        [numbers(200, 16), numbers(200, 16).square().to(dtype), largest.abs() / 2], Saving(every=1, codec="int8")
-    )
+    before = numbers(200, 16).square().to(dtype)
+    running = Running([numbers(200, 16), before, largest.abs() / 2], Saving(every=1, codec="int8"))
 
     running.save([numbers(200, 16), squares, largest.abs()], 1)
 
     parameters, mean_squares, huge = running.recover(torch.arange(200), 1)
     assert (parameters < 0).any()
-    assert mean_squares.min() == 0
     assert huge.isfinite().all()
+    # Adam divides by their roots: a 0 in the place of a small one would make a step many thousand times too long.
+    half_a_step = (squares.double() - before.double()).abs().amax(1, keepdim=True) / 254
+    assert mean_squares.min() > 0
+    assert ((mean_squares - squares).abs() <= 1.001 * half_a_step + torch.finfo(dtype).eps * squares).all()
 
 
 # -- owner and peer

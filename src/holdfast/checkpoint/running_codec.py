@@ -49,8 +49,8 @@ def encode(rows: Tensor, blocks: Tensor, expected: Callable[[Tensor], Tensor]) -
     Returns:
         How many steps, int8 of shape (k, width), and the length of a step, float32 of shape (k,); not finite where a
         number of the block is not, or the way is too long for a float32. The lengths are written negative where none of
-        the numbers is, so that rounding makes no number negative that must not be, as the mean squares of which Adam
-        takes the root.
+        the numbers is, as the mean squares of which Adam takes the root: :func:`decode` makes none of these less than half
+        a step then, so none negative, nor 0 where it was not, by whose root a step is divided.
     """
     steps = torch.empty(len(blocks), rows.shape[1], dtype=torch.int8)
     lengths = torch.empty(len(blocks))
@@ -83,9 +83,11 @@ def decode(steps: Tensor, length: Tensor, base: Tensor, dtype: torch.dtype) -> T
         base: What they were expected to be.
         dtype: That of the rows.
     """
-    rows = steps.to(base.dtype).mul_(length.abs().to(base.dtype).unsqueeze(1)).add_(base)
-    lowest = 0.0 if len(length) and length[0].signbit() else torch.finfo(dtype).min
-    return rows.clamp_(lowest, torch.finfo(dtype).max).to(dtype)
+    ways = length.abs().to(base.dtype).unsqueeze(1)
+    rows = steps.to(base.dtype).mul_(ways).add_(base)
+    if len(length) and length[0].signbit():
+        rows = torch.maximum(rows, ways / 2)  # what is there is as far from that as from 0, or nearer
+    return rows.clamp_(torch.finfo(dtype).min, torch.finfo(dtype).max).to(dtype)
 
 
 def span(a: Tensor, b: Tensor, power: float) -> Tensor:

@@ -48,8 +48,12 @@ def study(
     if name not in STUDIES:
         msg = f"the study must be one of {', '.join(STUDIES)}, got {name!r}; holdfast study --list says what they are"
         raise ConfigError(msg)
+    out = out or Path(f"study-{name}")
+    if out.exists() and not out.is_dir():
+        msg = f"--out must be a directory, or nothing yet, got {str(out)!r}, which is a file"
+        raise ConfigError(msg)
     options = Options(
-        out=out or Path(f"study-{name}"),
+        out=out,
         data=data,
         quick=quick,
         seed=seed,

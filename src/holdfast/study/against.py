@@ -53,7 +53,8 @@ def cost_against(
         windows: Steps that its mean may be taken over.
 
     Returns:
-        ``iterations``, the mean over levels of the loss, null if the loss falls nowhere by more than chance; ``levels``;
+        ``iterations``, the mean over levels of the loss that the undisturbed run comes to after the step of the first
+        failure (those before it cost nothing), null if the loss falls nowhere there by more than chance; ``levels``;
         ``censored``, how many of them the run never reached; ``window``, the steps that the loss was averaged over.
 
     Raises:
@@ -65,10 +66,11 @@ def cost_against(
         if report[name] != base[name]:
             msg = f"the run in {undisturbed} has {name} {base[name]}, this one {report[name]}: compare runs of the same job"
             raise ConfigError(msg)
+    struck = min((failure["step"] for failure in report["failures"] if failure["step"] is not None), default=0)
     about: dict[str, Any] = {"undisturbed": str(undisturbed), "iterations": None, "levels": [], "censored": 0}
     for window in windows:
         try:
-            found = levels(wanted, window)
+            found = levels(wanted, window, begin=struck)
         except ConfigError:
             continue
         cost = iteration_cost(losses, wanted, found, window)

@@ -55,9 +55,12 @@ PAPER_KILL = 300
 _TINY = Scale(dataset="digits", side=None, samples=1472, batch=64, epochs=1, slices=4, kills=(11,), checkpoint_every=4)
 _DIGITS = replace(_TINY, epochs=16, slices=8, kills=(30, 150, PAPER_KILL), checkpoint_every=20)
 _FASHION = replace(_DIGITS, dataset="fashion", samples=59_904, batch=128, epochs=1)
+_DEEP = "alexnet"
+"""Has as many blocks as a pipeline of the most workers needs; the small network has not."""
 _LARGE = 28
 """The least side that both of the paper's networks are run with here: that of Fashion-MNIST."""
-_PAPER_RUNS = {"alexnet": (PAPER_KILL, 320), "googlenet": (30, 50)}
+_SHORT_RUN = (30, 50)
+_PAPER_RUNS = {"alexnet": (PAPER_KILL, 320), "googlenet": _SHORT_RUN}
 """In which iteration a worker is killed, of how many. An iteration of GoogLeNet takes seconds: its runs are shorter."""
 
 _QUICK_LIMIT_S = 240.0
@@ -166,9 +169,12 @@ class _Plan:
         if REPLICATED in self.kinds and self.network == NETWORKS[0]:
             for network in PAPER_NETWORKS:
                 tasks += [
-                    Task(f"paper: {network}, {count} workers", partial(self._paper, network, count))
+                    Task(f"paper: {network}, {count} workers", partial(self._paper, REPLICATED, network, count))
                     for count in self.workers
                 ]
+        if PIPELINE in self.kinds and self.network == NETWORKS[0]:
+            count = self.workers[-1]
+            tasks.append(Task(f"deep: {_DEEP}, {count} stages", partial(self._paper, PIPELINE, _DEEP, count)))
         for network in PAPER_NETWORKS:
             tasks += [
                 Task(f"step: {network}, {count} workers", partial(self._step, network, count)) for count in self.workers
@@ -179,6 +185,12 @@ class _Plan:
         missing = [kind for kind in KINDS if kind not in self.kinds]
         told = [f"Parallelisms: {', '.join(missing)}."] if missing else []
         told += [f"ImageNet, and its image size: {'Fashion-MNIST' if self._options.data else 'digits'} in its place."]
+        if not self._options.quick and REPLICATED in self.kinds and self.network == NETWORKS[0]:
+            kill, steps = _PAPER_RUNS["googlenet"]
+            told += [
+                f"The paper's networks: mini-batches of 32 in all, not 256 (AlexNet) and 32 (GoogLeNet) a process; GoogLeNet's worker is killed in "
+                f"iteration {kill} of {steps} instead of {PAPER_KILL}."
+            ]
         if self._options.quick:
             told += [
                 f"Iterations: a worker is killed in iteration {self.scale.kills[0]} of {self.scale.steps} instead of {PAPER_KILL}.",
@@ -273,7 +285,8 @@ class _Plan:
 
     def _refused(self, kind: str, _: Sequence[Row]) -> list[Row]:
         """Ask for what a split model cannot do, and write down what is answered."""
-        job = replace(self._job(kind, FORWARD, self.workers[-1]), kills=((1, self.scale.kills[0]),))
+        jobs = [replace(self._job(kind, FORWARD, n), kills=((1, self.scale.kills[0]),)) for n in self.workers]
+        job = next(job for job in reversed(jobs) if not _impossible(job))
         outcome = carry_out(job, self._options.data, self._limit_s)
         if not outcome.failed:
             return [{**job.about(), "part": "refused", "status": MEASURED}]
@@ -292,13 +305,15 @@ class _Plan:
         job = case.job(self.network, self.scale, self._options.seed)
         return [elastic_row(case, job, carry_out(job, self._options.data, self._limit_s), known)]
 
-    def _paper(self, network: str, count: int, known: Sequence[Row]) -> list[Row]:
-        job = self._job(REPLICATED, ROLLBACK, count, network, _of_paper(self.scale, network))
+    def _paper(self, kind: str, network: str, count: int, known: Sequence[Row]) -> list[Row]:
+        job = self._job(
+            kind, ROLLBACK, count, network, _of_paper(self.scale, network, _SHORT_RUN if kind == PIPELINE else None)
+        )
         undisturbed = self._row(job, known)
         kills = ((count - 1, job.scale.kills[0]),)
         jobs = [
-            replace(self._job(REPLICATED, strategy, count, network, job.scale), kills=kills)
-            for strategy in _strategies_of(REPLICATED)
+            replace(self._job(kind, strategy, count, network, job.scale), kills=kills)
+            for strategy in _strategies_of(kind)
         ]
         return [undisturbed, *self._rows(jobs, [undisturbed])]
 
@@ -345,10 +360,10 @@ def _tried(omission: Omission, _: Sequence[Row]) -> list[Row]:
     return need_rows(omission)
 
 
-def _of_paper(scale: Scale, network: str) -> Scale:
+def _of_paper(scale: Scale, network: str, run: tuple[int, int] | None = None) -> Scale:
     """Return how much one of the paper's networks is trained: small mini-batches, until after the iteration of the kill."""
     batch = 32
-    kill, steps = _PAPER_RUNS[network]
+    kill, steps = run or _PAPER_RUNS[network]
     per_epoch = steps if scale.dataset == "fashion" else min(steps, scale.samples // batch)
     quick = scale.slices == _TINY.slices
     return replace(

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from holdfast.report.study import grouped
 from holdfast.study.base import MEASURED, NOT_RUN, Row
 from holdfast.study.parallelism_elastic import PROCESS
 from holdfast.study.parallelism_jobs import KINDS, PARTIAL
@@ -31,8 +32,8 @@ def sections(rows: Sequence[Row]) -> list[dict[str, Any]]:
     killed = [row for row in rows if row["part"] == "recovery" and row["status"] == MEASURED]
     by = [name for name in _BY if name not in _IF_THEY_DIFFER or len({row[name] for row in killed}) > 1]
     return [
-        _answers(killed, by),
-        _times_figure(),
+        _answers([row for row in killed if _in_figure(row, killed)], by),
+        _times_figure(killed[0]["network"] if killed else None),
         _times_table(by),
         _end_table(by),
         _restored_table(),
@@ -51,18 +52,21 @@ def sections(rows: Sequence[Row]) -> list[dict[str, Any]]:
     ]
 
 
+def _in_figure(row: Row, rows: Sequence[Row]) -> bool:
+    """Return whether a run is of the first network, its dead not replaced."""
+    return bool(row["network"] == rows[0]["network"] and row["form"] == "survivors only")
+
+
 def _answers(rows: Sequence[Row], by: Sequence[str]) -> dict[str, Any]:
     """Say for each parallelism which way of recovering had the next iteration soonest, and what the others took."""
     items = []
-    killed = [row for row in rows if row.get("recover_s")]
-    for kind in dict.fromkeys(row["kind"] for row in killed):
-        group = sorted((row for row in killed if row["kind"] == kind), key=lambda row: row["recover_s"])
-        by_strategy = {row["strategy"]: row for row in reversed(group)}  # of each, the quickest
-        best = group[0]
+    killed = sorted((row for row in rows if row.get("recover_s")), key=lambda row: float(row["recover_s"]))
+    for kind in dict.fromkeys(row["kind"] for row in rows if row.get("recover_s")):
+        groups = grouped([row for row in killed if row["kind"] == kind], ["strategy"]).values()
+        best, *slower = sorted((group[(len(group) - 1) // 2] for group in groups), key=lambda row: row["recover_s"])
         others = [
-            f"{name} {row['recover_s'] / best['recover_s']:.1f} times as long, {_again(row)}"
-            for name, row in sorted(by_strategy.items(), key=lambda item: item[1]["recover_s"])
-            if name != best["strategy"]
+            f"{row['strategy']} {row['recover_s'] / best['recover_s']:.1f} times as long, {_again(row)}"
+            for row in slower
         ]
         text = f"{kind}: {best['strategy']} had the next iteration done {best['recover_s']:.3f} s after the kill, {_again(best)}"
         text += f"; {'; '.join(others)}" if others else ""
@@ -70,12 +74,12 @@ def _answers(rows: Sequence[Row], by: Sequence[str]) -> dict[str, Any]:
     return {
         "kind": "list",
         "id": "answers",
-        "title": "What a kill cost, in a line for each parallelism",
+        "title": "What a kill cost, in a line for each parallelism: of each strategy the run in the middle",
         "items": items,
     }
 
 
-def _again(row: Row) -> str:
+def _again(row: Mapping[str, Any]) -> str:
     steps = row["redone_steps"]
     words = "no iteration done again" if not steps else f"{steps} iteration{'' if steps == 1 else 's'} done again"
     if row.get("restored_parts"):
@@ -83,13 +87,14 @@ def _again(row: Row) -> str:
     return words
 
 
-def _times_figure() -> dict[str, Any]:
+def _times_figure(network: str | None) -> dict[str, Any]:
     return {
         "kind": "bars",
         "id": "times-figure",
         "title": "From the kill until the survivors go on",
-        "note": "Medians over runs. The iteration that is done again is not in it.",
-        "where": {"part": "recovery", "status": MEASURED},
+        "note": f"By parallelism, strategy and number of workers; {network}, the dead not replaced. Medians over runs. The iteration that is done again is not in "
+        "it. Each part is the longest at any survivor, so a bar may be longer than all of it took.",
+        "where": {"part": "recovery", "status": MEASURED, "network": network, "form": "survivors only"},
         "by": ["kind", "strategy", "workers"],
         "values": _TIMES,
         "unit": "s",
@@ -108,10 +113,10 @@ def _times_table(by: list[str]) -> dict[str, Any]:
         "where": {"part": "recovery", "status": MEASURED},
         "by": by,
         "columns": [
-            *([key, heading, "ms"] for key, heading in _TIMES),
-            ["snapshot_s", "snapshot", "ms"],
             ["recover_s", "next commit", "ms"],
             ["redone_steps", "redone", "number"],
+            *([key, heading, "ms"] for key, heading in _TIMES),
+            ["snapshot_s", "snapshot", "ms"],
         ],
     }
 
@@ -238,8 +243,8 @@ def _pace_table() -> dict[str, Any]:
         "kind": "table",
         "id": "pace",
         "title": "An iteration with nobody killed",
-        "note": "Medians over iterations, then over workers. Communication is what is neither computing nor the optimizer: the sums and the wait for "
-        "others; of a pipeline, handing over between stages is in computing.",
+        "note": "Medians over iterations, then over workers, of each column by itself, so they need not add up. Communication is what is neither "
+        "computing nor the optimizer: the sums and the wait for others; of a pipeline, handing over between stages is in computing.",
         "where": {"part": "undisturbed", "status": MEASURED},
         "by": ["network", "kind", "workers"],
         "columns": [
@@ -309,10 +314,10 @@ def _elastic_figure() -> dict[str, Any]:
         "kind": "bars",
         "id": "elastic-figure",
         "title": "A worker dies: down (it is not replaced) and same (it is)",
-        "note": "From the kill to the next commit; medians over the numbers of workers. Repair: until the last survivor goes on. Redone: from there to "
+        "note": "From the kill to the next commit, by number of workers. Repair: until the last survivor goes on. Redone: from there to "
         "the commit, the iterations that are done again.",
         "where": {"part": "elastic", "status": MEASURED, "kills": 1},
-        "by": ["scenario", "comes", "fabric", "strategy"],
+        "by": ["scenario", "comes", "fabric", "strategy", "workers"],
         "values": [["detect_s", "detect"], ["repair_s", "repair"], ["redo_s", "redone"]],
         "unit": "s",
     }
@@ -330,12 +335,12 @@ def _elastic_table() -> dict[str, Any]:
         "where": {"part": "elastic", "status": MEASURED, "kills": 1},
         "by": _ELASTIC_BY,
         "columns": [
-            ["detect_s", "detect", "ms"],
-            ["repair_s", "repair", "ms"],
-            *([key, heading, "ms"] for key, heading in _TIMES[1:] if key not in ("share_s", "transfer_s")),
-            ["redo_s", "redone in", "ms"],
             ["recover_s", "next commit", "ms"],
             ["redone_steps", "redone", "number"],
+            ["detect_s", "detect", "ms"],
+            ["repair_s", "repair", "ms"],
+            ["redo_s", "redone in", "ms"],
+            *([key, heading, "ms"] for key, heading in _TIMES[1:] if key not in ("share_s", "transfer_s")),
             ["lost_samples", "samples lost", "number"],
             ["completes", "completes", "truth"],
             ["same_bits", "same bits", "truth"],
@@ -374,6 +379,6 @@ def _not_run_table() -> dict[str, Any]:
         "title": "What could not be run",
         "note": "",
         "where": {"status": NOT_RUN},
-        "by": ["part", "network", "kind", "scenario", "comes", "fabric", "strategy", "workers", "kill_step"],
-        "columns": [["why", "why", "text"]],
+        "by": ["part", "network", "kind", "scenario", "comes", "fabric", "workers"],
+        "columns": [["strategy", "strategy", "text"], ["kill_step", "kill step", "text"], ["why", "why", "text"]],
     }

@@ -180,7 +180,7 @@ def _always_table(kinds: Sequence[Row]) -> dict[str, Any]:
         "id": "irreducible",
         "title": "Perturbed at every step: the error that stays",
         "note": f"{_about(kinds)} Size: the largest ||d|| of the second half of a run. Error: the largest distance to x* in its last quarter; "
-        "its bound: c / (1 - c) times the size. What is still left of the way to x* is added before they are compared. "
+        "its bound: c / (1 - c) times the size. Left: what is still left of the way to x*; it is added to the bound before they are compared. "
         f"The bound on the cost was exceeded in {above} of {runs} runs.",
         "where": {},
         "rows": [_shown(row) for row in always],
@@ -189,6 +189,7 @@ def _always_table(kinds: Sequence[Row]) -> dict[str, Any]:
             ["size", "size", "text"],
             ["error", "error", "text"],
             ["error_bound", "its bound", "text"],
+            ["left", "left", "text"],
             ["holds", "kept", "truth"],
             _COST,
             _BOUND,
@@ -224,7 +225,8 @@ def _shown(row: Row) -> Row:
         "odd": f"{row['censored']}, {row['diverged']}",
     }
     distances = {
-        name: "-" if (value := row.get(name)) is None else f"{value:.2g}" for name in ("size", "error", "error_bound")
+        name: "-" if (value := row.get(name)) is None else f"{value:.2g}"
+        for name in ("size", "error", "error_bound", "left")
     }
     return {**row, **distances, **{name: unbroken(text) for name, text in texts.items()}}
 

@@ -38,9 +38,11 @@ def in_percent(ci: tuple[float, float]) -> tuple[float, float]:
 
 def where_it_lies(percent: float) -> str:
     """Return whether a reduction is inside the abstract's range, and by how much not."""
-    if percent < LEAST:
-        return f"outside, {LEAST - percent:.0f} points below the range"
-    return "inside the range" if percent <= MOST else f"outside, {percent - MOST:.0f} points above the range"
+    if LEAST <= percent <= MOST:
+        return "inside the range"
+    points = max(LEAST - percent, percent - MOST)
+    side = "below" if percent < LEAST else "above"
+    return f"outside, {points:.{int(points < 1)}f} points {side} the range"
 
 
 def partial_of(nodes: int) -> str:
@@ -53,19 +55,25 @@ def partial_of(nodes: int) -> str:
 
 
 def at_least(words: str, source: str, least: float, found: Mapping[str, Measured]) -> Claim:
-    """Hold that something is at least so many percent, of each program; the lowest is shown."""
+    """Hold that something is at least so many percent, of each program; None if an interval does not tell and none is below.
+
+    The lowest is shown.
+    """
     if not found:
         return Claim(claim=words, source=source, paper=least, found=NOT_CHECKED)
     lowest = min(found, key=lambda name: found[name][0])
     value, ci = found[lowest]
     told = "; ".join(f"{name} {show(*measured)}" for name, measured in found.items())
+    below = [name for name, (_, (_, high)) in found.items() if 100 * high < least]
+    unclear = [name for name, (_, (low, high)) in found.items() if 100 * low < least <= 100 * high]
+    told += f"; the interval does not tell: {', '.join(unclear)}" if unclear else ""
     return Claim(
         claim=words,
         source=source,
         paper=least,
         ours=100 * value,
         ci=in_percent(ci),
-        holds=100 * value >= least,
+        holds=False if below else None if unclear else True,
         found=f"the lowest, {lowest}; {told}",
     )
 

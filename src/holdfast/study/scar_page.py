@@ -67,7 +67,7 @@ def sections(rows: Sequence[Row]) -> list[dict[str, Any]]:
         live_table(),
         every_table(trials),
         rates_table(),
-        pilot_table(),
+        pilot_table(rows),
         not_run_table(),
     ]  # fmt: skip
 

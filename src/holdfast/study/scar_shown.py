@@ -69,8 +69,11 @@ def rows_of(trials: Trials, programs: Sequence[str], policies: Sequence[str], *,
 
 def figure(kind: str, name: str, title: str, note: str, rows: Sequence[Row], **more: Any) -> dict[str, Any]:
     """Return a picture; its axis of reductions reaches as far as its intervals do, within reason."""
+    low, high = limits = _limits(rows)
+    if any(row["low"] is not None and not low <= row["low"] <= row["high"] <= high for row in rows):
+        note += " What ends at the edge goes on beyond it: see the tables."
     about = {"kind": kind, "id": name, "title": title, "note": note, "where": {}, "rows": list(rows)}
-    return about | {"interval": ["low", "high"], "limits": _limits(rows), **more}
+    return about | {"interval": ["low", "high"], "limits": limits, **more}
 
 
 def _limits(rows: Sequence[Row]) -> list[float]:

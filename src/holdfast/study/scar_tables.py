@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
-from holdfast.study.base import MEASURED, NOT_RUN
+from holdfast.study.base import MEASURED, NOT_RUN, Row
+from holdfast.study.scar_shown import unbroken
 
 
 def rates_table() -> dict[str, Any]:
@@ -21,24 +23,38 @@ def rates_table() -> dict[str, Any]:
     }
 
 
-def pilot_table() -> dict[str, Any]:
+def pilot_table(rows: Sequence[Row]) -> dict[str, Any]:
     """Return what the pilots found."""
+    found = [row for row in rows if row["part"] == "pilot" and row["status"] == MEASURED]
+    lines = [
+        row
+        | {
+            "count": len(row["levels"]),
+            "between": unbroken(f"{row['levels'][0]:.3g} to {row['levels'][-1]:.3g}"),
+            "reached": unbroken(f"{row['kappas'][0]:.0f} to {row['kappas'][-1]:.0f}"),
+        }
+        for row in found
+    ]
     return {
         "kind": "table",
         "id": "pilot",
         "title": "The programs, undisturbed",
-        "note": "Levels: losses at which iterations are counted, where the loss falls by several times its noise; reached after so many iterations.",
-        "where": {"part": "pilot", "status": MEASURED},
+        "note": "Levels: losses at which iterations are counted, where the loss falls by several times its noise; how many, and the first and the last of "
+        "them; reached after so many iterations. Where they are few, a cost is the mean over few. Mean of: so many losses are averaged. "
+        "Iteration: one of it, and its loss.",
+        "where": {},
+        "rows": lines,
         "by": ["program"],
         "columns": [
             ["blocks", "blocks", "number"],
             ["block_bytes", "bytes", "number"],
             ["every", "C", "number"],
-            ["window", "loss averaged over", "number"],
-            ["levels", "levels", "text"],
-            ["kappas", "reached after", "text"],
+            ["window", "mean of", "number"],
+            ["count", "levels", "number"],
+            ["between", "losses", "text"],
+            ["reached", "reached after", "text"],
             ["skew", "skew", "%"],
-            ["iteration_s", "an iteration and its loss", "ms"],
+            ["iteration_s", "iteration", "ms"],
         ],
     }
 
