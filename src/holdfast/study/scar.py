@@ -90,6 +90,9 @@ class _Plan:
         if options.model:
             msg = f"--network is not for this study, got {options.model!r}; choose programs with --only"
             raise ConfigError(msg)
+        if options.data is not None and not options.data.is_dir():
+            msg = f"--data must be a directory, got {str(options.data)!r}, which is none"
+            raise ConfigError(msg)
         self._options = options
         self._workers = Workers(preload=[__name__])
         self.entries = self._chosen()
@@ -233,7 +236,16 @@ class _Plan:
             rows = self._workers.rows(partial(at_rate, course), _TIMES_THE_RATE)
         except ConfigError as error:
             return [{"part": "rate", "status": NOT_RUN, "program": entry.name, "why": str(error)}]
-        least = min(row["loss"] for row in rows if row["loss"] is not None)
+        least = min((row["loss"] for row in rows if row["loss"] is not None), default=None)
+        if least is None:
+            return [
+                {
+                    "part": "rate",
+                    "status": NOT_RUN,
+                    "program": entry.name,
+                    "why": "the loss grew beyond all bounds at every rate",
+                }
+            ]
         return [row | {"best": row["loss"] == least} for row in rows]
 
 
