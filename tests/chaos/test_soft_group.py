@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 from pathlib import Path
 
 import pytest
 
+from holdfast.checkpoint.foreign import open_foreign
 from holdfast.faults.alteration import Alteration
 from holdfast.faults.files import Target
 from holdfast.faults.inject import inject
 from holdfast.study.campaign_plan import found_by
 from holdfast.study.outcomes import TF
+from holdfast.study.soft_alone import alone_row
 from holdfast.study.soft_group import Group, GroupFailed
 from holdfast.study.soft_setup import BELOW, Case, Setup
 from holdfast.study.soft_trial import Warm, trial
@@ -57,6 +60,19 @@ def test_a_replica_that_is_altered_after_wrapping_stays_another_and_the_next_tri
     assert ended(calm) == ended(replicated.undisturbed)
 
 
+def test_trials_from_a_warm_state_find_what_trainings_in_processes_of_their_own_find(replicated):
+    case = Case(experiment="tiny", flips=100, bits=BELOW)
+    settings = case.settings(replicated.setup)
+    warm = Warm(replicated, case)
+    trials = [{"cell": "tiny", "number": seed, "seed": seed, **trial(warm, seed)} for seed in (3, 4)]
+
+    row = alone_row(settings, trials)
+    others = alone_row(settings, [trials[0] | {"seed": 5}])
+
+    assert (row["trials"], row["equal"], row["first_difference"]) == (2, 2, "")
+    assert others["equal"] == 0  # other bits, another training
+
+
 def test_a_group_that_lost_a_process_is_made_anew_and_the_trial_is_the_same(replicated):
     warm = Warm(replicated, Case(experiment="tiny", flips=100, bits=BELOW))
     before = trial(warm, 7)
@@ -93,15 +109,17 @@ def test_a_trial_that_fails_twice_is_a_training_that_failed(replicated):
 
 
 def test_stages_of_a_pipeline_have_their_own_layers_and_one_is_altered_alone():
-    group = Group(Setup(platform="pipeline", stages=2, **TINY))
-    try:
+    with contextlib.closing(Group(Setup(platform="pipeline", stages=2, network="cnn", **TINY))) as group:
         group.begin()
         struck = group.ask([None, Disturbance(how=BITS)])
         calm = group.ask([None, None])
-    finally:
-        group.close()
+        with open_foreign(Path(group.undisturbed[0]["file"])) as file:
+            num_batches = int(file.read("model/conv2.1.num_batches_tracked"))
 
-    assert [one["layers"] for one in group.undisturbed] == [["layer1.1"], ["layer2.0", "head"]]
+    convolutions = ["conv1.0", "conv1.1", "conv2.0", "conv2.1"]
+    assert [one["layers"] for one in group.undisturbed] == [convolutions, ["layer1.1", "head"]]
+    # Two pieces of each of four batches: torch has not looked for shapes by a pass that batch norms count, too.
+    assert num_batches == 8
     assert ended(calm) == ended(group.undisturbed)
     assert struck[0]["begun_with"] == group.undisturbed[0]["begun_with"]
     assert struck[0]["ended_with"] != group.undisturbed[0]["ended_with"]  # through the gradients

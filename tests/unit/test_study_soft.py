@@ -8,9 +8,9 @@ import pytest
 
 from holdfast.errors import ConfigError, ReplicasDiffer
 from holdfast.faults.alteration import Alteration
-from holdfast.study import carry_out
+from holdfast.study import carry_out, soft_errors
 from holdfast.study.base import MEASURED, Options
-from holdfast.study.soft_cells import BIT_BY_BIT, CROSSED, cells_of, experiments
+from holdfast.study.soft_cells import BIT_BY_BIT, COUNTS, CROSSED, NETWORKS, cells_of, experiments
 from holdfast.study.soft_claims import hold_claims
 from holdfast.study.soft_errors import TABLE, SoftErrors
 from holdfast.study.soft_page import sections
@@ -71,20 +71,39 @@ def test_bits_below_the_critical_one_are_those_of_the_format():
 
 
 def test_the_whole_design_has_cells_of_different_names_that_come_back_from_their_settings():
-    base = Setup(platform="ddp", processes=1, network="cnn")
+    base = Setup(platform="ddp", processes=1)
+    large = replace(base, network="resnet18", size=16)
 
-    parts = dict(experiments(base, PLATFORMS, 4))
+    parts = {name: pairs for _, name, pairs in experiments(base, PLATFORMS, 4, [large])}
 
     pairs = [pair for of_part in parts.values() for pair in of_part]
     cells = cells_of(pairs)
     assert len({cell.name for cell in cells}) == len(cells)
     assert [Case.from_settings(json.loads(json.dumps(cell.settings))) for cell in cells] == pairs
     assert {len(parts[f"{BIT_BY_BIT}: {width}"]) for width in ("float16", "float32", "float64")} == {16, 32, 64}
-    assert {case.altered for case, setup in pairs if case.experiment == CROSSED and setup.platform == "hybrid"} == {
-        1,
-        2,
-        4,
+    altered = {
+        (case.experiment, setup.platform, setup.processes): {c.altered for c, s in pairs if s == setup}
+        for case, setup in pairs
     }
+    assert altered[CROSSED, "hybrid", 4] == {1, 2, 4}
+    assert altered[CROSSED, "pipeline", 3] == {1, 3}  # it has three blocks
+    assert altered[COUNTS, "ddp", 8] == {1, 4, 8}
+    assert {setup.network for case, setup in pairs if case.experiment == NETWORKS} == {"resnet18"}
+
+
+def test_the_whole_study_has_every_network_on_every_data_set_and_marks_what_has_few_trials(monkeypatch):
+    monkeypatch.setattr(soft_errors, "_found_in", lambda data: "fashion")
+    study, options = SoftErrors(), Options(out=Path(), data=Path("files"))
+
+    names = [task.key for task in study.tasks(options)]
+
+    on = {f"networks: {network} on {data}" for network in soft_errors.NETWORKS for data in ("digits", "fashion")}
+    assert on - {"networks: mlp on digits"} == {name for name in names if name.startswith("networks")}
+    assert names[-2:] == ["alone", "explained"]
+    assert "Trials of ResNets: 20 a cell, on 512 samples." in study.left_out(options)
+    assert (study.settings(options)["trials a cell"], study.settings(options)["of large networks"]) == (180, 20)
+    some = replace(options, only=("ddp", "bursts"))
+    assert [task.key for task in study.tasks(some)] == ["bursts", "explained"]
 
 
 # ---------------------------------------------------------------------------------------------
@@ -182,7 +201,12 @@ def test_a_study_ends_with_rows_claims_and_a_page_and_is_not_done_twice(tmp_path
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"only": ("horovod",)}, "--only must be one of ddp, pipeline, hybrid, session, got 'horovod'"),
+        (
+            {"only": ("horovod",)},
+            "--only must be one of ddp, pipeline, hybrid, session, crossed, .*, networks, got 'horovod'",
+        ),
+        ({"only": ("bursts",), "quick": True}, "--only must be one of ddp, pipeline, hybrid, session, got 'bursts'"),
+        ({"only": ("session", "bursts")}, "--only session --only bursts leaves nothing to do: .* add --only ddp"),
         ({"model": "gpt"}, "--network must be one of mlp, cnn, resnet18, resnet50, got 'gpt'"),
         ({"data": Path("/nowhere")}, "--data must be a directory with the files of one of cifar100, cifar10, fashion"),
     ],

@@ -20,23 +20,27 @@ from holdfast.study.soft_setup import (
     Case,
     Setup,
 )
+from holdfast.workloads.models import layout
 
-QUICK, CROSSED, BIT_BY_BIT, LAYERS, FORMATS_TRIED, COUNTS, PROPAGATION, BURSTS = (
+QUICK, CROSSED, BIT_BY_BIT, FORMATS_TRIED, LAYERS, BURSTS, COUNTS, PROPAGATION, NETWORKS = (
     "quick",
     "crossed",
-    "bit by bit",
-    "layers",
+    "bit-by-bit",
     "formats",
+    "layers",
+    "bursts",
     "processes",
     "propagation",
-    "bursts",
+    "networks",
 )
+EXPERIMENTS = (CROSSED, BIT_BY_BIT, FORMATS_TRIED, LAYERS, BURSTS, COUNTS, PROPAGATION, NETWORKS)
+"""Of the whole design, in order."""
 FLIPS = (1, 10, 100, 500, 1000)
 BITS = (ALL, BELOW, CRITICAL)
 WIDTHS = ("float16", "bfloat16", "float32", "float64")
 _THREE = ((1, ALL), (1, CRITICAL), (100, BELOW))
 _BURSTS = (2, 4, 8)
-_EIGHT = 8
+_FOUR, _EIGHT = 4, 8
 
 Pair = tuple[Case, Setup]
 
@@ -47,52 +51,58 @@ def cells_of(pairs: Sequence[Pair]) -> list[Cell]:
 
 
 def setup_of(base: Setup, platform: str, processes: int) -> Setup:
-    """Return a setup on another platform: a pipeline has a stage a process, a hybrid two stages."""
+    """Return a setup on another platform: a pipeline has a stage a process, at most one for each block of the network; a hybrid two stages."""
+    if platform == PIPELINE:
+        processes = min(processes, len(layout(base.network).blocks))
     stages = {PIPELINE: processes, HYBRID: 2}.get(platform, 1)
     return replace(base, platform=platform, processes=processes, stages=stages)
 
 
 def quick_pairs(base: Setup, platforms: Sequence[str]) -> list[Pair]:
     """Return what ``--quick`` tries: two processes, one of them altered."""
-    return [
-        (Case(experiment=QUICK, flips=flips, bits=bits), setup_of(base, platform, 2))
-        for platform in platforms
-        for flips, bits in _THREE
-    ]
+    return [pair for platform in platforms for pair in _three(QUICK, setup_of(base, platform, 2))]
 
 
-def experiments(base: Setup, platforms: Sequence[str], processes: int) -> Iterator[tuple[str, list[Pair]]]:
-    """Yield the whole design, each part under a name; cells of a part have the same platform and number of processes.
+def experiments(
+    base: Setup, platforms: Sequence[str], processes: int, others: Sequence[Setup] = ()
+) -> Iterator[tuple[str, str, list[Pair]]]:
+    """Yield the whole design, part by part: the experiment, a name, and cells.
 
     Args:
         base: What is trained.
-        platforms: On which.
+        platforms: On which: all have the crossed design, the other experiments are done under DDP alone.
         processes: Of the crossed design, at least 2.
+        others: Other networks and data, each tried as in ``--quick``.
     """
     for platform in platforms:
-        yield f"{CROSSED}: {platform}", crossed(setup_of(base, platform, processes))
+        yield CROSSED, f"{CROSSED}: {platform}", crossed(setup_of(base, platform, processes))
     if DDP not in platforms:
         return
     two = setup_of(base, DDP, 2)
     for width in WIDTHS:
-        yield f"{BIT_BY_BIT}: {width}", bit_by_bit(replace(two, dtype=width))
-        yield f"{FORMATS_TRIED}: {width}", formats(two, width)
-    yield LAYERS, layers(two)
-    yield BURSTS, bursts(two)
+        yield BIT_BY_BIT, f"{BIT_BY_BIT}: {width}", bit_by_bit(replace(two, dtype=width))
+        yield FORMATS_TRIED, f"{FORMATS_TRIED}: {width}", formats(two, width)
+    yield LAYERS, LAYERS, layers(two)
+    yield BURSTS, BURSTS, bursts(two)
     for count in (2, _EIGHT):
-        yield f"{COUNTS}: {count}", _three(COUNTS, setup_of(base, DDP, count))
-    yield PROPAGATION, propagation(replace(setup_of(base, DDP, _EIGHT), epochs=10))
+        yield COUNTS, f"{COUNTS}: {count}", counts(setup_of(base, DDP, count))
+    yield PROPAGATION, PROPAGATION, propagation(replace(setup_of(base, DDP, _EIGHT), epochs=10))
+    for other in others:
+        name = f"{NETWORKS}: {other.network} on {other.dataset}"
+        yield NETWORKS, name, _three(NETWORKS, setup_of(other, DDP, 2))
 
 
 def crossed(setup: Setup) -> list[Pair]:
-    """Return model and optimizer, one, half and all of the processes, every number of flips, and three choices of bits."""
+    """Return model and optimizer, each with any bits and the critical one in one, half and all processes, and with those below it in one."""
     count = setup.processes
+    some = sorted({1, count // 2, count})
+    cases = [(altered, flips, ALL) for altered in some for flips in FLIPS]
+    cases += [(altered, 1, CRITICAL) for altered in some]
+    cases += [(1, flips, BELOW) for flips in FLIPS]
     return [
         (Case(experiment=CROSSED, target=target, altered=altered, flips=flips, bits=bits), setup)
         for target in (MODEL, OPTIMIZER)
-        for altered in sorted({1, count // 2, count})
-        for flips in FLIPS
-        for bits in BITS
+        for altered, flips, bits in cases
     ]
 
 
@@ -124,6 +134,12 @@ def bursts(setup: Setup) -> list[Pair]:
         for flips in (1, 10)
         for bits in (ALL, BELOW)
     ]
+
+
+def counts(setup: Setup) -> list[Pair]:
+    """Return one, four and all of the processes altered."""
+    some = sorted({1, min(_FOUR, setup.processes), setup.processes})
+    return [(replace(case, altered=altered), s) for altered in some for case, s in _three(COUNTS, setup)]
 
 
 def propagation(setup: Setup) -> list[Pair]:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from holdfast.study.base import MEASURED, Claim, Row
-from holdfast.study.soft_cells import BIT_BY_BIT, CROSSED, FORMATS_TRIED, PROPAGATION, QUICK, WIDTHS
+from holdfast.study.soft_cells import BIT_BY_BIT, CROSSED, FORMATS_TRIED, NETWORKS, PROPAGATION, QUICK, WIDTHS
 from holdfast.study.soft_setup import ALL, BELOW, CRITICAL, MODEL, OPTIMIZER, PLATFORMS
 from holdfast.study.stats import bootstrap, wilson
 
@@ -14,6 +14,7 @@ CLUSTER = "abstract, CLUSTER 2021"
 SBAC = "abstract, SBAC-PAD 2022"
 SECOND = "second hand, JPDC 2024"
 DERIVED = "derived"
+OURS = "ours"
 NOT_CHECKED = "not checked: nothing was run that tells"
 
 _ABSORBED = 95.0
@@ -36,12 +37,13 @@ def hold_claims(rows: Sequence[Row], seed: int) -> list[Claim]:
     cells = [row for row in rows if row["part"] == "cell" and row["status"] == MEASURED]
     ran = [platform for platform in PLATFORMS if any(row["platform"] == platform for row in cells)]
     return [
-        *[claim for platform in ran for claim in _absorbed(cells, platform)],
+        *[claim for trained in _trained(cells) for claim in _absorbed(cells, *trained)],
         *_of_each(MORE_SENSITIVE, SBAC, [_more_sensitive(cells, platform, seed) for platform in ran]),
         *_of_each(ALL_COLLAPSE, SECOND, [_all_collapse(cells, platform) for platform in ran]),
         *_of_each(CRITICAL_BIT, SECOND, [_critical_bit(cells, width) for width in WIDTHS]),
         *_of_each(ONE_DECIDES, SECOND, [_critical_against_below(cells, width) for width in WIDTHS]),
         _propagation(rows),
+        *[_alone(row) for row in rows if row["part"] == "alone"],
         Claim(
             claim="Horovod is slightly more resilient than DDP",
             source=SBAC,
@@ -70,7 +72,7 @@ def _fits(value: Any, wanted: Any) -> bool:
     return value in wanted if isinstance(wanted, tuple) else value == wanted
 
 
-_BASIC: Mapping[str, Any] = {"experiment": (QUICK, CROSSED), "target": MODEL, "altered": 1}
+_BASIC: Mapping[str, Any] = {"experiment": (QUICK, CROSSED, NETWORKS), "target": MODEL, "altered": 1}
 """Cells that claims about one altered process stand on."""
 
 
@@ -88,22 +90,30 @@ def _show(counted: Counted) -> str:
 # Claims
 
 
-def _absorbed(cells: Sequence[Row], platform: str) -> list[Claim]:
-    """Return both halves of the first claim, for a platform that was run."""
-    below = counted(cells, "RWC", platform=platform, bits=BELOW, flips=_DOZENS, **_BASIC)
-    hit = counted(cells, platform=platform, bits=CRITICAL, flips=1, **_BASIC)
+def _trained(cells: Sequence[Row]) -> list[tuple[str, str, str]]:
+    """Return platform, network and data set of what was run."""
+    mine = (row for row in cells if row["experiment"] in _BASIC["experiment"])
+    return list(dict.fromkeys((row["platform"], row["network"], row["dataset"]) for row in mine))
+
+
+def _absorbed(cells: Sequence[Row], platform: str, network: str, dataset: str) -> list[Claim]:
+    """Return both halves of the first claim, for what was run."""
+    wanted = {**_BASIC, "platform": platform, "network": network, "dataset": dataset}
+    below = counted(cells, "RWC", bits=BELOW, flips=_DOZENS, **wanted)
+    hit = counted(cells, bits=CRITICAL, flips=1, **wanted)
+    where = f"{platform}, {network} on {dataset}"
     claims = []
     if below[1]:
         ours, ci = _percent(below)
         claims.append(
             Claim(
-                claim=f"Dozens of flips are absorbed unless the critical bit is hit: {platform}",
+                claim=f"Dozens of flips are absorbed unless the critical bit is hit: {where}",
                 source=CLUSTER,
                 paper=_ABSORBED,
                 ours=ours,
                 ci=ci,
                 holds=True if ci[0] >= _ABSORBED else False if ci[1] < _ABSORBED else None,
-                found=f"percent of trainings without a change, 10 and 100 flips below that bit in one process's model; we ask for {_ABSORBED:.0f}",
+                found=f"percent of trainings without a change, dozens of flips (10 or 100) below that bit in one process's model; we ask for {_ABSORBED:.0f}",
             )
         )
     if below[1] and hit[1]:
@@ -111,7 +121,7 @@ def _absorbed(cells: Sequence[Row], platform: str) -> list[Claim]:
         other = below[1] - below[0], below[1]
         claims.append(
             Claim(
-                claim=f"One flip of the critical bit does more harm than dozens below it: {platform}",
+                claim=f"One flip of the critical bit does more harm than dozens below it: {where}",
                 source=CLUSTER,
                 ours=ours,
                 ci=ci,
@@ -216,4 +226,17 @@ def _propagation(rows: Sequence[Row]) -> Claim:
         ours=min(found),
         holds=min(found) > 0,
         found=f"the least of {len(found)} layers: the norm of the difference over that of the undisturbed weights, median over trials",
+    )
+
+
+def _alone(row: Row) -> Claim:
+    alone = f"{row['harmed_alone_percent']:.1f} % [{row['harmed_alone_low']:.1f}, {row['harmed_alone_high']:.1f}]"
+    difference = f"; {row['first_difference']}" if row["first_difference"] else ""
+    return Claim(
+        claim="A training from a warm state finds what one in processes of its own finds, to the bit",
+        source=OURS,
+        paper=100.0,
+        ours=100 * row["equal"] / row["trials"],
+        holds=row["equal"] == row["trials"],
+        found=f"percent of {row['trials']} trainings; {row['harmed_percent']:.1f} % changed, in processes of their own {alone}{difference}",
     )

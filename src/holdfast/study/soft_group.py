@@ -60,7 +60,7 @@ class Group:
         """Start the processes and wait until they are warm, unless they are.
 
         Raises:
-            GroupFailed: if they do not get there.
+            GroupFailed: if they do not get there, or what they train is not finite by itself.
             InternalError: if they were, and do not compute the same bits again.
         """
         if self._processes:
@@ -84,6 +84,10 @@ class Group:
             self.end()
             msg = f"a group that was made anew from its files does not compute the same bits: {self.setup}"
             raise InternalError(msg)
+        if not all(one["finite"] for one in found):
+            self.end()
+            msg = f"the undisturbed training has a loss or a weight that is not finite: {self.setup}"
+            raise GroupFailed(msg)
         self.undisturbed = found
 
     def ask(self, orders: Sequence[Disturbance | None]) -> list[dict[str, Any]]:

@@ -14,6 +14,7 @@ from holdfast.study.soft_cells import (
     CROSSED,
     FORMATS_TRIED,
     LAYERS,
+    NETWORKS,
     PROPAGATION,
     QUICK,
 )
@@ -31,7 +32,9 @@ _TITLES = {
     COUNTS: "Numbers of processes",
     BURSTS: "Bursts of neighbouring bits",
     PROPAGATION: "A thousand flips in one process, or in all together",
+    NETWORKS: "Networks and data: one altered replica of two",
 }
+_NOTES = {NETWORKS: f"{_READ} Fewer trainings of the large networks, so their intervals are wide."}
 _OUTCOME_COLUMNS = [
     ["trials", "trials", "number"],
     *([f"{name}_shown", f"{name}, %", "text"] for name in OUTCOMES),
@@ -52,7 +55,7 @@ def sections(rows: Sequence[Row]) -> list[dict[str, Any]]:
     for experiment, title in _TITLES.items():
         mine = [row for row in cells if row["experiment"] == experiment]
         pages += [_intervals(experiment, title, mine), _bars(experiment, title, mine), _table(experiment, title, mine)]
-    return [*pages, _curve(cells), *_error_tables(rows), _explained(rows), _not_run(rows)]
+    return [*pages, _curve(cells), *_error_tables(rows), _explained(rows), _alone(rows), _not_run(rows)]
 
 
 def _shown(row: Row) -> Row:
@@ -61,6 +64,7 @@ def _shown(row: Row) -> Row:
     whole += f", {row['layer']} layer" if row["layer"] else ""
     whole += ", each its own" if row["draws"] != "same" else ""
     where = row["platform"] + (f", {row['stages']} stages" if row["stages"] > 1 else "")
+    where += f", {row['network']} on {row['dataset']}" if row["experiment"] == NETWORKS else ""
     told = {f"{name}_shown": _share(row, name) for name in (*OUTCOMES, "harmed", "harmed_rank0", "harmed_mean")}
     width = f"altered as {row['format']}" if row["format"] else row["dtype"]
     whose = f"{row['target']}, {row['altered']} of {row['processes']}"
@@ -76,16 +80,12 @@ def _section(kind: str, name: str, title: str, note: str, rows: Sequence[Row], *
     return {"kind": kind, "id": name, "title": title, "note": note, "where": {}, "rows": list(rows), **more}
 
 
-def _id(experiment: str) -> str:
-    return experiment.replace(" ", "-")
-
-
 def _intervals(experiment: str, title: str, rows: Sequence[Row]) -> dict[str, Any]:
     return _section(
         "intervals",
-        f"{_id(experiment)}-harmed",
+        f"{experiment}-harmed",
         title,
-        _READ,
+        _NOTES.get(experiment, _READ),
         rows,
         by=["what"],
         series=["where", "whose", *(["width"] if experiment == FORMATS_TRIED else [])],
@@ -98,7 +98,7 @@ def _intervals(experiment: str, title: str, rows: Sequence[Row]) -> dict[str, An
 def _bars(experiment: str, title: str, rows: Sequence[Row]) -> dict[str, Any]:
     return _section(
         "bars",
-        f"{_id(experiment)}-outcomes",
+        f"{experiment}-outcomes",
         f"{title}: outcomes",
         "RWC: restart without change. AccR: accuracy below by more than 5 points. NaN: a loss or a weight is not finite. TF: the training failed.",
         rows,
@@ -110,16 +110,15 @@ def _bars(experiment: str, title: str, rows: Sequence[Row]) -> dict[str, Any]:
 
 def _table(experiment: str, title: str, rows: Sequence[Row]) -> dict[str, Any]:
     by = ["where", "network", "whose", "what", "width"]
-    return _section(
-        "table", f"{_id(experiment)}-table", f"{title}: numbers", _READ, rows, by=by, columns=_OUTCOME_COLUMNS
-    )
+    note = _NOTES.get(experiment, _READ)
+    return _section("table", f"{experiment}-table", f"{title}: numbers", note, rows, by=by, columns=_OUTCOME_COLUMNS)
 
 
 def _curve(cells: Sequence[Row]) -> dict[str, Any]:
     rows = [row | {"bit": int(row["bits"])} for row in cells if row["experiment"] == BIT_BY_BIT]
     return _section(
         "points",
-        "bit-by-bit",
+        BIT_BY_BIT,
         "Every bit position in turn",
         f"One flip in the model of one replica of two. Bits are counted from the least significant one. {_READ}",
         rows,
@@ -142,7 +141,7 @@ def _error_tables(rows: Sequence[Row]) -> list[dict[str, Any]]:
         found.append(
             _section(
                 "table",
-                f"{_id(experiment)}-errors",
+                f"{experiment}-errors",
                 f"{_TITLES[experiment]}: how far each layer is off",
                 note,
                 mine,
@@ -180,6 +179,29 @@ def _explained(rows: Sequence[Row]) -> dict[str, Any]:
         by=["factor"],
         columns=[["share", "explains", "number"], ["p", "p", "number"], ["levels", "levels", "number"], ["trials", "trials", "number"]],
     )  # fmt: skip
+
+
+def _alone(rows: Sequence[Row]) -> dict[str, Any]:
+    mine = [
+        row | {f"{name}_shown": _share(row, name) for name in ("harmed", "harmed_alone")}
+        for row in rows
+        if row["part"] == "alone"
+    ]
+    return _section(
+        "table",
+        "alone",
+        "The same trainings in processes of their own",
+        "Each trains to the epoch of the restart itself, and goes on from a file that was altered: what a training from a warm state must find, too.",
+        mine,
+        by=["cell"],
+        columns=[
+            ["trials", "trials", "number"],
+            ["equal", "equal", "number"],
+            ["first_difference", "first difference", "text"],
+            ["harmed_shown", "harmed, %", "text"],
+            ["harmed_alone_shown", "in processes of their own", "text"],
+        ],
+    )
 
 
 def _not_run(rows: Sequence[Row]) -> dict[str, Any]:

@@ -42,6 +42,8 @@ class Setup:
     """Height and width that images are scaled to."""
     limit: int | None = None
     """Train on the first so many samples only."""
+    test_limit: int | None = None
+    """Test on the first so many only."""
     batch: int = 128
     """Samples of a step, over all processes."""
     microbatches: int = 2
@@ -126,4 +128,5 @@ class Case:
         more += [f"altered as {self.format}"] if self.format else []
         more += [f"{setup.epochs} epochs", *([] if self.draws == SAME else ["each its own"])]
         whose = f"{self.target} of {self.altered}"
-        return f"{self.experiment}: {where}, {setup.network}, {whose}, {what}, " + ", ".join(more)
+        trained = setup.network if setup.dataset == "digits" else f"{setup.network} on {setup.dataset}"
+        return f"{self.experiment}: {where}, {trained}, {whose}, {what}, " + ", ".join(more)

@@ -18,6 +18,8 @@ from holdfast.study.workers.soft_process import Disturbance
 _LAYERS = {"first": 0.0, "middle": 0.5, "last": 1.0}
 _KEPT = ("mean", "median", "norm", "changed", "not_finite")
 """What rows have of the relative error of a layer."""
+_MOST_CHANGES = 10
+"""So many flips stand in a row; the others follow from its seed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +101,7 @@ def row_of(group: Group, ranks: Sequence[int], found: Sequence[Mapping[str, Any]
         "test_loss": found[worst]["test_loss"],
         "epochs_trained": len(found[0]["losses"]),
         "flipped": sum(found[rank]["flipped"] for rank in ranks),
-        "changes": flips,
+        "changes": flips[:_MOST_CHANGES],
         "errors_first": _errors(group.setup, found, worst, "errors_first"),
         "errors_last": _errors(group.setup, found, worst, "errors_last"),
         "errors_last_rank0": _errors(group.setup, found, 0, "errors_last"),

@@ -125,7 +125,9 @@ class Staged(Platform):
         if replicas > 1:
             # Without that DDP orders its buckets anew in the second forward pass, and fails: there was one for each microbatch.
             whole = DistributedDataParallel(whole, process_group=peers[self.stage], find_unused_parameters=True)
-        stage = PipelineStage(whole, self.stage, stages, torch.device("cpu"), group=self._pipeline)
+        # Told nothing of shapes, torch finds them by a pass over memory that nobody has set: running statistics keep what was there.
+        taken, given = _shapes(setup, self.stage, self.dtype)
+        stage = PipelineStage(whole, self.stage, stages, torch.device("cpu"), taken, given, group=self._pipeline)
         self._schedule = ScheduleGPipe(stage, setup.microbatches, loss_fn=loss_of)
         self._is_first, self._is_last = self.stage == 0, self.stage == stages - 1
 
@@ -159,7 +161,7 @@ def make_platform(setup: Setup, rank: int) -> Platform:
 
 def _dataset(setup: Setup) -> Any:
     data = Path(setup.data) if setup.data else None
-    return load_dataset(setup.dataset, data, limit=setup.limit, size=setup.size)
+    return load_dataset(setup.dataset, data, limit=setup.limit, test_limit=setup.test_limit, size=setup.size)
 
 
 def options_of(setup: Setup) -> dict[str, Any]:
@@ -167,6 +169,18 @@ def options_of(setup: Setup) -> dict[str, Any]:
     dataset = _dataset(setup)
     channels, side, _ = dataset.shape
     return {"num_classes": dataset.num_classes, "image": (channels, side), "seed": setup.training_seed}
+
+
+def _shapes(setup: Setup, stage: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return what a stage takes and gives for a piece of a batch, without values."""
+    options = options_of(setup)
+    channels, side = options["image"]
+    pieces = setup.replicas * setup.microbatches
+    taken = given = torch.empty(setup.batch // pieces, channels, side, side, dtype=dtype, device="meta")
+    for index in range(stage + 1):
+        part = make_stage(setup.network, setup.stages, index, device="meta", **options).to(dtype)
+        taken, given = given, part(given)
+    return taken, given
 
 
 def _send(tensor: Tensor, to: int) -> None:

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from holdfast.errors import ConfigError
 from holdfast.faults.alteration import Alteration, Change, apply, draw
-from holdfast.faults.tensors import Tensors, chosen, listed
+from holdfast.faults.names import chosen
+from holdfast.faults.tensors import Tensors, listed
 from holdfast.study.outcomes import are_finite, digest, layer_errors
 from holdfast.study.soft_setup import Setup
 from holdfast.study.warm import Held
@@ -78,14 +79,15 @@ class RankProcess:
         self._held.restore()
         flips, count = self._disturb(disturbances[0]) if disturbances[0] else ([], 0)
         begun_with = digest_of(platform)
-        losses, states = [], []
+        losses: list[float] = []
+        states = []
         for epoch in range(self._setup.restart, self._setup.restart + self._setup.epochs):
             losses.append(platform.train(epoch))
-            if epoch == self._setup.restart or not math.isfinite(losses[-1]):
+            is_over = len(losses) == self._setup.epochs or not math.isfinite(losses[-1])  # NaN: the outcome is known
+            if len(losses) == 1 or is_over:
                 states.append(copied(platform))
-            if not math.isfinite(losses[-1]):
-                break  # the class of the outcome is known
-        states.append(copied(platform))
+            if is_over:
+                break
         if not self._undisturbed:
             self._undisturbed = states
         return [
@@ -158,13 +160,12 @@ def errors_of(states: Sequence[Mapping[str, Tensor]], undisturbed: Sequence[Mapp
     """Return how far each layer is off, after the first epoch and at the end.
 
     Args:
-        states: Weights after the first epoch and at the end.
+        states: Weights after the first epoch and at the end; one, if the first was the last.
         undisturbed: Those of the undisturbed run.
     """
-    return {
-        "errors_first": layer_errors(undisturbed[0], states[0]),
-        "errors_last": layer_errors(undisturbed[-1], states[-1]),
-    }
+    first = layer_errors(undisturbed[0], states[0])
+    last = first if len(undisturbed) == 1 else layer_errors(undisturbed[-1], states[-1])
+    return {"errors_first": first, "errors_last": last}
 
 
 def digest_of(platform: Platform) -> str:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 import holdfast
-from holdfast.faults.tensors import chosen
+from holdfast.faults.names import chosen
 from holdfast.study.soft_setup import MODEL, Setup
 from holdfast.study.workers.soft_platforms import Platform, options_of
 from holdfast.study.workers.soft_process import Disturbance, alter, copied, digest_of, errors_of, layers_of, seen
@@ -64,11 +64,11 @@ class SessionProcess:
         states: list[dict[int, dict[str, Tensor]]] = []
         for _ in range(self._setup.epochs):
             losses.append(training.train())
-            if not states:
+            is_over = len(losses) == self._setup.epochs or not math.isfinite(losses[-1])  # NaN: the outcome is known
+            if len(losses) == 1 or is_over:
                 states.append(training.of_each(lambda: copied(training.platform)))
-            if not math.isfinite(losses[-1]):
-                break  # the class of the outcome is known
-        states.append(training.of_each(lambda: copied(training.platform)))
+            if is_over:
+                break
         if not self._undisturbed:
             self._undisturbed = [state[0] for state in states]
         found = training.of_each(lambda: seen(training.platform, losses))
