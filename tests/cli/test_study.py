@@ -31,8 +31,9 @@ def test_the_list_names_every_study():
     [
         (
             ["checkpoint-price"],
-            "the study must be one of checkpoint-cost, parallelism, scar, soft-errors, got 'checkpoint-price'",
+            "the study must be one of checkpoint-cost, guard, parallelism, scar, soft-errors, got 'checkpoint-price'",
         ),
+        (["scar", "--data", "/nowhere"], "--data must be a directory, got '/nowhere', which is none"),
         (["checkpoint-cost", "--only", "caffe"], "--only must be one of torch, "),
         (["checkpoint-cost", "--repetitions", "0"], "--repetitions"),
     ],
@@ -43,6 +44,16 @@ def test_what_there_is_not_is_refused_in_one_line(words, message, tmp_path):
     assert done.returncode == 2
     assert message in done.stderr
     assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_file_is_no_place_for_results(tmp_path):
+    taken = tmp_path / "taken"
+    taken.write_text("mine")
+
+    done = study("scar", "--quick", "--out", str(taken))
+
+    assert (done.returncode, taken.read_text()) == (2, "mine")
+    assert done.stderr == f"error: --out must be a directory, or nothing yet, got {str(taken)!r}, which is a file\n"
 
 
 @pytest.mark.chaos
@@ -89,3 +100,20 @@ def test_a_quick_study_of_parallelism_ends_with_the_bits_of_the_undisturbed_run(
     assert needs["random numbers"] == "no"
     assert not [claim["claim"] for claim in results["claims"] if claim["holds"] is False]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["index.html", "results.json", "rows.jsonl"]
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(900)
+def test_a_quick_study_of_the_guard_finds_harm_of_every_kind_and_none_where_there_is_none(tmp_path: Path):
+    done = study("guard", "--quick", "--out", str(tmp_path), timeout_s=800)
+
+    assert done.returncode == 0, done.stderr
+    assert "left out: Flips in models that are split" in done.stderr
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert {row["status"] for row in results["rows"]} == {"measured"}
+    kinds = {(row["target"], row["sums"]): row for row in results["rows"] if row["part"] == "kind"}
+    assert len(kinds) == 6
+    assert all(row["harmful"] == row["healed"] > 0 for row in kinds.values())
+    assert [row["alarms"] for row in results["rows"] if row["part"] == "clean"] == [0]
+    assert {row["guard"] for row in results["rows"] if row["part"] == "cost"} == {"off", "stop", "heal", "heal, sums"}
+    assert not [claim["claim"] for claim in results["claims"] if claim["holds"] is False]
