@@ -12,7 +12,8 @@
     │   ├── StateLost          nobody has some part of the model any more, in memory or saved
     │   ├── StoreLost          the store that membership is kept in cannot be reached
     │   ├── VotedOut           the others went on without this worker
-    │   └── ReplicasDiffer     replicas that must be equal are not
+    │   ├── ReplicasDiffer     replicas that must be equal are not
+    │   └── MessageAltered     what a worker gave to others did not arrive as it was
     ├── CheckpointError
     │   ├── CheckpointCorrupt  bytes on disk are not the bytes that were saved
     │   └── CheckpointMissing  there is no complete checkpoint where one was asked for
@@ -90,6 +91,10 @@ class VotedOut(JobError):
 
 class ReplicasDiffer(JobError):
     """The digests of two replicas differ: somebody computed wrong bits."""
+
+
+class MessageAltered(JobError):
+    """What a worker was given is not what another one gave: its checksum says so."""
 
 
 class CheckpointError(HoldfastError):

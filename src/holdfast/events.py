@@ -30,6 +30,9 @@ LOST = 64
 CORRUPT = 128
 """Flag in :class:`Progress`: somebody's state was found to be corrupt: all go back to one that is known to be right."""
 
+ALTERED = 256
+"""Flag in :class:`Progress`: a message of the step in progress was altered on its way: all do the step again."""
+
 
 # ---------------------------------------------------------------------------------------------
 # Events: what happened
@@ -77,7 +80,7 @@ class StepClosed(Event):
 
 @dataclass(frozen=True, slots=True)
 class CorruptionSeen(Event):
-    """The closing sum returned here and says that somebody's state is corrupt: nobody closes the step, all meet and go back."""
+    """The closing sum returned here and says that a state is corrupt, or a message was altered: nobody closes the step, all meet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -491,12 +494,13 @@ class Reinitialised(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CorruptionFound(Record):
-    """The guard found something wrong while ``step`` was closed. Written by the lowest worker.
+    """The guard found something wrong while ``step`` was closed. Written by the lowest worker, or by who found it.
 
     Args:
-        what: ``"replicas"`` differ, or ``"range"``: a number is not finite, or far from all that were there before.
-        where: What was compared in that step: names of parameters and of the optimizer's state; or ``"loss"``.
-        ranks: Whose bits are wrong, if that is known: those of the minority.
+        what: ``"replicas"`` differ; ``"range"``: a number is not finite, or far from all that were there before;
+            ``"message"``: what was given to a sum, or came from it, was altered on its way.
+        where: What was compared in that step: names of parameters and of the optimizer's state; or ``"loss"``; or messages.
+        ranks: Whose bits are wrong, if that is known: those of the minority, or who had given what was altered.
         policy: What is done about it: ``"warn"``, ``"heal"`` or ``"stop"``.
     """
 
@@ -514,7 +518,8 @@ class CorruptionHealed(Record):
         ranks: Whose history did not reproduce first: they were at fault. Empty if all had computed the same until then.
         found_at: The step in which it was found.
         went_back_to: The step that all went back to.
-        source: ``"snapshot"``, from memory, ``"checkpoint"`` or ``"beginning"``.
+        source: ``"snapshot"``, from memory, ``"checkpoint"`` or ``"beginning"``; ``"step"``: nobody's state was wrong, and the step
+            was done again.
         is_training: It came again, with the same bits: it belongs to the training, such as a learning rate that is too high.
     """
 

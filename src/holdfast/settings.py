@@ -84,6 +84,8 @@ class Settings:
     guard: str = "stop"
     """When replicas are found to differ: stop, warn and go on, or heal, which is to go back to a state in memory that is known
     to be right; off: they are not compared. With warn and heal, values far out of range are looked for, too."""
+    guard_sums: bool = False
+    """Checksums go with what is summed, and whoever adds it looks; what comes of a finding is as ``guard`` says."""
     mirror: int = -1
     """Workers beside its own that hold each part of a model that is split; -1: one, where there is no replica of it."""
     mirror_every: int = 1
@@ -161,6 +163,9 @@ class Settings:
             msg = f"hang_timeout_s must be at least {_SHORTEST_HANG_S:g} seconds and finite, or 0 for never, got {self.hang_timeout_s:g}"
             raise ConfigError(msg)
         self._check_mirrors()
+        if self.guard_sums and self.guard == "off":
+            msg = "guard_sums needs guard stop, warn or heal, which say what comes of a finding, got off"
+            raise ConfigError(msg)
         if not self.mtbf_s > 0:
             msg = f"mtbf_s must be positive, got {self.mtbf_s}"
             raise ConfigError(msg)

@@ -114,3 +114,51 @@ def test_who_joins_is_compared_with_the_others_and_rings_no_alarm(tmp_path):
     check_healed(report, [0, 1, 3])
     assert [joined["rank"] for joined in report["joined"]] == [3]
     assert report["guard"]["found"] == []
+
+
+# -- messages, which are altered after the checksums that go with them were made
+
+ALTERED = ("--guard-sums", "--inject", "flip:rank=1,step=6,target=message,bucket=1,count=1,bits=22")
+
+
+@pytest.mark.parametrize(
+    ("fabric", "env"),
+    [
+        ("gloo", {}),
+        pytest.param("gloo", {"HOLDFAST_SHARED_BYTES": "0"}, marks=pytest.mark.soak),
+        pytest.param("ulfm", {}, marks=pytest.mark.soak),
+    ],
+    ids=["gloo-memory", "gloo-messages", "ulfm-memory"],
+)
+def test_an_altered_message_is_found_by_who_adds_it_and_its_step_is_done_again(tmp_path, fabric, env):
+    report = run(tmp_path, fabric, 3, "heal", options=ALTERED, env=env)
+
+    check_healed(report, [0, 1, 2])
+    (found,), (healed,) = report["guard"]["found"], report["guard"]["healed"]
+    assert (found["step"], found["what"], found["ranks"], found["policy"]) == (6, "message", [1], "heal")
+    assert (healed["found_at"], healed["went_back_to"], healed["source"]) == (6, 6, "step")
+    assert report["guard"]["steps_redone"] == report["steps_redone"] == 1
+    assert report["failures"] == []
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("strategy", ["rollback", "forward"])
+def test_a_worker_that_dies_while_an_altered_message_is_heard_of_changes_nothing(tmp_path, strategy):
+    kill = ("--strategy", strategy, "--inject", "kill:rank=2,step=6,phase=allreduce,bucket=1")
+
+    report = run(tmp_path, "gloo", 3, "heal", options=(*ALTERED, *kill))
+
+    assert_landed(report, 2)
+    if strategy == "rollback":
+        check_healed(report, [0, 1])
+    assert [found["ranks"] for found in report["guard"]["found"]] == [[1]]
+
+
+@pytest.mark.soak
+def test_without_checksums_an_altered_message_makes_all_replicas_wrong_alike(tmp_path):
+    """The negative control."""
+    report = run(tmp_path, "gloo", 3, "heal", options=ALTERED[1:])
+
+    assert report["replicas"]["identical"] is True
+    assert report["replicas"]["state_sha256"] != quiet_hash()
+    assert report["guard"]["found"] == []

@@ -11,7 +11,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from jobs import assert_landed, holdfast, run_report
+from jobs import assert_landed, assert_landed_for_good, exit_codes, holdfast, run_report
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(400)]
 
@@ -131,6 +131,23 @@ def test_with_mirrors_nothing_is_restored_and_no_bit_changes(tmp_path):
     assert report["replicas"]["sha256"] == undisturbed("sharded")
 
 
+def test_without_recovery_a_death_ends_the_job_though_there_are_backups(tmp_path):
+    """The negative control: a fault from which the part comes back to the bit above, with recovery turned off."""
+    report = run(
+        tmp_path,
+        "sharded",
+        *("--fabric", "gloo", *EVERY_4, "--max-restarts", 0),
+        inject=[LAST_SENT["sharded"]],
+        script=["--no-recovery"],
+        exit_code=1,
+    )
+
+    assert exit_codes(report)[2] == -9
+    assert report["outcome"] == "failed"
+    assert report["restored"] == []
+    assert report["replicas"]["sha256"] is None
+
+
 # -- without a backup
 
 
@@ -164,6 +181,7 @@ def test_a_stage_that_was_never_saved_begins_anew_and_a_shard_makes_the_job_begi
     assert_landed(pipeline, 1)
     check_trained(pipeline, [0, 2, 3])
     assert [(r["source"], r["stale_steps"]["max"]) for r in pipeline["restored"]] == [("beginning", 5)]
+    assert_landed_for_good(sharded, 1)
     assert sharded["restarts"] == 1  # what the script made was given away: nobody has it
     assert sharded["replicas"]["sha256"] == undisturbed("sharded")
 
@@ -184,6 +202,7 @@ def test_with_too_few_workers_the_lost_part_is_restored_and_all_is_saved(tmp_pat
         exit_code=1,
     )
 
+    assert_landed(report, 1)
     assert "too few workers are left to go on at step 5" in report["_stderr"]
     assert [restored["part"] for restored in report["restored"]] == [1]
     resumed = run(

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 from jobs import assert_landed, exit_codes, run_report
-from train_pipeline import SAMPLES, undisturbed
+from train_pipeline import SAMPLES, train, undisturbed
 
 from holdfast.checkpoint import steps
+from holdfast.faults.plan import FaultPlan, parse
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(400)]
 
@@ -53,7 +54,7 @@ def check_same(report, stages=4, steps_done=STEPS):
 
 ALL_PHASES = [
     "kill:rank=0,step=1",
-    "kill:rank=3,step=3,phase=handover",
+    "kill:rank=3,step=3,phase=handover,slice=2",
     "kill:rank=1,step=5,phase=backward",
     "kill:rank=4,step=7,phase=allreduce,bucket=0",
     "kill:rank=5,step=7,phase=rehome",
@@ -132,6 +133,35 @@ def test_without_mirrors_a_death_takes_all_back_to_the_beginning(tmp_path):
     assert decisions(report) == {"load"}
     assert "nobody is left who holds part 2 of the model: all go back to step 0" in report["_stdout"]
     check_same(report)
+
+
+def test_two_twins_of_a_stage_that_die_at_once_take_all_back_and_the_run_says_so(tmp_path):
+    """Of two chains of two stages: who is left has stage 0 alone, twice."""
+    saving = ("--checkpoint-dir", tmp_path / "c", "--checkpoint-every", 3)
+    kills = ["kill:rank=1,step=5", "kill:rank=3,step=5"]
+
+    report = run(tmp_path, "-n", 4, "--fabric", "gloo", *saving, inject=kills, script=["--stages", 2])
+
+    assert_landed(report, 1, 3)
+    assert "load" in decisions(report)
+    assert "nobody is left who holds part 1 of the model: all go back to step 3" in report["_stdout"]
+    check_same(report, stages=2)
+
+
+def test_who_dies_while_it_sends_its_copy_comes_back_as_it_was_sent_whole_before(tmp_path):
+    fault = "kill:rank=2,step=8,phase=mirror"
+    lazily = {"strategy": "partial", "mirror_every": 4, "faults": FaultPlan((parse(fault),)).to_json()}
+
+    report = run(tmp_path, *("-n", 4, "--fabric", "gloo", "--strategy", "partial", "--mirror-every", 4), inject=[fault])
+
+    assert_landed(report, 2)
+    assert report["samples"] == NOTHING_LOST
+    (restored,) = report["restored"]
+    assert (restored["part"], restored["step"], restored["source"]) == (2, 8, "backup")
+    assert restored["stale_steps"]["blocks_of_age"] == {"4": restored["blocks"]}
+    virtual = train(4, workers=4, fabric="virtual", **lazily)._replica.sha256s((0,))[0][1]
+    assert report["replicas"]["identical"] is True
+    assert report["replicas"]["state_sha256"] == virtual != undisturbed(4)
 
 
 # -- several chains, spares, newcomers

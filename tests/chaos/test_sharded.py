@@ -12,7 +12,11 @@ from pathlib import Path
 
 import pytest
 from exact import reference_hash
-from jobs import assert_landed, exit_codes, run_report
+from jobs import assert_landed, assert_landed_for_good, exit_codes, run_report
+from reference import make_model
+
+from holdfast import Sharded
+from holdfast.report.words import listing
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(400)]
 
@@ -51,6 +55,24 @@ def check_same(report, finished):
     assert report["samples"] == NOTHING_LOST
 
 
+def check_memory(report):
+    """Each shard is held twice where two are left, and what was recorded and printed of it are the bytes of its tensors."""
+    module = make_model("cnn")
+    numel = {name: parameter.numel() for name, parameter in module.named_parameters()}
+    adam = [
+        sum(4 * (3 * numel[name] + 1) for name in names) for names in Sharded(module).cut(4)
+    ]  # with moments, and steps
+    held = report["parts_held"]
+    for line in held:
+        for kind, said in (("computes", "parts"), ("mirrors", "mirrors of")):
+            size_bytes = line[f"{kind}_bytes"]
+            assert size_bytes == sum(adam[part] for part in line[kind])
+            if size_bytes:
+                assert f"{said} {listing(line[kind])} ({size_bytes / 1000:.1f} kB)" in report["_stdout"]
+    assert sorted(part for line in held for part in line["computes"]) == [0, 1, 2, 3]
+    assert sorted(part for line in held for part in line["mirrors"]) == ([0, 1, 2, 3] if len(held) > 1 else [])
+
+
 def kill(rank, step, phase="forward"):
     return f"kill:rank={rank},step={step},phase={phase}"
 
@@ -86,6 +108,7 @@ def test_killed_workers_change_no_bit(tmp_path, fabric, killed, inject):
     assert report["restarts"] == 0
     assert {event["decision"] for event in records(report, "Recovered")} <= {"redo", "continue"}
     check_same(report, [rank for rank in range(4) if rank not in killed])
+    check_memory(report)
 
 
 @pytest.mark.soak
@@ -121,9 +144,20 @@ def test_a_shard_that_is_lost_with_all_who_hold_it_is_loaded(tmp_path, fabric):
 def test_without_a_checkpoint_the_job_begins_again(tmp_path, fabric):
     report = run(tmp_path, fabric, inject=BOTH_WHO_HOLD_SHARD_1)
 
+    assert_landed_for_good(report, 1, 2)
     assert report["restarts"] == 1
     assert "there is no checkpoint: the job must begin again" in report["_stderr"] + report["_stdout"]
     check_same(report, report["workers"]["ranks_finished"])
+
+
+@pytest.mark.soak
+def test_without_recovery_a_death_ends_the_job(tmp_path):
+    """The negative control: a fault that changes no bit above, with recovery turned off."""
+    report = run(tmp_path, "gloo", "--max-restarts", 0, inject=[kill(2, 3)], script=["--no-recovery"], exit_code=1)
+
+    assert exit_codes(report)[2] == -9
+    assert report["outcome"] == "failed"
+    assert report["replicas"]["sha256"] is None
 
 
 def test_negative_control_a_shard_that_comes_without_its_momenta_is_found_out(tmp_path):

@@ -15,6 +15,10 @@ BAD = {
         "--strategy must be one of rollback, forward, restart, reinit, partial, got 'hope'",
     ),
     "unknown guard": (["--guard", "cure"], "--guard must be one of stop, warn, heal, off, got 'cure'"),
+    "checksums that nobody looks at": (
+        ["--guard", "off", "--guard-sums"],
+        "--guard-sums needs guard stop, warn or heal",
+    ),
     "unknown fabric": (["--fabric", "smoke"], "--fabric must be one of ulfm, gloo, virtual, got 'smoke'"),
     "replacing the dead where nobody can join": (["--respawn"], "--respawn needs --fabric gloo"),
     "less than no spares": (["--spares", "-1"], "--spares must be at least 0, got -1"),

@@ -9,7 +9,19 @@ from hypothesis import strategies as st
 from holdfast.errors import ConfigError
 from holdfast.faults.alteration import Alteration
 from holdfast.faults.flip import TARGETS, Flip
-from holdfast.faults.plan import FLIP, KINDS, NOBODY, OF_NODES, PHASES, STUCK, Fault, FaultPlan, mtbf_schedule, parse
+from holdfast.faults.plan import (
+    FLIP,
+    KINDS,
+    NOBODY,
+    OF_NODES,
+    PHASES,
+    SPLIT_PHASES,
+    STUCK,
+    Fault,
+    FaultPlan,
+    mtbf_schedule,
+    parse,
+)
 
 _numbers = st.integers(0, 10**6)
 
@@ -33,7 +45,8 @@ def flips(draw, rank, step):
 
 @st.composite
 def faults(draw):
-    phase = draw(st.sampled_from(PHASES))
+    phase = draw(st.sampled_from(PHASES + SPLIT_PHASES))
+    number = draw(st.none() | _numbers) if phase == "handover" else None
     bucket = draw(st.none() | _numbers) if phase == "allreduce" else None
     kind = draw(st.sampled_from(KINDS))
     if kind == FLIP:
@@ -41,9 +54,8 @@ def faults(draw):
     some_s = st.floats(0.001, 1e6) | st.integers(1, 10**6)
     lasts = {"slow": some_s} | dict.fromkeys((*STUCK, "partition"), st.none() | some_s)
     victim = {"rank": NOBODY, "node": draw(_numbers)} if kind in OF_NODES else {"rank": draw(_numbers)}
-    return Fault(
-        kind, step=draw(_numbers), phase=phase, bucket=bucket, seconds=draw(lasts.get(kind, st.none())), **victim
-    )
+    seconds = draw(lasts.get(kind, st.none()))
+    return Fault(kind, step=draw(_numbers), phase=phase, bucket=bucket, seconds=seconds, slice=number, **victim)
 
 
 @st.composite
@@ -87,7 +99,8 @@ def test_each_fault_fires_once_however_it_is_asked_for(plan):
     plan = FaultPlan(tuple(replace(f, rank=7) if f.node is not None else f for f in plan.faults), plan.seed, plan.fired)
     for fault in (*plan.faults, *plan.faults):
         target = fault.flip.target if fault.flip else ""
-        while found := plan.due(fault.rank, fault.step, fault.phase, fault.bucket, target):
+        within = fault.bucket if fault.slice is None else fault.slice
+        while found := plan.due(fault.rank, fault.step, fault.phase, within, target):
             seen.append(found[0])
             plan = plan.without([found[0]])
 

@@ -80,3 +80,27 @@ def test_who_has_heard_must_say_so():
 
 def test_what_was_kept_before_newcomers_came_is_of_no_use():
     must_break("rubbish is summed", Rollback(), newcomers=1, steps=3, lapses=Lapse.KEEPS_SNAPSHOTS)
+
+
+# -- a message that was altered: nobody's state is wrong, and the step is done again
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=NAMES)
+@pytest.mark.parametrize(
+    "world",
+    [
+        {"flips": 2},
+        {"newcomers": 1},
+        {"changes": (Restart(),)},
+        pytest.param({"workers": 3, "deaths": 2, "flips": 2}, marks=pytest.mark.soak),
+    ],
+    ids=lambda world: "-".join(world),
+)
+def test_what_was_summed_from_an_altered_message_is_applied_by_nobody_who_has_heard(strategy, world):
+    must_hold(strategy, transient=True, **world)
+
+
+def test_who_has_heard_of_an_altered_message_must_say_so():
+    """Under ``forward`` the sums would be taken for good, and under the others the step is done again in any case."""
+    must_break("what is corrupt is gone on with", Forward(), transient=True, lapses=Lapse.NOBODY_SAYS_CORRUPT)
+    must_hold(Rollback(), transient=True, lapses=Lapse.NOBODY_SAYS_CORRUPT)

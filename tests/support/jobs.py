@@ -61,3 +61,11 @@ def assert_landed(report, *ranks):
     assert {rank: codes.get(rank) for rank in ranks} == dict.fromkeys(ranks, -9)
     seen = {rank for e in report["_events"] if e["event"] == "Recovered" for rank in e["lost"]}
     assert set(ranks) <= seen, f"survivors saw {seen} go"
+
+
+def assert_landed_for_good(report, *ranks):
+    """The faults struck, and the attempt ended with them: the plan killed these workers, and others saw a failure."""
+    codes = exit_codes(report)
+    assert {rank: codes.get(rank) for rank in ranks} == dict.fromkeys(ranks, -9)
+    assert set(ranks) <= {e["rank"] for e in report["_events"] if e["event"] == "FaultFired"}
+    assert {e["rank"] for e in report["_events"] if e["event"] == "FailureSeen"} - set(ranks), "nobody saw them go"

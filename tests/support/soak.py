@@ -90,7 +90,10 @@ def draw(seed, folder, fabric=None):
     options += ["--mirror", rng.choice((1, 1, 2))] if split else []
     options += ["--strategy", "rollback" if split else rng.choice(("rollback", "rollback", "restart"))]
     kinds = UNWATCHED_KINDS if struck == signal.SIGKILL else KINDS
-    phases, buckets = (PHASES + SPLIT_PHASES, (None,)) if split else (PHASES, (None, *range(NUM_BUCKETS)))
+    of_parts = tuple(
+        phase for phase in SPLIT_PHASES if phase != "mirror"
+    )  # that is one of copies, and these have mirrors
+    phases, buckets = (PHASES + of_parts, (None,)) if split else (PHASES, (None, *range(NUM_BUCKETS)))
     return Plan(
         seed, case, fabric, tuple(map(str, options)), tuple(_faults(rng, workers + spares, kinds, phases, buckets)),
         pause=0.4 if respawn else 0.1 if struck else 0.0, struck=struck, struck_at=rng.randrange(2, 10),

@@ -1,4 +1,4 @@
-"""A model that is split over workers, as a script: ``train_split.py pipeline|sharded|whole``."""
+"""A model that is split over workers, as a script: ``train_split.py pipeline|sharded|whole [--no-recovery]``."""
 
 import argparse
 import sys
@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import TensorDataset
+from train_reference import turn_recovery_off
 
 import holdfast
 
@@ -82,7 +83,10 @@ if __name__ == "__main__":
     parser.add_argument(
         "--wait-for", nargs=2, metavar=("STEP", "PATH"), help="in this step wait until there is such a file"
     )
+    parser.add_argument("--no-recovery", action="store_true")
     parsed = parser.parse_args()
+    if parsed.no_recovery:
+        turn_recovery_off()
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
     holdfast.reinit(lambda: main(parsed))

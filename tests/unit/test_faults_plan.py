@@ -33,6 +33,7 @@ from holdfast.faults.plan import (
         ("kill:rank=0,step=0,phase=recovery", Fault("kill", 0, 0, "recovery")),
         ("kill:rank=2,step=3,phase=allreduce", Fault("kill", 2, 3, "allreduce", None)),
         ("kill:rank=2,step=3,bucket=0,phase=allreduce", Fault("kill", 2, 3, "allreduce", 0)),
+        ("kill:rank=2,step=3,slice=1,phase=handover", Fault("kill", 2, 3, "handover", slice=1)),
         ("hang:rank=1,step=2", Fault("hang", 1, 2)),
         ("gil:rank=1,step=2,seconds=1.5", Fault("gil", 1, 2, seconds=1.5)),
         ("slow:seconds=2,rank=0,step=9,phase=backward", Fault("slow", 0, 9, "backward", None, 2.0)),
@@ -80,8 +81,8 @@ def test_a_spec_says_what_happens_to_whom_and_when(spec, fault):
         ("maim:rank=1,step=2", f"the kind before the colon must be one of {', '.join(KINDS)}, got 'maim'"),
         ("kill:rank=1", "step is missing; rank and step are needed"),
         ("kill:step=1", "rank is missing; rank and step are needed"),
-        ("kill:rank=1,step=2,colour=red", "unknown key 'colour'; there are rank, step, phase, bucket, seconds"),
-        ("kill:rank=1,step=2,", "unknown key ''; there are rank, step, phase, bucket, seconds"),
+        ("kill:rank=1,step=2,colour=red", "unknown key 'colour'; there are rank, step, phase, bucket, slice, seconds"),
+        ("kill:rank=1,step=2,", "unknown key ''; there are rank, step, phase, bucket, slice, seconds"),
         ("kill:rank=,step=2", "rank needs a value, as in rank=1"),
         ("kill:rank,step=2", "rank needs a value, as in rank=1"),
         ("kill:rank=1,step=2,phase=", "phase needs a value, as in phase=forward"),
@@ -95,6 +96,8 @@ def test_a_spec_says_what_happens_to_whom_and_when(spec, fault):
             f"phase must be one of {', '.join(PHASES + SPLIT_PHASES)}, got 'lunch'",
         ),
         ("kill:rank=1,step=2,bucket=1", "bucket is only allowed with phase=allreduce, got phase=forward"),
+        ("kill:rank=1,step=2,slice=1", "slice is only allowed with phase=handover, got kill in phase=forward"),
+        ("kill:rank=1,step=2,phase=handover,slice=x", "slice must be a whole number of at least 0, got 'x'"),
         ("slow:rank=1,step=2", "slow needs seconds, as in slow:rank=1,step=20,seconds=0.5"),
         ("slow:rank=1,step=2,seconds=", "seconds needs a value, as in seconds=1"),
         *(
@@ -116,7 +119,10 @@ def test_a_spec_says_what_happens_to_whom_and_when(spec, fault):
             "rank is not allowed here: this kind strikes a whole node, and node says which",
         ),
         ("kill:node=1,step=2", "node is not allowed here: this kind strikes one worker, and rank says which"),
-        ("partition:node=1,step=2,colour=red", "unknown key 'colour'; there are node, step, phase, bucket, seconds"),
+        (
+            "partition:node=1,step=2,colour=red",
+            "unknown key 'colour'; there are node, step, phase, bucket, slice, seconds",
+        ),
         ("hang:rank=1,step=2,seconds=0", "seconds must be a number from 0.001 to 1000000, got 0.0"),
         ("hang:rank=1,step=2,seconds=0.0009", "seconds must be a number from 0.001 to 1000000, got 0.0009"),
         ("hang:rank=1,step=2,seconds=1000001", "seconds must be a number from 0.001 to 1000000, got 1000001.0"),
@@ -250,6 +256,15 @@ def test_the_json_of_a_plan_is_what_its_readers_rely_on():
 
     assert plan.to_json() == f'{{"seed": 5, "faults": [{_FAULT}], "fired": [0]}}'
     assert FaultPlan.from_json(plan.to_json()) == plan
+
+
+def test_a_fault_between_two_slices_says_so_in_json_and_is_due_there_alone():
+    plan = FaultPlan((parse("kill:rank=1,step=2,phase=handover,slice=3"),))
+
+    again = FaultPlan.from_json(plan.to_json())
+    assert again == plan
+    due = [again.due(1, 2, "handover", number) for number in (None, *range(5))]
+    assert due == [None, None, None, None, (0, plan.faults[0]), None]
 
 
 def test_the_json_of_a_flip_says_all_of_it():

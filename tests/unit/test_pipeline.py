@@ -13,12 +13,14 @@ from holdfast.checkpoint import steps
 from holdfast.errors import CheckpointError, ConfigError, PeerFailed, ScriptError, TooFewWorkers
 from holdfast.events import PartRestored, Recovered, RunStarted
 from holdfast.faults.plan import FaultPlan, parse
+from holdfast.faults.process import PlannedFaults
 from holdfast.launch.control import append
 from holdfast.records import read_run, requests_path
 from holdfast.train import run
 from holdfast.train.beginning import Beginning
 from holdfast.train.recovering import Recovery
 from holdfast.train.split.body import Pipelined
+from holdfast.train.split.pipelined import Stages
 
 SAMPLES, BATCH, EPOCHS, SLICES, SEED = 23, 8, 2, 3, 5
 STEPS = EPOCHS * 3
@@ -251,7 +253,17 @@ def test_what_a_stage_draws_when_it_is_made_is_its_own_and_disturbs_nobody():
 @pytest.mark.parametrize("rank", [0, 1, 2, 4])
 @pytest.mark.parametrize(
     "phase",
-    ["forward", "handover", "backward", "allreduce", "allreduce,bucket=1", "optimizer", "recovery", "rehome"],
+    [
+        "forward",
+        "handover",
+        "handover,slice=1",
+        "backward",
+        "allreduce",
+        "allreduce,bucket=1",
+        "optimizer",
+        "recovery",
+        "rehome",
+    ],
 )
 def test_a_death_in_any_phase_of_any_stage_or_mirror_changes_no_bit_and_loads_nothing(phase, rank, tmp_path):
     first = ["kill:rank=3,step=2"] if phase in ("recovery", "rehome") else []
@@ -265,6 +277,32 @@ def test_a_death_in_any_phase_of_any_stage_or_mirror_changes_no_bit_and_loads_no
     assert lost == {rank} | ({3} if first else set())
     assert {decision for decision, _, _ in recovered(tmp_path)} == {"redo"}
     check_bits(model, session)
+
+
+def test_a_death_at_a_slice_strikes_when_those_before_it_were_handed_over(monkeypatch):
+    happened = []
+    reach, give = PlannedFaults.reach, Stages._give
+
+    def note_phase(self, phase, step, rank, bucket=None):
+        if (phase, step, rank) == ("handover", 2, 1):
+            happened.append(bucket)
+        reach(self, phase, step, rank, bucket)
+
+    def note_message(self, batch, number, part, *more, back):
+        if batch.step == 2 and not back:
+            happened.append(f"slice {number} of stage {part}")
+        give(self, batch, number, part, *more, back=back)
+
+    monkeypatch.setattr(PlannedFaults, "reach", note_phase)
+    monkeypatch.setattr(Stages, "_give", note_message)
+    _, session = begin(workers=3, faults=faults("kill:rank=1,step=2,phase=handover,slice=1"))
+
+    train(session)
+
+    at = happened.index(1)
+    assert happened[0] is None
+    assert [what for what in happened[:at] if type(what) is str] == ["slice 0 of stage 0", "slice 0 of stage 1"]
+    assert session.world_size == 2
 
 
 def test_one_death_after_the_other_down_to_one_worker_changes_no_bit(tmp_path):
@@ -470,7 +508,7 @@ def test_a_pipeline_without_stages_is_refused():
         (
             OPTIMIZERS["sgd"],
             {"strategy": "forward"},
-            "strategy must be rollback or restart for a Pipeline, got forward",
+            "strategy must be rollback, restart, reinit or partial for a Pipeline, got forward",
         ),
         (OPTIMIZERS["sgd"], {"clip_grad_norm": 1.0}, "there is no clip_grad_norm for a Pipeline"),
         (OPTIMIZERS["sgd"], {"scaler": object()}, "there is no scaler for a Pipeline"),
@@ -528,6 +566,21 @@ def test_a_handover_where_nothing_is_split_is_refused():
     )
 
     with pytest.raises(
-        ConfigError, match="handover and rehome are those of a model that is split, and this one is not"
+        ConfigError, match="handover, rehome, mirror are those of a model that is split, and this one is not"
     ):
         next(session.steps(dataset(), BATCH))
+
+
+def test_a_phase_that_a_split_model_does_not_have_is_refused():
+    _, eager = begin(faults=faults("kill:rank=1,step=1,phase=mirror"))
+    spread = holdfast.Sharded(nn.Linear(36, 3))
+    shards = holdfast.Session(
+        spread, OPTIMIZERS["sgd"], workers=2, faults=faults("kill:rank=1,step=1,phase=handover,slice=1")
+    )
+
+    for session, says in (
+        (eager, "copies are sent, phase=mirror, with --strategy partial"),
+        (shards, "this model is none"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            next(session.steps(dataset(), BATCH))

@@ -270,7 +270,7 @@ def session_of(model=None, optimizer=OPTIMIZERS["sgd"], **arguments):
         ("7 workers cannot each hold a shard of 6 tensors .*shards=6", lambda: session_of(workers=7)),
         ("needs a function .* got an optimizer", lambda: session_of(optimizer=OPTIMIZERS["sgd"](make("odd").parameters()))),
         ("there is no scaler for a Sharded", lambda: session_of(scaler=torch.amp.GradScaler("cpu"))),
-        ("strategy must be rollback or restart for a Sharded model, got forward", lambda: session_of(strategy="forward")),
+        ("strategy must be rollback, restart, reinit or partial for a Sharded model, got forward", lambda: session_of(strategy="forward")),
     ],
 )  # fmt: skip
 def test_what_cannot_work_is_refused_at_once(said, begin):

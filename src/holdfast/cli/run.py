@@ -96,6 +96,9 @@ def run(
             metavar=_one_of(GUARDS), help="When replicas differ, or with warn and heal values are absurd [stop]."
         ),
     ] = None,
+    guard_sums: Annotated[
+        bool, typer.Option("--guard-sums", help="Checksums go with what is summed; whoever adds it looks.")
+    ] = False,
     spares: Annotated[
         int | None, typer.Option(metavar="K", help="Workers that wait, warm, to take the place of who dies [0].")
     ] = None,
@@ -237,6 +240,7 @@ def run(
         batch=batch,
         rescale=rescale,
         guard=guard,
+        guard_sums=guard_sums or None,
         mirror=mirror,
         mirror_every=mirror_every,
         mirror_fraction=mirror_fraction,

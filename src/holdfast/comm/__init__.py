@@ -6,13 +6,15 @@ adds gradients on top of either, in an order that belongs to the job.
 """
 
 from holdfast.comm.base import Communicator, share_bytes
+from holdfast.comm.checked import checksum
 from holdfast.comm.connect import connect
 from holdfast.comm.mail import Mail
-from holdfast.comm.ordered import Mean, OrderedSum, Span
+from holdfast.comm.ordered import SUM, Mean, OrderedSum, Span
 from holdfast.comm.subgroup import Subgroup
 from holdfast.comm.virtual import VirtualCommunicator
 
 __all__ = [
+    "SUM",
     "Communicator",
     "Mail",
     "Mean",
@@ -20,6 +22,7 @@ __all__ = [
     "Span",
     "Subgroup",
     "VirtualCommunicator",
+    "checksum",
     "connect",
     "share_bytes",
 ]

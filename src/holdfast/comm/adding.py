@@ -11,8 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-TILE = 1 << 16
-"""Numbers that are added at a time: all terms of a tile, and its result, stay in the cache of a core."""
+from holdfast.comm.checked import Altered, Vector, nobody_listens
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,38 +29,54 @@ class Mean:
 
 @dataclass(frozen=True, slots=True)
 class _Tile:
-    """A part of a vector: its terms, ascending by slice, where their sum goes, and where that begins in the vector."""
+    """A part of a vector: its terms, ascending by slice, where their sum goes, and where that begins in the vector.
+
+    Where there are checksums, ``checked`` has the terms with them, and ``sealed`` the sum if it is to have one.
+    """
 
     terms: list[tuple[int, torch.Tensor]]
     out: torch.Tensor
     start: int
+    checked: list[tuple[int, Vector]]
+    sealed: Vector | None
 
 
 class Addition:
     """Terms, and where their sum goes, cut into tiles once and added many times.
 
     Args:
-        terms: ``(slice, tensor)``, ascending by slice; 1-D, all of the length of ``out``.
-        out: Where the sum goes.
+        terms: ``(slice, vector)``, ascending by slice; all of the length of ``out``. Those with checksums are looked at.
+        out: Where the sum goes, and its checksums if it is to have some; in tiles of the size of those of the terms.
         start: Where ``out`` begins in the whole vector.
         order: ``"fold"``, ``"tree"``, or ``"wide"`` (``fold`` that adds numbers of 16 bits in 32).
     """
 
-    def __init__(self, terms: Sequence[tuple[int, torch.Tensor]], out: torch.Tensor, start: int, order: str) -> None:
+    def __init__(self, terms: Sequence[tuple[int, Vector]], out: Vector, start: int, order: str) -> None:
         self._add = ORDERS[order]
-        cut = [(number, term.split(TILE)) for number, term in terms]
+        cut = [(number, term.split()) for number, term in terms]
         self._tiles = [
-            _Tile([(number, tiles[i]) for number, tiles in cut], tile, start + i * TILE)
-            for i, tile in enumerate(out.split(TILE) if out.numel() else ())
+            _Tile(
+                [(number, tiles[i].numbers) for number, tiles in cut],
+                tile.numbers,
+                start + i * out.tile,
+                [(number, tiles[i]) for number, tiles in cut if tiles[i].checksums is not None],
+                tile if tile.checksums is not None else None,
+            )
+            for i, tile in enumerate(out.split())
         ]
 
     @torch.no_grad()
-    def __call__(self, mean: Mean | None = None) -> None:
-        """Add, and divide what ``mean`` says."""
+    def __call__(self, mean: Mean | None = None, altered: Altered = nobody_listens) -> None:
+        """Add, and divide what ``mean`` says; call ``altered`` for each tile of a term that is not what was given."""
         for tile in self._tiles:
+            for number, term in tile.checked:
+                if not term.is_intact():
+                    altered(number)
             self._add(tile.terms, tile.out)
             if mean is not None and mean.numbers > tile.start:
                 tile.out[: mean.numbers - tile.start].div_(mean.divisor)
+            if tile.sealed is not None:
+                tile.sealed.seal()
 
 
 def fold(terms: Sequence[tuple[int, torch.Tensor]], out: torch.Tensor) -> None:

@@ -31,7 +31,8 @@ import torch
 
 from holdfast.comm.adding import Addition, Mean, groups
 from holdfast.comm.base import Exchange
-from holdfast.comm.shared import ALIGN, Introduction, Slots, Span
+from holdfast.comm.checked import SUM, Altered, Vector, nobody_listens, num_tiles
+from holdfast.comm.shared import Introduction, Slots, Span
 from holdfast.errors import PeerFailed, ScriptError
 
 ORDER_BETWEEN_HOSTS = "tree"
@@ -66,6 +67,7 @@ class _Plan:
     finish: list[Addition] = field(default_factory=list)
     give_results: _Messages = field(default_factory=list)
     take_results: _Messages = field(default_factory=list)
+    taken: list[Vector] = field(default_factory=list)
 
 
 class HostsSum:
@@ -100,7 +102,13 @@ class HostsSum:
         self._plans: dict[Span, _Plan] = {}
 
     def __call__(
-        self, span: Span, slots: Slots, order: str, mean: Mean | None, midway: Callable[[], None]
+        self,
+        span: Span,
+        slots: Slots,
+        order: str,
+        mean: Mean | None,
+        midway: Callable[[], None],
+        altered: Altered = nobody_listens,
     ) -> torch.Tensor:
         """Return the sum; see :class:`~holdfast.comm.ordered.OrderedSum`."""
         assert order == ORDER_BETWEEN_HOSTS, order
@@ -108,11 +116,13 @@ class HostsSum:
         self._meet(span)  # A: all terms are there
         midway()
         for addition in plan.own:
-            addition()
+            addition(altered=altered)
         self._comm.swap(plan.give_sums, plan.take_sums)
         for addition in plan.finish:
-            addition(mean)
+            addition(mean, altered)
         self._comm.swap(plan.give_results, plan.take_results)
+        if not all(part.is_intact() for part in plan.taken):
+            altered(SUM)
         self._meet(span)  # B: all shares are there, on all hosts
         return self.result(span)
 
@@ -147,8 +157,8 @@ class HostsSum:
         of_host: list[list[tuple[int, ...]]] = [[] for _ in set(self._hosts)]
         for group in groups(holders):
             of_host[holders[group[0]]].append(group)
-        terms = {n: span.of(self._terms[p][row]) for n, (p, row) in sorted(places.items()) if holders[n] == host}
-        for piece in pieces(self._hosts, span.length, ALIGN // span.dtype.itemsize):
+        terms = {n: span.vector(self._terms[p][row]) for n, (p, row) in sorted(places.items()) if holders[n] == host}
+        for piece in pieces(self._hosts, span.length, span.line):
             if piece.workers[host] == self._me and piece.finisher == host:
                 self._finish(plan, span, piece, terms, of_host)
             elif piece.workers[host] == self._me:
@@ -156,43 +166,59 @@ class HostsSum:
         return plan
 
     def _hand_in(
-        self, plan: _Plan, span: Span, piece: Piece, terms: dict[int, torch.Tensor], mine: list[tuple[int, ...]]
+        self, plan: _Plan, span: Span, piece: Piece, terms: dict[int, Vector], mine: list[tuple[int, ...]]
     ) -> None:
         """Add the groups of this host, give their sums to who finishes the piece, and take the result from there."""
         peer, part = piece.workers[piece.finisher], piece.part
         if mine:
             sums = _rows(mine, span, part)
-            for group, out in zip(mine, sums, strict=True):
-                plan.own.append(Addition([(n, terms[n][part]) for n in group], out, part.start, ORDER_BETWEEN_HOSTS))
-            plan.give_sums.append((peer, sums))
-        plan.take_results.append((peer, span.of(self._result)[part]))
+            for i, group in enumerate(mine):
+                group_terms = [(n, terms[n][part]) for n in group]
+                plan.own.append(Addition(group_terms, _row(sums, i), part.start, ORDER_BETWEEN_HOSTS))
+            plan.give_sums += [(peer, message) for message in sums.messages()]
+        result = _result(span, span.of(self._result)[part])
+        plan.take_results += [(peer, message) for message in result.messages()]
+        plan.taken.append(result)
 
     def _finish(
         self,
         plan: _Plan,
         span: Span,
         piece: Piece,
-        terms: dict[int, torch.Tensor],
+        terms: dict[int, Vector],
         of_host: list[list[tuple[int, ...]]],
     ) -> None:
         """Take the sums of the other hosts, add them and the slices of this one, and give the result to all hosts."""
         meeting = [(n, term[piece.part]) for n, term in terms.items()]
-        out = span.of(self._result)[piece.part]
+        out = _result(span, span.of(self._result)[piece.part])
         for host, (peer, theirs) in enumerate(zip(piece.workers, of_host, strict=True)):
             if host == piece.finisher:
                 continue
             if theirs:
                 sums = _rows(theirs, span, piece.part)
-                plan.take_sums.append((peer, sums))
+                plan.take_sums += [(peer, message) for message in sums.messages()]
                 # The sum of a group stands where one of its slices would: nothing else joins before it is complete.
-                meeting += [(group[0], row) for group, row in zip(theirs, sums, strict=True)]
-            plan.give_results.append((peer, out))
+                meeting += [(group[0], _row(sums, i)) for i, group in enumerate(theirs)]
+            plan.give_results += [(peer, message) for message in out.messages()]
         meeting.sort(key=lambda term: term[0])
         plan.finish.append(Addition(meeting, out, piece.part.start, ORDER_BETWEEN_HOSTS))
 
 
-def _rows(of: Sequence[object], span: Span, part: slice) -> torch.Tensor:
-    return torch.zeros(len(of), part.stop - part.start, dtype=span.dtype)
+def _rows(of: Sequence[object], span: Span, part: slice) -> Vector:
+    """Return memory for a row of numbers each, and for their checksums."""
+    length = part.stop - part.start
+    checksums = torch.zeros(len(of), num_tiles(length, span.tile), dtype=torch.int64) if span.checked else None
+    return Vector(torch.zeros(len(of), length, dtype=span.dtype), checksums, span.tile)
+
+
+def _row(rows: Vector, i: int) -> Vector:
+    return Vector(rows.numbers[i], None if rows.checksums is None else rows.checksums[i], rows.tile)
+
+
+def _result(span: Span, numbers: torch.Tensor) -> Vector:
+    """Return a part of the result, with memory for the checksums that go with it to other hosts."""
+    tiles = num_tiles(numbers.numel(), span.tile)
+    return Vector(numbers, torch.zeros(tiles, dtype=torch.int64) if span.checked else None, span.tile)
 
 
 def pieces(hosts: Sequence[int], length: int, line: int) -> Iterator[Piece]:

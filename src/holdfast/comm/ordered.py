@@ -15,12 +15,13 @@ import torch
 
 from holdfast.comm.adding import Mean
 from holdfast.comm.base import Exchange
+from holdfast.comm.checked import SUM, Altered, nobody_listens
 from holdfast.comm.exchanged import ExchangedSum
 from holdfast.comm.hosts import ORDER_BETWEEN_HOSTS, HostsSum, sum_hosts
 from holdfast.comm.memory import Opened, Segment, free_bytes
 from holdfast.comm.shared import ALIGN, LEFT_OUT, Introduction, SharedSum, Slots, Span, sum_alone, sum_shared
 
-__all__ = ["Mean", "OrderedSum", "Span"]
+__all__ = ["SUM", "Mean", "OrderedSum", "Span"]
 
 Path = SharedSum | HostsSum | ExchangedSum
 """How the terms meet."""
@@ -73,6 +74,11 @@ class OrderedSum:
             self._room.append(self._more_room())
         return self._room[row]
 
+    def seal(self, span: Span, rows: int) -> None:
+        """Make the checksums of the terms of this process's first ``rows`` slices, if the span has some: before the sum."""
+        for row in range(rows if span.checked else 0):
+            span.vector(self.room(row)).seal()
+
     def __call__(
         self,
         span: Span,
@@ -82,6 +88,7 @@ class OrderedSum:
         order: str = "",
         mean: Mean | None = None,
         midway: Callable[[], None] = _nothing,
+        altered: Altered = nobody_listens,
     ) -> torch.Tensor:
         """Return the sum of one span, the same bits at every process.
 
@@ -96,6 +103,8 @@ class OrderedSum:
             order: Another than this object's, for this once.
             mean: What to divide, before anybody reads the result.
             midway: Called when the terms of this process are known to all and its share of the result is not.
+            altered: Where the span is checked, called with each slice whose term is not what was sealed, or, where sums of
+                several slices are sent, with the first of them; with ``SUM`` if the result changed on its way here.
 
         Raises:
             PeerFailed: if it did not complete here.
@@ -106,7 +115,7 @@ class OrderedSum:
             mine = tuple(n if n in slots[me] else LEFT_OUT for n in rows)
             slots = (*slots[:me], mine, *slots[me + 1 :])
         self._taken = self._choose_path(slots, order or self._order)
-        return self._taken(span, slots, order or self._order, mean, midway)
+        return self._taken(span, slots, order or self._order, mean, midway, altered)
 
     def open(self) -> None:
         """Set up what this generation needs, if no sum has done so: then maxima cost no message. All members together.

@@ -31,6 +31,7 @@ import torch
 
 from holdfast.comm.adding import ORDERS, Addition, Mean
 from holdfast.comm.base import Exchange
+from holdfast.comm.checked import TILE, Altered, Vector, nobody_listens, num_tiles, tile_of
 from holdfast.comm.memory import Opened, Segment, host_id, open_segment
 from holdfast.comm.waiting import patience, wait_until, waiting
 from holdfast.errors import PeerFailed, ScriptError
@@ -62,20 +63,49 @@ class Span:
         start: First byte, a multiple of :data:`ALIGN`.
         length: Numbers.
         dtype: Of the numbers.
+        checked: Checksums lie behind them; see :mod:`~holdfast.comm.checked`.
     """
 
     start: int
     length: int
     dtype: torch.dtype
+    checked: bool = False
 
     @property
     def end(self) -> int:
         """First byte behind it where another span may begin."""
-        return self.start + -(-self.length * self.dtype.itemsize // ALIGN) * ALIGN
+        return self._numbers_end + aligned(8 * num_tiles(self.length, self.tile) * self.checked)
+
+    @property
+    def _numbers_end(self) -> int:
+        return self.start + aligned(self.length * self.dtype.itemsize)
+
+    @property
+    def line(self) -> int:
+        """Parts of the vector begin at multiples of so many numbers."""
+        return self.tile if self.checked else ALIGN // self.dtype.itemsize
+
+    @property
+    def tile(self) -> int:
+        """Numbers that are added at a time, and have a checksum together if they have one."""
+        return tile_of(self.length) if self.checked else TILE
 
     def of(self, memory: torch.Tensor) -> torch.Tensor:
         """Return the vector in ``memory`` (bytes)."""
         return memory[self.start : self.start + self.length * self.dtype.itemsize].view(self.dtype)
+
+    def vector(self, memory: torch.Tensor) -> Vector:
+        """Return the vector in ``memory`` (bytes), with its checksums if it has some."""
+        if not self.checked:
+            return Vector(self.of(memory))
+        at = self._numbers_end
+        checksums = memory[at : at + 8 * num_tiles(self.length, self.tile)].view(torch.int64)
+        return Vector(self.of(memory), checksums, self.tile)
+
+
+def aligned(size_bytes: int) -> int:
+    """Return the next multiple of :data:`ALIGN`."""
+    return -(-size_bytes // ALIGN) * ALIGN
 
 
 DTYPES = sorted({t for t in vars(torch).values() if isinstance(t, torch.dtype)}, key=str)
@@ -135,13 +165,19 @@ class SharedSum:
         self._additions: dict[tuple[Span, str], tuple[Slots, Addition]] = {}
 
     def __call__(
-        self, span: Span, slots: Slots, order: str, mean: Mean | None, midway: Callable[[], None]
+        self,
+        span: Span,
+        slots: Slots,
+        order: str,
+        mean: Mean | None,
+        midway: Callable[[], None],
+        altered: Altered = nobody_listens,
     ) -> torch.Tensor:
-        """Return the sum; see :class:`~holdfast.comm.ordered.OrderedSum`."""
+        """Return the sum; see :class:`~holdfast.comm.ordered.OrderedSum`. Nothing is sent back: it is read where it was added."""
         addition = self._addition(span, slots, order)
         self.check_same(span, order)  # A: all terms are there
         midway()
-        addition(mean)
+        addition(mean, altered)
         self._meet()  # B: all shares are there
         return self.result(span)
 
@@ -192,15 +228,14 @@ class SharedSum:
             del self._additions[next(iter(self._additions))]
         known = self._additions.get((span, order))
         if known is None or known[0] != slots:
-            share = ALIGN // span.dtype.itemsize
-            chunk = -(-span.length // (len(slots) * share)) * share
+            chunk = -(-span.length // (len(slots) * span.line)) * span.line
             mine = slice(min(self._me * chunk, span.length), min((self._me + 1) * chunk, span.length))
             terms = sorted(
                 (n, (process, row)) for process, held in enumerate(slots) for row, n in enumerate(held) if n != LEFT_OUT
             )
             addition = Addition(
-                [(n, span.of(self._terms[process][row])[mine]) for n, (process, row) in terms],
-                span.of(self._result)[mine],
+                [(n, span.vector(self._terms[process][row])[mine]) for n, (process, row) in terms],
+                Vector(span.of(self._result)[mine], tile=span.tile),
                 mine.start,
                 order,
             )

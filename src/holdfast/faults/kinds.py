@@ -22,8 +22,8 @@ OF_NODES = ("nodeloss", "partition")
 """Kinds that strike a node, with all that its launcher has started."""
 KINDS = (*OF_WORKERS, FLIP, *OF_NODES)
 PHASES = ("forward", "backward", "allreduce", "optimizer", "recovery", "checkpoint", "rejoin")
-SPLIT_PHASES = ("handover", "rehome")
-"""Phases of models that are split: before a worker hands its first micro-batch over, and when parts change homes."""
+SPLIT_PHASES = ("handover", "rehome", "mirror")
+"""Phases of models that are split: before a worker hands a slice over, when parts change homes, while copies are sent."""
 
 NOBODY = -1
 """The rank of a fault that strikes a node, until it is known who its first worker is."""
@@ -32,8 +32,10 @@ _SHORTEST_S, _LONGEST_S = 0.001, 1e6
 _LASTING = (*STUCK, "slow", "partition")
 _FLIP_EXAMPLE = "flip:rank=1,step=20,target=weights"
 
-_NUMBERS = ("rank", "node", "step", "bucket")
+_NUMBERS = ("rank", "node", "step", "bucket", "slice")
 _KEYS = ("rank", "step", "phase", "bucket", "seconds")
+_WORDS = ("step", "phase", "bucket", "slice", "seconds")
+"""Keys of a spec besides who is struck."""
 _OF_FLIPS = ("rank", "step", "bucket")
 """Keys that say where a flip strikes; the others say what it alters."""
 
@@ -53,7 +55,7 @@ class Fault:
         rank: Whom it strikes; the number of the first world, kept for life. With ``node``: that node's first worker, who
             says when it is time, or :data:`NOBODY` as long as it is not known who that is.
         step: In which step, counted from 0.
-        phase: Where in the step, one of :data:`PHASES`.
+        phase: Where in the step, one of :data:`PHASES` or :data:`SPLIT_PHASES`.
         bucket: Only with ``allreduce``: the fault strikes after this bucket was summed, in the middle of the
             sum that follows. None: in the middle of the step's first sum. A flip of a ``message`` strikes in the sum of
             this bucket itself.
@@ -61,6 +63,8 @@ class Fault:
             not have it, others last for ever without it.
         node: Which node it strikes, for the kinds of :data:`OF_NODES`; None for the others.
         flip: What is altered, for the kind ``flip``; None for the others. Its target says in which phase.
+        slice: Only with ``handover``: the fault strikes between two slices, when the worker has handed over those before
+            this one and has not begun with it. None: before the first.
 
     Raises:
         ConfigError: if a value is not allowed.
@@ -74,6 +78,7 @@ class Fault:
     seconds: float | None = None
     node: int | None = None
     flip: Flip | None = None
+    slice: int | None = None
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -81,7 +86,7 @@ class Fault:
         self._check_victim()
         for name in _NUMBERS:
             value = getattr(self, name)
-            if (value is None and name in ("node", "bucket")) or (
+            if (value is None and name in ("node", "bucket", "slice")) or (
                 value == NOBODY and name == "rank" and self.is_of_node
             ):
                 continue
@@ -95,6 +100,8 @@ class Fault:
             self._check_flip(self.flip)
         if self.bucket is not None and self.phase != "allreduce":
             refuse(f"bucket is only allowed with phase=allreduce, got phase={self.phase}")
+        if self.slice is not None and (self.phase != "handover" or self.flip is not None):
+            refuse(f"slice is only allowed with phase=handover, got {self.kind} in phase={self.phase}")
         if self.seconds is not None:
             self._check_seconds(self.seconds)
         if self.seconds is None and self.kind == "slow":
@@ -132,14 +139,17 @@ class Fault:
         phase = "" if self.phase == "forward" else f",phase={self.phase}"
         bucket = "" if self.bucket is None else f",bucket={self.bucket}"
         seconds = "" if self.seconds is None else f",seconds={self.seconds!r}"
+        number = "" if self.slice is None else f",slice={self.slice}"
         victim = f"node={self.node}" if self.is_of_node else f"rank={self.rank}"
         if self.flip is not None:
             return f"{self.kind}:{victim},step={self.step}{bucket},{self.flip.to_spec()}"
-        return f"{self.kind}:{victim},step={self.step}{phase}{bucket}{seconds}"
+        return f"{self.kind}:{victim},step={self.step}{phase}{bucket}{number}{seconds}"
 
     def to_json(self) -> dict[str, Any]:
         """Return it as plain JSON."""
         fields = {"kind": self.kind, **{key: getattr(self, key) for key in _keys(self.kind)}}
+        if self.slice is not None:
+            fields["slice"] = self.slice
         return fields if self.flip is None else fields | {"flip": self.flip.to_json()}
 
 
@@ -150,7 +160,8 @@ def fault_from_json(fields: Any) -> Fault:
         ConfigError: if a key is missing or unknown, or a value is not allowed.
     """
     kind = fields.get("kind") if type(fields) is dict else None
-    check_keys("it", fields, ("kind", *_keys(kind)))
+    more = ("slice",) if type(fields) is dict and "slice" in fields else ()  # only those have it that say one
+    check_keys("it", fields, ("kind", *_keys(kind), *more))
     if kind == FLIP:
         fields = fields | {"flip": Flip.from_json(fields["flip"])}
     return Fault(**fields)
@@ -159,6 +170,7 @@ def fault_from_json(fields: Any) -> Fault:
 def parse(spec: str) -> Fault:
     """Read a fault as ``--inject`` takes it: ``KIND:rank=1,step=20[,phase=allreduce[,bucket=2]][,seconds=0.5]``.
 
+    With ``phase=handover`` it may be ``slice=2`` instead of ``bucket=2``.
     The kinds of :data:`OF_NODES` have ``node=1`` instead of ``rank=1``. A flip is ``flip:rank=1,step=20,target=weights``
     and what :mod:`~holdfast.faults.flip` says; in a ``message`` it strikes the sum of bucket 0 unless it says another.
 
@@ -195,7 +207,7 @@ def _parse_flip(words: Sequence[str]) -> Fault:
 def _parse_values(words: Sequence[str], victim: str, other: str) -> dict[str, Any]:
     """Return the values; ``victim`` is the key that says whom it strikes, ``other`` what says so with other kinds."""
     values: dict[str, Any] = {}
-    keys = (victim, *_KEYS[1:])
+    keys = (victim, *_WORDS)
     for word in words:
         key, equals, value = word.partition("=")
         if key == other:

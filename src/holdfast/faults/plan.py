@@ -75,7 +75,8 @@ class FaultPlan:
         for number, fault in enumerate(self.faults):
             if number not in self.fired:
                 target = "" if fault.flip is None else fault.flip.target
-                by_place.setdefault((fault.rank, fault.step, fault.phase, fault.bucket, target), number)
+                within = fault.bucket if fault.slice is None else fault.slice
+                by_place.setdefault((fault.rank, fault.step, fault.phase, within, target), number)
         object.__setattr__(self, "_by_place", by_place)
 
     def due(
@@ -91,7 +92,8 @@ class FaultPlan:
             rank: Who asks.
             step: The step in progress.
             phase: One of :data:`PHASES`.
-            bucket: In ``allreduce``: the bucket that was summed last in this step; None in the first sum.
+            bucket: In ``allreduce``: the bucket that was summed last in this step; None in the first sum. In ``handover``:
+                the slice that comes next; None before the first.
             target: Ask for a flip of this, and in ``allreduce`` of the bucket that is summed now; otherwise flips are left out.
         """
         if not self._by_place:

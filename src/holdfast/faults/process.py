@@ -34,7 +34,14 @@ class Injector(Protocol):
     """Is told where each worker is, and strikes where the plan says so."""
 
     def reach(self, phase: str, step: int, rank: int, bucket: int | None = None) -> None:
-        """Say that ``rank`` is at ``phase`` of ``step``; in a sum, ``bucket`` is the bucket summed before it."""
+        """Say that ``rank`` is at ``phase`` of ``step``.
+
+        Args:
+            phase: Where.
+            step: The step in progress.
+            rank: Who.
+            bucket: In a sum: the bucket summed before it. In ``handover``: the slice that comes next.
+        """
         ...
 
     def waits_for(self, phase: str, step: int, rank: int) -> bool:

@@ -272,6 +272,7 @@ OPTIONS = (
     ("--batch", "batch"),
     ("--rescale", "rescale"),
     ("--guard", "guard"),
+    ("--guard-sums", "guard_sums"),
     ("--mirror", "mirror"),
     ("--mirror-every", "mirror_every"),
     ("--mirror-fraction", "mirror_fraction"),
@@ -331,13 +332,13 @@ def command_line(job: Job, *, faults: Sequence[str] = ()) -> str:
 
 
 def _said(given: object, options: Sequence[tuple[str, str]], usual: object) -> list[str]:
-    """Return the options of what is not as usual, each with its value."""
+    """Return the options of what is not as usual, each with its value; what is wanted or not has none."""
     values = [(option, getattr(given, name), getattr(usual, name)) for option, name in options]
     return [
         word
         for option, value, default in values
         if value != default
-        for word in (option, f"{value:.12g}" if isinstance(value, float) else str(value))
+        for word in (option, *([] if value is True else [f"{value:.12g}" if isinstance(value, float) else str(value)]))
     ]
 
 

@@ -37,7 +37,7 @@ class Forward:
     def _go_on(self, view: View) -> list[Action]:
         # All must hold the gradients of one and the same distribution of slices. Where somebody has yet to
         # catch up, or does not have its gradients, the step has not begun: it is computed by the survivors.
-        goes_back = view.loading or view.corrupt or view.calm
+        goes_back = view.loading or view.corrupt or view.altered or view.calm
         cannot_go_on = goes_back or not view.all_computed or (view.behind and view.next_sum == 0)
         if cannot_go_on or view.alive < self.min_workers:
             return take_back(view, self.min_workers)

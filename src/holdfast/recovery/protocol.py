@@ -27,6 +27,7 @@ change the strategy, and all must decide by the same one.
 
 A closing sum may say that somebody's state is corrupt. Whoever hears it does not close the step, and meets the others as if
 members changed: agree(0), and on with R2. With the progress it says so to those who missed the closing sum; then all load.
+Where only a message was altered on its way, nobody's state is wrong: then all take the step back, and do it again.
 
 Where the model is split, its parts then get new homes: they are given, agree(1), and only then the new homes count.
 Under ``partial`` a part that nobody holds any more is restored there too, by one who gives it to the others.

@@ -29,8 +29,8 @@ class Reinit:
             case ProgressKnown():
                 view = View.of(event)
                 # Who loads has a new application already, or has not begun with the first one. A snapshot of a state
-                # that is corrupt would be worth nothing.
-                if view.loading or view.corrupt or view.calm or view.alive < self.min_workers:
+                # that is corrupt would be worth nothing. A step that is only to be done again needs no new application.
+                if view.loading or view.corrupt or view.altered or view.calm or view.alive < self.min_workers:
                     return take_back(view, self.min_workers)
                 closed_by_some = view.behind and view.next_sum == 0
                 catch_up: list[Action] = [CatchUp(view.step - 1)] if closed_by_some else []

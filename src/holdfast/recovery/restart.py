@@ -20,11 +20,11 @@ class Restart:
     min_workers: int = 1
 
     def handle(self, event: Event) -> list[Action]:
-        """Finish a step that somebody closed, because it may be published; then load."""
+        """Finish a step that somebody closed, because it may be published; then load, unless the step is only to be done again."""
         match event:
             case ProgressKnown():
                 view = View.of(event)
-                if view.calm or view.alive < self.min_workers:
+                if view.calm or view.altered or view.alive < self.min_workers:
                     return take_back(view, self.min_workers)
                 closed_by_some = view.behind and view.next_sum == 0 and not view.loading
                 catch_up: list[Action] = [CatchUp(view.step - 1)] if closed_by_some else []

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from holdfast.errors import ConfigError, InternalError
-from holdfast.events import CALM, CORRUPT, LOADING, LOST, Action, Event, ProgressKnown
+from holdfast.events import ALTERED, CALM, CORRUPT, LOADING, LOST, Action, Event, ProgressKnown
 
 
 class Strategy(typing.Protocol):
@@ -40,6 +40,7 @@ class View:
         calm: All are between the same two steps, because members change; nobody has seen a failure.
         lost: Nobody alive holds some part of the model.
         corrupt: Somebody's state was found to be corrupt.
+        altered: A message of the step in progress was altered, so that its sums are of no use.
         alive: Number of survivors.
     """
 
@@ -53,6 +54,7 @@ class View:
     calm: bool
     lost: bool
     corrupt: bool
+    altered: bool
     alive: int
 
     @classmethod
@@ -80,6 +82,7 @@ class View:
             calm=all(p.flags & CALM for p in event.progress.values()),
             lost=any(p.flags & LOST for p in event.progress.values()),
             corrupt=any(p.flags & CORRUPT for p in event.progress.values()),
+            altered=any(p.flags & ALTERED for p in event.progress.values()),
             alive=len(completed),
         )
 

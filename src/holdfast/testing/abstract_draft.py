@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from holdfast.events import (
+    ALTERED,
     CALM,
     CORRUPT,
     JOINING,
@@ -181,7 +182,10 @@ class Draft(Sums):
                 everybody = {who: _progress(payload) for who, payload in this.brought}
                 for progress in everybody.values():
                     worker = self._worker(rank)
-                    heard, corrupt = progress.flags & ~(CALM | LOST | CORRUPT), bool(progress.flags & CORRUPT)
+                    heard, corrupt = (
+                        progress.flags & ~(CALM | LOST | CORRUPT | ALTERED),
+                        bool(progress.flags & self._finding),
+                    )
                     self._set(rank, heard=worker.heard | heard, corrupt=worker.corrupt or corrupt)
                 self.tell(rank, ProgressKnown(everybody, self._engine.buckets))
             case LoadCheckpoint() if self._engine.world.flips and self._goes_back(this):

@@ -99,6 +99,7 @@ class World:
         leavers: Workers that may be told to leave.
         changes: Strategies that the running job may be changed to, one after the other.
         flips: The most bits that flip in somebody's state, each of which is found in a closing sum, at once or later.
+        transient: Whether no state is corrupt then, and a message of the step was altered.
         rotation: Steps between two snapshots that are kept for that, each known to be right when the next is taken.
         snapshots: Whether who builds its application again takes a snapshot, and not what was published.
         lapses: What the engine does wrong.
@@ -127,6 +128,7 @@ class World:
     leavers: frozenset[int] = frozenset()
     changes: tuple[Strategy, ...] = ()
     flips: int = 0
+    transient: bool = False
     rotation: int = 1
     snapshots: bool = True
     lapses: Lapse = NO_LAPSE
@@ -182,7 +184,7 @@ class Worker(NamedTuple):
         next_homes: Number of the homes that are to count.
         place: Exchanges of the attempt that it has completed.
         snapshot: Steps in the snapshot that it took before it built its application again; -1 if it has none.
-        corrupt: It has heard that somebody's state is corrupt, and has not gone back yet.
+        corrupt: It has heard that somebody's state is corrupt, or a message was altered, and has not gone back yet.
         candidate: The newest state that it has kept, where bits may flip.
         verified: The newest of them that is known to be right.
         trusted: The newest step whose state is known to have been right.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 
 from holdfast.events import (
+    ALTERED,
     CALM,
     CORRUPT,
     LOADING,
@@ -98,7 +99,7 @@ class Sums(Work):
             case ShareProgress(progress=progress):
                 passed_on = worker.heard & ~ASK if Lapse.KEEPS_ASK in self._engine.world.lapses else worker.heard
                 corrupt = worker.corrupt and Lapse.NOBODY_SAYS_CORRUPT not in self._engine.world.lapses
-                flags = passed_on | CALM * worker.calm | LOST * self._says_lost(rank) | CORRUPT * corrupt
+                flags = passed_on | CALM * worker.calm | LOST * self._says_lost(rank) | self._finding * corrupt
                 return dataclasses.replace(progress, flags=flags)
             case Welcome():
                 return self._gives(rank, order)
@@ -108,7 +109,8 @@ class Sums(Work):
                 leads = rank == lowest(self._members)
                 given = Given(self._published, self._published_taken) if leads else None
                 flips = self._engine.world.flips
-                return Offer(worker.corrupt, worker.verified, worker.trusted, given) if flips else given
+                goes_back = worker.corrupt and not self._engine.world.transient
+                return Offer(goes_back, worker.verified, worker.trusted, given) if flips else given
         return None
 
     def _hands_over(self, rank: int, bucket: int) -> int:
@@ -120,7 +122,15 @@ class Sums(Work):
         self._memory.read(rank, bucket, self._what(rank, bucket))
         return self._worker(rank).have[bucket]
 
+    @property
+    def _finding(self) -> int:
+        """What a worker that has heard of a flip says of it."""
+        return ALTERED if self._engine.world.transient else CORRUPT
+
     def _check_may_close(self, rank: int, worker: Worker, step: int) -> None:
+        if worker.corrupt:
+            msg = f"what is corrupt is gone on with: {rank} has heard of it, and closes step {step}"
+            raise Violation(msg)
         if self._engine.homes is not None:
             self._check_may_close_split(rank)
         elif step < self._engine.world.steps:

@@ -69,6 +69,8 @@ class Work(Exchanges):
     def _discard(self, rank: int, step: int) -> Event:
         self._check_step(rank, step, "discards")
         self._drop_gradients(rank)
+        if self._engine.world.transient:
+            self._set(rank, corrupt=False)
         return ActDone()
 
     def _apply(self, rank: int, step: int) -> Event:

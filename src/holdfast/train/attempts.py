@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from holdfast.comm import OrderedSum
 from holdfast.errors import ScriptError
 from holdfast.train.batches import MiniBatch
+from holdfast.train.checking import note_altered
 from holdfast.train.data import fetch
 from holdfast.train.flips import NOT_WATCHED, watch
 from holdfast.train.place import Place
@@ -197,14 +199,16 @@ class Attempts:
         batch, replica, members = self.in_progress(), self._whole, self._world.comm.members
         self._scribe.mark("allreduce")
         owners = {number: rank for number, rank in batch.owners.items() if rank in members}
-        slices = sorted(owners)
+        slices, span = sorted(owners), replica.buckets.layouts[bucket].span
+        self._sum.seal(span, len(replica.terms))
         self._alter_message(step, bucket)
         result = self._sum(
-            replica.buckets.layouts[bucket].span,
+            span,
             owners,
             rows=list(replica.terms),
             mean=replica.mean(bucket, batch, slices, self._world.settings.rescale),
             midway=lambda: self.reach_in_sum(step, bucket),
+            altered=functools.partial(note_altered, self._world.altered, f"bucket {bucket}", owners),
         )
         replica.add_sum(result, slices)
 

@@ -13,8 +13,8 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from holdfast.faults.kinds import Fault
+from holdfast.faults.names import chosen
 from holdfast.faults.process import Due, Injector
-from holdfast.faults.tensors import chosen
 
 NOT_WATCHED = ExitStack()
 """What :func:`watch` returns where nothing is due."""

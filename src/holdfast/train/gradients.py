@@ -72,9 +72,10 @@ class Buckets:
     Args:
         model: Its trainable parameters, from the last to the first, as the backward pass finishes them; its buffers.
         bucket_bytes: Size after which a new bucket is begun, bytes.
+        checked: Checksums go with what is summed.
     """
 
-    def __init__(self, model: nn.Module, bucket_bytes: int) -> None:
+    def __init__(self, model: nn.Module, bucket_bytes: int, *, checked: bool = False) -> None:
         self.buffers = StepBuffers(model)
         named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         groups = _group(named[::-1], bucket_bytes)
@@ -90,7 +91,7 @@ class Buckets:
         if len({b.device for b in layouts}) > 1:
             msg = f"all parameters must be on one device, got {', '.join(sorted({str(b.device) for b in layouts}))}"
             raise ConfigError(msg)
-        self.layouts: tuple[Bucket, ...] = _place(layouts)
+        self.layouts: tuple[Bucket, ...] = _place(layouts, checked=checked)
         self.size_bytes = self.layouts[-1].span.end
         self.parameters: tuple[nn.Parameter, ...] = tuple(p for _, p in named)
         self._hooks: list[RemovableHandle] = []
@@ -348,11 +349,11 @@ def _slots(names: Mapping[str, object]) -> list[str]:
     return ["loss", *sorted(name for name in names if name != "loss")]
 
 
-def _place(layouts: Sequence[Bucket]) -> tuple[Bucket, ...]:
+def _place(layouts: Sequence[Bucket], *, checked: bool) -> tuple[Bucket, ...]:
     """Put one bucket behind the other."""
     placed: list[Bucket] = []
     for bucket in layouts:
-        span = Span(placed[-1].span.end if placed else 0, bucket.length, bucket.dtype)
+        span = Span(placed[-1].span.end if placed else 0, bucket.length, bucket.dtype, checked)
         placed.append(replace(bucket, span=span))
     return tuple(placed)
 

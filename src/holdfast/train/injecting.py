@@ -9,13 +9,13 @@ from typing import Any
 from holdfast.comm import VirtualCommunicator
 from holdfast.errors import ConfigError
 from holdfast.events import FaultFired, ValuesAltered
+from holdfast.faults.names import chosen
 from holdfast.faults.plan import FLIP, SPLIT_PHASES, Fault, FaultPlan
 from holdfast.faults.process import Injector, PlannedFaults, ask_launcher, strike
-from holdfast.faults.tensors import chosen
 from holdfast.records import strike_path
 from holdfast.train.flips import module_names, weights
 from holdfast.train.replica import Replica
-from holdfast.train.split.body import Pipelined
+from holdfast.train.split.body import Pipelined, Split
 from holdfast.train.split.sharded import Shards
 from holdfast.train.world import World
 
@@ -94,7 +94,15 @@ def check_faults(planned: str, replica: Replica | Pipelined | Shards, end: int) 
 def _check_place(fault: Fault, replica: Replica | Pipelined | Shards) -> None:
     if fault.flip is None:
         if fault.phase in SPLIT_PHASES and not replica.is_split:
-            msg = f"the phases {' and '.join(SPLIT_PHASES)} are those of a model that is split, and this one is not"
+            msg = f"the phases {', '.join(SPLIT_PHASES)} are those of a model that is split, and this one is not"
+            raise ConfigError(msg)
+        if fault.slice is not None and not isinstance(replica, Pipelined):
+            msg = (
+                "slice says between which two hand-overs of a Pipeline it strikes, and this model is none: leave it out"
+            )
+            raise ConfigError(msg)
+        if fault.phase == "mirror" and not (isinstance(replica, Split) and replica.holdings.shape.lazy):
+            msg = "copies are sent, phase=mirror, with --strategy partial and --mirror-every above 1; a mirror works in phase=allreduce"
             raise ConfigError(msg)
         return
     if fault.flip.target == "handover" and not isinstance(replica, Pipelined):

@@ -70,10 +70,10 @@ class Recovering:
             self.now = Recovery(tuple(rank for rank in self._world.comm.members if rank not in newcomers))
         self.now.decision = "grow"
 
-    def see_corruption(self) -> None:
-        """Hear that somebody's state is corrupt: all meet, and go back."""
+    def see_corruption(self, *, redone_steps: int) -> None:
+        """Hear that the guard found something: all meet, and do so many steps again, or find out how many."""
         if self.now is None:
-            self.now = Recovery(self._world.comm.members)
+            self.now = Recovery(self._world.comm.members, "heal", redone_steps)
             self._scribe.mark("recovery")
 
     def see_failure(self) -> None:

@@ -58,6 +58,7 @@ class Replica:
         scaler: Any,
         clip_grad_norm: float | None,
         bucket_bytes: int,
+        checked: bool = False,
     ) -> None:
         mine = {id(p) for p in model.parameters()}
         if any(id(p) not in mine for group in optimizer.param_groups for p in group["params"]):
@@ -70,7 +71,7 @@ class Replica:
         self._scaler = scaler
         self._clip_grad_norm = clip_grad_norm
         self.registered: dict[str, Stateful] = {}
-        self.buckets = Buckets(model, bucket_bytes)
+        self.buckets = Buckets(model, bucket_bytes, checked=checked)
         self.own = OwnStates(model, optimizer)
         self._rows: list[Terms] = []
         self.terms: dict[int, Terms] = {}

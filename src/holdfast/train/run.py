@@ -19,6 +19,7 @@ from holdfast.errors import (
     Unwind,
 )
 from holdfast.events import (
+    ALTERED,
     CALM,
     CORRUPT,
     LOST,
@@ -257,10 +258,17 @@ class Run:
                 return Shrunk()
             case ShareProgress(progress=progress):
                 lost, calm = LOST * self._replica.is_lost(comm.members), CALM * self._recovery.is_calm
-                flags = self._heard | SAVE * self._save_due | calm | lost | CORRUPT * self._watch.corrupt
+                flags = (
+                    self._heard
+                    | SAVE * self._save_due
+                    | calm
+                    | lost
+                    | CORRUPT * self._watch.corrupt
+                    | ALTERED * self._watch.altered
+                )
                 known = comm.share_progress(dataclasses.replace(progress, flags=flags))
                 for other in known.values():
-                    self._heard |= other.flags & ~(SAVE | CHANGE | CALM | LOST | CORRUPT)
+                    self._heard |= other.flags & ~(SAVE | CHANGE | CALM | LOST | CORRUPT | ALTERED)
                     self._watch.corrupt |= bool(other.flags & CORRUPT)
                     self._save_due |= bool(other.flags & SAVE)
                 return ProgressKnown(known, self._replica.num_buckets)
@@ -340,7 +348,7 @@ class Run:
         return None
 
     def _close(self, step: int) -> bool:
-        """Take part in the closing sum; return whether it closes the step, or somebody's state is corrupt."""
+        """Take part in the closing sum; return whether it closes the step, or the guard found something."""
         self._recovery.end()
         self._scribe.mark("allreduce")
         self._attempts.reach_in_sum(step, self._replica.num_buckets)
@@ -363,7 +371,7 @@ class Run:
             msg = f"workers closed different steps, {~first} and {last}"
             raise InternalError(msg)
         if self._watch.hears(step, tuple(said[: len(brought)])):
-            self._recovery.see_corruption()  # what else was said is said again
+            self._recovery.see_corruption(redone_steps=int(not self._watch.corrupt))  # what else was said is said again
             return False
         if not stays:  # where all would leave, nobody would go on: all stop
             changes, leave = 0, LEAVE
@@ -407,6 +415,7 @@ class Run:
 
     def _discard(self) -> Event:
         self._recovery.take_back(was_computing=self._attempts.batch is not None)
+        self._watch.taken_back()
         if self._attempts.batch is not None:
             self._replica.discard_step()
             # A script that asked to stop will ask again; whoever heard it of a closed step has no step in progress.

@@ -193,7 +193,11 @@ class Scribe:
         )
         world.recorder.write(record)
         whose = f" (worker {', '.join(map(str, ranks))})" if ranks else ""
-        wrong = "replicas differ" if what == "replicas" else "a value is out of all range"
+        wrong = {
+            "replicas": "replicas differ",
+            "range": "a value is out of all range",
+            "message": "a message was altered on its way",
+        }[what]
         self.warn(f"corruption found in step {world.step}: {wrong}{whose} in {_some(where)}")
 
     def corruption_healed(

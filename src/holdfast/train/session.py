@@ -373,6 +373,7 @@ def _make_body(
             scaler=scaler,
             clip_grad_norm=clip_grad_norm,
             bucket_bytes=settings.bucket_bytes,
+            checked=settings.guard_sums,
         )
     if isinstance(optimizer, optim.Optimizer):
         msg = f"a {kind} needs a function that makes an optimizer from the parameters of a part, as lambda p: torch.optim.Adam(p); got an optimizer"

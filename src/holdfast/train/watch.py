@@ -17,6 +17,7 @@ from holdfast.errors import ReplicasDiffer
 from holdfast.guard import Computed, RotatingDigest
 from holdfast.guard.fingerprint import EVERYTHING, HALVES, LONGEST_ROTATION
 from holdfast.train.batches import MiniBatch
+from holdfast.train.checking import Checking
 from holdfast.train.gradients import MAX_METRICS
 from holdfast.train.ranging import Ranging
 from holdfast.train.replica import Replica
@@ -67,6 +68,7 @@ class Watch:
             looks = self._policy != "stop"
             self._digest = RotatingDigest(replica.model, replica.optimizer, LONGEST_ROTATION if looks else 0)
             self._ranging = Ranging(world, replica, self._digest, scribe) if looks else None
+        self._checking = Checking(world, scribe)
         self._window = 0
         self._warned: set[tuple[str, ...]] = set()
         self.corrupt = False
@@ -84,6 +86,11 @@ class Watch:
         self._times_back = 0
         self._verdict: tuple[int, ...] = ()
         self._own_fault = 0
+
+    @property
+    def altered(self) -> bool:
+        """Whether a message of the step in progress was altered, and this worker has not taken it back yet."""
+        return self._checking.altered
 
     # -- in a step
 
@@ -104,6 +111,9 @@ class Watch:
             step: Which.
             is_last: No step follows, so that all there is is compared.
         """
+        return (*self._checking.brings(), *self._compares(step, is_last=is_last))
+
+    def _compares(self, step: int, *, is_last: bool) -> tuple[int, ...]:
         if self._policy == "off":
             return ()
         if isinstance(self._replica, Split):
@@ -116,14 +126,23 @@ class Watch:
         return said if self._ranging is None else (*said, self._ranging.look(step), self._own_fault)
 
     def hears(self, step: int, said: tuple[int, ...]) -> bool:
-        """Hear the maxima of what all brought; return whether the step is not closed, and all go back.
+        """Hear the maxima of what all brought; return whether the step is not closed, and all go back or do it again.
 
         Raises:
             PeerFailed: if somebody died before all had heard more; who raises this knows that all go back, if they do.
             ReplicasDiffer: if training ends for it.
+            MessageAltered: if training ends for that.
         """
         if not said:
             return False
+        if not self._checking.is_on:
+            return self._hears_compared(step, said)
+        altered, *compared = said
+        if self._checking.hears(step, altered) and compared[0] == ~compared[1]:
+            return True  # what else is odd in this step comes of it
+        return self._hears_compared(step, tuple(compared))
+
+    def _hears_compared(self, step: int, said: tuple[int, ...]) -> bool:
         high, low, *more = said
         differ = high != ~low
         if differ and self._policy == "stop":
@@ -218,8 +237,13 @@ class Watch:
         self._candidate = keep(room)
         self._passed, self._version = 0, self._digest.version
 
+    def taken_back(self) -> None:
+        """Hear that the step in progress is taken back."""
+        self._checking.taken_back()
+
     def applied(self, keep: Keep) -> None:
         """Hear that a step is in the weights."""
+        self._checking.applied()
         if not self._heals:
             return
         assert self._digest is not None

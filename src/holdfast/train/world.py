@@ -82,6 +82,7 @@ class World:
         rebuilt: How often the application was built again in this process.
         rebuilding: Since it was taken down, until training goes on.
         snapshot: The state at the fault, as long as somebody may need it: until a step is committed.
+        altered: What did not arrive here as it was given, in the step in progress, and who gave it; -1 for a sum.
     """
 
     settings: Settings
@@ -109,6 +110,7 @@ class World:
     rebuilt: int = 0
     rebuilding: Rebuilding | None = None
     snapshot: Loaded | None = None
+    altered: dict[str, int] = field(default_factory=dict)
 
     @property
     def is_lead(self) -> bool:

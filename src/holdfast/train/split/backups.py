@@ -70,6 +70,7 @@ class Backups:
 
     def __init__(self, holdings: Holdings, row_of: Callable[[int], torch.Tensor], world: World) -> None:
         settings = world.settings
+        self._world = world
         self._holdings = holdings
         self._row_of = row_of
         self._keeps_optimizer = settings.mirror_optimizer == "saved"
@@ -102,9 +103,14 @@ class Backups:
             self._forget(comm.here)
             self._written.expect([part for part, ranks in enumerate(homes.backups) if ranks and ranks[0] in comm.here])
         for part, backups in enumerate(homes.backups):  # all is sent before anybody waits for anything
-            if backups and homes.holders(part)[0] in comm.here:
-                for message in self._save(part, step):
-                    mail.send(backups, message, me=homes.holders(part)[0])
+            giver = homes.holders(part)[0]
+            if backups and giver in comm.here:
+                header, *rest = self._save(part, step)
+                mail.send(backups, header, me=giver)
+                self._world.faults.reach("mirror", step, giver)
+                for message in rest:
+                    mail.send(backups, message, me=giver)
+        comm.look()  # virtual ones have just died with all that they sent
         for part, backups in enumerate(homes.backups):
             mine = [rank for rank in backups if rank in comm.here]
             giver = homes.holders(part)[0]

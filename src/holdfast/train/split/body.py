@@ -294,9 +294,7 @@ class Pipelined(Split):
         settings: Settings,
     ) -> None:
         if settings.strategy == "forward":
-            msg = (
-                "strategy must be rollback or restart for a Pipeline, got forward: a step cannot go on without a stage"
-            )
+            msg = "strategy must be rollback, restart, reinit or partial for a Pipeline, got forward: a step cannot go on without a stage"
             raise ConfigError(msg)
         self._model = model
         self._make_optimizer = make_optimizer
@@ -331,6 +329,7 @@ class Pipelined(Split):
             scaler=None,
             clip_grad_norm=None,
             bucket_bytes=self._settings.bucket_bytes,
+            checked=self._settings.guard_sums,
         )
 
     def _drop(self, part: int) -> None:
@@ -352,7 +351,7 @@ class Pipelined(Split):
     def connect(self, world: World) -> None:
         """Meet the others."""
         super().connect(world)
-        self._stages = Stages(self._model, self.holdings, world.comm, self._settings, world.faults)
+        self._stages = Stages(self._model, self.holdings, world.comm, self._settings, world.faults, world.altered)
         self.backups = Backups(self.holdings, self._rows.__getitem__, world)
 
     # -- the size of the whole, of which each knows its own: learnt where all begin together

@@ -10,6 +10,7 @@ waits, and what is received was sent earlier in that order.
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,12 +18,13 @@ from typing import Any
 
 import torch
 
-from holdfast.comm import Communicator, Mail, OrderedSum, Subgroup
+from holdfast.comm import Communicator, Mail, OrderedSum, Subgroup, checksum
 from holdfast.errors import ScriptError
 from holdfast.faults.process import Injector
 from holdfast.recovery.homes import Homes
 from holdfast.settings import Settings
 from holdfast.train.batches import MiniBatch
+from holdfast.train.checking import note_altered
 from holdfast.train.flips import watch
 from holdfast.train.gradients import Terms
 from holdfast.train.seeds import seed_slice
@@ -30,7 +32,7 @@ from holdfast.train.split.holdings import Holdings
 from holdfast.train.split.model import Pipeline
 
 Reach = Callable[[str, int | None], None]
-"""Called at a phase, and bucket, of the step, for faults that are due there."""
+"""Called at a phase, and bucket or slice, of the step, for faults that are due there."""
 
 
 @dataclass(slots=True)
@@ -47,7 +49,7 @@ class _Work:
     """What one attempt at a step has made here."""
 
     passed: dict[tuple[int, int], _Passed] = field(default_factory=dict)
-    handed: dict[tuple[int, int, bool], torch.Tensor] = field(default_factory=dict)
+    handed: dict[tuple[int, int, bool], list[torch.Tensor]] = field(default_factory=dict)
     figures: tuple[str, ...] = ()
 
 
@@ -60,16 +62,24 @@ class Stages:
         comm: The living.
         settings: Of the run.
         faults: Flips what is planned.
+        altered: Where it is noted what did not arrive here as it was given; see :attr:`World.altered`.
     """
 
     def __init__(
-        self, model: Pipeline, holdings: Holdings, comm: Communicator, settings: Settings, faults: Injector
+        self,
+        model: Pipeline,
+        holdings: Holdings,
+        comm: Communicator,
+        settings: Settings,
+        faults: Injector,
+        altered: dict[str, int],
     ) -> None:
         self._model = model
         self._holdings = holdings
         self._comm = comm
         self._settings = settings
         self._faults = faults
+        self._altered = altered
         self.mail = Mail(comm, shared_bytes=settings.shared_bytes)
         self._sums: dict[int, tuple[tuple[int, ...], OrderedSum]] = {}
         self._work = _Work()
@@ -95,6 +105,7 @@ class Stages:
         """
         reach("handover", None)
         for number, part in self._places(batch, back=False):
+            reach("handover", number)
             self._forward(batch, seed, number, part, fetch)
         reach("backward", None)
         for number, part in self._places(batch, back=True):
@@ -114,6 +125,7 @@ class Stages:
             stage, adds = self._holdings.held[part], self._sum_of(part)
             owners = {number: chain_of(homes, batch, number)[part] for number in slices}
             for bucket, layout in enumerate(stage.buckets.layouts):
+                adds.seal(layout.span, len(stage.terms))
                 self._alter_message(batch.step, part, bucket, owners, sums)
                 mean = stage.mean(bucket, batch, slices, "survivors")
                 result = adds(
@@ -122,6 +134,7 @@ class Stages:
                     rows=list(stage.terms),
                     mean=mean,
                     midway=lambda bucket=count: reach("allreduce", bucket),  # type: ignore[misc]
+                    altered=functools.partial(note_altered, self._altered, f"bucket {bucket} of stage {part}", owners),
                 )
                 stage.add_sum(result, slices)
                 count += 1
@@ -192,7 +205,7 @@ class Stages:
             loss, metrics = self._loss(output, targets)
             output = loss * samples
         else:
-            self._give(batch, number, part, part + 1, self._handed(batch.step, rank, part, output), back=False)
+            self._give(batch, number, part, part + 1, output.detach(), back=False)
         terms = stage.next_terms(self._room(part))
         stage.buckets.put_figures(terms.flat[-1], metrics, samples)
         stage.terms[number] = terms
@@ -232,9 +245,8 @@ class Stages:
             named = stage.buckets.named(passed.terms).items()
             self._faults.carry_out(due, {f"{part}.{name}": gradient for name, gradient in named})
 
-    def _handed(self, step: int, rank: int, part: int, output: torch.Tensor) -> torch.Tensor:
+    def _handed(self, step: int, rank: int, part: int, given: torch.Tensor) -> torch.Tensor:
         """Return what is given to the next stage: the output, or what a flip makes of it on the way."""
-        given = output.detach()
         for due in self._faults.flips("handover", step, rank):
             given = given.clone()
             self._faults.carry_out(due, {f"{part}.output": given})
@@ -244,16 +256,26 @@ class Stages:
 
     def _give(self, batch: MiniBatch, number: int, part: int, to: int, data: torch.Tensor, *, back: bool) -> None:
         chain = chain_of(self._holdings.now, batch, number)
+        messages = [data]
+        if self._settings.guard_sums:
+            messages.append(torch.tensor([checksum(data)]))
+        if not back:
+            messages[0] = self._handed(batch.step, chain[part], part, data)
         if chain[to] in self._comm.here:
-            self._work.handed[number, to, back] = data
+            self._work.handed[number, to, back] = messages
         else:
-            self.mail.send(chain[to], data.contiguous())
+            for message in messages:
+                self.mail.send(chain[to], message.contiguous())
 
     def _take(self, batch: MiniBatch, number: int, source: int, part: int, *, back: bool) -> torch.Tensor:
-        chain = chain_of(self._holdings.now, batch, number)
-        if chain[source] in self._comm.here:
-            return self._work.handed.pop((number, part, back))
-        return self.mail.receive(chain[source])
+        giver = chain_of(self._holdings.now, batch, number)[source]
+        if giver in self._comm.here:
+            messages = self._work.handed.pop((number, part, back))
+        else:
+            messages = [self.mail.receive(giver) for _ in range(1 + self._settings.guard_sums)]
+        if self._settings.guard_sums and checksum(messages[0]) != int(messages[1]):
+            note_altered(self._altered, f"what stage {source} gave to stage {part}", {number: giver}, number)
+        return messages[0]
 
     # -- memory
 

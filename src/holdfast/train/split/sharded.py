@@ -60,7 +60,7 @@ class Shards(Split):
         settings: Settings,
     ) -> None:
         if settings.strategy == "forward":
-            msg = "strategy must be rollback or restart for a Sharded model, got forward: a step cannot go on while a shard has no home"
+            msg = "strategy must be rollback, restart, reinit or partial for a Sharded model, got forward: a step cannot go on while a shard has no home"
             raise ConfigError(msg)
         self._model = model.module
         self._parameters = dict(model.module.named_parameters())
@@ -256,6 +256,7 @@ class _Flow(Replica):
             scaler=None,
             clip_grad_norm=clip_grad_norm,
             bucket_bytes=settings.bucket_bytes,
+            checked=settings.guard_sums,
         )
         self._shards = shards
 
