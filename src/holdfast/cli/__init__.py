@@ -13,8 +13,10 @@ from holdfast.cli.ckpt import ckpt
 from holdfast.cli.control import scale, set_
 from holdfast.cli.demo import demo
 from holdfast.cli.inject import inject
+from holdfast.cli.plan import plan
 from holdfast.cli.report import report
 from holdfast.cli.run import run
+from holdfast.cli.simulate import simulate
 from holdfast.cli.study import study
 from holdfast.cli.tables import clean
 from holdfast.errors import CheckpointCorrupt, CheckpointMissing, ConfigError, HoldfastError, InternalError
@@ -33,6 +35,8 @@ app.command(name="set")(set_)
 app.command()(report)
 app.command()(demo)
 app.command()(study)
+app.command()(simulate)
+app.command()(plan)
 app.add_typer(ckpt)
 app.command()(inject)
 

@@ -1,4 +1,4 @@
-"""One self-contained HTML file: of a run, of a demo, or of a study."""
+"""One self-contained HTML file: of a run, a demo, a study, or a simulation."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from holdfast.errors import ConfigError
 from holdfast.events import Record
 from holdfast.report import words
 from holdfast.report.files import load_events, load_report, load_results, load_study
+from holdfast.report.simulated import load_simulated, render_simulated
 from holdfast.report.study import render_study
 from holdfast.report.table import demo_cells
 
@@ -81,7 +82,7 @@ def render_demo(results: Mapping[str, Any], records: Mapping[str, Sequence[Recor
 
 
 def write_page(directory: Path) -> Path:
-    """Write ``index.html`` for the run, the demo or the study whose files are in ``directory``, and return its path.
+    """Write ``index.html`` for the run, the demo, the study or the simulation whose files are in ``directory``, and return its path.
 
     The records of a demo's runs are looked for in a folder of ``directory`` with the name of the run.
 
@@ -90,6 +91,8 @@ def write_page(directory: Path) -> Path:
     """
     if (study := load_study(directory)) is not None:
         page = render_study(study)
+    elif (simulated := load_simulated(directory)) is not None:
+        page = render_simulated(simulated)
     elif (directory / "results.json").is_file():
         results = load_results(directory)
         page = render_demo(results, {row["name"]: load_events(directory / row["name"]) for row in results["rows"]})

@@ -7,6 +7,7 @@ A study says under ``page`` how its rows are shown, section by section:
 * ``lines``: a line for each group in ``series`` over ``x``; rows that are not ``measured`` are hollow;
 * ``points``: a point for each row at ``x`` and ``y``, with its ``interval``, coloured by ``series``;
 * ``intervals``: a line for each group in ``by``, on it a point for each row, at ``x``, with its ``interval``;
+* ``map``: a field for each row at ``x`` and ``y``, as dark as ``shade`` is large, with ``text`` in it;
 * ``list``: sentences, each with the ``section`` and the ``row`` that it stands on.
 
 ``where`` chooses rows by the values that they must have; a section that shows what follows from many rows brings
@@ -35,7 +36,7 @@ def render_study(results: Mapping[str, Any]) -> str:
     """
     from holdfast.report.html import environment
 
-    shown = [_section(section, results["rows"]) for section in results.get("page", ())]
+    shown = [shown_section(section, results["rows"]) for section in results.get("page", ())]
     settings = {name: _listed(value) for name, value in results["settings"].items()}
     return (
         environment()
@@ -72,7 +73,7 @@ def _claim(claim: Mapping[str, Any]) -> dict[str, Any]:
     return {**claim, "verdict": verdict, "mark": mark, "numbers": ", ".join(parts), "found": claim.get("found", "")}
 
 
-def _section(section: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+def shown_section(section: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
     """Return what the template shows, None if there is nothing to show."""
     if section["kind"] == "list":
         items = [{"text": item["text"], "link": row_id(item["section"], item["row"])} for item in section["items"]]
@@ -83,11 +84,16 @@ def _section(section: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> d
         return None
     if section["kind"] == "table":
         return {**section, **_table(section, chosen)}
+    from holdfast.report.maps import winners
     from holdfast.report.plots import interval_lines, scattered, stacked_bars, workers_lines
 
-    draw = {"bars": stacked_bars, "lines": workers_lines, "points": scattered, "intervals": interval_lines}[
-        section["kind"]
-    ]
+    draw = {
+        "bars": stacked_bars,
+        "lines": workers_lines,
+        "points": scattered,
+        "intervals": interval_lines,
+        "map": winners,
+    }[section["kind"]]
     svg = draw(section, chosen)
     return {**section, "svg": svg} if svg else None
 

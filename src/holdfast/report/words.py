@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,6 +16,16 @@ DISTRIBUTED = "torch.distributed"
 _KILLS = ("kill", "oom", "segfault", "nodeloss")
 _STUCK = ("hang", "gil", "spin", "deadlock")
 _SMALL = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
+_DAY_S = 86_400.0
+_SPANS = (
+    ("y", 365.25 * _DAY_S, 2 * 365.25 * _DAY_S),
+    ("d", _DAY_S, 2 * _DAY_S),
+    ("h", 3600.0, 7200.0),
+    ("min", 60.0, 120.0),
+    ("s", 1.0, 1.0),
+    ("ms", 1e-3, 1e-3),
+)
+"""Unit, its seconds, and from where on it is used."""
 _UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 
 
@@ -32,6 +43,18 @@ def seconds(value: float | None) -> str:
     if whole < 3600:
         return f"{whole // 60} min {whole % 60} s"
     return f"{whole // 3600} h {whole % 3600 // 60} min"
+
+
+def duration(value: float | None) -> str:
+    """Return a time of any length in the unit that fits, with three digits: ``"250 ms"``, ``"21.4 h"``, ``"5 y"``; or a dash."""
+    if value is None:
+        return DASH
+    if not math.isfinite(value):
+        return "never"
+    if value == 0:
+        return "0 s"
+    unit, one = next(((unit, one) for unit, one, least in _SPANS if value >= least * 0.9995), ("us", 1e-6))
+    return f"{value / one:,.0f} {unit}" if value / one >= 999.5 else f"{value / one:.3g} {unit}"
 
 
 def plain(value: float) -> str:
@@ -126,8 +149,12 @@ def happenings(report: Mapping[str, Any]) -> list[tuple[float, str]]:
 def _corrupt(r: Mapping[str, Any]) -> str:
     """Return what the guard found, and whose it was."""
     whose = f", which is {listing(r['ranks'])}'s" if r["ranks"] else ""
-    what = "replicas differed" if r["what"] == "replicas" else "a value was out of all range"
-    return f"corruption was found at step {r['step']}: {what} in {_some(r['where'])}{whose}"
+    what = {
+        "replicas": "replicas differed in",
+        "range": "a value was out of all range in",
+        "message": "what was sent was altered on its way,",
+    }[r["what"]]
+    return f"corruption was found at step {r['step']}: {what} {_some(r['where'])}{whose}"
 
 
 def _some(names: Sequence[str]) -> str:
@@ -139,6 +166,8 @@ def _healed(r: Mapping[str, Any]) -> str:
     """Return how what was found was healed."""
     if r["is_training"]:
         return f"what was found at step {r['found_at']} came again with the same bits, so it is the training itself"
+    if r["source"] == "step":
+        return f"it was healed: all did step {r['found_at']} again"
     sources = {"snapshot": "kept in memory", "checkpoint": "of a checkpoint", "beginning": "that training began with"}
     whose = f"; {listing(r['ranks'])} had computed wrong" if r["ranks"] else ""
     return f"it was healed: all went back to step {r['went_back_to']}, to the state {sources[r['source']]}{whose}"

@@ -1,0 +1,95 @@
+"""How fast the simulator is: events a second of one history, and a large sweep.
+
+    python benchmarks/simulate.py [--repetitions 1000] [--workers 100000] [--days 90] [--json FILE]
+
+========  ==================================================================================================  ==============
+what      of                                                                                                  target
+========  ==================================================================================================  ==============
+events    ``simulate``: 16,384 workers in nodes of 8 that fail, are repaired and rejoin; five histories       100,000 / s
+sweep     ``monte_carlo``: every worker fails by itself, once in five years, repairs are log-normal           30 s
+========  ==================================================================================================  ==============
+
+Events are those of the machines (down, up), of the body (somebody noticed, loaded, joined), and those that the protocol was told. Times are
+those of the processor: both run on one core. Drawing the failures counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from typing import Any
+
+from common import table, write_json
+
+from holdfast.simulate import (
+    Cluster,
+    Costs,
+    Exponential,
+    Failures,
+    Job,
+    LogNormal,
+    Scenario,
+    Source,
+    monte_carlo,
+    simulate,
+)
+
+DAY_S = 86_400.0
+COSTS = Costs(
+    slice_s=8, sum_s=2, detect_s=1, regroup_s=1, regroup_hop_s=0.1, save_s=5, save_background_s=60, load_s=60, restart_s=120,
+    spawn_s=120, rejoin_s=3,
+)  # fmt: skip
+REPAIR = LogNormal(4 * 3600, 1.0)
+EVENTS_PER_S, SWEEP_S = 100_000, 30.0
+
+
+def main() -> None:
+    """Run both, print them beside their targets."""
+    options = parse()
+    os.environ["OMP_NUM_THREADS"] = "1"
+    events, sweep = time_events(), time_sweep(options)
+    write_json(options.json, settings=vars(options), events=events, sweep=sweep)
+    setting = f"{options.workers:,} workers x {options.days:g} d x {options.repetitions:,}"
+    rows = [
+        ["events / s", f"{events['per_s']:,.0f}", f">= {EVENTS_PER_S:,}", f"{events['number']:,} events"],
+        [setting, f"{sweep['seconds']:.1f} s", f"< {SWEEP_S:g} s", f"goodput {100 * sweep['goodput']:.3f} %"],
+    ]
+    print(table("The simulator, one core", ["what", "took", "target", ""], rows))
+
+
+def parse() -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repetitions", type=int, default=1000)
+    parser.add_argument("--workers", type=int, default=100_000)
+    parser.add_argument("--days", type=float, default=90)
+    parser.add_argument("--json", metavar="FILE")
+    return parser.parse_args()
+
+
+def time_events() -> dict[str, Any]:
+    """Return how many events a second one history after another takes."""
+    cluster = Cluster(workers=16_384, spares=64, workers_per_node=8)
+    failures = Failures((Source("node", Exponential(180 * DAY_S), REPAIR),))
+    job = Job(strategy="restart", horizon_s=90 * DAY_S, save_every=200, split="even")
+    scenario = Scenario(cluster, job, COSTS, failures)
+    begun_s = time.process_time()
+    number = sum(simulate(scenario, repetition=repetition).events for repetition in range(5))
+    seconds = time.process_time() - begun_s
+    return {"number": number, "seconds": seconds, "per_s": number / seconds}
+
+
+def time_sweep(options: argparse.Namespace) -> dict[str, Any]:
+    """Return how long many histories of one scenario take."""
+    failures = Failures((Source("worker", Exponential(5 * 365 * DAY_S), REPAIR),))
+    job = Job(strategy="rollback", horizon_s=options.days * DAY_S, save_every=200, split="even")
+    scenario = Scenario(Cluster(workers=options.workers), job, COSTS, failures)
+    begun_s = time.process_time()
+    sweep = monte_carlo(scenario, options.repetitions)
+    seconds = time.process_time() - begun_s
+    return {"seconds": seconds, "goodput": sweep.estimate("goodput").mean, "failures": float(sweep.failures.mean())}
+
+
+if __name__ == "__main__":
+    main()

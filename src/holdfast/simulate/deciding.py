@@ -1,0 +1,205 @@
+"""The brain of production in the timed body: one recovery, order by order, as :class:`~holdfast.recovery.Protocol` gives them.
+
+All that do the same are played by one another: the protocol is that of one survivor, and a strategy that looks at everybody's
+progress is shown a few who stand for all. It can tell who is behind, who is new, and whether enough are left; of many that
+are alike it could tell no more.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from holdfast.errors import InternalError
+from holdfast.events import (
+    CALM,
+    JOINING,
+    LOST,
+    ActDone,
+    Action,
+    Agree,
+    Agreed,
+    ApplyStep,
+    BucketSummed,
+    CheckpointLoaded,
+    CloseStep,
+    Computed,
+    ComputeStep,
+    DiscardStep,
+    Event,
+    Leave,
+    LoadCheckpoint,
+    MembersChange,
+    PeerLost,
+    Progress,
+    ProgressKnown,
+    Reinitialise,
+    Revoke,
+    Revoked,
+    SaveAndStop,
+    ShareProgress,
+    Shrink,
+    Shrunk,
+    Started,
+    StepApplied,
+    SumBucket,
+    Welcome,
+)
+from holdfast.recovery import Protocol, Strategy, make_strategy
+
+_ENOUGH = 4
+"""Stand-ins for enough members; one less stands for too few. Among so many one may be behind and one new."""
+
+_DECISIONS = {
+    Welcome: "grow",
+    DiscardStep: "redo",
+    LoadCheckpoint: "load",
+    Reinitialise: "reinit",
+    SaveAndStop: "stop",
+}
+"""What an order says of what was decided, as :class:`~holdfast.events.Recovered` has it."""
+
+_RANK = {decision: rank for rank, decision in enumerate(("continue", "grow", *list(_DECISIONS.values())[1:]))}
+"""Of several orders the one that goes farther names the decision: an application that is built again loads, too."""
+
+
+class Rules(NamedTuple):
+    """By what a job recovers.
+
+    Args:
+        strategy: Decides.
+        buckets: Sums of a step beside the closing one.
+        split: Workers hold different parts of the model.
+        loses_parts: With a worker goes a part that nobody else holds.
+    """
+
+    strategy: Strategy
+    buckets: int
+    split: bool
+    loses_parts: bool
+
+
+def rules_of(strategy: str, *, min_workers: int, buckets: int, model: str) -> Rules:
+    """Return the rules of a job.
+
+    Raises:
+        ConfigError: if there is no such strategy.
+    """
+    made = make_strategy(strategy, min_workers=_ENOUGH if min_workers > 1 else 1)
+    return Rules(made, buckets, model != "replicated", model == "split")
+
+
+@dataclass(slots=True)
+class Meeting:
+    """Members meet because somebody died, or because somebody came. One order at a time is open.
+
+    Args:
+        rules: By what they decide.
+        step: The step in progress.
+        sums: How many of its sums are done, at most ``rules.buckets``; None if it was not computed to its end.
+        some_behind: Somebody alive has completed one sum less.
+    """
+
+    rules: Rules
+    step: int
+    sums: int | None = None
+    some_behind: bool = False
+    open: Action = field(init=False)
+    """What is being done."""
+    decision: str = field(init=False, default="continue")
+    """What was decided so far, as :class:`~holdfast.events.Recovered` has it."""
+    orders: dict[str, int] = field(init=False, default_factory=dict)
+    """How often each order was carried out, by its name."""
+    events: int = field(init=False, default=0)
+    """How many events the protocol was told."""
+    _protocol: Protocol = field(init=False)
+    _calm: bool = field(init=False, default=False)
+    _newcomers: bool = field(init=False, default=False)
+    _has_begun: bool = field(init=False, default=False)
+
+    def __post_init__(self) -> None:
+        self._protocol = Protocol(self.rules.strategy, self.rules.buckets, split=self.rules.split)
+        self._tell(Started())
+        self._tell(CheckpointLoaded(self.step))
+        if self.sums is not None:
+            self._tell(Computed())
+            for _ in range(self.sums):
+                self._tell(BucketSummed())
+
+    def lose(self) -> None:
+        """Hear that somebody died: of a sum that failed, or of an agreement that was told so."""
+        if self._calm:
+            self._calm, self._newcomers, self.decision = False, False, "continue"
+        while isinstance(self.open, Revoke | Shrink):  # these succeed all the same
+            self.do(enough=True)
+        if self._has_begun:
+            self._count(self.open)
+        self._has_begun = True
+        self._tell(Agreed(value=False) if isinstance(self.open, Agree) else PeerLost())
+
+    def change(self) -> None:
+        """Hear that somebody waits to join: nobody died, the members meet before the step."""
+        self._calm = self._newcomers = self._has_begun = True
+        self.decision = "grow"
+        self._tell(MembersChange())
+
+    def do(self, *, enough: bool, checkpoint: int = 0) -> None:
+        """Carry the open order out; then another is open.
+
+        Args:
+            enough: As many members are left as are needed.
+            checkpoint: The step that a checkpoint is loaded of.
+        """
+        self._count(self.open)
+        self._tell(self._answer(self.open, enough, checkpoint))
+
+    @property
+    def is_over(self) -> bool:
+        """Whether training goes on: a step is to be computed, or summed on."""
+        return isinstance(self.open, ComputeStep | SumBucket | CloseStep)
+
+    @property
+    def has_stopped(self) -> bool:
+        """Whether all have saved, and left."""
+        return isinstance(self.open, Leave)
+
+    def _answer(self, order: Action, enough: bool, checkpoint: int) -> Event:
+        match order:
+            case Revoke():
+                return Revoked()
+            case Agree(flag=flag):
+                return Agreed(flag)
+            case Shrink():
+                return Shrunk()
+            case ShareProgress(progress=progress):
+                return ProgressKnown(self._crowd(progress, enough), self.rules.buckets)
+            case LoadCheckpoint():
+                return CheckpointLoaded(checkpoint)
+            case ApplyStep():
+                return StepApplied()
+            case ComputeStep() | SumBucket() | CloseStep() | Leave():
+                msg = f"{order} is no part of a meeting"
+                raise InternalError(msg)
+            case _:
+                return ActDone()
+
+    def _crowd(self, progress: Progress, enough: bool) -> dict[int, Progress]:
+        flags = CALM * self._calm | LOST * (self.rules.loses_parts and not self._calm)
+        alike = Progress(progress.completed, progress.computed, flags)
+        crowd = dict.fromkeys(range(_ENOUGH if enough else _ENOUGH - 1), alike)
+        if self.some_behind:
+            crowd[1] = Progress(progress.completed - 1, computed=True, flags=flags)
+        if self._newcomers:
+            crowd[len(crowd) - 1] = Progress(JOINING, computed=False, flags=flags)
+        return crowd
+
+    def _tell(self, event: Event) -> None:
+        self.events += 1
+        *_, self.open = self._protocol.handle(event)  # what comes before the last needs no answer: it is published
+        if self._has_begun and (decision := _DECISIONS.get(type(self.open), "")):
+            self.decision = max(self.decision, decision, key=_RANK.__getitem__)
+            self.some_behind = False  # they catch up first
+
+    def _count(self, order: Action) -> None:
+        name = type(order).__name__
+        self.orders[name] = self.orders.get(name, 0) + 1

@@ -1,0 +1,137 @@
+"""What a real run says of what things take: ``report.json`` and ``events.jsonl`` of ``holdfast run --report DIR``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+from holdfast.errors import ConfigError
+from holdfast.events import CheckpointSaved, JobRestarted, Record, RunStarted, record_from_dict
+
+_APART = {"LoadCheckpoint": "load_s", "Rehome": "rehome_s"}
+"""Orders of a recovery that are costs of their own. What survivors build again, or give to a newcomer, the report says apart."""
+_MANY = {"recovery": "recoveries", "start of the job": "starts of the job"}
+_NOT_MEETING = {*_APART, "Reinitialise", "Welcome"}
+
+
+class Measured(NamedTuple):
+    """One cost.
+
+    Args:
+        value: Seconds, or bytes.
+        how: Of what it is the median, in words.
+    """
+
+    value: float
+    how: str
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredRun:
+    """What was found in the files of one run.
+
+    Args:
+        directory: Where they are.
+        workers: That the run was started with.
+        costs: By their names in :class:`holdfast.simulate.Costs`; and ``step_s``, the whole step, and ``state_bytes``.
+    """
+
+    directory: Path
+    workers: int
+    costs: Mapping[str, Measured]
+
+
+def read_measured(directory: Path) -> MeasuredRun:
+    """Return the costs that the run in ``directory`` shows; what never happened in it is not among them.
+
+    Raises:
+        ConfigError: if there is no report, it is damaged, or no step was timed.
+    """
+    report, records = _load_report(directory / "report.json"), _load_records(directory / "events.jsonl")
+    try:
+        costs = dict(_costs(report, records))
+        workers = int(report["workers"]["started"])
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        msg = f"{directory / 'report.json'} is not the report of a run: {error!r}"
+        raise ConfigError(msg) from error
+    if "step_s" not in costs or workers < 1:
+        msg = f"{directory / 'report.json'} has no time of a step: too few steps were committed to measure one"
+        raise ConfigError(msg)
+    return MeasuredRun(directory, workers, costs)
+
+
+def _costs(report: Mapping[str, Any], records: Sequence[Record]) -> Iterable[tuple[str, Measured]]:
+    if step_s := report["step_s"]["p50"]:
+        yield "step_s", Measured(float(step_s), f"median of {report['steps']} steps")
+    groups = _recoveries(report["failures"])
+    yield from _median("detect_s", "recovery", [max(_known(g, "detect_s")) for g in groups if _known(g, "detect_s")])
+    times = [group[0]["times_s"] for group in groups if group[0].get("times_s")]
+    meetings = [sum(value for name, value in one.items() if name not in _NOT_MEETING) for one in times]
+    yield from _median("regroup_s", "recovery", meetings)
+    for order, name in _APART.items():
+        yield from _median(name, "recovery", [one[order] for one in times if order in one])
+    built = [one["snapshot_s"] + one["rebuild_s"] + one["load_s"] for one in report.get("reinitialised", ())]
+    yield from _median("rebuild_s", "rebuilding", built)
+    yield from _median("rejoin_s", "newcomer", _known(report.get("joined", ()), "held_s"))
+    saves = [record for record in records if isinstance(record, CheckpointSaved)]
+    yield from _median("save_s", "checkpoint", [record.seconds for record in saves])
+    yield from _median("state_bytes", "checkpoint", [record.size_bytes for record in saves])
+    yield from _median("restart_s", "start of the job", _starts(records))
+
+
+def _recoveries(failures: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]]:
+    """Return the failures that survivors answered, those that were answered together in one list."""
+    groups: dict[int, list[Mapping[str, Any]]] = {}
+    for failure in failures:
+        if failure.get("recovery") is not None and failure.get("decision") != "restart":
+            groups.setdefault(failure["recovery"], []).append(failure)
+    return list(groups.values())
+
+
+def _starts(records: Sequence[Record]) -> list[float]:
+    """Return how long it took from each start of the job by the launcher until its workers trained."""
+    begun = [0.0, *sorted(record.t_s for record in records if isinstance(record, JobRestarted))]
+    trained = sorted(record.t_s for record in records if isinstance(record, RunStarted))
+    return [after[0] - at for at in begun if (after := [t_s for t_s in trained if t_s > at])]
+
+
+def _known(entries: Iterable[Mapping[str, Any]], key: str) -> list[float]:
+    return [float(entry[key]) for entry in entries if entry.get(key) is not None]
+
+
+def _median(name: str, what: str, values: Sequence[float]) -> Iterable[tuple[str, Measured]]:
+    if values:
+        how = f"one {what}" if len(values) == 1 else f"median of {len(values)} {_MANY.get(what, what + 's')}"
+        yield name, Measured(float(median(values)), how)
+
+
+def _load_report(path: Path) -> Mapping[str, Any]:
+    if not path.is_file():
+        msg = f"there is no {path}; `holdfast run --report {path.parent} ...` writes it"
+        raise ConfigError(msg)
+    try:
+        report = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        msg = f"{path} cannot be read: {error}"
+        raise ConfigError(msg) from error
+    if not isinstance(report, dict):
+        msg = f"{path} is not the report of a run: it must be an object"
+        raise ConfigError(msg)
+    return report
+
+
+def _load_records(path: Path) -> list[Record]:
+    if not path.is_file():
+        return []
+    records = []
+    for number, line in enumerate(path.read_text().splitlines(), start=1):
+        try:
+            records.append(record_from_dict(json.loads(line)))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            msg = f"{path}, line {number}: not a record of this version of Holdfast ({error})"
+            raise ConfigError(msg) from error
+    return records
