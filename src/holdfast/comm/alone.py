@@ -16,6 +16,9 @@ import torch
 from holdfast.errors import InternalError
 from holdfast.membership import Heard
 
+Messages = Sequence[tuple[int, torch.Tensor]]
+"""Each with the member that it comes from or goes to."""
+
 
 class Alone:
     """One member's part in the agreements of a generation that has lost its store.
@@ -23,7 +26,7 @@ class Alone:
     Args:
         others: All other members.
         post: Begins to give a message to one of them.
-        take: Waits for the next one from one of them.
+        swap: Gives each of them a message, or none, and takes the next one of each; returns when both is done.
         heard: What the store has told last; it must tell nothing from now on.
     """
 
@@ -31,15 +34,15 @@ class Alone:
         self,
         others: Sequence[int],
         post: Callable[[int, torch.Tensor], None],
-        take: Callable[[int, torch.Tensor], None],
+        swap: Callable[[Messages, Messages], None],
         heard: Heard,
     ) -> None:
         self._others = others
-        self._post = post
-        self._take = take
+        self._swap = swap
         self._known = heard
         self._has_asked = False
-        self._tell(heard)
+        for rank in others:
+            post(rank, _message(heard))
 
     def agree(self, act: int, flag: bool) -> bool:
         """Return the outcome of an agreement that the store did not tell of.
@@ -48,26 +51,24 @@ class Alone:
             PeerFailed: if somebody does not answer.
         """
         if not self._has_asked:
-            self._known = max([self._known, *self._listen()])
+            self._known = max([self._known, *self._listen([])])
             self._has_asked = True
         if self._known.act < act:
-            self._tell(Heard(act, flag))
-            flags = [Heard(act, flag), *self._listen()]
+            mine = Heard(act, flag)
+            # Given before this returns: who has the outcome may end, and nobody must miss it.
+            flags = [mine, *self._listen([(rank, _message(mine)) for rank in self._others])]
             self._known = Heard(max(said.act for said in flags), all(said.value for said in flags))
         if self._known.act != act:
             msg = f"in agreement {act} somebody knew of agreement {self._known.act}"
             raise InternalError(msg)
         return self._known.value
 
-    def _tell(self, said: Heard) -> None:
-        for rank in self._others:
-            self._post(rank, torch.tensor([said.act, said.value]))
-
-    def _listen(self) -> list[Heard]:
+    def _listen(self, given: Messages) -> list[Heard]:
         """Return the next word of each."""
-        words = []
-        for rank in self._others:
-            data = torch.empty(2, dtype=torch.int64)
-            self._take(rank, data)
-            words.append(Heard(int(data[0]), bool(data[1])))
-        return words
+        taken = [(rank, _message(Heard())) for rank in self._others]
+        self._swap(given, taken)
+        return [Heard(int(data[0]), bool(data[1])) for _, data in taken]
+
+
+def _message(said: Heard) -> torch.Tensor:
+    return torch.tensor([said.act, said.value], dtype=torch.int64)

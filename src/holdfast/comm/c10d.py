@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from holdfast.comm.alone import Alone
+from holdfast.comm.alone import Alone, Messages
 from holdfast.comm.groups import MAKERS, Aside, Meeting, Sending, Work, as_bytes, as_peer_failure, bury, wait
 from holdfast.comm.waiting import waiting
 from holdfast.errors import InternalError, PeerFailed, StoreLost
@@ -139,7 +139,8 @@ class C10dCommunicator:
 
     def take(self, rank: int, data: torch.Tensor) -> None:
         """Wait for what was posted; see :meth:`Communicator.take`."""
-        self._take(rank, data, _POST_TAG)
+        place = self.members.index(rank)
+        self._run(lambda group: Aside(group.recv([as_bytes(data)], place, _POST_TAG).wait, keep=data), "cpu")
 
     def _post(self, rank: int, data: torch.Tensor, tag: int) -> None:
         place = self.members.index(rank)
@@ -150,10 +151,6 @@ class C10dCommunicator:
             self._sending.add(group.send([as_bytes(data)], place, tag), data)
 
         self._with_group(begin, "cpu")
-
-    def _take(self, rank: int, data: torch.Tensor, tag: int) -> None:
-        place = self.members.index(rank)
-        self._run(lambda group: Aside(group.recv([as_bytes(data)], place, tag).wait, keep=data), "cpu")
 
     def maximum(self, values: Sequence[int]) -> list[int]:
         """Return the maximum of each integer; see :meth:`Communicator.maximum`."""
@@ -227,9 +224,13 @@ class C10dCommunicator:
         """Return how to agree in this generation without a store; the first call tells the others that we have none."""
         if self._alone is None:
             others = [rank for rank in self.members if rank != self._me]
-            post, take = (functools.partial(way, tag=_ALONE_TAG) for way in (self._post, self._take))
-            self._alone = Alone(others, post, take, self._roster.heard)
+            post = functools.partial(self._post, tag=_ALONE_TAG)
+            self._alone = Alone(others, post, self._swap_alone, self._roster.heard)
         return self._alone
+
+    def _swap_alone(self, given: Messages, taken: Messages) -> None:
+        send, receive = ([(self.members.index(rank), data) for rank, data in side] for side in (given, taken))
+        self.swap(send, receive, _ALONE_TAG)
 
     def revoke(self) -> None:
         """Wake everybody who waits in this generation.
