@@ -193,6 +193,35 @@ def test_a_part_that_comes_late_is_waited_for(tmp_path):
     assert same(load(tmp_path, 5).state, ODD)
 
 
+class _Slow(LocalStorage):
+    """Does something between putting a file in its place and looking whether it is there."""
+
+    def __init__(self, root, meanwhile):
+        super().__init__(root)
+        self.meanwhile = meanwhile
+
+    def _check_put(self, whole, data):
+        self.meanwhile()
+        super()._check_put(whole, data)
+
+
+def test_a_part_is_no_failure_that_was_taken_and_tidied_up_before_its_writer_looked(tmp_path):
+    first = write(tmp_path, 5, take(ODD, 0, 2), {}, **TOKEN)
+
+    second = write(_Slow(tmp_path, lambda: first.commit(0)), 5, take(ODD, 1, 2), {}, **TOKEN)
+
+    assert second.part == 1
+    assert same(load(tmp_path, 5).state, ODD)
+    assert not [name for name in all_names(tmp_path) if name.endswith(("part-00001.json", ".tmp"))]
+
+
+def test_a_part_is_a_failure_that_is_gone_and_was_not_taken(tmp_path):
+    first = write(tmp_path, 5, take(ODD, 0, 2), {}, **TOKEN)
+
+    with pytest.raises(CheckpointError, match=r"part-00001.json was written, and it was not"):
+        write(_Slow(tmp_path, first.abandon), 5, take(ODD, 1, 2), {}, **TOKEN)
+
+
 _SHARD = Shard(torch.ones(2), (0,), (4,))
 
 

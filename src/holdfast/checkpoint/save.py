@@ -243,7 +243,7 @@ def write(
         )
         storage.store(folder, layout.files)
         if content.parts > 1:
-            storage.put(f"{folder}/{_description(part)}", dump(described))
+            _describe(storage, step, described, part)
     except BaseException:
         if content.parts == 1:
             _discard(storage, folder)
@@ -317,6 +317,16 @@ def discard(storage: Where, step: int, token: str) -> None:
         storage.remove(f"{step_folder(step)}/{folder}")
         if not storage.names(step_folder(step)):
             storage.remove(step_folder(step))
+
+
+def _describe(storage: Storage, step: int, described: Manifest, part: int) -> None:
+    """Say what this part holds; from then on who commits may take it into the manifest, and remove it."""
+    try:
+        storage.put(f"{step_folder(step)}/{described.folder}/{_description(part)}", dump(described))
+    except CheckpointError:
+        # A storage looks whether what it has put is there. It need not be, if it was read and tidied up before that.
+        if _completed_folder(storage, step) != described.folder:
+            raise
 
 
 def _give_notice(storage: Storage, description: str) -> None:
