@@ -214,12 +214,18 @@ class Records(Diaries):
 
 
 class Holdfast(Job):
-    """``holdfast run``, as a user would start it."""
+    """``holdfast run``, as a user would start it.
+
+    Args:
+        workers: How many there are.
+        words: More of its options.
+    """
 
     name = "holdfast"
 
-    def __init__(self, workers: int) -> None:
+    def __init__(self, workers: int, words: tuple[str, ...] = ()) -> None:
         super().__init__(workers, orders=False)
+        self._words = words
         self.diaries: Records = Records(self.folder)
         self._launcher: subprocess.Popen[bytes] | None = None
 
@@ -228,7 +234,7 @@ class Holdfast(Job):
         command = [
             sys.executable, "-m", "holdfast", "run", "-n", str(self.workers), "--max-restarts", "1000",
             "--checkpoint-dir", str(self.folder / "checkpoints"), "--checkpoint-every", str(CHECKPOINT_EVERY),
-            str(SCRIPT), "--dataset", "digits", "--model", "cnn", "--optimizer", "sgd", "--epochs", "100000",
+            *self._words, str(SCRIPT), "--dataset", "digits", "--model", "cnn", "--optimizer", "sgd", "--epochs", "100000",
         ]  # fmt: skip
         with self.open_log("holdfast") as log:
             env = self.env | {"TMPDIR": str(self.folder)}

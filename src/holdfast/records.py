@@ -73,6 +73,25 @@ def read_records(path: Path) -> Iterator[Record]:
             yield record_from_dict(json.loads(line))
 
 
+def load_events(directory: Path) -> list[Record]:
+    """Return the records of the run in ``directory``, in the order of time; none if it has no ``events.jsonl``.
+
+    Raises:
+        ConfigError: if a line is not a record.
+    """
+    path = directory / "events.jsonl"
+    if not path.is_file():
+        return []
+    records = []
+    for number, line in enumerate(path.read_text().splitlines(), start=1):
+        try:
+            records.append(record_from_dict(json.loads(line)))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            msg = f"{path}, line {number}: not a record of this version of Holdfast ({error})"
+            raise ConfigError(msg) from error
+    return sorted(records, key=lambda r: r.t_s)
+
+
 def read_run(run_dir: Path) -> list[Record]:
     """Return the records of all workers and of the launcher in ``run_dir``, in the order of time."""
     files = sorted(run_dir.glob("records-*.jsonl"))

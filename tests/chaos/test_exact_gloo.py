@@ -1,7 +1,7 @@
 """The same bits, whatever happens, over Gloo: the faults of test_exact_ulfm.py and the same judge."""
 
 import pytest
-from exact import SCRIPT, check_forward_lost_one_slice, check_nothing_lost, reference_hash
+from exact import SCRIPT, check_decided_again, check_forward_lost_one_slice, check_nothing_lost, reference_hash
 from jobs import assert_landed, exit_codes, run_report
 
 pytestmark = pytest.mark.chaos
@@ -27,6 +27,7 @@ def test_killed_workers_change_no_bit(tmp_path, model, optimizer, killed, kills)
     check_nothing_lost(report, reference_hash(model, optimizer), [r for r in range(4) if r not in killed])
     assert_landed(report, *killed)
     assert [f["injected"] for f in report["failures"]] == [True] * len(killed)
+    check_decided_again(report)
     assert report["restarts"] == 0
 
 
@@ -51,6 +52,7 @@ def test_restart_goes_on_from_the_newest_checkpoint_and_ends_with_the_same_bits(
     assert_landed(report, 0, 1)
     first = report["failures"][0]
     assert (first["rank"], first["decision"], first["redone_steps"]) == (1, "load", 3)
+    check_decided_again(report)
 
 
 def test_forward_goes_on_over_the_survivors_and_lists_what_it_lost(tmp_path):
@@ -60,6 +62,7 @@ def test_forward_goes_on_over_the_survivors_and_lists_what_it_lost(tmp_path):
 
     assert_landed(report, 1)
     check_forward_lost_one_slice(report)
+    check_decided_again(report)
 
 
 def test_when_everybody_dies_the_job_is_started_again_and_the_bits_are_the_same(tmp_path):

@@ -3,7 +3,7 @@
 import shlex
 
 import pytest
-from exact import SCRIPT, check_forward_lost_one_slice, check_nothing_lost, reference_hash
+from exact import SCRIPT, check_decided_again, check_forward_lost_one_slice, check_nothing_lost, reference_hash
 from jobs import assert_landed, exit_codes, run_report
 
 pytestmark = pytest.mark.chaos
@@ -36,6 +36,7 @@ def test_killed_workers_change_no_bit(tmp_path, model, optimizer, killed, specs)
     check_nothing_lost(report, reference_hash(model, optimizer), [r for r in range(4) if r not in killed])
     assert_landed(report, *killed)
     assert [f["injected"] for f in report["failures"]] == [True] * len(killed)
+    check_decided_again(report)
     assert all(f["detect_s"] >= 0 and f["lost_samples"] == 0 for f in report["failures"])
 
 
@@ -66,6 +67,7 @@ def test_restart_goes_on_from_the_newest_checkpoint_and_ends_with_the_same_bits(
     assert_landed(report, 0, 1)
     first = report["failures"][0]
     assert (first["rank"], first["decision"], first["redone_steps"]) == (1, "load", 3)
+    check_decided_again(report)
 
 
 def test_forward_goes_on_over_the_survivors_and_lists_what_it_lost(tmp_path):
@@ -77,6 +79,7 @@ def test_forward_goes_on_over_the_survivors_and_lists_what_it_lost(tmp_path):
 
     assert_landed(report, 1)
     check_forward_lost_one_slice(report)
+    check_decided_again(report)
 
 
 def test_a_sample_that_kills_whoever_reads_it_stops_the_job_and_is_named(tmp_path):

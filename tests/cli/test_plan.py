@@ -108,6 +108,7 @@ def test_what_a_run_measured_goes_before_what_is_assumed_and_after_what_is_given
     failure = {
         "recovery": 0,
         "decision": "redo",
+        "t_s": 10.0,
         "detect_s": 0.03,
         "times_s": {"Revoke": 0.001, "Shrink": 0.002, "LoadCheckpoint": 0.5},
     }
@@ -115,7 +116,7 @@ def test_what_a_run_measured_goes_before_what_is_assumed_and_after_what_is_given
         "workers": {"started": 4},
         "steps": 100,
         "step_s": {"p50": 0.2, "p99": 0.3},
-        "failures": [failure, failure | {"detect_s": 0.05}, failure | {"recovery": 1, "detect_s": 0.07}],
+        "failures": [failure, failure | {"detect_s": 0.05}, failure | {"recovery": 1, "t_s": 20.05, "detect_s": 0.27}],
     }
     saved = {
         "event": "CheckpointSaved",
@@ -127,7 +128,9 @@ def test_what_a_run_measured_goes_before_what_is_assumed_and_after_what_is_given
         "seconds": 0.01,
     }
     (tmp_path / "report.json").write_text(json.dumps(report))
-    (tmp_path / "events.jsonl").write_text(json.dumps(saved) + "\n")
+    begun = {"event": "StepCommitted", "t_s": 20.0, "rank": 0, "step": 9, "epoch": 0, "samples": 8, "workers": 4}
+    lines = [saved, begun | {"metrics": {}}]
+    (tmp_path / "events.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
     question, facts = ask({"mtbf_s": 3600.0, "load_s": 2.0}, read_measured(tmp_path))
 
@@ -135,7 +138,8 @@ def test_what_a_run_measured_goes_before_what_is_assumed_and_after_what_is_given
     assert question.workers == 4
     assert known["workers"] == (4, "measured")
     assert known["step_s"] == (0.2, "measured")
-    assert known["detect_s"] == (pytest.approx(0.06), "measured")  # the median of two recoveries, not of three workers
+    # The median of two recoveries, not of three workers; in the second survivors computed until 20.2, and noticed at 20.32.
+    assert known["detect_s"] == (pytest.approx((0.05 + 0.12) / 2), "measured")
     assert known["regroup_s"] == (pytest.approx(0.003), "measured")
     assert known["save_s"] == (0.01, "measured")
     assert known["state_bytes"] == (4000, "measured")

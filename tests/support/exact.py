@@ -5,6 +5,9 @@ from pathlib import Path
 
 import reference
 
+from holdfast.events import record_from_dict
+from holdfast.simulate import replay
+
 SCRIPT = Path(__file__).with_name("train_reference.py")
 reference_hash = functools.cache(reference.train)
 
@@ -28,3 +31,10 @@ def check_forward_lost_one_slice(report):
     assert lost["step"] == 4
     assert len(set(lost["ids"])) == 8
     assert lost["buckets"] == [1], "bucket 0 was summed with everybody"
+
+
+def check_decided_again(report):
+    """Assert that the simulator decides each recovery of a real run as its workers did, in the same order."""
+    replayed = replay(record_from_dict(event) for event in report["_events"])
+    assert replayed, "nothing was recovered from"
+    assert [one.was for one in replayed] == [one.again for one in replayed]

@@ -26,11 +26,11 @@ from holdfast.events import (
     WorkerEnded,
     WorkerFenced,
 )
+from holdfast.records import load_events
 from holdfast.report import (
     build_report,
     demo_rows,
     headline,
-    load_events,
     load_report,
     load_results,
     summary_lines,

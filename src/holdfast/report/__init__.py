@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from holdfast.report.build import build_report, demo_rows
     from holdfast.report.figures import curves, timeline, trade_off
-    from holdfast.report.files import load_events, load_report, load_results, load_study, write_report, write_results
+    from holdfast.report.files import load_report, load_results, load_study, write_report, write_results
     from holdfast.report.html import render_demo, render_run, write_page
     from holdfast.report.study import claim_lines, render_study
     from holdfast.report.table import demo_table, summary_lines
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 _WHERE = {
     "build_report": "build",
     "demo_rows": "build",
-    "load_events": "files",
     "load_report": "files",
     "load_results": "files",
     "write_report": "files",
@@ -48,7 +47,6 @@ __all__ = [
     "demo_rows",
     "demo_table",
     "headline",
-    "load_events",
     "load_report",
     "load_results",
     "load_study",

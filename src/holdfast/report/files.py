@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.errors import ConfigError
-from holdfast.events import Record, record_from_dict, record_to_dict
+from holdfast.events import Record, record_to_dict
 from holdfast.report.build import SCHEMA, build_report
 
 _SHAPE: dict[str, type | tuple[type, ...]] = {
@@ -115,25 +115,6 @@ def load_study(directory: Path) -> dict[str, Any] | None:
             msg = f"{path} is not the results of a study: {key!r} is missing or of the wrong type"
             raise ConfigError(msg)
     return results
-
-
-def load_events(directory: Path) -> list[Record]:
-    """Return the records of the run in ``directory``, in the order of time; none if it has no ``events.jsonl``.
-
-    Raises:
-        ConfigError: if a line is not a record.
-    """
-    path = directory / "events.jsonl"
-    if not path.is_file():
-        return []
-    records = []
-    for number, line in enumerate(path.read_text().splitlines(), start=1):
-        try:
-            records.append(record_from_dict(json.loads(line)))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            msg = f"{path}, line {number}: not a record of this version of Holdfast ({error})"
-            raise ConfigError(msg) from error
-    return sorted(records, key=lambda r: r.t_s)
 
 
 def checked_report(report: Any, where: str) -> dict[str, Any]:

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from holdfast.errors import ConfigError
 from holdfast.events import Record
+from holdfast.records import load_events
 from holdfast.report import words
-from holdfast.report.files import load_events, load_report, load_results, load_study
+from holdfast.report.files import load_report, load_results, load_study
 from holdfast.report.simulated import load_simulated, render_simulated
 from holdfast.report.study import render_study
 from holdfast.report.table import demo_cells

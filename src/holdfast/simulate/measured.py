@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +11,8 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from holdfast.errors import ConfigError
-from holdfast.events import CheckpointSaved, JobRestarted, Record, RunStarted, record_from_dict
+from holdfast.events import CheckpointSaved, JobRestarted, Record, RunStarted, StepCommitted
+from holdfast.records import load_events
 
 _APART = {"LoadCheckpoint": "load_s", "Rehome": "rehome_s"}
 """Orders of a recovery that are costs of their own. What survivors build again, or give to a newcomer, the report says apart."""
@@ -51,7 +53,7 @@ def read_measured(directory: Path) -> MeasuredRun:
     Raises:
         ConfigError: if there is no report, it is damaged, or no step was timed.
     """
-    report, records = _load_report(directory / "report.json"), _load_records(directory / "events.jsonl")
+    report, records = _load_report(directory / "report.json"), load_events(directory)
     try:
         costs = dict(_costs(report, records))
         workers = int(report["workers"]["started"])
@@ -68,7 +70,12 @@ def _costs(report: Mapping[str, Any], records: Sequence[Record]) -> Iterable[tup
     if step_s := report["step_s"]["p50"]:
         yield "step_s", Measured(float(step_s), f"median of {report['steps']} steps")
     groups = _recoveries(report["failures"])
-    yield from _median("detect_s", "recovery", [max(_known(g, "detect_s")) for g in groups if _known(g, "detect_s")])
+    begun = sorted(record.t_s for record in records if isinstance(record, StepCommitted))
+    late = [
+        [_late_s(failure, begun, float(step_s or 0)) for failure in group if failure["detect_s"] is not None]
+        for group in groups
+    ]
+    yield from _median("detect_s", "recovery", [max(group) for group in late if group])
     times = [group[0]["times_s"] for group in groups if group[0].get("times_s")]
     meetings = [sum(value for name, value in one.items() if name not in _NOT_MEETING) for one in times]
     yield from _median("regroup_s", "recovery", meetings)
@@ -90,6 +97,22 @@ def _recoveries(failures: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str,
         if failure.get("recovery") is not None and failure.get("decision") != "restart":
             groups.setdefault(failure["recovery"], []).append(failure)
     return list(groups.values())
+
+
+def _late_s(failure: Mapping[str, Any], begun: Sequence[float], step_s: float) -> float:
+    """Return how long a death went unnoticed when survivors had nothing left to compute.
+
+    What they still computed is no cost of noticing it: the simulators count it as what it is.
+
+    Args:
+        failure: Of the report.
+        begun: When steps began, in order.
+        step_s: What a step takes.
+    """
+    dead_s, seen_s = float(failure["t_s"]), float(failure["t_s"]) + float(failure["detect_s"])
+    before = bisect_right(begun, dead_s)
+    idle_s = max(dead_s, begun[before - 1] + step_s) if before else dead_s
+    return max(0.0, seen_s - idle_s)
 
 
 def _starts(records: Sequence[Record]) -> list[float]:
@@ -122,16 +145,3 @@ def _load_report(path: Path) -> Mapping[str, Any]:
         msg = f"{path} is not the report of a run: it must be an object"
         raise ConfigError(msg)
     return report
-
-
-def _load_records(path: Path) -> list[Record]:
-    if not path.is_file():
-        return []
-    records = []
-    for number, line in enumerate(path.read_text().splitlines(), start=1):
-        try:
-            records.append(record_from_dict(json.loads(line)))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            msg = f"{path}, line {number}: not a record of this version of Holdfast ({error})"
-            raise ConfigError(msg) from error
-    return records
