@@ -378,6 +378,7 @@ class RunStarted(Record):
     samples_planned: int
     num_buckets: int
     parameters: int
+    update: str = "lazy"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -540,7 +541,8 @@ class PartRestored(Record):
             ``"checkpoint"``; ``"beginning"``: as training began.
         ages: How many steps old its blocks are: all ages that there are, ascending.
         blocks: Of each age, how many blocks; a block is a piece of the part that is saved as a whole.
-        optimizer: What became of its optimizer's state: ``"saved"``, as old as the part, or ``"reset"``.
+        optimizer: What became of its optimizer's state: ``"saved"``, as old as the part, ``"reset"``, or ``"kept"``.
+        optimizer_age: How many steps old it is where it was kept: 1 if the holder died before it could send the newest.
     """
 
     part: int
@@ -548,6 +550,7 @@ class PartRestored(Record):
     ages: tuple[int, ...]
     blocks: tuple[int, ...]
     optimizer: str
+    optimizer_age: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -569,6 +572,31 @@ class PartsHeld(Record):
     computes_bytes: int
     mirrors_bytes: int
     copies_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdatedEagerly(Record):
+    """What it took ``rank`` to update buckets before their step was closed, over all of its training.
+
+    Args:
+        steps: Steps that were updated so, and closed.
+        buckets: Buckets that were updated, also those of steps that were taken back.
+        undone: Buckets whose update was taken back.
+        copy_bytes: Memory of the copies that updates are taken back from.
+        copy_s: To make these copies.
+        update_s: For the optimizer.
+        waited_s: For how long training waited for either: the rest went on beside the sums.
+        undo_s: To take updates back.
+    """
+
+    steps: int
+    buckets: int
+    undone: int
+    copy_bytes: int
+    copy_s: float
+    update_s: float
+    waited_s: float
+    undo_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -729,6 +757,7 @@ RECORDS: dict[str, type[Record]] = {
         CorruptionHealed,
         PartRestored,
         PartsHeld,
+        UpdatedEagerly,
         Reinitialised,
         Left,
         SamplesLost,

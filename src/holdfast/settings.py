@@ -20,13 +20,15 @@ CHECKPOINT_FORMATS = ("safetensors", "hdf5", "npz", "dcp")
 STRATEGIES = ("rollback", "forward", "restart", "reinit", "partial")
 REINIT_FROM = ("own", "root", "checkpoint")
 MIRROR_CHOICES = ("priority", "round-robin", "random")
-MIRROR_PREDICTORS = ("last", "line")
+MIRROR_DISTANCES = ("euclidean", "scaled")
+MIRROR_PREDICTORS = ("last", "line", "calibrated")
 MIRROR_CODECS = ("exact", "int8")
-MIRROR_OPTIMIZERS = ("saved", "reset")
+MIRROR_OPTIMIZERS = ("saved", "reset", "kept")
 ORDERS = ("fold", "tree")
 SPLITS = ("slices", "even")
 BATCHES = ("global", "local")
 RESCALES = ("survivors", "original")
+UPDATES = ("lazy", "eager")
 GUARDS = ("stop", "warn", "heal", "off")
 
 _CHOICES = {
@@ -34,6 +36,7 @@ _CHOICES = {
     "strategy": STRATEGIES,
     "reinit_from": REINIT_FROM,
     "mirror_choice": MIRROR_CHOICES,
+    "mirror_distance": MIRROR_DISTANCES,
     "mirror_predictor": MIRROR_PREDICTORS,
     "mirror_codec": MIRROR_CODECS,
     "mirror_optimizer": MIRROR_OPTIMIZERS,
@@ -41,6 +44,7 @@ _CHOICES = {
     "split": SPLITS,
     "batch": BATCHES,
     "rescale": RESCALES,
+    "update": UPDATES,
     "guard": GUARDS,
     "checkpoint_format": CHECKPOINT_FORMATS,
 }
@@ -81,6 +85,9 @@ class Settings:
     """After a failure: the mini-batch keeps its size, or each worker does."""
     rescale: str = "survivors"
     """Divide a sum that lacks samples by what is in it, or by the size it would have had."""
+    update: str = "lazy"
+    """When the optimizer runs: once the closing sum has returned; or, bucket by bucket, as soon as the bucket's sum is in, with a
+    copy to take it back from until the closing sum has."""
     guard: str = "stop"
     """When replicas are found to differ: stop, warn and go on, or heal, which is to go back to a state in memory that is known
     to be right; off: they are not compared. With warn and heal, values far out of range are looked for, too."""
@@ -95,12 +102,15 @@ class Settings:
     """How much of a copy is sent to a backup at a time: the smaller, the more often."""
     mirror_choice: str = "priority"
     """What is sent first: what is farthest from the copy, all in turn, or any."""
+    mirror_distance: str = "euclidean"
+    """How far something is from the copy: its parameters alone, or with its optimizer's state, each scaled to its size."""
     mirror_predictor: str = "last"
-    """What a lost part is restored to: what was saved last, or the line through what was saved last and before."""
+    """What a lost part is restored to: what was saved last, the line through what was saved last and before, or as far along
+    it as the part was found to go."""
     mirror_codec: str = "exact"
     """How it is sent: as it is, or as differences of a byte each."""
     mirror_optimizer: str = "saved"
-    """The optimizer's state of a lost part: saved with it, or begun anew."""
+    """The optimizer's state of a lost part: saved with it, begun anew, or sent whole in every step."""
     min_workers: int = 1
     """Below this many survivors: save and stop."""
     seed: int = 0

@@ -14,6 +14,7 @@ BAD = {
         ["--strategy", "hope"],
         "--strategy must be one of rollback, forward, restart, reinit, partial, got 'hope'",
     ),
+    "unknown update": (["--update", "soon"], "--update must be one of lazy, eager, got 'soon'"),
     "unknown guard": (["--guard", "cure"], "--guard must be one of stop, warn, heal, off, got 'cure'"),
     "checksums that nobody looks at": (
         ["--guard", "off", "--guard-sums"],

@@ -45,16 +45,26 @@ def turn_recovery_off():
     Run._answer = raise_it
 
 
+def turn_undo_off():
+    """What was updated eagerly stays when its step is taken back."""
+    from holdfast.train.eager import UndoCopy
+
+    UndoCopy.put_back = UndoCopy.forget
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("model", choices=reference.MODELS)
     parser.add_argument("optimizer", choices=reference.OPTIMIZERS)
     parser.add_argument("--no-recovery", action="store_true")
+    parser.add_argument("--no-undo", action="store_true")
     parser.add_argument("--pause", type=float, default=0.0, help="seconds before each step, for newcomers to come in")
     parser.add_argument("--raise-at", type=int, default=-1, help="the lowest worker raises in this step")
     options = parser.parse_args()
     if options.no_recovery:
         turn_recovery_off()
+    if options.no_undo:
+        turn_undo_off()
     session, state = train(options.model, options.optimizer, raise_at=options.raise_at, pause=options.pause)
     if session.is_lead:
         print(f"state {state}")

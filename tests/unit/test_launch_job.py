@@ -59,8 +59,8 @@ def test_every_option_is_said_again_but_for_the_secret():
         max(p.opts, key=len) for p in typer.main.get_command(app).commands["run"].params if p.opts[0].startswith("-")
     }
     fields = {
-        "spares": 1, "strategy": "partial", "order": "tree", "split": "even", "batch": "local", "rescale": "original", "guard": "heal", "guard_sums": True,
-        "mirror": 2, "mirror_every": 8, "mirror_fraction": 0.5, "mirror_choice": "random", "mirror_predictor": "line",
+        "spares": 1, "strategy": "partial", "order": "tree", "split": "even", "batch": "local", "rescale": "original", "update": "eager", "guard": "heal", "guard_sums": True,
+        "mirror": 2, "mirror_every": 8, "mirror_fraction": 0.5, "mirror_choice": "random", "mirror_predictor": "line", "mirror_distance": "scaled",
         "mirror_codec": "int8", "mirror_optimizer": "reset", "reinit_from": "root",
         "min_workers": 2, "seed": 1, "slices": 9, "checkpoint_dir": "c", "checkpoint_every": 2, "checkpoint_format": "npz",
         "keep_last": 2, "keep_every": 2, "hang_timeout_s": 1.0, "resume": True, "fabric": "gloo", "max_restarts": 1,

@@ -18,6 +18,7 @@ from holdfast.settings import (
     GUARDS,
     MIRROR_CHOICES,
     MIRROR_CODECS,
+    MIRROR_DISTANCES,
     MIRROR_OPTIMIZERS,
     MIRROR_PREDICTORS,
     ORDERS,
@@ -25,6 +26,7 @@ from holdfast.settings import (
     RESCALES,
     SPLITS,
     STRATEGIES,
+    UPDATES,
     Settings,
 )
 
@@ -90,6 +92,10 @@ def run(
     rescale: Annotated[
         str | None, typer.Option(metavar=_one_of(RESCALES), help="Divide an incomplete sum by [survivors].")
     ] = None,
+    update: Annotated[
+        str | None,
+        typer.Option(metavar=_one_of(UPDATES), help="The optimizer runs after all sums, or bucket by bucket [lazy]."),
+    ] = None,
     guard: Annotated[
         str | None,
         typer.Option(
@@ -122,10 +128,17 @@ def run(
         str | None,
         typer.Option(metavar=_one_of(MIRROR_CHOICES), help="What is sent first [priority: what moved most]."),
     ] = None,
+    mirror_distance: Annotated[
+        str | None,
+        typer.Option(
+            metavar=_one_of(MIRROR_DISTANCES), help="What moved most by: parameters, or all that is sent [euclidean]."
+        ),
+    ] = None,
     mirror_predictor: Annotated[
         str | None,
         typer.Option(
-            metavar=_one_of(MIRROR_PREDICTORS), help="Restore the last value, or the line through two [last]."
+            metavar=_one_of(MIRROR_PREDICTORS),
+            help="Restore the last value, the line through two, or part of the way along it [last].",
         ),
     ] = None,
     mirror_codec: Annotated[
@@ -239,12 +252,14 @@ def run(
         split=split,
         batch=batch,
         rescale=rescale,
+        update=update,
         guard=guard,
         guard_sums=guard_sums or None,
         mirror=mirror,
         mirror_every=mirror_every,
         mirror_fraction=mirror_fraction,
         mirror_choice=mirror_choice,
+        mirror_distance=mirror_distance,
         mirror_predictor=mirror_predictor,
         mirror_codec=mirror_codec,
         mirror_optimizer=mirror_optimizer,

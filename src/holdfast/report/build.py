@@ -22,6 +22,7 @@ from holdfast.events import (
     ScriptFailed,
     SettingChanged,
     StragglerSeen,
+    UpdatedEagerly,
     ValuesAltered,
 )
 from holdfast.report.history import Failure, History, Joining, Life
@@ -57,8 +58,10 @@ def build_report(
     beside them; who came later is in ``joined``, who went as it was told to in ``left``, and neither is a failure.
     ``reinitialised`` has one entry for each time that the survivors built the application again, with what the slowest took.
     ``restored`` has one for each part of a split model that ``partial`` restored: of how many blocks, and how many steps old
-    these were. ``flips`` has one for each injected flip that struck: what was altered, and the first values one by one.
-    ``parts_held`` says what each worker had of a split model in its memory at the end, in bytes.
+    these were; ``optimizer_stale_steps`` is null unless its optimizer's state was kept. ``flips`` has one for each injected
+    flip that struck: what was altered, and the first values one by one.
+    ``parts_held`` says what each worker had of a split model in its memory at the end, in bytes. ``eager`` says what it took each
+    worker to update buckets before their step was closed: seconds over all steps, and the memory of the undo copies.
 
     Args:
         records: Of all workers and of the launcher, in any order.
@@ -95,6 +98,7 @@ def build_report(
         "reinitialised": [_reinitialised(said) for said in history.reinitialised],
         "restored": [_restored(record) for record in history.restored],
         "parts_held": [_parts_held(record) for record in history.parts_held],
+        "eager": [_eager(record) for record in history.updated_eagerly],
         "left": [{"rank": r.rank, "step": r.step, "t_s": _seconds(r.t_s)} for r in history.of(Left)],
         "stragglers": [_straggler(record) for record in history.stragglers],
         "changed": [_change(record) for record in history.changes],
@@ -176,7 +180,7 @@ def _api(history: History) -> str | None:
 
 def _configuration(history: History, seed: int) -> dict[str, Any]:
     starts = history.of(RunStarted)
-    names = ("fabric", "strategy", "slices", "split", "order", "batch", "rescale")
+    names = ("fabric", "strategy", "slices", "split", "order", "batch", "rescale", "update")
     more = ("steps_planned", "num_buckets", "parameters")
     first = starts[0] if starts else None
     known = {
@@ -184,7 +188,7 @@ def _configuration(history: History, seed: int) -> dict[str, Any]:
         "seed": seed,
         **{name: getattr(first, name, None) for name in more},
     }
-    unknown = ("slices", "split", "seed", *more) if history.is_distributed else ()
+    unknown = ("slices", "split", "update", "seed", *more) if history.is_distributed else ()
     return known | dict.fromkeys(unknown)
 
 
@@ -239,6 +243,7 @@ def _restored(record: PartRestored) -> dict[str, Any]:
             "blocks_of_age": {str(age): count for age, count in zip(record.ages, record.blocks, strict=True)},
         },
         "optimizer": record.optimizer,
+        "optimizer_stale_steps": record.optimizer_age,
     }
 
 
@@ -246,6 +251,12 @@ def _parts_held(record: PartsHeld) -> dict[str, Any]:
     names = ("rank", "computes", "mirrors", "backups", "computes_bytes", "mirrors_bytes", "copies_bytes")
     held = {name: getattr(record, name) for name in names}
     return {name: list(value) if isinstance(value, tuple) else value for name, value in held.items()}
+
+
+def _eager(record: UpdatedEagerly) -> dict[str, Any]:
+    counts = ("rank", "steps", "buckets", "undone", "copy_bytes")
+    times = ("copy_s", "update_s", "waited_s", "undo_s")
+    return {name: getattr(record, name) for name in counts} | {name: _seconds(getattr(record, name)) for name in times}
 
 
 def _guard(history: History) -> dict[str, Any]:

@@ -28,6 +28,7 @@ from holdfast.events import (
     SettingChanged,
     StepCommitted,
     StragglerSeen,
+    UpdatedEagerly,
     WorkerEnded,
     WorkerFenced,
 )
@@ -306,6 +307,11 @@ class History:
     def parts_held(self) -> list[PartsHeld]:
         """What each worker had of a split model at the end."""
         return sorted(self.lives[-1].of(PartsHeld), key=lambda record: record.rank)
+
+    @property
+    def updated_eagerly(self) -> list[UpdatedEagerly]:
+        """What it took each worker to update buckets before their step was closed."""
+        return sorted(self.lives[-1].of(UpdatedEagerly), key=lambda record: record.rank)
 
     @property
     def stragglers(self) -> list[StragglerSeen]:

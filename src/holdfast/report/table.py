@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +39,7 @@ def summary_lines(report: Mapping[str, Any], directory: Path | None = None) -> l
     lines += [f"did not strike: {spec}" for spec in report.get("faults_not_fired", ())]
     lines.append(_iteration_cost(report.get("iteration_cost")))
     lines += [_parts_held(held) for held in report.get("parts_held", ())]
+    lines.append(_eager(report.get("eager", ())))
     lines += [_samples(report), _replicas(report)]
     if directory is not None:
         lines.append(f"report   {directory / 'report.json'}   (a page of it: holdfast report {directory})")
@@ -149,6 +150,20 @@ def _parts_held(held: Mapping[str, Any]) -> str:
         of = f" of {listing(held['backups'])}" if held["backups"] else ""
         said.append(f"copies{of} ({size(held['copies_bytes'])})")
     return f"worker {held['rank']} held {listing(said) or 'nothing'} of the model"
+
+
+def _eager(workers: Sequence[Mapping[str, Any]]) -> str:
+    """Return what it took the worker that it took most to update buckets before their step was closed."""
+    if not workers:
+        return ""
+    most = max(workers, key=lambda worker: worker["copy_s"])
+    copied = f"update   eager: undo copies of {size(most['copy_bytes'])}"
+    if most["steps"]:
+        copied += f", {seconds(most['copy_s'] / most['steps'])} a step"
+    undone = max(workers, key=lambda worker: worker["undo_s"])
+    if undone["undone"]:
+        copied += f"; {count(undone['undone'], 'bucket')} taken back in {seconds(undone['undo_s'])}"
+    return copied
 
 
 def _samples(report: Mapping[str, Any]) -> str:

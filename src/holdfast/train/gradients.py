@@ -197,15 +197,25 @@ class Buckets:
             private: Give copies, which may be written, such as by clipping. Otherwise nobody may write the gradients:
                 they lie in memory that others read.
         """
+        for i, (_, result) in enumerate(zip(self.layouts, results, strict=True)):
+            self.give_gradients_of(i, result, private=private)
+
+    def give_gradients_of(self, i: int, result: torch.Tensor, *, private: bool) -> None:
+        """Do so for the parameters of bucket ``i``, whose sum is ``result``; see :meth:`give_gradients`."""
+        bucket = self.layouts[i]
+        if not bucket.places:
+            return
         if private and not self._private:
             self._private = [torch.empty(b.gradients_end, dtype=b.dtype, device=b.device) for b in self.layouts]
-        for i, (bucket, result) in enumerate(zip(self.layouts, results, strict=True)):
-            if not bucket.places:
-                continue
-            gradients = self._private[i].copy_(result[: bucket.gradients_end]) if private else result
-            present = result[bucket.places[0].presence : bucket.places[-1].presence + 1].tolist()
-            for place, gradient, times in zip(bucket.places, self._views_of(i, gradients), present, strict=True):
-                place.parameter.grad = gradient if times > 0 else None
+        gradients = self._private[i].copy_(result[: bucket.gradients_end]) if private else result
+        present = result[bucket.places[0].presence : bucket.places[-1].presence + 1].tolist()
+        for place, gradient, times in zip(bucket.places, self._views_of(i, gradients), present, strict=True):
+            place.parameter.grad = gradient if times > 0 else None
+
+    def drop_gradients_of(self, i: int) -> None:
+        """Drop the gradients of the parameters of bucket ``i``."""
+        for place in self.layouts[i].places:
+            place.parameter.grad = None
 
     def _views_of(self, i: int, flat: torch.Tensor) -> list[torch.Tensor]:
         """Return the gradients in bucket ``i``; they are made anew when the sum lies somewhere else than before."""

@@ -1,4 +1,4 @@
-"""What is known of optimizers: which of them leave the gradients as they are."""
+"""What is known of optimizers: which of them leave the gradients as they are, and which update each parameter alone."""
 
 from __future__ import annotations
 
@@ -12,13 +12,7 @@ def may_write_gradients(optimizer: optim.Optimizer) -> bool:
     Summed gradients lie in memory that other workers still read. SGD, Adam and AdamW are known to leave them alone,
     but for some of their options; of everything else it is assumed that it writes, which costs one copy and no bit.
     """
-    hooks = (
-        optimizer._optimizer_step_pre_hooks
-        or optimizer._optimizer_step_post_hooks
-        or base._global_optimizer_pre_hooks
-        or base._global_optimizer_post_hooks
-    )
-    if type(optimizer) not in (optim.SGD, optim.Adam, optim.AdamW) or hooks or _has_a_step_of_its_own(optimizer):
+    if type(optimizer) not in (optim.SGD, optim.Adam, optim.AdamW) or _is_extended(optimizer):
         return True
     return any(
         group.get("nesterov")
@@ -28,6 +22,27 @@ def may_write_gradients(optimizer: optim.Optimizer) -> bool:
         or not isinstance(group["weight_decay"], int | float)
         for group in optimizer.param_groups
     )
+
+
+def updating_each_alone() -> tuple[type[optim.Optimizer], ...]:
+    """Return the classes that are known to update a parameter from its gradient and its own state, and nothing else."""
+    return (optim.SGD, optim.Adam, optim.AdamW, optim.Adagrad, optim.RMSprop)
+
+
+def updates_each_alone(optimizer: optim.Optimizer) -> bool:
+    """Return whether steps with the gradients of some parameters at a time give the bits of one step with all of them."""
+    return type(optimizer) in updating_each_alone() and not _is_extended(optimizer)
+
+
+def _is_extended(optimizer: optim.Optimizer) -> bool:
+    """Return whether a step does more than that of its class."""
+    hooks = (
+        optimizer._optimizer_step_pre_hooks
+        or optimizer._optimizer_step_post_hooks
+        or base._global_optimizer_pre_hooks
+        or base._global_optimizer_post_hooks
+    )
+    return bool(hooks) or _has_a_step_of_its_own(optimizer)
 
 
 def _has_a_step_of_its_own(optimizer: optim.Optimizer) -> bool:

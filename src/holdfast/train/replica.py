@@ -10,9 +10,11 @@ import torch
 from torch import nn
 
 from holdfast.checkpoint.parts import Wanted
+from holdfast.clock import Clock
 from holdfast.comm import Communicator, Mean
 from holdfast.errors import CheckpointError, ConfigError
 from holdfast.train.batches import MiniBatch
+from holdfast.train.eager import Eager, Spent
 from holdfast.train.flips import optimizer_state, weights
 from holdfast.train.gradients import Buckets, Terms
 from holdfast.train.optimizers import may_write_gradients
@@ -78,6 +80,19 @@ class Replica:
         self.sums: list[torch.Tensor] = []
         self.summed_slices: list[tuple[int, ...]] = []
         self._before: dict[str, Any] = {}
+        self.eager: Eager | None = None
+        """Updates buckets before the step is closed; see :meth:`update_eagerly`."""
+
+    def update_eagerly(self, clock: Clock, spent: Spent, *, beside: bool) -> None:
+        """From now on, update the parameters of a bucket as soon as its sum is known.
+
+        Args:
+            clock: For what it takes.
+            spent: Is told what it took.
+            beside: In a thread, beside the sums that follow.
+        """
+        if self.eager is None:
+            self.eager = Eager(self.buckets, self.optimizer, clock, spent, beside=beside)
 
     # -- what a training loop asks, whether every worker has all of the model or a part
 
@@ -175,6 +190,8 @@ class Replica:
 
     def discard_step(self) -> None:
         """Take back all that the attempt changed."""
+        if self.eager is not None:
+            self.eager.undo()
         self._reset()
         self.buckets.buffers.rewind()
         for name, state in self._before.items():
@@ -245,6 +262,18 @@ class Replica:
         """Keep the sum of the next bucket, in which ``slices`` are."""
         self.sums.append(result)
         self.summed_slices.append(tuple(slices))
+        if (eager := self._early) is not None:
+            eager.update(len(self.sums) - 1, result)
+
+    @property
+    def _early(self) -> Eager | None:
+        """What updates buckets as they come; nothing, where workers that this process plays have weights of their own."""
+        return None if self.own.differ else self.eager
+
+    def wait_updated(self) -> None:
+        """Return when no parameter is being updated any more."""
+        if self.eager is not None:
+            self.eager.wait()
 
     def loss(self) -> float | None:
         """Return the mean loss of the step, all sums of which are known; None if no slice is in the last."""
@@ -287,10 +316,13 @@ class Replica:
             names: Of the figures that were logged here.
             known: Figures that are known already, where they were not summed with these gradients.
         """
-        self.buckets.give_gradients(self.sums, private=self._may_write())
         self.buckets.take_buffers(self.sums[-1], max(1, len(self.summed_slices[-1])))
         metrics = self.buckets.read_metrics(self.sums[-1], names) if known is None else dict(known)
-        self._optimize()
+        if (eager := self._early) is not None:
+            eager.keep()
+        else:
+            self.buckets.give_gradients(self.sums, private=self._may_write())
+            self._optimize()
         self._reset()
         self._step_scheduler(batch, metrics)
         return metrics

@@ -118,6 +118,8 @@ class Run:
         if world.settings.guard == "heal" and replica.is_split:
             msg = "guard heal needs a model that every worker has all of; of one that is split nobody keeps a state in memory: use stop or warn"
             raise ConfigError(msg)
+        if world.settings.update == "eager" and isinstance(replica, Replica):
+            replica.update_eagerly(world.clock, world.spent, beside=not isinstance(world.comm, VirtualCommunicator))
         strategy = make_strategy(world.settings.strategy, min_workers=world.settings.min_workers)
         self._protocol = Protocol(strategy, replica.num_buckets, split=replica.is_split)
         if isinstance(replica, Split):
@@ -533,6 +535,8 @@ class Run:
         self._recovery.end()
         if isinstance(replica, Split):
             self._scribe.held(replica.memory())
+        elif isinstance(replica, Replica) and replica.eager is not None:
+            self._scribe.updated_eagerly(replica.eager)
         self._scribe.finished(self._outcome, replica.sha256s(world.comm.here), self.account())
         self._scribe.mark("script")
         world.asked &= ~STOP

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -25,8 +26,10 @@ from holdfast.events import (
     RunStarted,
     SamplesLost,
     StepCommitted,
+    UpdatedEagerly,
 )
 from holdfast.train.batches import MiniBatch, Plan
+from holdfast.train.eager import Eager
 from holdfast.train.ledger import Account
 from holdfast.train.world import Rebuilding, World
 
@@ -65,6 +68,7 @@ class Scribe:
                 split=plan.split,
                 batch=plan.batch,
                 rescale=settings.rescale,
+                update=settings.update,
                 steps_planned=world.first_step_of_loop + plan.num_steps,
                 samples_planned=plan.epochs * plan.epoch_samples,
                 num_buckets=num_buckets,
@@ -159,9 +163,10 @@ class Scribe:
                 )
             )
 
-    def restored(self, part: int, source: str, ages: torch.Tensor, optimizer: str) -> None:
-        """A part of the model is as it was saved, of each of its blocks so many steps ago."""
+    def restored(self, part: int, source: str, ages: torch.Tensor, optimizer_age: int | None) -> None:
+        """A part of the model is as it was saved, of each of its blocks so many steps ago; see :class:`PartRestored`."""
         world = self._world
+        policy = world.settings.mirror_optimizer
         known, counts = ages.unique(return_counts=True)
         record = PartRestored(
             t_s=world.clock.now_s(),
@@ -171,7 +176,8 @@ class Scribe:
             source=source,
             ages=tuple(known.tolist()),
             blocks=tuple(counts.tolist()),
-            optimizer=optimizer,
+            optimizer="saved" if policy == "kept" and optimizer_age is None else policy,
+            optimizer_age=optimizer_age,
         )
         world.recorder.write(record)
         mean = float(ages.double().mean()) if len(ages) else 0.0
@@ -223,6 +229,12 @@ class Scribe:
         """Training ends; what this worker has of a split model is what :class:`PartsHeld` asks for."""
         world = self._world
         world.recorder.write(PartsHeld(t_s=world.clock.now_s(), rank=world.comm.here[0], step=world.step, **held))
+
+    def updated_eagerly(self, eager: Eager) -> None:
+        """Training ends; what it took to update buckets before their step was closed."""
+        world = self._world
+        spent: dict[str, Any] = dataclasses.asdict(eager.spent) | {"copy_bytes": eager.size_bytes}
+        world.recorder.write(UpdatedEagerly(t_s=world.clock.now_s(), rank=world.comm.here[0], step=world.step, **spent))
 
     def left(self) -> None:
         """This worker leaves the others."""

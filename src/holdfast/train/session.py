@@ -29,6 +29,7 @@ from holdfast.records import (
 from holdfast.settings import Settings
 from holdfast.train import exits
 from holdfast.train.batches import Plan
+from holdfast.train.eager import check_eager
 from holdfast.train.handover import note_session, take_over
 from holdfast.train.injecting import check_faults, make_faults, reach_point
 from holdfast.train.keeper import Keeper
@@ -365,6 +366,8 @@ def _make_body(
         if not isinstance(optimizer, optim.Optimizer):
             msg = f"optimizer must be a torch.optim.Optimizer of the model's parameters, got {type(optimizer).__name__}"
             raise ConfigError(msg)
+        if settings.update == "eager":
+            check_eager(optimizer, scaler=scaler, clip_grad_norm=clip_grad_norm)
         return Replica(
             model,
             optimizer,
@@ -375,6 +378,9 @@ def _make_body(
             bucket_bytes=settings.bucket_bytes,
             checked=settings.guard_sums,
         )
+    if settings.update == "eager":
+        msg = f"update eager needs a model that every worker has all of, got a {kind}: use update lazy"
+        raise ConfigError(msg)
     if isinstance(optimizer, optim.Optimizer):
         msg = f"a {kind} needs a function that makes an optimizer from the parameters of a part, as lambda p: torch.optim.Adam(p); got an optimizer"
         raise ConfigError(msg)

@@ -119,6 +119,7 @@ class Watch:
         if isinstance(self._replica, Split):
             return self._replica.digest(step)
         assert self._digest is not None
+        self._replica.wait_updated()
         digest = self._digest
         self._window = EVERYTHING if is_last else step
         numbers = self._replica.own.of_each(self._world.comm.here, lambda: digest.of_step(self._window)).values()

@@ -12,6 +12,7 @@ from holdfast.events import Finished
 from holdfast.faults.process import Injector
 from holdfast.records import Beacon, NoBeacon, Recorder
 from holdfast.settings import Settings
+from holdfast.train.eager import Spent
 from holdfast.train.keeper import Keeper
 from holdfast.train.ledger import Account
 
@@ -82,6 +83,7 @@ class World:
         rebuilt: How often the application was built again in this process.
         rebuilding: Since it was taken down, until training goes on.
         snapshot: The state at the fault, as long as somebody may need it: until a step is committed.
+        spent: On updating buckets before their step was closed.
         altered: What did not arrive here as it was given, in the step in progress, and who gave it; -1 for a sum.
     """
 
@@ -110,6 +112,7 @@ class World:
     rebuilt: int = 0
     rebuilding: Rebuilding | None = None
     snapshot: Loaded | None = None
+    spent: Spent = field(default_factory=Spent)
     altered: dict[str, int] = field(default_factory=dict)
 
     @property
