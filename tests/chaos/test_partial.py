@@ -11,7 +11,10 @@ import tempfile
 from pathlib import Path
 
 import pytest
+import torch
 from jobs import assert_landed, assert_landed_for_good, exit_codes, holdfast, run_report
+
+from holdfast.checkpoint.format import flatten
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(400)]
 
@@ -88,6 +91,14 @@ def test_a_part_that_was_just_saved_is_restored_to_the_bit(tmp_path, kind, fabri
             ("--fabric", "gloo", "--mirror-fraction", 0.5, "--mirror-predictor", "line", "--mirror-codec", "int8"),
             marks=pytest.mark.soak,
         ),
+        pytest.param(
+            "sharded",
+            (
+                *("--fabric", "ulfm", "--mirror-fraction", 0.5, "--mirror-predictor", "calibrated"),
+                *("--mirror-codec", "int8", "--mirror-distance", "scaled"),
+            ),
+            marks=pytest.mark.soak,
+        ),
     ],
 )
 def test_a_part_that_was_saved_before_is_as_old_as_the_report_says(tmp_path, kind, words):
@@ -107,6 +118,41 @@ def test_a_part_that_was_saved_before_is_as_old_as_the_report_says(tmp_path, kin
     for restored in report["restored"]:
         assert sum(restored["stale_steps"]["blocks_of_age"].values()) == restored["blocks"] > 0
     assert report["replicas"]["sha256"] != undisturbed(kind)
+
+
+@pytest.mark.parametrize(
+    ("kind", "fabric"), [("sharded", "gloo"), pytest.param("pipeline", "ulfm", marks=pytest.mark.soak)]
+)
+def test_an_optimizer_that_is_kept_comes_back_as_it_was_with_parameters_that_are_older(tmp_path, kind, fabric):
+    (tmp_path / "n").mkdir()
+    kept = ("--fabric", fabric, *EVERY_4, "--mirror-optimizer", "kept")
+    kill = LAST_SENT[kind].replace("step=8", "step=7")
+    report = run(tmp_path, kind, *kept, inject=[kill], script=("--note", tmp_path / "n"))
+
+    rank = 2 if kind == "sharded" else 0
+    assert_landed(report, rank)
+    check_trained(report, [other for other in range(4) if other != rank])
+    (restored,) = report["restored"]
+    assert restored["stale_steps"]["blocks_of_age"] == {"3": restored["blocks"]}
+    assert (restored["optimizer"], restored["optimizer_stale_steps"]) == ("kept", 0)
+    assert "its optimizer's state 0 steps old" in report["_stdout"] + report["_stderr"]
+    saved, lost, came = (
+        torch.load(tmp_path / "n" / f"part-{rank}-step-{name}.pt", weights_only=False) for name in ("4-0", "7-0", "7-1")
+    )
+    assert same(came["optimizer"], lost["optimizer"])
+    assert same(weights(came), weights(saved))
+    assert not same(weights(lost), weights(saved))
+    assert not same(lost["optimizer"], saved["optimizer"])
+
+
+def weights(state):
+    """Without batch norm's averages, which are as new as the optimizer's state."""
+    return {name: value for name, value in state["model"].items() if name.endswith(("weight", "bias"))}
+
+
+def same(a, b):
+    a, b = flatten(a)[0], flatten(b)[0]
+    return a.keys() == b.keys() and all(torch.equal(torch.as_tensor(a[path]), torch.as_tensor(b[path])) for path in a)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -40,6 +40,12 @@ def wait_for(path):
         time.sleep(0.01)
 
 
+def note(session, step, folder):
+    """Write down the parts that are held here, as they are before the step."""
+    for part, held in session._replica.holdings.held.items():
+        torch.save(held.state_dict(), folder / f"part-{part}-step-{step.number}-{step.attempt}.pt")
+
+
 def main(options):
     """Train; called again after a failure under reinit."""
     make = {"sgd": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9), "adam": lambda p: torch.optim.Adam(p, lr=1e-3)}
@@ -60,6 +66,8 @@ def main(options):
         time.sleep(options.pause)
         if options.wait_for and step.number == int(options.wait_for[0]):
             wait_for(Path(options.wait_for[1]))
+        if options.note:
+            note(session, step, options.note)
         if options.kind == "pipeline":
             step.compute()
             continue
@@ -83,6 +91,7 @@ if __name__ == "__main__":
     parser.add_argument(
         "--wait-for", nargs=2, metavar=("STEP", "PATH"), help="in this step wait until there is such a file"
     )
+    parser.add_argument("--note", type=Path, metavar="DIR", help="write the parts down there before every step")
     parser.add_argument("--no-recovery", action="store_true")
     parsed = parser.parse_args()
     if parsed.no_recovery:

@@ -13,6 +13,7 @@ from torch.utils.data import TensorDataset
 
 import holdfast
 from holdfast.checkpoint import Checkpoints, steps, verify
+from holdfast.checkpoint.format import flatten
 from holdfast.checkpoint.inventory import attempts, prune
 from holdfast.checkpoint.storage import open_storage
 from holdfast.checkpoint.storage.local import LocalStorage
@@ -22,6 +23,7 @@ from holdfast.faults.plan import FaultPlan, parse
 from holdfast.records import read_run
 from holdfast.settings import Settings
 from holdfast.train.split.copies import Copies
+from holdfast.train.state import clone
 
 PATIENCE_S = 60.0
 PART = 2
@@ -211,7 +213,7 @@ def dataset():
     )
 
 
-def train(run_dir, *faults, dead_at=None, each=lambda step, held: None, **settings):
+def train(run_dir, *faults, dead_at=None, each=lambda step, held: None, look=lambda backups: None, **settings):
     """Train ten steps; return what was restored."""
     run_dir.mkdir()
     both = [f"kill:rank={rank},step={dead_at}" for rank in (HOLDER, BACKUP)] if dead_at is not None else []
@@ -222,8 +224,14 @@ def train(run_dir, *faults, dead_at=None, each=lambda step, held: None, **settin
     session = holdfast.Session(model, adam, faults=plan, run_dir=str(run_dir), **settings)
     for step in session.steps(dataset(), BATCH):
         each(step, session._replica.holdings.held)
+        look(session._replica.backups)
         step.compute()
     return [record for record in read_run(run_dir) if isinstance(record, PartRestored)]
+
+
+def same(a, b):
+    a, b = flatten(a)[0], flatten(b)[0]
+    return a.keys() == b.keys() and all(torch.equal(torch.as_tensor(a[path]), torch.as_tensor(b[path])) for path in a)
 
 
 def found(restored):
@@ -248,6 +256,27 @@ def test_a_part_that_nobody_has_in_memory_comes_back_as_its_backup_wrote_it(tmp_
 
 
 @pytest.mark.parametrize(
+    ("fault", "age"),
+    [("kill:rank=1,step=7,phase=backward", 0), ("kill:rank=1,step=7,phase=mirror", 1)],  # the latter while it is sent
+)
+def test_an_optimizer_that_is_kept_comes_back_as_it_was_though_the_parameters_are_older(tmp_path, fault, age):
+    seen = {}
+
+    def note(step, held):
+        seen.setdefault(step.number, {})[step.attempt] = clone(held[1].state_dict())
+
+    (restored,) = train(tmp_path / "r", fault, each=note, mirror_optimizer="kept")
+
+    assert (restored.source, restored.ages, restored.optimizer, restored.optimizer_age) == ("backup", (3,), "kept", age)
+    *_, after = seen[7].values()
+    newest, saved = seen[7 - age][0], seen[4][0]
+    assert same(after["optimizer"]["state"], newest["optimizer"]["state"])
+    assert same(after["model"], saved["model"])
+    assert not same(newest["optimizer"]["state"], saved["optimizer"]["state"])
+    assert not same(newest["model"], saved["model"])
+
+
+@pytest.mark.parametrize(
     ("how", "source", "age"),
     [
         ({"checkpoint_every": 6}, "checkpoint", 1),
@@ -255,6 +284,7 @@ def test_a_part_that_nobody_has_in_memory_comes_back_as_its_backup_wrote_it(tmp_
         ({"checkpoint_every": 3, "dead_at": 5}, "copy", 1),
         ({"mirror_predictor": "line", "mirror_codec": "int8"}, "copy", 3),
         ({"mirror_optimizer": "reset"}, "copy", 3),
+        ({"mirror_optimizer": "kept", "mirror_predictor": "calibrated"}, "copy", 3),
         ({"checkpoint_format": "npz"}, "copy", 3),
         ({"dead_at": 4}, "copy", 4),  # the one that was begun then does not count yet
     ],
@@ -263,6 +293,46 @@ def test_what_is_younger_is_taken(tmp_path, how, source, age):
     restored = train(tmp_path / "r", **{"dead_at": 7, "checkpoint_dir": str(tmp_path / "c")} | how)
 
     assert found(restored)[1] == (source, (age,))
+
+
+def test_who_holds_a_part_and_its_backup_have_the_same_bits_of_what_was_saved(tmp_path):
+    shares = []
+
+    def look(backups):
+        for part, copy in backups._copies.items():
+            owner, peer = backups._own[part][1].state_dict(), copy.rows.state_dict()
+            assert same(owner, peer)
+            shares.append(owner["share"])
+
+    how = {
+        "mirror_fraction": 0.25,
+        "mirror_predictor": "calibrated",
+        "mirror_codec": "int8",
+        "mirror_distance": "scaled",
+    }
+    train(tmp_path / "r", look=look, **how)
+
+    assert len(shares) == 3 * 10
+    assert any(0 < share < 1 for share in shares)
+
+
+def test_what_copies_take_is_told_with_an_optimizer_that_is_kept(tmp_path):
+    copies, optimizers = {}, {}
+
+    def look(backups):
+        leaves = [
+            leaf
+            for held in backups._holdings.held.values()
+            for leaf in flatten(held.optimizer.state_dict())[0].values()
+        ]
+        optimizers[policy] = sum(leaf.nbytes for leaf in leaves if isinstance(leaf, torch.Tensor))
+        copies[policy] = backups.bytes_held()
+
+    for policy in ("reset", "kept"):
+        train(tmp_path / policy, look=look, mirror_optimizer=policy)
+
+    assert optimizers["kept"] > 0
+    assert copies["kept"] == copies["reset"] + optimizers["kept"]
 
 
 def test_blocks_of_a_copy_have_ages_of_their_own(tmp_path):

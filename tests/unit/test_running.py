@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from holdfast.checkpoint import load, running_codec, write_tensors
-from holdfast.checkpoint.running import PREDICTORS, Running, Saving
+from holdfast.checkpoint.running import DISTANCES, PREDICTORS, Running, Saving
 from holdfast.checkpoint.running_choice import CHOICES, highest
 from holdfast.checkpoint.running_codec import CODECS
 from holdfast.errors import ConfigError
-from holdfast.settings import MIRROR_CHOICES, MIRROR_CODECS, MIRROR_PREDICTORS
+from holdfast.settings import MIRROR_CHOICES, MIRROR_CODECS, MIRROR_DISTANCES, MIRROR_PREDICTORS
 
 FRACTIONS = [1, 1 / 2, 1 / 4, 1 / 8]
 EVERY = 16
@@ -157,6 +157,33 @@ def test_a_distance_of_your_own_decides():
     assert running.save(rows, 1).blocks.tolist() == [2]
 
 
+def test_a_scaled_distance_counts_every_tensor_in_its_own_unit():
+    small, large = torch.tensor([[0.001]] * 6), torch.tensor([[1000.0], [-1000.0]] * 3)
+    changes = ((0, 1, 0.0004), (0, 2, 0.0008), (1, 4, 500.0), (1, 5, 900.0))
+    chosen = {}
+    for distance in DISTANCES:
+        rows = [small.clone(), large.clone()]
+        running = Running(rows, Saving(every=6, fraction=1 / 3, distance=distance))
+        for which, block, change in changes:
+            rows[which][block] += change
+        rows.append(torch.zeros(6, 2))  # as an optimizer keeps it that has not moved yet: no unit can be told
+        whole = Running([small, large, torch.zeros(6, 2)], Saving(every=6, fraction=1 / 3, distance=distance))
+        chosen[distance] = running.save(rows[:2], 2).blocks.tolist()
+        assert whole.save(rows, 2).blocks.tolist() == chosen[distance]
+
+    assert chosen == {"euclidean": [1, 2], "scaled": [2, 5]}
+
+
+def test_a_scaled_distance_is_not_misled_by_a_block_that_is_no_number():
+    rows = [numbers(8, 4), numbers(8, 4, seed=1)]
+    running = Running(rows, Saving(every=8, fraction=1 / 4, distance="scaled"))
+    rows[1][3, 0] = torch.nan
+    rows[0][5] += 1
+    rows[1][6] += 1
+
+    assert running.save(rows, 2).blocks.tolist() == [5, 6]
+
+
 def test_round_robin_goes_round():
     rows = [numbers(10, 2)]
     running = Running(rows, Saving(every=10, fraction=0.3, choice="round-robin"))
@@ -279,6 +306,28 @@ def test_with_a_line_that_block_is_farthest_which_leaves_its_line():
     assert distances(running, rows, 2)[still] == 0
 
 
+def test_calibrated_goes_as_far_along_the_line_as_blocks_were_found_to_go():
+    start, speed = numbers(40, 5), numbers(40, 5, seed=1)
+    everything = torch.arange(40)
+    running = Running([start], Saving(every=1, predictor="calibrated"))
+    running.save([start + speed], 1)
+    once = running.recover(everything, 3)[0]  # nobody knows yet how far blocks go
+    rows = start + speed + 0.6 * speed
+    rows[7] = torch.nan
+
+    saved = running.take([rows], 2)
+    assert torch.equal(running.recover(everything, 3)[0], once)
+    running.put(saved)
+
+    assert torch.equal(once, start + speed)
+    assert saved.share == pytest.approx(0.6)
+    expected = start + 1.6 * speed + 0.6 * 0.6 * speed * 3
+    expected[7] = (start + speed + 0.6 * speed * 4)[7]  # its line is the one of before
+    assert torch.allclose(running.recover(everything, 5)[0], expected, atol=1e-5)
+    assert running.save([start - speed], 6).share == 0
+    assert running.save([start - 10 * speed], 7).share == 1
+
+
 def test_a_line_needs_numbers_that_can_be_divided():
     rows = [torch.arange(8).view(4, 2)]
     running = Running(rows, Saving(every=1, predictor="line", codec="int8"))
@@ -329,7 +378,10 @@ def test_int8_makes_no_number_negative_zero_or_infinite_that_was_not(dtype):
 # -- owner and peer
 
 
-POLICIES = list(itertools.product(["priority", "round-robin", "random"], ["last", "line"], ["exact", "int8"]))
+POLICIES = [
+    *itertools.product(["priority", "round-robin", "random"], ["last", "line"], ["exact", "int8"]),
+    *itertools.product(["priority"], ["calibrated"], ["exact", "int8"]),
+]
 
 
 def same(a, b):
@@ -337,7 +389,7 @@ def same(a, b):
     tensors = [(a["saved_at"], b["saved_at"]), *zip(a["saved"], b["saved"], strict=True)]
     if a["slope"] is not None:
         tensors.append((a["slope"], b["slope"]))
-    return (a["step"], a["credit"]) == (b["step"], b["credit"]) and all(
+    return (a["step"], a["credit"], a["share"]) == (b["step"], b["credit"], b["share"]) and all(
         torch.equal(x.view(torch.uint8), y.view(torch.uint8)) for x, y in tensors
     )
 
@@ -349,12 +401,15 @@ def test_a_peer_is_equal_bit_for_bit_after_two_hundred_saves(choice, predictor, 
     saving = Saving(fraction=1 / 16, choice=choice, predictor=predictor, codec=codec)
     owner, peer = (Running(rows, saving, block_bytes=sizes) for _ in range(2))
 
+    shares = set()
     for number, saved in enumerate(walk(owner, rows, 200)):
         peer.put(saved)
+        shares.add(saved.share)
         if number in (0, 60, 199):
             assert same(owner, peer)
 
     assert number == 199
+    assert (len(shares) > 10) == (predictor == "calibrated")
     heir = peer.save(rows, 201)  # it goes on as the owner would have
     assert torch.equal(heir.blocks, owner.save(rows, 201).blocks)
 
@@ -407,7 +462,8 @@ def test_it_is_sent_and_written_whole(choice, predictor, codec, tmp_path):
         ({"fraction": float("nan")}, "fraction must be above 0 and at most 1, got nan; "),
         ({"every": 4, "fraction": 0.1}, r"fraction must be so large that fraction \* every \(4\) rounds to at least 1 step, got 0.1; "),
         ({"choice": "first"}, "choice must be one of priority, round-robin, random, got 'first'; choose one of them"),
-        ({"predictor": "curve"}, "predictor must be one of last, line, got 'curve'"),
+        ({"distance": "far"}, "distance must be one of euclidean, scaled, got 'far'"),
+        ({"predictor": "curve"}, "predictor must be one of last, line, calibrated, got 'curve'"),
         ({"codec": "int4"}, "codec must be one of exact, int8, got 'int4'"),
     ],
 )  # fmt: skip
@@ -447,4 +503,5 @@ def test_a_save_that_is_out_of_order_or_of_something_else_is_refused():
 
 
 def test_a_run_may_be_asked_for_every_way_of_saving_and_for_no_other():
-    assert (MIRROR_CHOICES, MIRROR_PREDICTORS, MIRROR_CODECS) == (CHOICES, PREDICTORS, CODECS)
+    asked = (MIRROR_CHOICES, MIRROR_DISTANCES, MIRROR_PREDICTORS, MIRROR_CODECS)
+    assert asked == (CHOICES, DISTANCES, PREDICTORS, CODECS)

@@ -27,14 +27,16 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from holdfast.checkpoint.running_choice import CHOICES, drawn, euclidean, highest
+from holdfast.checkpoint.running_choice import CHOICES, drawn, euclidean, highest, unit
 from holdfast.checkpoint.running_codec import CODECS, chunk_rows, coded_bytes, decode, encode, finite, is_stepped, wide
 from holdfast.errors import ConfigError
 
-PREDICTORS = ("last", "line")
+PREDICTORS = ("last", "line", "calibrated")
+DISTANCES = ("euclidean", "scaled")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,8 +54,12 @@ class Saving:
     choice: str = "priority"
     """``priority``: the blocks farthest from what they would be restored to; ``round-robin``: those saved longest ago;
     ``random``: any."""
+    distance: str = "euclidean"
+    """How far a block is from what it would be restored to: the distance of its numbers in the first tensor; or that of all
+    that is saved of it, each tensor ``scaled`` by the root of the mean square of its saved numbers."""
     predictor: str = "last"
-    """What a lost block is restored to: its ``last`` saved value, or where the ``line`` through the last two leads."""
+    """What a lost block is restored to: its ``last`` saved value; where the ``line`` through the last two leads; or
+    ``calibrated``: as far along the line as all blocks together had gone along theirs when something was last saved."""
     codec: str = "exact"
     """How blocks are written: ``exact``, or as ``int8`` steps from what they would be restored to. About four times as
     many blocks of float32 fit into the same bytes then; where that is more than all, fewer bytes are saved."""
@@ -68,7 +74,8 @@ class Saving:
         if self.period < 1:
             rule = f"so large that fraction * every ({self.every}) rounds to at least 1 step"
             _refuse("fraction", self.fraction, rule, "give a larger one, or a larger every")
-        for name, allowed in (("choice", CHOICES), ("predictor", PREDICTORS), ("codec", CODECS)):
+        named = (("choice", CHOICES), ("distance", DISTANCES), ("predictor", PREDICTORS), ("codec", CODECS))
+        for name, allowed in named:
             if getattr(self, name) not in allowed:
                 _refuse(name, repr(getattr(self, name)), f"one of {', '.join(allowed)}", "choose one of them")
 
@@ -93,6 +100,8 @@ class Saved:
     """Numbers of the blocks in rising order; int64, of shape (k,)."""
     payload: tuple[Tensor, ...]
     """What is written of them: of each tensor its rows, or int8 steps and their lengths. It shares memory with nobody."""
+    share: float = 1.0
+    """How far along their lines blocks are expected to be, from 0 to 1; see :attr:`Saving.predictor`."""
 
     def size_bytes(self) -> int:
         """Return the bytes of what is written; the numbers of the blocks come on top of it."""
@@ -107,13 +116,14 @@ class Running:
 
     Args:
         start: What is saved, as it is before ``step``: tensors of shape (blocks, any width), which are copied. The
-            distance is that of the first, and where there is a line, the first follows it; the others go along, as an
-            optimizer's state. What is not to be saved is not given.
+            distance is that of the first, unless it is scaled, and where there is a line, the first follows it; the others
+            go along, as an optimizer's state. What is not to be saved is not given.
         saving: How.
         step: Number of the step.
         block_bytes: What saving each block as it is takes, int64 of shape (blocks,); if not given, what its rows take.
-        distance: Returns how far each row of the first argument is from that of the second, numbers ``>= 0`` of shape
-            (blocks,). It is given all rows of the first tensor, and what they would be restored to.
+        distance: One of your own, in the place of that of ``saving``. Returns how far each row of the first argument is
+            from that of the second, numbers ``>= 0`` of shape (blocks,). It is given all rows of the first tensor, and what
+            they would be restored to.
 
     Raises:
         ConfigError: if tensors or sizes do not go together.
@@ -129,19 +139,20 @@ class Running:
         *,
         step: int = 0,
         block_bytes: Tensor | None = None,
-        distance: Callable[[Tensor, Tensor], Tensor] = euclidean,
+        distance: Callable[[Tensor, Tensor], Tensor] | None = None,
     ) -> None:
         _check_start(start, block_bytes)
         self._saving = saving
         self._distance = distance
         # A block that is at a finite Euclidean distance has no number that is not finite.
-        self._distance_tells = saving.choice == "priority" and distance is euclidean
+        self._distance_tells = saving.choice == "priority" and distance is None
         self._step = step
         self._saved = [tensor.detach().clone(memory_format=torch.contiguous_format) for tensor in start]
         self.saved_at = torch.full((len(start[0]),), step)
         self._slope: Tensor | None = None
-        if saving.predictor == "line" and start[0].is_floating_point():
+        if saving.predictor != "last" and start[0].is_floating_point():
             self._slope = torch.zeros_like(self._saved[0], dtype=wide(start[0].dtype))
+        self._share = 0.0 if saving.predictor == "calibrated" else 1.0
         plain = sum(coded_bytes(tensor, "exact") for tensor in start)
         coded = sum(coded_bytes(tensor, saving.codec) for tensor in start)
         sizes = torch.tensor([plain]) if block_bytes is None else block_bytes.to(torch.int64)
@@ -175,14 +186,15 @@ class Running:
         """
         self._check_step(step)
         self._check_rows(rows)
-        scores = self._scores(rows, step)
+        share = self._share_gone(rows[0], step)
+        scores = self._scores(rows, step, share)
         room = (self._credit + self._income) // self._price
         while True:
             blocks = highest(scores, self._sizes, room)
-            payload, checks = self._encode(rows, blocks, step)
+            payload, checks = self._encode(rows, blocks, step, share)
             unfit = [blocks[~good] for good in checks if not good.all()]
             if not unfit:
-                return Saved(step, blocks, payload)
+                return Saved(step, blocks, payload, share)
             scores = scores.index_fill(0, torch.cat(unfit), -1)  # there is a next one for each of them
 
     @torch.no_grad()
@@ -195,9 +207,9 @@ class Running:
         self._check_step(saved.step)
         size = chunk_rows(max(mine.shape[1] for mine in self._saved))
         for some, *payload in zip(*(tensor.split(size) for tensor in (saved.blocks, *saved.payload)), strict=True):
-            self._put_some(some, iter(payload), saved.step)
+            self._put_some(some, iter(payload), saved.step, saved.share)
         self.saved_at[saved.blocks] = saved.step
-        self._step = saved.step
+        self._step, self._share = saved.step, saved.share
         self._credit += self._income - self._bytes_of(saved.blocks) * self._price
         # More than the block that did not fit is left only where all that can be saved was.
         self._credit = min(self._credit, int(self._sizes.max()) * self._price)
@@ -213,7 +225,9 @@ class Running:
         Returns:
             Of each tensor of ``start`` the rows, of shape (k, its width).
         """
-        return tuple(self._expected(number, blocks, step).to(mine.dtype) for number, mine in enumerate(self._saved))
+        return tuple(
+            self._expected(number, blocks, step, self._share).to(mine.dtype) for number, mine in enumerate(self._saved)
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """Return all that it consists of, as tensors, numbers and strings; the tensors are its own, not copies."""
@@ -224,6 +238,7 @@ class Running:
             "saved_at": self.saved_at,
             "saved": list(self._saved),
             "slope": self._slope,
+            "share": self._share,
         }
 
     @torch.no_grad()
@@ -244,55 +259,84 @@ class Running:
         if self._slope is not None:
             self._slope.copy_(state["slope"])
         self.saved_at.copy_(state["saved_at"])
-        self._step, self._credit = state["step"], state["credit"]
+        self._step, self._credit, self._share = state["step"], state["credit"], state["share"]
 
     # -- what is chosen
 
-    def _scores(self, rows: Sequence[Tensor], step: int) -> Tensor:
+    def _scores(self, rows: Sequence[Tensor], step: int, share: float) -> Tensor:
         if self._saving.choice == "round-robin":
             return step - self.saved_at
         if self._saving.choice == "random":
             return drawn(len(self.saved_at), self._saving.seed, step)
-        if self._slope is None:
-            return self._distance(rows[0], self._saved[0])
-        if self._distance is not euclidean:
+        if self._distance is not None:
+            if self._slope is None:
+                return self._distance(rows[0], self._saved[0])
             everything = torch.arange(len(self.saved_at))
-            return self._distance(rows[0], self._expected(0, everything, step).to(rows[0].dtype))
-        return self._distances_to_line(rows[0], self._slope, step)
+            return self._distance(rows[0], self._expected(0, everything, step, share).to(rows[0].dtype))
+        if self._saving.distance == "scaled":
+            scaled = [self._distances(n, row, step, share) / unit(self._saved[n]) for n, row in enumerate(rows)]
+            return torch.stack(scaled).square_().sum(0).sqrt_()
+        return self._distances(0, rows[0], step, share)
 
-    def _distances_to_line(self, rows: Tensor, slope: Tensor, step: int) -> Tensor:
+    def _distances(self, number: int, rows: Tensor, step: int, share: float) -> Tensor:
         """Return the Euclidean distances to what :meth:`_expected` returns, which never lies in memory as a whole.
 
         The sum may be fused here, as nobody has to come to the same bits.
         """
-        size = chunk_rows(rows.shape[1])
-        scratch = torch.empty_like(slope[:size])
-        ahead = (step - self.saved_at).to(slope.dtype).unsqueeze(1)
+        if number or self._slope is None:
+            return euclidean(rows, self._saved[number])
+        scratch = torch.empty_like(self._slope[: chunk_rows(rows.shape[1])])
         distances = []
-        for row, saved, way, steps in zip(*(t.split(size) for t in (rows, self._saved[0], slope, ahead)), strict=True):
-            distances.append(euclidean(row, torch.addcmul(saved, way, steps, out=scratch[: len(row)])))
+        for row, saved, way, steps in self._along_lines(rows, self._slope, step):
+            expected = torch.addcmul(saved, way, steps.mul_(share), out=scratch[: len(row)])
+            distances.append(euclidean(row, expected))
         return torch.cat(distances)
+
+    def _share_gone(self, rows: Tensor, step: int) -> float:
+        """Return how far along their lines blocks have gone, of how far these lead: that of least squares, from 0 to 1.
+
+        It is 0 where no line leads anywhere, and the same with any number of threads. Who is no number has gone nowhere.
+        """
+        if self._saving.predictor != "calibrated" or self._slope is None:
+            return self._share
+        gone, all_of_it = [], []
+        for row, saved, way, steps in self._along_lines(rows, self._slope, step):
+            ahead = way * steps
+            gone.append((row.to(ahead.dtype) - saved).mul_(ahead).sum(1))
+            all_of_it.append(ahead.square_().sum(1))
+        products, squares = torch.cat(gone).double().numpy(), torch.cat(all_of_it).double().numpy()
+        fit = np.isfinite(products)
+        length = float(squares[fit].sum())
+        return min(1.0, max(0.0, float(products[fit].sum()) / length)) if length else 0.0
+
+    def _along_lines(self, rows: Tensor, slope: Tensor, step: int) -> Iterator[tuple[Tensor, ...]]:
+        """Yield some rows at a time, what was saved of them, their slopes, and for how many steps these hold."""
+        ahead = (step - self.saved_at).to(slope.dtype).unsqueeze(1)
+        size = chunk_rows(rows.shape[1])
+        yield from zip(*(t.split(size) for t in (rows, self._saved[0], slope, ahead)), strict=True)
 
     def _bytes_of(self, blocks: Tensor) -> int:
         return int(self._sizes) * len(blocks) if len(self._sizes) == 1 else int(self._sizes[blocks].sum())
 
     # -- what is written
 
-    def _expected(self, number: int, blocks: Tensor, step: int) -> Tensor:
+    def _expected(self, number: int, blocks: Tensor, step: int, share: float) -> Tensor:
         """Return what blocks of a tensor are restored to, in the dtype in which it is computed."""
         mine = self._saved[number].index_select(0, blocks)
         if number or self._slope is None:
             return mine
-        ahead = (step - self.saved_at[blocks]).to(self._slope.dtype)
+        ahead = (step - self.saved_at[blocks]).to(self._slope.dtype).mul_(share)
         return self._slope.index_select(0, blocks).mul_(ahead.unsqueeze(1)).add_(mine)
 
-    def _encode(self, rows: Sequence[Tensor], blocks: Tensor, step: int) -> tuple[tuple[Tensor, ...], list[Tensor]]:
+    def _encode(
+        self, rows: Sequence[Tensor], blocks: Tensor, step: int, share: float
+    ) -> tuple[tuple[Tensor, ...], list[Tensor]]:
         """Return the payload, and checks that say of each block whether it is fit to be saved."""
         payload: list[Tensor] = []
         checks: list[Tensor] = []
         for number, row in enumerate(rows):
             if is_stepped(row, self._saving.codec):
-                payload += encode(row, blocks, partial(self._expected_wide, number, step=step))
+                payload += encode(row, blocks, partial(self._expected_wide, number, step=step, share=share))
                 checks.append(finite(payload[-1]))
             else:
                 payload.append(row.index_select(0, blocks))
@@ -300,20 +344,20 @@ class Running:
                     checks.append(finite(payload[-1]))
         return tuple(payload), checks
 
-    def _put_some(self, blocks: Tensor, payload: Iterator[Tensor], step: int) -> None:
+    def _put_some(self, blocks: Tensor, payload: Iterator[Tensor], step: int, share: float) -> None:
         """Save blocks, given what was written of them."""
         for number, mine in enumerate(self._saved):
             rows = next(payload)
             if is_stepped(mine, self._saving.codec):
-                rows = decode(rows, next(payload), self._expected_wide(number, blocks, step), mine.dtype)
+                rows = decode(rows, next(payload), self._expected_wide(number, blocks, step, share), mine.dtype)
             if not number and self._slope is not None:
                 since = (step - self.saved_at[blocks]).to(self._slope.dtype)
                 way = rows.to(self._slope.dtype) - mine.index_select(0, blocks).to(self._slope.dtype)
                 self._slope.index_copy_(0, blocks, way.div_(since.unsqueeze(1)))
             mine.index_copy_(0, blocks, rows)
 
-    def _expected_wide(self, number: int, blocks: Tensor, step: int) -> Tensor:
-        return self._expected(number, blocks, step).to(wide(self._saved[number].dtype))
+    def _expected_wide(self, number: int, blocks: Tensor, step: int, share: float) -> Tensor:
+        return self._expected(number, blocks, step, share).to(wide(self._saved[number].dtype))
 
     # -- what is refused
 

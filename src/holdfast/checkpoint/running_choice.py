@@ -31,6 +31,14 @@ def euclidean(a: Tensor, b: Tensor) -> Tensor:
     return torch.cat([span(x.to(dtype), y.to(dtype), 2) for x, y in zip(a.split(size), b.split(size), strict=True)])
 
 
+def unit(rows: Tensor) -> float:
+    """Return the root of the mean square of all numbers, the same with any number of threads; 1 where that is 0 or too large."""
+    pieces = rows.split(chunk_rows(rows.shape[1]))
+    lengths = torch.cat([torch.linalg.vector_norm(piece.to(wide(rows.dtype)), dim=1) for piece in pieces])
+    found = float(np.sqrt(np.mean(lengths.double().numpy() ** 2) / rows.shape[1]))
+    return found if 0 < found < np.inf else 1.0
+
+
 def drawn(blocks: int, seed: int, step: int) -> Tensor:
     """Return a random score of each block, a function of seed and step alone."""
     digest = hashlib.blake2b(f"{seed} {step}".encode(), digest_size=7).digest()

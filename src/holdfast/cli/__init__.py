@@ -14,6 +14,7 @@ from holdfast.cli.control import scale, set_
 from holdfast.cli.demo import demo
 from holdfast.cli.inject import inject
 from holdfast.cli.plan import plan
+from holdfast.cli.rehearse import rehearse
 from holdfast.cli.report import report
 from holdfast.cli.run import run
 from holdfast.cli.simulate import simulate
@@ -30,6 +31,7 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 app.command(context_settings={"allow_interspersed_args": False})(run)
+app.command(context_settings={"allow_interspersed_args": False})(rehearse)
 app.command()(scale)
 app.command(name="set")(set_)
 app.command()(report)

@@ -205,7 +205,11 @@ def _restored(r: Mapping[str, Any]) -> str:
     }
     stale = r["stale_steps"]
     old = f"{number(stale['mean'])} steps old on average, {count(stale['max'], 'step')} at most"
-    state = "; its optimizer's state was begun anew" if r["optimizer"] == "reset" else ""
+    state = {
+        "saved": "",
+        "reset": "; its optimizer's state was begun anew",
+        "kept": f"; its optimizer's state {count(r.get('optimizer_stale_steps') or 0, 'step')} old",
+    }[r["optimizer"]]
     return f"part {r['part']} restored at step {r['step']} from {sources[r['source']]}: {count(r['blocks'], 'block')}, {old}{state}"
 
 

@@ -3,6 +3,8 @@
 The first holder of a part keeps a running checkpoint of it (:mod:`holdfast.checkpoint.running`) and sends what it saves to
 the backups, each of which puts it into an equal one. That happens between two steps, so what is saved is of a committed
 step, and a part is saved whole before the first step with new homes. A save counts for a backup when all of it has come.
+What does not lie in blocks, as buffers, is sent whole with every save; so is the optimizer's state where it is to be kept,
+and then it is sent before every step, whether blocks are saved then or not.
 The first backup writes what it has to the disk, too (:mod:`holdfast.train.split.copies`).
 
 Source: Qiao et al., "Fault tolerance in iterative-convergent machine learning", ICML 2019 (SCAR).
@@ -30,33 +32,47 @@ from holdfast.train.world import World
 
 OPTIMIZER = "optimizer"
 
-Restored = tuple[dict[str, Any], torch.Tensor]
-"""The state of a part as it was, and how many steps ago each of its blocks was so; int64, of shape (blocks,)."""
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """A part as it is restored.
+
+    Args:
+        state: Of it.
+        ages: How many steps ago each of its blocks was so; int64, of shape (blocks,).
+        optimizer_age: The same of its optimizer's state; None where that is as old as the blocks.
+    """
+
+    state: dict[str, Any]
+    ages: torch.Tensor
+    optimizer_age: int | None = None
 
 
 @dataclass(slots=True)
 class _Copy:
-    """A part as it was: what lies in rows, and all else."""
+    """A part as it was: what lies in rows, and all else, which is of one step."""
 
     rows: Running
     layout: list[list[Any]]
     rest: dict[str, Any]
+    rest_at: int
     kept_by: frozenset[int]
     """Who has it in memory, of those whom this process plays."""
 
-    def restore(self, step: int) -> Restored:
+    def restore(self, step: int, *, keeps_optimizer: bool) -> Restored:
         blocks = torch.arange(len(self.rows.saved_at))
         rows = [row.reshape(-1) for row in self.rows.recover(blocks, step)]
-        return _together(self.layout, rows, self.rest), step - self.rows.saved_at
+        age = step - self.rest_at if keeps_optimizer else None
+        return Restored(_together(self.layout, rows, self.rest), step - self.rows.saved_at, age)
 
     def state_dict(self) -> dict[str, Any]:
         return {"rows": self.rows.state_dict(), "layout": self.layout, "rest": self.rest}
 
     @staticmethod
-    def from_state(state: dict[str, Any], saving: Saving) -> _Copy:
+    def from_state(state: dict[str, Any], step: int, saving: Saving) -> _Copy:
         rows = Running(state["rows"]["saved"], saving)
         rows.load_state_dict(state["rows"])
-        return _Copy(rows, state["layout"], state["rest"], frozenset())
+        return _Copy(rows, state["layout"], state["rest"], step, frozenset())
 
 
 class Backups:
@@ -73,11 +89,12 @@ class Backups:
         self._world = world
         self._holdings = holdings
         self._row_of = row_of
-        self._keeps_optimizer = settings.mirror_optimizer == "saved"
+        self._optimizer = settings.mirror_optimizer
         self._saving = Saving(
             every=settings.mirror_every,
             fraction=settings.mirror_fraction,
             choice=settings.mirror_choice,
+            distance=settings.mirror_distance,
             predictor=settings.mirror_predictor,
             codec=settings.mirror_codec,
             seed=settings.seed,
@@ -96,7 +113,7 @@ class Backups:
         self._written.publish(step)
         homes = self._holdings.now
         is_first = self._saved_with is not homes
-        if not (is_first or step % self._saving.period == 0):
+        if not (is_first or step % self._saving.period == 0 or self._optimizer == "kept"):
             return
         comm.look()  # nobody has what the dead would have saved, virtual ones neither
         if is_first:
@@ -129,23 +146,26 @@ class Backups:
     # -- at who holds a part
 
     def _save(self, part: int, step: int) -> list[torch.Tensor]:
-        """Save a part, or what is due of it, and return the messages that say so."""
+        """Save a part, or what is due of it, and return the messages that say so; that may be no block."""
         held = self._holdings.held[part]
         rows = self._own[part][0] if part in self._own else Rows(held, self._row_of(part))
-        now = (rows.of_parameters(), *(rows.of_optimizer() if self._keeps_optimizer else ()))
+        now = (rows.of_parameters(), *(rows.of_optimizer() if self._optimizer == "saved" else ()))
         state = held.state_dict()
-        if not self._keeps_optimizer:
+        if self._optimizer == "reset":
             state[OPTIMIZER] = state[OPTIMIZER] | {"state": {}}
         layout, rest = _apart(state, now)
         is_whole = part not in self._own or self._own[part][2] != len(now)  # an optimizer has nothing before it has run
+        header: dict[str, Any] = {"step": step, "whole": is_whole, "layout": layout}
+        sent: tuple[torch.Tensor, ...] = ()
         if is_whole:
             self._own[part] = rows, Running(now, self._saving, step=step), len(now)
-            sent: tuple[torch.Tensor, ...] = now
-        else:
+            sent = now
+        elif self._own[part][1].is_due(step):
             saved = self._own[part][1].save(now, step)
             sent = saved.blocks, *saved.payload
+            header["share"] = saved.share
         said, packed = pack_state(rest)
-        header = {"step": step, "whole": is_whole, "layout": layout, "count": len(sent), "rest": said}
+        header |= {"count": len(sent), "rest": said}
         return [torch.frombuffer(bytearray(json.dumps(header).encode()), dtype=torch.uint8), *packed.pieces, *sent]
 
     # -- at a backup
@@ -161,19 +181,23 @@ class Backups:
             rows = Running(sent, self._saving, step=header["step"])
         else:
             rows = self._copies[part].rows
-            rows.put(Saved(header["step"], sent[0].clone(), tuple(sent[1:])))
+            if sent:
+                rows.put(Saved(header["step"], sent[0].clone(), tuple(sent[1:]), header["share"]))
         rest = unflatten(tensors, header["rest"]["skeleton"])
-        self._copies[part] = _Copy(rows, header["layout"], rest, frozenset(mine))
+        self._copies[part] = _Copy(rows, header["layout"], rest, header["step"], frozenset(mine))
 
     def restore(self, part: int, step: int, here: Sequence[int]) -> Restored | None:
         """Return a part as it is to be before ``step``, from the memory of one of ``here``; None if it is in none."""
         copy = self._copies.get(part)
-        return None if copy is None or copy.kept_by.isdisjoint(here) else copy.restore(step)
+        return None if copy is None or copy.kept_by.isdisjoint(here) else self._restored(copy, step)
 
     def restore_written(self, part: int, step: int) -> Restored | None:
         """Return a part as it is to be before ``step``, from the disk; None if this job wrote none that is intact."""
         found = self._written.newest(part)
-        return None if found is None else _Copy.from_state(found.state, self._saving).restore(step)
+        return None if found is None else self._restored(_Copy.from_state(found.state, found.step, self._saving), step)
+
+    def _restored(self, copy: _Copy, step: int) -> Restored:
+        return copy.restore(step, keeps_optimizer=self._optimizer == "kept")
 
     def close(self) -> None:
         """Write no more copies: training is over."""
@@ -181,8 +205,9 @@ class Backups:
 
     def bytes_held(self) -> int:
         """Return the memory of all copies here: of parts that others hold, and of those that are held here and saved."""
-        running = [copy.rows for copy in self._copies.values()] + [own for _, own, _ in self._own.values()]
-        leaves = (leaf for one in running for leaf in flatten(one.state_dict())[0].values())
+        kept = [copy.state_dict() for copy in self._copies.values()]
+        kept += [own.state_dict() for _, own, _ in self._own.values()]
+        leaves = (leaf for one in kept for leaf in flatten(one)[0].values())
         return sum(leaf.nbytes for leaf in leaves if isinstance(leaf, torch.Tensor))
 
 

@@ -44,13 +44,12 @@ class Restorer:
         if found is None:
             msg = f"part {part} of the model is lost with its holders, and there is no checkpoint: the job must begin again"
             raise StateLost(msg)
-        source, (state, ages) = found
-        reset = self._world.settings.mirror_optimizer == "reset"
-        if reset:
-            state["optimizer"]["state"] = {}
-        self._go_on_with_schedule(state)
-        self._scribe.restored(part, source, ages, "reset" if reset else "saved")
-        return state
+        source, restored = found
+        if self._world.settings.mirror_optimizer == "reset":
+            restored.state["optimizer"]["state"] = {}
+        self._go_on_with_schedule(restored.state)
+        self._scribe.restored(part, source, restored.ages, restored.optimizer_age)
+        return restored.state
 
     def _in_memory(self, part: int) -> _Found | None:
         backups = self._model.backups
@@ -63,7 +62,7 @@ class Restorer:
         restored = None if backups is None else backups.restore_written(part, step)
         if restored is None:
             return self._in_checkpoint(part)
-        oldest = math.ceil(step - float(restored[1].double().mean()))
+        oldest = math.ceil(step - float(restored.ages.double().mean()))
         is_there = self._world.keeper.has(oldest)  # to see whether a checkpoint is intact all of it is read
         return (self._in_checkpoint(part, oldest) if is_there else None) or ("copy", restored)
 
@@ -83,7 +82,7 @@ class Restorer:
     @staticmethod
     def _of_one_age(state: dict[str, Any], age: int) -> Restored:
         blocks = sum(-(-value.nbytes // BLOCK_BYTES) for value in state["model"].values())
-        return state, torch.full((blocks,), age)
+        return Restored(state, torch.full((blocks,), age))
 
     def _go_on_with_schedule(self, state: dict[str, Any]) -> None:
         """Let the part go on with the learning rate of the others: only its numbers are older than theirs."""
