@@ -31,9 +31,10 @@ def test_the_list_names_every_study():
     [
         (
             ["checkpoint-price"],
-            "the study must be one of checkpoint-cost, guard, parallelism, scar, soft-errors, got 'checkpoint-price'",
+            "the study must be one of checkpoint-cost, guard, parallelism, resilience, scar, soft-errors, got 'checkpoint-price'",
         ),
         (["scar", "--data", "/nowhere"], "--data must be a directory, got '/nowhere', which is none"),
+        (["resilience", "--network", "gpt"], "--network must be one of mlp, cnn (more with --data), got 'gpt'"),
         (["checkpoint-cost", "--only", "caffe"], "--only must be one of torch, "),
         (["checkpoint-cost", "--repetitions", "0"], "--repetitions"),
     ],
@@ -100,6 +101,27 @@ def test_a_quick_study_of_parallelism_ends_with_the_bits_of_the_undisturbed_run(
     assert needs["random numbers"] == "no"
     assert not [claim["claim"] for claim in results["claims"] if claim["holds"] is False]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["index.html", "results.json", "rows.jsonl"]
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(900)
+def test_a_quick_study_of_resilience_sets_real_processes_beside_logical_ones(tmp_path: Path):
+    done = study("resilience", "--quick", "--out", str(tmp_path), timeout_s=800)
+
+    assert done.returncode == 0, done.stderr
+    assert "give their files with --data" in done.stderr
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert {row["status"] for row in results["rows"]} == {"measured"}
+    points = {row["strategy"]: row for row in results["rows"] if row["part"] == "point"}
+    assert {name: (row["same"], row["decisions"]) for name, row in points.items()} == {
+        "rollback": (True, "redo"),
+        "forward": (False, "continue"),
+        "restart": (True, "load"),
+    }
+    kept = [row for row in results["rows"] if row["part"] == "case" and row["batch"] == "global"]
+    assert {row["strategy"] for row in kept if row["same"] == 0} == {"forward"}
+    assert all(row["same"] == row["seeds"] for row in kept if row["strategy"] != "forward")
+    assert (tmp_path / "trials" / "mlp" / "rows.jsonl").is_file()
 
 
 @pytest.mark.soak

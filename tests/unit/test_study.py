@@ -2,21 +2,28 @@ from __future__ import annotations
 
 import ast
 import json
+import math
+import os
 import re
+import signal
+import subprocess
 import sys
+import time
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from holdfast.errors import ConfigError
-from holdfast.report import render_study, write_page
+from holdfast.report import claim_lines, render_study, write_page
 from holdfast.study import STUDIES, carry_out
-from holdfast.study.base import JOURNAL, MEASURED, NOT_RUN, Claim, Options, Task
+from holdfast.study.base import JOURNAL, MEASURED, NOT_RUN, SHARE, Claim, Options, Task
 from holdfast.study.checkpoint_cost import EVERY, CheckpointCost
 from holdfast.study.checkpoint_cost_claims import hold_claims
 from holdfast.study.checkpoint_cost_page import sections
 from holdfast.study.frameworks import FRAMEWORKS, WORKERS, Framework, WorkerFailed
+from holdfast.study.pool import Workers
 from holdfast.study.stats import bootstrap, median, share_interval
 
 # ---------------------------------------------------------------------------------------------
@@ -26,7 +33,8 @@ from holdfast.study.stats import bootstrap, median, share_interval
 class Counting:
     """A study of three tasks that notes which it does, and can be interrupted in one of them."""
 
-    name, title, paper = "counting", "Counting", "nobody"
+    name, title, paper, intervals = "counting", "Counting", "nobody", "Intervals are counted."
+    task_s, quick_task_s = 100.0, 10.0
 
     def __init__(self, stop_in: str = "") -> None:
         self.done: list[str] = []
@@ -100,6 +108,104 @@ def test_results_hold_what_the_page_of_commands_promises(tmp_path):
     assert {"study", "settings", "rows", "claims"} <= results.keys()
     assert results["study"] == "counting"
     assert {"claim", "source", "paper", "ours", "ci", "holds"} <= results["claims"][0].keys()
+
+
+def test_at_its_start_a_study_says_how_long_it_will_take_and_how_it_knows(tmp_path):
+    told: list[str] = []
+    with pytest.raises(KeyboardInterrupt):
+        carry_out(Counting(stop_in="two"), Options(out=tmp_path), told.append)
+    again: list[str] = []
+    journal = tmp_path / JOURNAL
+    slow = journal.read_text().replace(re.search(r'"took_s": [0-9.]+', journal.read_text())[0], '"took_s": 600')
+    journal.write_text(slow)
+    with pytest.raises(KeyboardInterrupt):
+        carry_out(Counting(stop_in="two"), Options(out=tmp_path), again.append)
+
+    journal.write_text(slow.replace(', "took_s": 600', ""))  # of before it was written down
+    carry_out(Counting(), Options(out=tmp_path), told.append)
+
+    assert told[0] == "3 tasks, 3 of them to do, about 5 min, as it was once on two cores"
+    assert again[0] == "3 tasks, 2 of them to do, about 20 min, by what 1 took here"
+    assert "3 tasks, 2 of them to do, about 3 min, as it was once on two cores" in told
+    assert told[-1].startswith("[3/3] three; about ")
+
+
+def test_the_page_says_where_the_intervals_of_its_study_come_from(tmp_path):
+    results = carry_out(Counting(), Options(out=tmp_path))
+
+    page = render_study(results)
+
+    assert "Intervals are counted." in page
+    assert "Clopper" not in page
+
+
+@pytest.mark.parametrize(
+    ("said", "shown"),
+    [
+        ({"ours": 12.5, "unit": "%", "ci": (3.0, 20.0)}, "12.5 %, 95 % interval 3 % to 20 %, expected 10 %"),
+        ({"ours": 0.5, "paper": 1.0, "unit": SHARE}, "50 %, expected 100 %"),
+        ({"ours": 2.0, "unit": "points", "ci": (-math.inf, 4.0)}, "95 % interval -∞ to 4 points"),
+        ({"ours": 2.0}, "2, expected 10)"),
+    ],
+)
+def test_numbers_of_a_claim_stand_with_their_unit_and_an_end_that_there_is_not_is_said(said, shown):
+    claim = Claim(**{"claim": "it is so", "source": "us", "paper": 10.0, **said})
+    written = json.loads(json.dumps(claim.to_dict(), allow_nan=False))
+
+    assert shown in claim_lines({"claims": [written]})[0]
+
+
+# ---------------------------------------------------------------------------------------------
+# Processes
+
+STARTED_AND_STOPPED = """
+import signal, sys
+from holdfast.study.pool import Workers
+
+def stop(*_):
+    raise KeyboardInterrupt
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, stop)
+    workers = Workers(1, preload=["stops_its_parent"])
+    try:
+        workers.rows(str, [1])
+    except KeyboardInterrupt:
+        print("stopped")
+"""
+
+
+def test_who_is_stopped_while_a_process_is_starting_has_none_to_wait_for(monkeypatch):
+    workers = Workers(1)
+
+    def stopped(self):
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(10)  # until the signal comes
+
+    monkeypatch.setattr(ForkServerProcess, "start", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        workers.rows(str, [1])
+
+    assert [worker.pid for worker in workers.free()] == [None]
+
+
+@pytest.mark.soak
+def test_sigterm_while_the_first_process_is_starting_ends_a_study_without_a_word(tmp_path):
+    (tmp_path / "stops_its_parent.py").write_text(
+        "import os, signal, time\nos.kill(os.getppid(), signal.SIGTERM)\ntime.sleep(0.5)\n"
+    )
+    (tmp_path / "study.py").write_text(STARTED_AND_STOPPED)
+
+    done = subprocess.run(
+        [sys.executable, str(tmp_path / "study.py")],
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+    assert (done.returncode, done.stdout, done.stderr) == (0, "stopped\n", "")
 
 
 # ---------------------------------------------------------------------------------------------

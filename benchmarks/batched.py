@@ -1,0 +1,124 @@
+"""What a step of a thousand logical workers costs with all slices at once, beside the same mini-batch in a plain loop.
+
+    python benchmarks/batched.py [--workers 1000] [--batch 1000] [--rounds 12] [--json FILE]
+
+Three trainings take turns, a block of steps each: the plain loop (no Holdfast), one batched worker, and ``--workers``; each ratio is taken within a
+round. Times are processor time of this process, with one thread of torch, so that a busy machine tells something too.
+The last line is a step in which a worker dies while ``forward`` goes on, which there is one of a failure.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from common import ratio, spread, table, write_json
+from torch.utils.data import TensorDataset
+
+from holdfast.faults.plan import FaultPlan, parse
+from holdfast.train.batched import Batched
+from holdfast.workloads import make_model, make_optimizer
+
+BLOCK = 10
+"""Steps of a block."""
+
+
+def samples(number: int, side: int) -> TensorDataset:
+    """Return images of noise: what is in them costs nothing."""
+    return TensorDataset(torch.rand(number, 1, side, side), torch.randint(0, 10, (number,)))
+
+
+def plain(model: torch.nn.Module, data: TensorDataset, batch: int) -> Iterator[None]:
+    """Train by the loop that everybody writes, a step at a time."""
+    optimizer = make_optimizer("sgd", model.parameters())
+    while True:
+        order = torch.randperm(len(data))
+        for start in range(0, len(data), batch):
+            x, y = (tensor[order[start : start + batch]] for tensor in data.tensors)
+            optimizer.zero_grad(set_to_none=True)
+            loss = F.cross_entropy(model(x), y)
+            loss.backward()
+            optimizer.step()
+            yield
+
+
+def batched(model: torch.nn.Module, data: TensorDataset, batch: int, workers: int, faults: str = "") -> Iterator[None]:
+    """Train by batched workers, a step at a time."""
+    trainer = Batched(
+        model,
+        make_optimizer("sgd", model.parameters()),
+        workers=workers,
+        strategy="forward",
+        faults=faults,
+        bucket_bytes=1 << 14,
+    )
+    for step in trainer.steps(data, batch, 1 << 20):
+        for x, y in step:
+            step.backward(F.cross_entropy(model(x), y))
+        yield
+
+
+def block(training: Iterator[None], steps: int = BLOCK) -> float:
+    """Return the processor time of a step, seconds."""
+    begun_s = time.process_time()
+    for _ in range(steps):
+        next(training)
+    return (time.process_time() - begun_s) / steps
+
+
+def measure(name: str, side: int, options: argparse.Namespace) -> dict[str, Any]:
+    """Return the times of a network, by what trains it."""
+    data = samples(4 * options.batch, side)
+    kills = [f"kill:rank={rank},step={rank},phase=allreduce,bucket=0" for rank in range(1, options.workers // 2)]
+
+    def model() -> torch.nn.Module:
+        return make_model(name, 10, image=(1, side), seed=0)
+
+    trainings = {
+        "plain loop": plain(model(), data, options.batch),
+        "1 worker": batched(model(), data, options.batch, 1),
+        f"{options.workers} workers": batched(model(), data, options.batch, options.workers),
+        "a death in each step": batched(
+            model(), data, options.batch, options.workers, FaultPlan(tuple(map(parse, kills))).to_json()
+        ),
+    }
+    times: dict[str, list[float]] = {key: [] for key in trainings}
+    for training in trainings.values():
+        block(training)
+    for _ in range(options.rounds):
+        for key, training in trainings.items():
+            times[key].append(block(training))
+    return times
+
+
+def main() -> None:
+    """Measure, and print a table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--workers", type=int, default=1000)
+    parser.add_argument("--batch", type=int, default=1000)
+    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    lines: list[list[str]] = []
+    found: dict[str, Any] = {}
+    for name, side in (("mlp", 8), ("mlp", 28), ("cnn", 8)):
+        times = measure(name, side, options)
+        base = times["plain loop"]
+        for key, values in times.items():
+            against = ratio(values, base, paired=True)
+            found[f"{name} {side}, {key}"] = {"step_s": spread(values), "ratio": against}
+            shown = "{ratio:.3f} [{low:.3f}, {high:.3f}]".format(**against)
+            lines.append([f"{name} {side} x {side}", key, f"{1000 * spread(values)['p50']:.2f}", shown])
+    title = f"a step of {options.batch} samples, processor time"
+    print(table(title, ["network", "trained by", "step, ms", "times the plain loop"], lines))
+    write_json(options.json, **found)
+
+
+if __name__ == "__main__":
+    main()

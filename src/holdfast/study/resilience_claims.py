@@ -1,0 +1,262 @@
+"""What is claimed of rollback, forward and restart, held against the rows of the study of resilience.
+
+The paper is known here by its abstract; no numbers of it are at hand. So what is expected follows from what it says of the strategies.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+
+from holdfast.study.base import MEASURED, Claim, Row
+from holdfast.study.resilience_cases import ADDITION, FORWARD, REPLACED, RESTART, ROLLBACK, SPREAD
+from holdfast.study.stats import bootstrap, wilson
+
+_ABSTRACT = "Nicolae et al. 2022, abstract"
+_READING = "Nicolae et al. 2022, our reading"
+_NOT_CHECKED = "not checked: nothing was run that tells"
+
+SMALL = 1.0
+"""Points of accuracy: less is a small loss."""
+GOODPUT_PERCENT = 5.0
+_RUNS = 3
+"""Of real runs, for an interval."""
+
+BITS = {
+    ROLLBACK: "Rollback equals the undisturbed training, to the bit, where the mini-batch keeps its size",
+    RESTART: "Restart equals the undisturbed training, to the bit, where the mini-batch keeps its size",
+    FORWARD: "Forward with everything averaged at the failure is no failure at all",
+}
+SMALL_LOSS = "Forward loses less than one point of accuracy, whatever is lost when"
+NOT_BETTER = "Forward loses accuracy where rollback and restart lose none"
+MORE = "The more is averaged at the failure, the less forward loses: half of the buckets against none, by distance of the weights"
+ORDER = "Forward takes no longer than rollback"
+RESTART_MORE = "Restart takes longer than rollback, at its best interval"
+PLANNED = "A planned removal takes less time than a failure"
+RESCALE = "Dividing by what is in the sum changes the weights less than dividing by the size that the mini-batch would have had"
+REAL_BITS = "Real processes: rollback and restart end with the sha256 of the undisturbed run"
+REAL_ORDER = "Real processes: forward takes no longer than rollback"
+REAL_RESTART = "Real processes: restart takes longer than rollback"
+MODES = "All slices at once end as near to slice by slice as another order of samples does, by accuracy"
+PREDICTED = "The simulator's goodput, with measured costs, lies within 5 % of that of real processes"
+
+
+def hold_claims(rows: Sequence[Row], seed: int) -> list[Claim]:
+    """Return every claim with what was found."""
+    cases = [row for row in rows if row["part"] == "case" and row["status"] == MEASURED]
+    points = [row for row in rows if row["part"] == "point" and row["status"] == MEASURED]
+    keeps = [row for row in cases if row["batch"] == "global"]
+    forward = [row for row in keeps if row["strategy"] == FORWARD and row["averaged"] < 1]
+    whole = [row for row in keeps if row["strategy"] == FORWARD and row["averaged"] == 1]
+    return [
+        _bits(ROLLBACK, [row for row in keeps if row["strategy"] == ROLLBACK]),
+        _bits(RESTART, [row for row in keeps if row["strategy"] == RESTART]),
+        _bits(FORWARD, [row for row in whole if row["rescale"] == "survivors"]),
+        _small([row for row in forward if row["rescale"] == "survivors"]),
+        _not_better([row for row in forward if row["rescale"] == "survivors"], seed),
+        _ratio(MORE, _READING, _pairs(forward, _averaged(0.5), _averaged(0.0), "averaged"), "distance", seed, lambda r: r <= 1),
+        _ratio(RESCALE, _READING, _pairs(forward, _rescaled("survivors"), _rescaled("original"), "rescale"), "distance", seed,
+               lambda r: r <= 1),
+        _ratio(ORDER, _ABSTRACT, _pairs(_spread(keeps), _nothing_averaged, _is(ROLLBACK)), "overhead_percent", seed,
+               lambda r: r <= 1, all_of_them=True),
+        _ratio(RESTART_MORE, _ABSTRACT, _best_restart(_spread(keeps)), "overhead_percent", seed, lambda r: r > 1,
+               all_of_them=True),
+        _ratio(PLANNED, _ABSTRACT, _pairs(keeps, _what(ADDITION), _what(REPLACED), "what"), "overhead_percent", seed,
+               lambda r: r < 1, all_of_them=True),
+        _real_bits(points),
+        _real_ratio(REAL_ORDER, points, FORWARD, seed, lambda low, high: None if low <= 1 < high else high <= 1),
+        _real_ratio(REAL_RESTART, points, RESTART, seed, lambda low, high: None if low <= 1 <= high else low > 1),
+        _predicted(points),
+        _modes([row for row in rows if row["part"] == "modes"]),
+    ]  # fmt: skip
+
+
+# ---------------------------------------------------------------------------------------------
+# Accuracy
+
+
+def _bits(strategy: str, rows: Sequence[Row]) -> Claim:
+    claim, tries = BITS[strategy], sum(row["seeds"] for row in rows)
+    if not tries:
+        return Claim(claim=claim, source=_READING, paper=100, found=_NOT_CHECKED)
+    same = sum(row["same"] for row in rows)
+    low, high = wilson(same, tries)
+    told = f"{same:,} of {tries:,} trainings, in {len(rows)} cases"
+    ours = 100 * same / tries
+    return Claim(claim=claim, source=_READING, paper=100, ours=ours, ci=(100 * low, 100 * high), holds=same == tries,
+                 found=told, unit="%")  # fmt: skip
+
+
+def _small(rows: Sequence[Row]) -> Claim:
+    if not rows:
+        return Claim(claim=SMALL_LOSS, source=_ABSTRACT, found=_NOT_CHECKED)
+    worst = max(rows, key=lambda row: row["accuracy_loss"])
+    holds = None
+    if all(row["accuracy_loss_high"] < SMALL for row in rows):
+        holds = True
+    elif any(row["accuracy_loss_low"] > SMALL for row in rows):
+        holds = False
+    above = sum(row["accuracy_loss_low"] > 0 for row in rows)
+    told = (
+        f"the largest mean of {len(rows)} cases: {worst['network']}, {worst['count']} of {worst['workers']} lost, "
+        f"{worst['moment']}. In {above} cases the interval lies above 0, in {sum(r['accuracy_loss_high'] < 0 for r in rows)} below"
+    )
+    ci = (worst["accuracy_loss_low"], worst["accuracy_loss_high"])
+    return Claim(
+        claim=SMALL_LOSS, source=_ABSTRACT, ours=worst["accuracy_loss"], ci=ci, holds=holds, found=told, unit="points"
+    )
+
+
+def _not_better(rows: Sequence[Row], seed: int) -> Claim:
+    if not rows:
+        return Claim(claim=NOT_BETTER, source=_READING, found=_NOT_CHECKED)
+    losses = [row["accuracy_loss"] for row in rows]
+    low, high = bootstrap([losses], lambda groups: statistics.fmean(groups[0]), seed)
+    holds = True if low > 0 else False if high < 0 else None
+    told = f"mean of {len(rows)} cases; their weights differ from the undisturbed ones in all but {sum(row['same'] == row['seeds'] for row in rows)}"
+    return Claim(
+        claim=NOT_BETTER,
+        source=_READING,
+        ours=statistics.fmean(losses),
+        ci=(low, high),
+        holds=holds,
+        found=told,
+        unit="points",
+    )
+
+
+# ---------------------------------------------------------------------------------------------
+# One case against another
+
+_Chosen = Callable[[Row], bool]
+_ALIKE = ("network", "workers", "count", "moment", "rescale", "averaged", "what")
+
+
+def _is(strategy: str) -> _Chosen:
+    return lambda row: row["strategy"] == strategy
+
+
+def _what(what: str) -> _Chosen:
+    return lambda row: row["what"] == what
+
+
+def _averaged(share: float) -> _Chosen:
+    return lambda row: row["averaged"] == share
+
+
+def _rescaled(rescale: str) -> _Chosen:
+    return lambda row: row["rescale"] == rescale
+
+
+def _nothing_averaged(row: Row) -> bool:
+    return bool(row["strategy"] == FORWARD and row["averaged"] == 0)
+
+
+def _spread(rows: Sequence[Row]) -> list[Row]:
+    return [
+        row for row in rows if row["moment"] == SPREAD and row["what"] == "failure" and row["rescale"] == "survivors"
+    ]
+
+
+def _pairs(rows: Sequence[Row], one: _Chosen, other: _Chosen, but: str = "") -> list[tuple[Row, Row]]:
+    """Return rows that the two choose and that are alike, ``but`` for one column."""
+    first, second = [row for row in rows if one(row)], [row for row in rows if other(row)]
+    names = [name for name in _ALIKE if name != but]
+    found = {tuple(row[name] for name in names): row for row in second}
+    return [(row, match) for row in first if (match := found.get(tuple(row[name] for name in names)))]
+
+
+def _best_restart(rows: Sequence[Row]) -> list[tuple[Row, Row]]:
+    """Return restart with the interval that takes the least time, and rollback beside it."""
+    pairs: dict[tuple[str, int, int], tuple[Row, Row]] = {}
+    for restart, rollback in _pairs(rows, _is(RESTART), _is(ROLLBACK)):
+        place = (restart["network"], restart["workers"], restart["count"])
+        if place not in pairs or restart["overhead_percent"] < pairs[place][0]["overhead_percent"]:
+            pairs[place] = restart, rollback
+    return list(pairs.values())
+
+
+def _ratio(
+    claim: str,
+    source: str,
+    pairs: Sequence[tuple[Row, Row]],
+    name: str,
+    seed: int,
+    is_so: Callable[[float], bool],
+    *,
+    all_of_them: bool = False,
+) -> Claim:
+    """Return a claim of the ratio of a column, the median over pairs of cases; or of every pair, where it is computed."""
+    ratios = [one[name] / other[name] for one, other in pairs if other[name]]
+    if not ratios:
+        return Claim(claim=claim, source=source, found=_NOT_CHECKED)
+    low, high = bootstrap([ratios], lambda groups: statistics.median(groups[0]), seed)
+    ours, holding = statistics.median(ratios), sum(map(is_so, ratios))
+    holds: bool | None = holding == len(ratios)
+    if not all_of_them:
+        holds = is_so(ours) if is_so(low) == is_so(high) else None
+    told = f"median of {len(ratios)} pairs of cases, {min(ratios):.3g} to {max(ratios):.3g}; so in {holding}"
+    return Claim(claim=claim, source=source, ours=ours, ci=(low, high), holds=holds, found=told)
+
+
+# ---------------------------------------------------------------------------------------------
+# Real processes
+
+
+def _real_bits(points: Sequence[Row]) -> Claim:
+    mine = [row for row in points if row["strategy"] in (ROLLBACK, RESTART)]
+    if not mine:
+        return Claim(claim=REAL_BITS, source=_READING, found=_NOT_CHECKED)
+    same = sum(row["same"] for row in mine)
+    told = f"{same} of {len(mine)} runs, a worker of four killed in each"
+    return Claim(claim=REAL_BITS, source=_READING, paper=100, ours=100 * same / len(mine), holds=same == len(mine),
+                 found=told, unit="%")  # fmt: skip
+
+
+def _real_ratio(
+    claim: str, points: Sequence[Row], strategy: str, seed: int, judge: Callable[[float, float], bool | None]
+) -> Claim:
+    mine = [row["overhead_percent"] for row in points if row["strategy"] == strategy]
+    base = [row["overhead_percent"] for row in points if row["strategy"] == ROLLBACK]
+    if not mine or not base:
+        return Claim(claim=claim, source=_ABSTRACT, found=_NOT_CHECKED)
+    ours = statistics.median(mine) / statistics.median(base)
+    if min(len(mine), len(base)) < _RUNS:
+        told = f"ratio of medians; fewer than {_RUNS} runs of each"
+        return Claim(claim=claim, source=_ABSTRACT, ours=ours, found=told)
+    low, high = bootstrap([mine, base], lambda g: statistics.median(g[0]) / statistics.median(g[1]), seed)
+    told = f"ratio of medians of {len(mine)} and {len(base)} runs"
+    return Claim(claim=claim, source=_ABSTRACT, ours=ours, ci=(low, high), holds=judge(low, high), found=told)
+
+
+def _predicted(points: Sequence[Row]) -> Claim:
+    by_name: dict[str, list[Row]] = {}
+    for row in points:
+        by_name.setdefault(row["happens"], []).append(row)
+    if not by_name:
+        return Claim(claim=PREDICTED, source="docs/simulation.md", paper=GOODPUT_PERCENT, found=_NOT_CHECKED)
+    off = {}
+    for name, rows in by_name.items():
+        measured, said = (statistics.median(r[key] for r in rows) for key in ("overhead_percent", "predicted_percent"))
+        off[name] = 100 * abs((100 + measured) / (100 + said) - 1)
+    worst = max(off, key=off.__getitem__)
+    told = f"the largest of {len(off)} points: {worst}"
+    if enough := min(map(len, by_name.values())) >= _RUNS:
+        told += f"; medians of {len(points) // len(off)} runs, costs from the other runs"
+    holds = off[worst] <= GOODPUT_PERCENT if enough else None
+    return Claim(claim=PREDICTED, source="docs/simulation.md", paper=GOODPUT_PERCENT, ours=off[worst], holds=holds,
+                 found=told, unit="%")  # fmt: skip
+
+
+def _modes(rows: Sequence[Row]) -> Claim:
+    if not rows:
+        return Claim(claim=MODES, source="docs/studies.md", found=_NOT_CHECKED)
+    worst = max(rows, key=lambda row: row["accuracy_apart"])
+    ci = (worst["accuracy_more_low"], worst["accuracy_more_high"])
+    told = (
+        f"the furthest of {worst['seeds']} seeds, {worst['variant']}; another order: {worst['accuracy_usual']:.3g}. "
+        f"The mean difference is {worst['accuracy_more']:.3g} [{ci[0]:.3g}, {ci[1]:.3g}]"
+    )
+    holds = all(row["accuracy_apart"] <= row["accuracy_usual"] for row in rows)
+    ours = worst["accuracy_apart"]
+    return Claim(claim=MODES, source="docs/studies.md", ours=ours, holds=holds, found=told, unit="points")
