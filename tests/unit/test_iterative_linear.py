@@ -203,8 +203,10 @@ def test_each_half_step_is_the_exact_minimiser():
     assert program.loss(state) == pytest.approx(float(expected), rel=1e-5)
 
 
-def test_the_next_iteration_reads_the_live_blocks_alone():
-    program = make_program("als-ratings")
+@pytest.mark.parametrize("first", ["users", "items"])
+def test_the_next_iteration_reads_the_live_blocks_alone(first):
+    program = make_program("als-ratings", first=first)
+    assert program.live.sum() == (program.problem.num_items if first == "users" else program.problem.num_users)
     state = after(program, range(2))
     disturbed, wrong = copy_of(state), copy_of(state)
     disturbed["factors"][~program.live] = torch.nan
@@ -254,9 +256,9 @@ def test_ratings_of_low_rank_are_recovered():
     assert program.test_rmse(state) < 0.005 * float(problem.test.values.std())
 
 
-@pytest.mark.parametrize("penalty", [0.01, 0.2])
-def test_the_objective_never_rises(penalty):
-    program = make_program("als-ratings", penalty=penalty)
+@pytest.mark.parametrize(("penalty", "first"), [(0.01, "users"), (0.2, "users"), (0.01, "items")])
+def test_the_objective_never_rises(penalty, first):
+    program = make_program("als-ratings", penalty=penalty, first=first)
     state, losses = program.start(), []
     for iteration in range(25):
         program.iterate(state, iteration)

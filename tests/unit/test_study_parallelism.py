@@ -11,6 +11,7 @@ import pytest
 
 from holdfast.errors import ConfigError
 from holdfast.report import render_study
+from holdfast.report.study import shown_section
 from holdfast.study.base import MEASURED, NOT_RUN, Claim, Options
 from holdfast.study.frameworks import WORKERS
 from holdfast.study.parallelism import Parallelism
@@ -428,6 +429,20 @@ def test_the_page_shows_every_part_and_its_sentences_lead_to_rows():
         assert title in page
     assert "&lt;somebody&gt; waits" in page
     assert "cnn has 4 blocks" in page
+
+
+def test_a_bar_of_several_runs_has_a_line_from_the_quickest_to_the_slowest():
+    killed = [row for row in rows_of_study() if row["part"] == "recovery" and row["strategy"] == "rollback"][:1]
+    three = [killed[0] | {"detect_s": detect_s} for detect_s in (0.1, 0.2, 0.9)]
+
+    drawn = {}
+    for runs in (killed, three):
+        figure = next(section for section in sections(runs) if section["id"] == "times-figure")
+        drawn[len(runs)] = shown_section(figure, runs)
+
+    assert "A bar is one run" in drawn[1]["note"]
+    assert "A bar is the median of 3 runs; its line goes from the least" in drawn[3]["note"]
+    assert drawn[3]["svg"].count("<path") > drawn[1]["svg"].count("<path")
 
 
 # ---------------------------------------------------------------------------------------------

@@ -1,18 +1,21 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from holdfast.errors import ConfigError, ReplicasDiffer
+from holdfast.errors import ConfigError, InternalError
 from holdfast.faults.alteration import Alteration
 from holdfast.study import carry_out, soft_errors
 from holdfast.study.base import MEASURED, Options
+from holdfast.study.campaign_plan import found_by
 from holdfast.study.soft_cells import BIT_BY_BIT, COUNTS, CROSSED, NETWORKS, cells_of, experiments
 from holdfast.study.soft_claims import hold_claims
 from holdfast.study.soft_errors import TABLE, SoftErrors
+from holdfast.study.soft_group import Group
 from holdfast.study.soft_page import sections
 from holdfast.study.soft_rows import cell_row
 from holdfast.study.soft_setup import BELOW, CRITICAL, OPTIMIZER, PLATFORMS, Case, Setup
@@ -45,10 +48,21 @@ def test_a_session_that_stops_or_heals_what_was_injected_would_make_trials_void(
     calm = process.begin()
     assert process.go_on([None, MANY])[1]["ended_with"] != calm[1]["ended_with"]
 
-    monkeypatch.setattr(soft_session, "GUARD", "stop")
+    for policy, what in (("stop", "stopped the training"), ("heal", "healed what was altered")):
+        monkeypatch.setattr(soft_session, "GUARD", policy)
+        with pytest.raises(InternalError, match=rf"a trial is void: the session's guard {what}"):
+            process.go_on([None, MANY])
 
-    with pytest.raises(ReplicasDiffer):
-        process.go_on([None, MANY])
+
+def test_a_void_trial_is_no_outcome_but_the_end_of_the_campaign(tmp_path):
+    group = Group(TINY)
+    ours, theirs = multiprocessing.Pipe()
+    group._connections.append(ours)  # as if its process had been started
+    theirs.send([{"error": "InternalError: a trial is void", "trace": "", "is_ours": True}])
+
+    with pytest.raises(InternalError, match="a trial is void"):
+        found_by(lambda _, seed: group._answers(10.0)[seed], None, 0)
+    group.close()
 
 
 def test_what_is_altered_in_another_format_is_put_back_and_the_rest_keeps_its_bits():

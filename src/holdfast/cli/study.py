@@ -65,12 +65,7 @@ def study(
     try:
         results = carry_out(STUDIES[name], options, lambda line: print(line, file=sys.stderr, flush=True))
     except KeyboardInterrupt:
-        from holdfast.report import write_page
-
-        print(
-            f"stopped; {write_page(options.out)} shows what was measured, the same command goes on from there",
-            file=sys.stderr,
-        )
+        print(_stopped(options.out), file=sys.stderr)
         return _STOPPED
     finally:
         signal.signal(signal.SIGTERM, previous)
@@ -80,6 +75,14 @@ def study(
 
 def _stop(*_: object) -> NoReturn:
     raise KeyboardInterrupt
+
+
+def _stopped(out: Path) -> str:
+    from holdfast.report import write_page
+
+    if not (out / "results.json").is_file():  # it had not begun, or was stopped again while it put its results together
+        return f"stopped; the same command goes on where it was, {out} has what was measured"
+    return f"stopped; {write_page(out)} shows what was measured, the same command goes on from there"
 
 
 def _list(*, as_json: bool) -> None:

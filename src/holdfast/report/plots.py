@@ -30,7 +30,10 @@ _KEY_IN = 2.1
 
 
 def stacked_bars(section: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return horizontal bars, one a group, stacked from the medians of ``section["values"]``; "" if there is none."""
+    """Return horizontal bars, one a group, stacked from the medians of ``section["values"]``; "" if there is none.
+
+    With ``range``, a line goes from the least sum of a group's rows to the greatest.
+    """
     groups = grouped(rows, section["by"])
     if not any(row.get(key) for row in rows for key, _ in section["values"]):
         return ""
@@ -43,9 +46,18 @@ def stacked_bars(section: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) 
             if any(sizes):
                 axes.barh(range(len(groups)), sizes, left=ends, height=0.62, color=color, label=name)
             ends = [end + size for end, size in zip(ends, sizes, strict=True)]
-        for place, end in enumerate(ends):
+        for place, (end, group) in enumerate(zip(ends, groups.values(), strict=True)):
+            sums = [sum(row.get(key) or 0.0 for key, _ in section["values"]) for row in group]
+            has_range = section.get("range", False) and len(sums) > 1
+            if has_range:
+                axes.plot([min(sums), max(sums)], [place] * 2, color=style.INK, linewidth=1, marker="|", markersize=6)
             axes.annotate(
-                f"{end:.2f}", (end, place), xytext=(4, 0), textcoords="offset points", va="center", color=style.SOFT
+                f"{end:.2f}",
+                (max(end, *sums) if has_range else end, place),
+                xytext=(6, 0),
+                textcoords="offset points",
+                va="center",
+                color=style.SOFT,
             )
         axes.set_yticks(range(len(groups)), [" ".join(key) for key in groups])
         axes.invert_yaxis()
@@ -130,6 +142,10 @@ def scattered(section: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> 
         for axis in section.get("log", ()):
             getattr(axes, f"set_{axis}scale")("log")
             getattr(axes, f"{axis}axis").set_major_formatter(lambda value, _: f"{value:g}")
+            # Within a decade these are labelled too, by default in a script of their own that is no text.
+            getattr(axes, f"{axis}axis").set_minor_formatter(
+                lambda value, _: f"{value:g}" if f"{value:e}"[0] in "25" else ""
+            )
         axes.set_ylim(*section.get("limits", (None, None)))
         axes.set_xlabel(x_name)
         axes.set_ylabel(y_name)

@@ -2,8 +2,10 @@
 
 A study says under ``page`` how its rows are shown, section by section:
 
-* ``table``: rows that agree in ``by`` are one line; a column is ``[key, heading, unit]``, numbers are medians;
-* ``bars``: a bar for each group in ``by``, stacked from ``values``, ``[key, name]`` each;
+* ``table``: rows that agree in ``by`` are one line; a column is ``[key, heading, unit]``, numbers are medians; where they are
+  texts or counts of something, a fourth word says of what: ``[key, heading, "text", "iterations"]``;
+* ``bars``: a bar for each group in ``by``, stacked from the medians of ``values``, ``[key, name]`` each; ``range`` adds that of
+  the rows' sums;
 * ``lines``: a line for each group in ``series`` over ``x``; rows that are not ``measured`` are hollow;
 * ``points``: a point for each row at ``x`` and ``y``, with its ``interval``, coloured by ``series``;
 * ``intervals``: a line for each group in ``by``, on it a point for each row, at ``x``, with its ``interval``;
@@ -44,6 +46,7 @@ def render_study(results: Mapping[str, Any]) -> str:
         .render(
             title=results.get("title") or results["study"],
             paper=results.get("paper", ""),
+            intervals=results.get("intervals", ""),
             left_out=results.get("left_out", ()),
             claims=[_claim(claim) for claim in results["claims"]],
             sections=[section for section in shown if section],
@@ -66,11 +69,21 @@ def _claim(claim: Mapping[str, Any]) -> dict[str, Any]:
     ours, ci, paper = claim["ours"], claim["ci"], claim["paper"]
     neither = "not checked" if ours is None else "undecided"
     verdict = {True: "holds", False: "does not hold", None: neither}[claim["holds"]]
-    parts = [f"{ours:.4g}"] if ours is not None else []
-    parts += [f"95 % interval {ci[0]:.4g} to {ci[1]:.4g}"] if ci else []
-    parts += [f"expected {paper:.4g}"] if paper is not None and ours is not None else []
+    unit = claim.get("unit", "")
+    parts = [_amount(ours, unit)] if ours is not None else []
+    parts += [f"95 % interval {_end(ci[0], '-∞', unit)} to {_end(ci[1], '∞', unit)}"] if ci else []
+    parts += [f"expected {_amount(paper, unit)}"] if paper is not None and ours is not None else []
     mark = {True: "same", False: "bad", None: "dim"}[claim["holds"]]
     return {**claim, "verdict": verdict, "mark": mark, "numbers": ", ".join(parts), "found": claim.get("found", "")}
+
+
+def _amount(value: float, unit: str) -> str:
+    """Return a number of a claim with its unit; a share in percent."""
+    return f"{100 * value:.4g} %" if unit == "share" else f"{value:.4g} {unit}".rstrip()
+
+
+def _end(value: float | None, unbounded: str, unit: str) -> str:
+    return unbounded if value is None else _amount(value, unit)
 
 
 def shown_section(section: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
@@ -114,13 +127,18 @@ def _table(section: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> dic
         }
         for key, group in groups.items()
     ]
-    heads = [(heading, unit) for _, heading, unit in columns]
+    heads = [(column[1], column[2], _shown_unit(*column[2:])) for column in columns]
     return {
         "names": [name.replace("_", " ") for name in by],
         "heads": heads,
         "lines": lines,
         "folded": section.get("folded") or len(lines) > _MANY,
     }
+
+
+def _shown_unit(kind: str, unit: str = "") -> str:
+    """Return what stands below the heading of a column; a percentage has its sign in every cell."""
+    return unit or (kind if kind in ("ms", "s", "MB") else "")
 
 
 def grouped(rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> dict[tuple[str, ...], list[Mapping[str, Any]]]:

@@ -7,7 +7,10 @@ not finished is done again as a whole; nothing that was measured is measured twi
 from __future__ import annotations
 
 import json
+import math
 import os
+import statistics
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,6 +28,9 @@ _NAMED = 12
 MEASURED = "measured"
 EXTRAPOLATED = "extrapolated"
 NOT_RUN = "not run"
+
+SHARE = "share"
+"""The unit of a number from 0 to 1 that is a part of a whole."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +78,9 @@ class Claim:
         source: Where it comes from.
         paper: The number it gives, None if it gives none.
         ours: The number that we found, None if it was not measured.
-        ci: Its 95 % confidence interval, None if there is none.
+        unit: Of all numbers of the claim, as it stands behind them: ``%``, ``points``; :data:`SHARE` is shown in percent;
+            "" for a number that has none.
+        ci: Its 95 % confidence interval, an end of it infinite where the data set none; None if there is no interval.
         holds: Whether it does; None if it was not checked.
         found: In words.
     """
@@ -84,11 +92,13 @@ class Claim:
     ci: tuple[float, float] | None = None
     holds: bool | None = None
     found: str = ""
+    unit: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         """Return it as it stands in ``results.json``."""
-        ci = None if self.ci is None else list(self.ci)
-        names = ("claim", "source", "paper", "ours")
+        # JSON has no infinity: an end that there is not is null.
+        ci = None if self.ci is None else [end if math.isfinite(end) else None for end in self.ci]
+        names = ("claim", "source", "paper", "ours", "unit")
         return {name: getattr(self, name) for name in names} | {"ci": ci, "holds": self.holds, "found": self.found}
 
 
@@ -100,6 +110,12 @@ class Study(Protocol):
     title: str
     paper: str
     """Authors, title, year, number."""
+    intervals: str
+    """Where its 95 % intervals come from, in a sentence for the page."""
+    task_s: float
+    """What a task of the whole study takes on the average, seconds: as it was on two cores."""
+    quick_task_s: float
+    """The same with ``--quick``."""
 
     def settings(self, options: Options) -> dict[str, Any]:
         """Return what decides about the numbers: another value makes it another study."""
@@ -137,21 +153,58 @@ def carry_out(study: Study, options: Options, say: Callable[[str], None] = lambd
     journal = Journal(options.out, study.name, settings)
     tasks = study.tasks(options)
     known = journal.read()
-    if done := sum(task.key in known for task in tasks):
+    pace = Pace(study.quick_task_s if options.quick else study.task_s, journal.took_s)
+    if missing := [task.key for task in tasks if task.key not in known]:
+        say(f"{len(tasks)} tasks, {len(missing)} of them to do, {pace.left(missing)}")
+    if done := len(tasks) - len(missing):
         say(f"{done} of {len(tasks)} tasks were done before; remove {options.out} to measure them again")
     rows: list[Row] = []
     try:
         for number, task in enumerate(tasks, start=1):
             if task.key not in known:
-                say(f"[{number}/{len(tasks)}] {task.key}")
+                rest = [other.key for other in tasks[number - 1 :] if other.key not in known]
+                say(f"[{number}/{len(tasks)}] {task.key}" + (f"; {pace.left(rest)}" if journal.took_s else ""))
+                begun_s = time.monotonic()
                 known[task.key] = task.run(rows)
-                journal.add(task.key, known[task.key])
+                journal.add(task.key, known[task.key], time.monotonic() - begun_s)
             rows += known[task.key]
     finally:  # an interrupted study shows what it has
         missing = [task.key for task in tasks if task.key not in known]
         results = _results(study, options, settings, rows, missing)
         journal.finish(results)
     return results
+
+
+class Pace:
+    """How long what is left of a study will take.
+
+    Args:
+        task_s: What a task took on the average where it was measured once, on two cores.
+        took_s: What tasks took here, by their names.
+    """
+
+    def __init__(self, task_s: float, took_s: Mapping[str, float]) -> None:
+        self._task_s, self._took_s = task_s, took_s
+
+    def left(self, keys: Sequence[str]) -> str:
+        """Return in words how long the tasks of these names will take, and where that is known from."""
+        if not self._took_s:
+            return f"about {_minutes(self._task_s * len(keys))}, as it was once on two cores"
+        kinds: dict[str, list[float]] = {}
+        for key, taken_s in self._took_s.items():
+            kinds.setdefault(_kind(key), []).append(taken_s)
+        every = list(self._took_s.values())  # for a kind of which none is done yet
+        left_s = sum(statistics.fmean(kinds.get(_kind(key), every)) for key in keys)
+        return f"about {_minutes(left_s)}, by what {len(every)} took here"
+
+
+def _minutes(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"
+
+
+def _kind(key: str) -> str:
+    """Return what tasks that are alike have in common in their names."""
+    return key.split(":")[0]
 
 
 def _results(
@@ -163,6 +216,7 @@ def _results(
         "study": study.name,
         "title": study.title,
         "paper": study.paper,
+        "intervals": study.intervals,
         "settings": {**settings, "machine": machine(), "load average at the end": loads},
         "left_out": [*study.left_out(options), *interrupted],
         "rows": rows,
@@ -175,7 +229,7 @@ def _grouped(keys: Sequence[str]) -> str:
     """Return names of tasks, in one word where many begin alike."""
     if len(keys) <= _NAMED:
         return ", ".join(keys)
-    kinds = Counter(key.split(":")[0] for key in keys)
+    kinds = Counter(map(_kind, keys))
     return f"{len(keys)} tasks, " + ", ".join(f"{kind} ({count})" for kind, count in kinds.items())
 
 
@@ -191,6 +245,8 @@ class Journal:
     def __init__(self, out: Path, name: str, settings: Mapping[str, Any]) -> None:
         self._out = out
         self._head: Row = {"study": name, "settings": json.loads(json.dumps(settings))}
+        self.took_s: dict[str, float] = {}
+        """What tasks took that have been read or added, by their names; older files do not say it."""
 
     def read(self) -> dict[str, list[Row]]:
         """Return the rows of each finished task.
@@ -207,10 +263,11 @@ class Journal:
         if entries[0] != self._head:
             msg = f"{path} belongs to {_difference(entries[0], self._head)}; give another --out, or remove {self._out}"
             raise ConfigError(msg)
+        self.took_s |= {entry["task"]: entry["took_s"] for entry in entries[1:] if "took_s" in entry}
         return {entry["task"]: entry["rows"] for entry in entries[1:]}
 
-    def add(self, key: str, rows: Sequence[Row]) -> None:
-        """Write down that a task is done."""
+    def add(self, key: str, rows: Sequence[Row], took_s: float) -> None:
+        """Write down that a task is done, and in how many seconds."""
         path = self._out / JOURNAL
         try:
             self._out.mkdir(parents=True, exist_ok=True)
@@ -220,7 +277,8 @@ class Journal:
             elif not path.read_bytes().endswith(b"\n"):  # a line that was cut off by a death
                 path.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
             with path.open("a") as file:
-                file.write(json.dumps({"task": key, "rows": list(rows)}) + "\n")
+                file.write(json.dumps({"task": key, "rows": list(rows), "took_s": round(took_s, 3)}) + "\n")
+            self.took_s[key] = took_s
         except OSError as error:
             msg = f"cannot write {path}: {error.strerror}; give a directory that can be written with --out"
             raise ConfigError(msg) from error

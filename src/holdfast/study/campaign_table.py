@@ -131,7 +131,16 @@ class Table:
 
 
 def read_rows(path: Path) -> list[Row]:
-    """Return the rows of a campaign by cell and number, with the settings of the cell; it may still be under way.
+    """Return all that :func:`each_row` yields."""
+    return list(each_row(path))
+
+
+def each_row(path: Path, cell: str | None = None) -> Iterator[Row]:
+    """Yield the rows of a campaign by cell and number, with the settings of the cell; it may still be under way.
+
+    Args:
+        path: Of the file.
+        cell: Its rows alone; None: those of all.
 
     Raises:
         ConfigError: if the file is not there, or holds no campaign.
@@ -142,10 +151,10 @@ def read_rows(path: Path) -> list[Row]:
     with _told(path), contextlib.closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as base:
         _check_ours(base, path)
         cells = _pairs(base, "cells")
-        rows = base.execute("SELECT cell, number, seed, outcome, seconds, found FROM trials ORDER BY cell, number")
-        return [
-            cells[row[0]] | json.loads(row[-1]) | dict(zip(COLUMNS, row[:-1], strict=True)) for row in rows.fetchall()
-        ]
+        chosen, names = ("", ()) if cell is None else ("WHERE cell = ?", (cell,))
+        wanted = f"SELECT cell, number, seed, outcome, seconds, found FROM trials {chosen} ORDER BY cell, number"  # noqa: S608
+        for row in base.execute(wanted, names):
+            yield cells[row[0]] | json.loads(row[-1]) | dict(zip(COLUMNS, row[:-1], strict=True))
 
 
 def _flat(settings: Mapping[str, Any], cells: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:

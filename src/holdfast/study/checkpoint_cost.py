@@ -60,6 +60,8 @@ class CheckpointCost:
         "E. Rojas, A. N. Kahira, E. Meneses, L. Bautista-Gomez, R. M. Badia: A study of checkpointing in large scale "
         "training of deep neural networks, 2020, arXiv 2012.00825"
     )
+    intervals = "Intervals are 95 % intervals, by bootstrap over repetitions, or over the states that were compared."
+    task_s, quick_task_s = 42.0, 8.0
 
     def settings(self, options: Options) -> dict[str, Any]:
         """See :meth:`Study.settings`."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 
-from holdfast.study.base import MEASURED, Claim, Row
+from holdfast.study.base import MEASURED, SHARE, Claim, Row
 from holdfast.study.stats import bootstrap, median
 
 DERIVED = "derived from the study's subject; its text gives no number for it"
@@ -71,7 +71,8 @@ def _size_claim(cost: Sequence[Row], optimizer: str, copies: int, seed: int) -> 
         ours=sum(ratios.values()) / len(ratios),
         ci=ci,
         holds=off <= _TOLERANCE,
-        found=f"bytes over 4 x parameters, mean of {len(ratios)}; farthest off: {' '.join(worst)}, by {off:.2%}",
+        unit="times 4 bytes a parameter",
+        found=f"mean of {len(ratios)}; farthest off: {' '.join(worst)}, by {off:.2%}",
     )
 
 
@@ -97,6 +98,7 @@ def _formats_agree(cost: Sequence[Row], seed: int) -> Claim:
         ours=max(spreads),
         ci=bootstrap([spreads], lambda drawn: max(drawn[0]), seed),
         holds=max(spreads) <= _TOLERANCE,
+        unit=SHARE,
         found=found,
     )
 
@@ -121,6 +123,7 @@ def _compression(cost: Sequence[Row], seed: int) -> Claim:
         ours=median(slower),
         ci=ci,
         holds=ci[0] > 2 and max(smaller) < 0.2,
+        unit="times the time",
         found=found,
     )
 
@@ -134,7 +137,7 @@ def _root_is_constant(workers: Sequence[Row], seed: int) -> Claim:
         seed,
         paper=1.0,
         holds=_is_about_one,
-        unit="x the time of one worker",
+        unit="times the time of one worker",
     )
 
 
@@ -160,7 +163,7 @@ def _root_share_grows(workers: Sequence[Row], seed: int) -> Claim:
         seed,
         paper=None,
         holds=lambda low, high: True if low > 1 else False if high < 1 else None,
-        unit="x the share, one save in 10 steps",
+        unit="times the share",
     )
 
 
@@ -178,7 +181,7 @@ def _rank_bytes_grow(workers: Sequence[Row], seed: int) -> Claim:
         seed,
         paper=1.0,
         holds=lambda low, high: abs(low - 1) <= _TOLERANCE and abs(high - 1) <= _TOLERANCE,
-        unit="x bytes over bytes of one worker times workers",
+        unit="times the bytes of one worker and the workers",
     )
 
 
@@ -221,7 +224,7 @@ def _ratio_claim(
     each += f"; fewer than {_FEWEST} repetitions do not tell" if few else ""
     verdict = None if few else holds(*ci)
     return Claim(
-        claim=words, source=DERIVED, paper=paper, ours=ratio(groups), ci=ci, holds=verdict, found=f"{unit}. {each}"
+        claim=words, source=DERIVED, paper=paper, ours=ratio(groups), ci=ci, holds=verdict, found=each, unit=unit
     )
 
 
@@ -237,7 +240,8 @@ def _deterministic(measured: Sequence[Row]) -> Claim:
     whole = sum(row["left_out"] == "nothing" for row in runs)
     found = f"{whole} runs with everything, {len(runs) - whole} with something left out"
     found += "; against the claim: " + ", ".join(f"{row['framework']} {row['run']}" for row in wrong) if wrong else ""
-    return Claim(claim=words, source=ABSTRACT, paper=1.0, ours=1 - len(wrong) / len(runs), holds=not wrong, found=found)
+    ours = 1 - len(wrong) / len(runs)
+    return Claim(claim=words, source=ABSTRACT, paper=1.0, ours=ours, holds=not wrong, found=found, unit=SHARE)
 
 
 def _loads_equal(cost: Sequence[Row]) -> Claim:
@@ -248,7 +252,7 @@ def _loads_equal(cost: Sequence[Row]) -> Claim:
     states = len(_by(cost, "framework", "way", "model", "optimizer"))
     found = f"{states} states compared byte by byte" + (f"; different: {', '.join(wrong)}" if wrong else "")
     share = sum(row["loads_equal"] for row in cost) / len(cost)
-    return Claim(claim=words, source=DERIVED, paper=1.0, ours=share, holds=not wrong, found=found)
+    return Claim(claim=words, source=DERIVED, paper=1.0, ours=share, holds=not wrong, found=found, unit=SHARE)
 
 
 def _median_of(rows: Sequence[Row], key: str) -> float:

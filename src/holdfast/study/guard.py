@@ -16,7 +16,7 @@ from holdfast.errors import ConfigError
 from holdfast.study.base import NOT_RUN, Claim, Options, Row, Task
 from holdfast.study.campaign import run_campaign
 from holdfast.study.campaign_plan import Campaign, Cell, Stop
-from holdfast.study.campaign_table import read_rows
+from holdfast.study.campaign_table import each_row
 from holdfast.study.guard_cells import Part, parts
 from holdfast.study.guard_claims import hold_claims
 from holdfast.study.guard_cost import LARGE, cost_tasks
@@ -35,6 +35,11 @@ class Guard:
     name = "guard"
     title = "The guard: what it finds and heals, how often it is wrong, what it costs"
     paper = "what docs/guard.md says of it; no paper"
+    intervals = (
+        "Intervals are 95 % intervals: of a share of flips, and of alarms, Wilson's, of shares that are weighted by "
+        "bits put together as Zou and Donner do; of times by bootstrap over the rounds."
+    )
+    task_s, quick_task_s = 260.0, 20.0
 
     def settings(self, options: Options) -> dict[str, Any]:
         """See :meth:`Study.settings`."""
@@ -110,8 +115,7 @@ def _campaign(options: Options, part: Part, _: Sequence[Row]) -> list[Row]:
         stop=stop,
     )
     broken = run_campaign(campaign, path, len(os.sched_getaffinity(0)))
-    trials = read_rows(path)
-    of = {cell.name: [row for row in trials if row["cell"] == cell.name] for cell in part.cells}
+    of = {cell.name: list(each_row(path, cell.name)) for cell in part.cells}
     rows: list[Row] = [
         {"part": "cell", "status": NOT_RUN, "training": name, "why": why} for name, why in broken.items()
     ]

@@ -51,8 +51,8 @@ def _healed(words: str, kinds: Sequence[Row], target: str) -> Claim:
         return Claim(claim=words, source=_ASKED, found=_NOT_CHECKED)
     ours, ci = _percent(healed, tries)
     holds = True if ci[0] >= HEALED_PERCENT else False if ours < HEALED_PERCENT else None
-    told = f"percent: {healed} of {tries} ended with the bits of the undisturbed run, {found} were found"
-    return Claim(claim=words, source=_ASKED, paper=HEALED_PERCENT, ours=ours, ci=ci, holds=holds, found=told)
+    told = f"{healed} of {tries} ended with the bits of the undisturbed run, {found} were found"
+    return Claim(claim=words, source=_ASKED, paper=HEALED_PERCENT, ours=ours, ci=ci, holds=holds, found=told, unit="%")
 
 
 def _found(kinds: Sequence[Row], target: str, *, sums: bool = False) -> Claim:
@@ -65,8 +65,10 @@ def _found(kinds: Sequence[Row], target: str, *, sums: bool = False) -> Claim:
     if not tries:
         return Claim(claim=words, source="no number is asked", found=_NOT_CHECKED)
     ours, ci = _percent(healed, tries)
-    told = f"percent: {healed} of {tries} ended with the bits of the undisturbed run, {found} were found"
-    return Claim(claim=words, source="no number is asked", ours=ours, ci=ci, holds=healed == tries, found=told)
+    told = f"{healed} of {tries} ended with the bits of the undisturbed run, {found} were found"
+    return Claim(
+        claim=words, source="no number is asked", ours=ours, ci=ci, holds=healed == tries, found=told, unit="%"
+    )
 
 
 def _within(kinds: Sequence[Row]) -> Claim:
@@ -75,8 +77,10 @@ def _within(kinds: Sequence[Row]) -> Claim:
         return Claim(claim=WITHIN, source="docs/guard.md", paper=LONGEST, found=_NOT_CHECKED)
     ours = max(row["within_all"] for row in mine)
     found = sum(row["found"] for row in mine)
-    told = f"steps until the last of {found} was found; 1: in the step that it struck in"
-    return Claim(claim=WITHIN, source="docs/guard.md", paper=LONGEST, ours=ours, holds=ours <= LONGEST, found=told)
+    told = f"until the last of {found} was found; 1: in the step that it struck in"
+    return Claim(
+        claim=WITHIN, source="docs/guard.md", paper=LONGEST, ours=ours, holds=ours <= LONGEST, found=told, unit="steps"
+    )
 
 
 def _alarms(rows: Sequence[Row]) -> Claim:
@@ -85,10 +89,11 @@ def _alarms(rows: Sequence[Row]) -> Claim:
         return Claim(claim=NO_ALARMS, source=_ASKED, paper=0, found=_NOT_CHECKED)
     most = 1e5 * wilson(alarms, steps)[1]
     least = 1e5 * wilson(alarms, steps)[0]
-    told = f"in 100,000 steps, of {steps:,} in {sum(row['runs'] for row in rows)} trainings"
+    told = f"of {steps:,} in {sum(row['runs'] for row in rows)} trainings"
     holds = False if alarms else True if steps >= CLEAN_STEPS else None
+    ours, unit = 1e5 * alarms / steps, "in 100,000 steps"
     return Claim(
-        claim=NO_ALARMS, source=_ASKED, paper=0, ours=1e5 * alarms / steps, ci=(least, most), holds=holds, found=told
+        claim=NO_ALARMS, source=_ASKED, paper=0, ours=ours, ci=(least, most), holds=holds, found=told, unit=unit
     )
 
 
@@ -98,9 +103,10 @@ def _cost(rows: Sequence[Row]) -> Claim:
         return Claim(claim=COST, source=_ASKED, paper=MOST_RATIO, found=_NOT_CHECKED)
     (row,) = mine
     ci: tuple[float, float] = (row["ratio_low"], row["ratio_high"])
-    told = f"times as long, median of {row['blocks']} rounds; the settings say how busy the machine was"
+    told = f"median of {row['blocks']} rounds; the settings say how busy the machine was"
     holds = ci[1] <= MOST_RATIO
-    return Claim(claim=COST, source=_ASKED, paper=MOST_RATIO, ours=row["ratio"], ci=ci, holds=holds, found=told)
+    ours, unit = row["ratio"], "times as long"
+    return Claim(claim=COST, source=_ASKED, paper=MOST_RATIO, ours=ours, ci=ci, holds=holds, found=told, unit=unit)
 
 
 def _percent(count: int, tries: int) -> tuple[float, tuple[float, float]]:

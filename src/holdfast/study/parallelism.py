@@ -77,6 +77,8 @@ class Parallelism:
         "V. Amatya, A. Vishnu, C. Siegel, J. Daily: What does fault tolerant deep learning need from MPI?, EuroMPI 2017, "
         "arXiv 1709.03316"
     )
+    intervals = "Intervals are 95 % intervals, by bootstrap over runs; of a share of runs by Clopper and Pearson."
+    task_s, quick_task_s = 36.0, 3.0
 
     def settings(self, options: Options) -> dict[str, Any]:
         """See :meth:`Study.settings`."""

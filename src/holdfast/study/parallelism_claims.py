@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from holdfast.study.base import MEASURED, Claim, Row
+from holdfast.study.base import MEASURED, SHARE, Claim, Row
 from holdfast.study.parallelism_elastic import CALM, GLOO, NOBODY, ULFM
 from holdfast.study.parallelism_jobs import (
     FORWARD,
@@ -112,12 +112,11 @@ def _share(
         return Claim(claim=words, source=source, paper=paper, found=NOT_CHECKED)
     truths = [bool(is_true(row)) for row in rows]
     wrong = [_name(row) for row, truth in zip(rows, truths, strict=True) if not truth]
-    found = f"share of {len(rows)} runs{_iterations(rows)}"
+    found = f"of {len(rows)} runs{_iterations(rows)}"
     found += f"; not so in {'; '.join(wrong)}" if wrong else ""
     ci = share_interval(sum(truths), len(truths))
-    return Claim(
-        claim=words, source=source, paper=paper, ours=sum(truths) / len(truths), ci=ci, holds=not wrong, found=found
-    )
+    ours = sum(truths) / len(truths)
+    return Claim(claim=words, source=source, paper=paper, ours=ours, ci=ci, holds=not wrong, found=found, unit=SHARE)
 
 
 def _iterations(rows: Sequence[Row]) -> str:
@@ -196,8 +195,9 @@ def _restart_redoes_more(killed: Sequence[Row], seed: int) -> Claim:
         return sum(drawn[0]) / len(drawn[0]) - sum(drawn[1]) / len(drawn[1])
 
     ci = bootstrap([more, less], gap, seed)
-    found = f"iterations done again, restart less rollback, means of {len(more)} and {len(less)} runs"
-    return Claim(claim=words, source=DERIVED, ours=gap([more, less]), ci=ci, holds=ci[0] > 0, found=found)
+    found = f"done again, restart less rollback, means of {len(more)} and {len(less)} runs"
+    ours = gap([more, less])
+    return Claim(claim=words, source=DERIVED, ours=ours, ci=ci, holds=ci[0] > 0, found=found, unit="iterations")
 
 
 def _rebuilding_takes_longer(killed: Sequence[Row], seed: int) -> Claim:
@@ -222,7 +222,8 @@ def _rebuilding_takes_longer(killed: Sequence[Row], seed: int) -> Claim:
     found += "".join(f"; {name} {median(more):.1f} ({len(more)})" for name, more in ratios.items() if name != network)
     found += f"; fewer than {_FEWEST} pairs do not tell" if few else ""
     holds = None if few or ci[0] <= 1 <= ci[1] else ci[0] > 1
-    return Claim(claim=words, source=ABSTRACT, ours=median(group), ci=ci, holds=holds, found=found)
+    ours = median(group)
+    return Claim(claim=words, source=ABSTRACT, ours=ours, ci=ci, holds=holds, found=found, unit="times as long")
 
 
 def _every_call_is_needed(measured: Sequence[Row]) -> Claim:
@@ -233,7 +234,7 @@ def _every_call_is_needed(measured: Sequence[Row]) -> Claim:
     calls = list(dict.fromkeys((row["call"], row["instead"]) for row in rows))
     broken = {(row["call"], row["instead"]) for row in rows if row["breaks"]}
     spared = [f"{row['call']} ({row['strategy']})" for row in rows if not row["breaks"]]
-    found = f"calls left out, tried in every run of a job of {min(r['workers'] for r in rows)} to {max(r['workers'] for r in rows)} workers"
+    found = f"left out, tried in every run of a job of {min(r['workers'] for r in rows)} to {max(r['workers'] for r in rows)} workers"
     found += f"; nothing goes wrong without: {', '.join(spared)}" if spared else ""
     missing = [call for call in calls if call not in broken]
     return Claim(
@@ -243,6 +244,7 @@ def _every_call_is_needed(measured: Sequence[Row]) -> Claim:
         ours=float(len(calls) - len(missing)),
         holds=not missing,
         found=found,
+        unit="calls",
     )
 
 
@@ -297,4 +299,6 @@ def _is_quicker_than_elastic_horovod(elastic: Sequence[Row], seed: int) -> Claim
         found += f"; restart, which builds nothing again: {ratio([milder, groups[1]]):.2f} times as long"
     found += f"; fewer than {_FEWEST} runs do not tell" if few else ""
     holds = None if few or ci[0] <= 1 <= ci[1] else ci[0] > 1
-    return Claim(claim=words, source=ELASTIC_ABSTRACT, ours=ratio(groups), ci=ci, holds=holds, found=found)
+    return Claim(
+        claim=words, source=ELASTIC_ABSTRACT, ours=ratio(groups), ci=ci, holds=holds, found=found, unit="times as long"
+    )

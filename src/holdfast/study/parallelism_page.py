@@ -33,7 +33,7 @@ def sections(rows: Sequence[Row]) -> list[dict[str, Any]]:
     by = [name for name in _BY if name not in _IF_THEY_DIFFER or len({row[name] for row in killed}) > 1]
     return [
         _answers([row for row in killed if _in_figure(row, killed)], by),
-        _times_figure(killed[0]["network"] if killed else None),
+        _times_figure(rows, killed[0]["network"] if killed else None),
         _times_table(by),
         _end_table(by),
         _restored_table(),
@@ -42,10 +42,10 @@ def sections(rows: Sequence[Row]) -> list[dict[str, Any]]:
         _structures_table(),
         _bare_table(),
         _pace_table(),
-        _step_figure(),
+        _step_figure(rows),
         _step_table(),
         _data_table(),
-        _elastic_figure(),
+        _elastic_figure(rows),
         _elastic_table(),
         _joined_table(),
         _not_run_table(),
@@ -87,18 +87,36 @@ def _again(row: Mapping[str, Any]) -> str:
     return words
 
 
-def _times_figure(network: str | None) -> dict[str, Any]:
-    return {
+def _bars(rows: Sequence[Row], section: dict[str, Any]) -> dict[str, Any]:
+    """Return a picture of bars that says in its note of how many runs a bar is, and what its line is."""
+    chosen = [row for row in rows if all(row.get(name) == value for name, value in section["where"].items())]
+    counts = [len(group) for group in grouped(chosen, section["by"]).values()]
+    if max(counts, default=1) == 1:
+        told = "A bar is one run, so that there is no spread to show."
+    else:
+        told = f"A bar is the median of {_between(counts)}; its line goes from the least sum of the parts in a run to the greatest"
+        told += ", and where there is none the bar is one run." if min(counts) == 1 else "."
+    return section | {"note": f"{section['note']} {told}", "range": True}
+
+
+def _between(counts: Sequence[int]) -> str:
+    least, most = min(counts), max(counts)
+    return f"{most} runs" if least == most else f"{least} to {most} runs"
+
+
+def _times_figure(rows: Sequence[Row], network: str | None) -> dict[str, Any]:
+    section = {
         "kind": "bars",
         "id": "times-figure",
         "title": "From the kill until the survivors go on",
-        "note": f"By parallelism, strategy and number of workers; {network}, the dead not replaced. Medians over runs. The iteration that is done again is not in "
+        "note": f"By parallelism, strategy and number of workers; {network}, the dead not replaced. The iteration that is done again is not in "
         "it. Each part is the longest at any survivor, so a bar may be longer than all of it took.",
         "where": {"part": "recovery", "status": MEASURED, "network": network, "form": "survivors only"},
         "by": ["kind", "strategy", "workers"],
         "values": _TIMES,
         "unit": "s",
     }
+    return _bars(rows, section)
 
 
 def _times_table(by: list[str]) -> dict[str, Any]:
@@ -258,17 +276,18 @@ def _pace_table() -> dict[str, Any]:
     }
 
 
-def _step_figure() -> dict[str, Any]:
-    return {
+def _step_figure(rows: Sequence[Row]) -> dict[str, Any]:
+    section = {
         "kind": "bars",
         "id": "step-figure",
         "title": "An iteration of the paper's networks, without faults",
-        "note": "Medians.",
+        "note": "Medians over the iterations of a run.",
         "where": {"part": "step", "status": MEASURED},
         "by": ["network", "workers", "mode"],
         "values": [["step_s", "iteration"]],
         "unit": "s",
     }
+    return _bars(rows, section)
 
 
 def _step_table() -> dict[str, Any]:
@@ -309,8 +328,8 @@ def _data_table() -> dict[str, Any]:
 _ELASTIC_BY = ["scenario", "comes", "fabric", "strategy", "workers"]
 
 
-def _elastic_figure() -> dict[str, Any]:
-    return {
+def _elastic_figure(rows: Sequence[Row]) -> dict[str, Any]:
+    section = {
         "kind": "bars",
         "id": "elastic-figure",
         "title": "A worker dies: down (it is not replaced) and same (it is)",
@@ -321,6 +340,7 @@ def _elastic_figure() -> dict[str, Any]:
         "values": [["detect_s", "detect"], ["repair_s", "repair"], ["redo_s", "redone"]],
         "unit": "s",
     }
+    return _bars(rows, section)
 
 
 def _elastic_table() -> dict[str, Any]:

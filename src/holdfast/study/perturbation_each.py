@@ -52,6 +52,8 @@ from holdfast.study.perturbation_rows import (
 from holdfast.workloads.iterative.base import Program
 
 TIMES = 3
+NOTHING = "nothing"
+"""The kind that is the undisturbed run."""
 ONCE, SEVERAL, ALWAYS = OFTEN = ("once", f"{TIMES} times", "every step")
 """How often something befalls a run."""
 ASUNDER = 0.1
@@ -124,7 +126,7 @@ def kind_rows(
 def kinds_of(scene: Scene) -> list[Kind]:
     """Return the kinds that there are for a program, the undisturbed run first."""
     struck, always = (ONCE, SEVERAL), (ALWAYS,)
-    nothing = Kind(name="nothing", make=lambda *_: Nothing(), often=always, is_drawn=False)
+    nothing = Kind(name=NOTHING, make=lambda *_: Nothing(), often=always, is_drawn=False)
     of_blocks = [
         Kind(name="1/4 of the blocks reset", make=lambda when, seed: Reset(when, 1 / 4, seed), often=struck),
         Kind(name="1/16 of the blocks reset", make=lambda when, seed: Reset(when, 1 / 16, seed), often=always),

@@ -88,15 +88,20 @@ class Worker:
         assert key is not None
         assert self.key is None
         if self._process is None:
-            self._connection, theirs = self._context.Pipe()
-            self._process = self._context.Process(target=_work, args=(theirs,))
-            self._process.start()
-            theirs.close()  # or its death would not end the pipe
+            self._start()
         assert self._connection is not None
         self.key, self.limit_s = key, limit_s
         self.deadline_s = float("inf") if limit_s is None else time.monotonic() + limit_s
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it died idle: that is the answer, then
             self._connection.send((function, arguments))
+
+    def _start(self) -> None:
+        mine, theirs = self._context.Pipe()
+        process = self._context.Process(target=_work, args=(theirs,))
+        process.start()  # takes seconds, the first time
+        theirs.close()  # or its death would not end the pipe
+        # Not before: who is told to stop meanwhile has no process to wait for, and what was started finds its pipe closed.
+        self._connection, self._process = mine, process
 
     def answer(self) -> Answer:
         """Return what came; blocks until something does."""

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from holdfast.study.base import MEASURED, Claim, Row
+from holdfast.study.base import MEASURED, SHARE, Claim, Row
 from holdfast.study.scar_bound import bound_claims
 from holdfast.study.scar_claims_further import further_claims
 from holdfast.study.scar_held import (
@@ -18,6 +18,7 @@ from holdfast.study.scar_held import (
     MOST,
     NOT_CHECKED,
     PAPER,
+    POINTS,
     at_least,
     gaps,
     in_percent,
@@ -25,6 +26,7 @@ from holdfast.study.scar_held import (
     partial_of,
     reductions,
     show,
+    told,
     where_it_lies,
 )
 from holdfast.study.scar_policies import FRACTIONS, HINDSIGHT, NODES, PARTIAL, SCAR, TRADITIONAL, chosen
@@ -70,9 +72,9 @@ def _headline(trials: Trials, skews: Mapping[str, float]) -> list[Claim]:
         ours = 100 * late.reduction
         found = f"{where_it_lies(ours)}; failures after the first full save, {late.trials} trials"
         if every := trials.cell(program, SCAR, late=False):
-            found += f"; all failures: {show(every.reduction, every.ci)}"
+            found += f"; all failures: {show(every.reduction, every.ci, '%')}"
         if program in skews:
-            found += f"; the top eighth of the blocks has {skews[program]:.0%} of the drift"
+            found += f"; the top eighth of the blocks has {100 * skews[program]:.0f} % of the drift"
         holds = ours >= LEAST if not in_percent(late.ci)[0] < LEAST < in_percent(late.ci)[1] else None
         found += "" if holds is not None else "; the interval does not tell"
         claims.append(
@@ -84,9 +86,10 @@ def _headline(trials: Trials, skews: Mapping[str, float]) -> list[Claim]:
                 ci=in_percent(late.ci),
                 holds=holds,
                 found=found,
+                unit="%",
             )
         )
-    return claims or [Claim(claim=words, source=ABSTRACT, paper=LEAST, found=NOT_CHECKED)]
+    return claims or [Claim(claim=words, source=ABSTRACT, paper=LEAST, unit="%", found=NOT_CHECKED)]
 
 
 def _near_optimal(trials: Trials) -> Claim:
@@ -94,10 +97,9 @@ def _near_optimal(trials: Trials) -> Claim:
     source = f"{ABSTRACT}; the {_NEAR_POINTS:.0f} points are ours"
     found = gaps(trials, trials.stated(), HINDSIGHT, SCAR)
     if not found:
-        return Claim(claim=words, source=source, paper=_NEAR_POINTS, found=NOT_CHECKED)
+        return Claim(claim=words, source=source, paper=_NEAR_POINTS, unit=POINTS, found=NOT_CHECKED)
     farthest = max(found, key=lambda name: found[name][0])
     value, ci = found[farthest]
-    told = "; ".join(f"{name} {show(*measured)}" for name, measured in found.items())
     return Claim(
         claim=words,
         source=source,
@@ -105,7 +107,8 @@ def _near_optimal(trials: Trials) -> Claim:
         ours=100 * value,
         ci=in_percent(ci),
         holds=100 * value <= _NEAR_POINTS,
-        found=f"points that hindsight, which knows when but not who, is above SCAR; the most, {farthest}; {told}",
+        found=f"hindsight, which knows when but not who, above SCAR; the most, {farthest}; {told(found, POINTS)}",
+        unit=POINTS,
     )
 
 
@@ -149,10 +152,9 @@ def _partial_alone(trials: Trials, nodes: int) -> Claim:
     words = f"Partial recovery alone saves about 1 - p of the iterations: logistic regression, {nodes}/{NODES} lost"
     found = reductions(trials, trials.stated(MLR), partial_of(nodes))
     if not found:
-        return Claim(claim=words, source=EXPECTED, paper=expected, found=NOT_CHECKED)
+        return Claim(claim=words, source=EXPECTED, paper=expected, unit="%", found=NOT_CHECKED)
     farthest = max(found, key=lambda name: abs(100 * found[name][0] - expected))
     value, ci = found[farthest]
-    told = "; ".join(f"{name} {show(*measured)}" for name, measured in found.items())
     return Claim(
         claim=words,
         source=EXPECTED,
@@ -160,7 +162,8 @@ def _partial_alone(trials: Trials, nodes: int) -> Claim:
         ours=100 * value,
         ci=in_percent(ci),
         holds=abs(100 * value - expected) <= _NEAR_POINTS,
-        found=f"the farthest from it, {farthest}; within {_NEAR_POINTS:.0f} points was asked; {told}",
+        found=f"the farthest from it, {farthest}; within {_NEAR_POINTS:.0f} points was asked; {told(found)}",
+        unit="%",
     )
 
 
@@ -183,7 +186,8 @@ def _never_farther(trials: Trials) -> Claim:
         paper=1.0,
         ours=float(np.mean(kept)),
         holds=all(kept),
-        found=f"share of {len(kept)} failures",
+        found=f"of {len(kept)} failures",
+        unit=SHARE,
     )
 
 
@@ -202,7 +206,8 @@ def _share_of_square(trials: Trials, rows: Sequence[Row], nodes: int) -> Claim:
     value, ci, every = shares
     holds = ci[0] <= expected <= ci[1] or abs(value - expected) <= _NEAR_SHARE
     found = f"mean over {len(every)} failures of {len(divided)} programs, each with its own shares of the blocks"
-    return Claim(claim=words, source=PAPER, paper=expected, ours=value, ci=ci, holds=holds, found=found)
+    unit = "of ||d||^2"
+    return Claim(claim=words, source=PAPER, paper=expected, ours=value, ci=ci, holds=holds, found=found, unit=unit)
 
 
 def _order_of_choices(trials: Trials) -> list[Claim]:
@@ -264,5 +269,6 @@ def _same_bytes(trials: Trials, rows: Sequence[Row]) -> Claim:
         paper=1.0,
         ours=ratios[most],
         holds=ratios[most] <= 1 + 1e-6,
-        found=f"the most, relative to that: {most}; mean over failures after the first full save",
+        found=f"the most: {most}; mean over failures after the first full save",
+        unit="times the bytes of the full saves",
     )

@@ -14,21 +14,30 @@ PAPER = "paper"
 DERIVED = "derived"
 EXPECTED = "expected from a prototype"
 NOT_CHECKED = "not checked: nothing was run that tells"
+POINTS = "points"
+"""The unit of a difference of percentages."""
 LEAST, MOST = 78.0, 95.0
 """What the abstract says that SCAR saves, in percent."""
 
 Measured = tuple[float, tuple[float, float]]
 
 
-def show(value: float, ci: tuple[float, float]) -> str:
-    """Return a reduction and its interval in percent, as tables and claims show it."""
+def show(value: float, ci: tuple[float, float], unit: str = "") -> str:
+    """Return a reduction and its interval in percent, as tables and claims show it; an end that there is not as infinite."""
     if not math.isfinite(value):
         return "nothing to save"  # going back cost nothing in any of the trials
-    return f"{_whole(value)} [{_whole(ci[0])}, {_whole(ci[1])}]"
+    return f"{_whole(value)} [{_whole(ci[0])}, {_whole(ci[1])}] {unit}".rstrip()
 
 
 def _whole(share: float) -> str:
-    return str(round(100 * share)) if math.isfinite(share) else "-"
+    if math.isfinite(share):
+        return str(round(100 * share))
+    return "-∞" if share < 0 else "∞"
+
+
+def told(found: Mapping[str, Measured], unit: str = "%") -> str:
+    """Return each program, or what else was measured, with its number, in a sentence of a claim."""
+    return "; ".join(f"{name} {show(*measured, unit)}" for name, measured in found.items())
 
 
 def in_percent(ci: tuple[float, float]) -> tuple[float, float]:
@@ -54,27 +63,27 @@ def partial_of(nodes: int) -> str:
 # Verdicts
 
 
-def at_least(words: str, source: str, least: float, found: Mapping[str, Measured]) -> Claim:
-    """Hold that something is at least so many percent, of each program; None if an interval does not tell and none is below.
+def at_least(words: str, source: str, least: float, found: Mapping[str, Measured], unit: str = "%") -> Claim:
+    """Hold that something is at least so many percent, or points, of each program; None if an interval does not tell and none is below.
 
     The lowest is shown.
     """
     if not found:
-        return Claim(claim=words, source=source, paper=least, found=NOT_CHECKED)
+        return Claim(claim=words, source=source, paper=least, unit=unit, found=NOT_CHECKED)
     lowest = min(found, key=lambda name: found[name][0])
     value, ci = found[lowest]
-    told = "; ".join(f"{name} {show(*measured)}" for name, measured in found.items())
     below = [name for name, (_, (_, high)) in found.items() if 100 * high < least]
     unclear = [name for name, (_, (low, high)) in found.items() if 100 * low < least <= 100 * high]
-    told += f"; the interval does not tell: {', '.join(unclear)}" if unclear else ""
+    unsure = f"; the interval does not tell: {', '.join(unclear)}" if unclear else ""
     return Claim(
         claim=words,
         source=source,
         paper=least,
+        unit=unit,
         ours=100 * value,
         ci=in_percent(ci),
         holds=False if below else None if unclear else True,
-        found=f"the lowest, {lowest}; {told}",
+        found=f"the lowest, {lowest}; {told(found, unit)}{unsure}",
     )
 
 
@@ -95,13 +104,14 @@ def gaps(trials: Trials, programs: Sequence[str], policy: str, other: str) -> di
 def is_above(words: str, found: Mapping[str, Measured]) -> Claim:
     """Hold that every difference, by its name, is above 0; None if an interval does not tell and none is against it."""
     if not found:
-        return Claim(claim=words, source=PAPER, found=NOT_CHECKED)
+        return Claim(claim=words, source=PAPER, unit=POINTS, found=NOT_CHECKED)
     lowest = min(found, key=lambda name: found[name][0])
     value, ci = found[lowest]
     against = [name for name, (_, (_, high)) in found.items() if high < 0]
     unclear = [name for name, (_, (low, high)) in found.items() if low <= 0 <= high]
-    told = f"points more, the least of {len(found)}: {lowest}"
-    told += f"; not so: {', '.join(against)}" if against else ""
-    told += f"; the interval does not tell: {', '.join(unclear)}" if unclear else ""
+    text = f"more, the least of {len(found)}: {lowest}"
+    text += f"; not so: {', '.join(against)}" if against else ""
+    text += f"; the interval does not tell: {', '.join(unclear)}" if unclear else ""
     holds = False if against else None if unclear else True
-    return Claim(claim=words, source=PAPER, ours=100 * value, ci=in_percent(ci), holds=holds, found=told)
+    ours, ends = 100 * value, in_percent(ci)
+    return Claim(claim=words, source=PAPER, ours=ours, ci=ends, holds=holds, found=text, unit=POINTS)

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.study.against import cost_against
-from holdfast.study.base import MEASURED, NOT_RUN, Claim, Row, Task
+from holdfast.study.base import MEASURED, NOT_RUN, SHARE, Claim, Row, Task
 from holdfast.study.frameworks import WORKERS
 from holdfast.study.parallelism_jobs import ended, own_environment
 from holdfast.study.stats import share_interval
@@ -142,10 +142,19 @@ def live_claims(rows: Sequence[Row]) -> list[Claim]:
         return [Claim(claim=words, source=_DERIVED, found="not checked: nothing was run that tells")]
     same = [row["same_bits"] and row["killed"] and row["restored"] > 0 for row in live]
     costs = [row["cost"] for row in live if row["cost"] is not None]
-    found = f"share of {len(live)} runs that end with the predicted bits"
+    found = f"of {len(live)} runs end with the predicted bits"
     if costs:
-        found += f"; iteration cost {min(costs):.2f} to {max(costs):.2f}, {sum(costs) / len(costs):.2f} on average"
+        found += f"; iteration cost {min(costs):.2f} to {max(costs):.2f}, {sum(costs) / len(costs):.2f} iterations on average"
     ci = share_interval(sum(same), len(same))
     return [
-        Claim(claim=words, source=_DERIVED, paper=1.0, ours=sum(same) / len(same), ci=ci, holds=all(same), found=found)
+        Claim(
+            claim=words,
+            source=_DERIVED,
+            paper=1.0,
+            ours=sum(same) / len(same),
+            ci=ci,
+            holds=all(same),
+            found=found,
+            unit=SHARE,
+        )
     ]

@@ -24,8 +24,10 @@ from holdfast.study.scar_policies import (
     chosen,
 )
 from holdfast.study.scar_rows import Trials
+from holdfast.study.scar_save import held_table
 from holdfast.study.scar_shown import AXIS, LATE, READ, figure, pivot, row_of, rows_of, shown, table, unbroken
 from holdfast.study.scar_tables import live_table, not_run_table, pilot_table, rates_table
+from holdfast.study.scar_told import policies_table
 
 _PRIORITY = chosen("full", "priority", FRACTIONS[-1])
 _ODD = (
@@ -45,7 +47,7 @@ def sections(rows: Sequence[Row]) -> list[dict[str, Any]]:
             trials,
             "partial",
             "Partial recovery alone",
-            "From full saves, by how many of four nodes die. Expected: 75, 50, 25.",
+            "From full saves, by how many of four nodes die. Expected: 75, 50, 25 %.",
             {partial_of(nodes): f"{nodes}/{NODES} lost" for nodes in range(1, NODES)},
         ),
         _choices_figure(trials),
@@ -58,6 +60,7 @@ def sections(rows: Sequence[Row]) -> list[dict[str, Any]]:
             "",
             {SCAR if nodes == NODES // 2 else f"{SCAR}, {nodes}/{NODES} lost": f"{nodes}/{NODES} lost" for nodes in range(1, NODES)},
         ),
+        policies_table(trials),
         _controls_table(trials),
         several_table(trials),
         further_figure(trials),
@@ -65,8 +68,9 @@ def sections(rows: Sequence[Row]) -> list[dict[str, Any]]:
         chosen_table(trials),
         *bound_sections(rows),
         live_table(),
+        held_table(),
         every_table(trials),
-        rates_table(),
+        rates_table(rows),
         pilot_table(rows),
         not_run_table(),
     ]  # fmt: skip
@@ -112,7 +116,7 @@ def _headline_table(trials: Trials, skews: Mapping[str, float]) -> dict[str, Any
                 "both_trials": unbroken(f"{late.trials}, {every.trials}"),
                 "range": where_it_lies(100 * late.reduction).removesuffix(" the range"),
                 "base": unbroken(f"{base.cost:.1f} [{base.cost_ci[0]:.1f}, {base.cost_ci[1]:.1f}]"),
-                "skew": f"{skews[program]:.0%}" if program in skews else None,
+                "skew": f"{100 * skews[program]:.0f}" if program in skews else None,
             }
         )
     return table(
@@ -120,18 +124,18 @@ def _headline_table(trials: Trials, skews: Mapping[str, float]) -> dict[str, Any
         "The abstract's number: SCAR with r = 1/8, half of the blocks lost",
         f"{READ} T >= C: failures after the first full save; before it, what traditional recovery restores is the beginning. "
         "Skew: the share of the drift from iteration 3 C to 4 C, in squares, that the top eighth of the blocks has, in an "
-        f"undisturbed run. Trials: with T >= C, and all. {_ODD}",
+        f"undisturbed run. Made: with T >= C, and all. {_ODD}",
         lines,
         ["program"],
         [
-            ["reduction", "saved, T >= C", "text"],
-            ["range", "of 78 to 95", "text"],
-            ["all", "saved, all", "text"],
-            ["skew", "skew", "text"],
-            ["cost_text", "cost, iterations", "text"],
-            ["base", "traditional", "text"],
-            ["both_trials", "trials", "text"],
-            ["odd", "odd", "text"],
+            ["reduction", "saved, T >= C", "text", "%"],
+            ["range", "of 78 to 95 %", "text"],
+            ["all", "saved, all", "text", "%"],
+            ["skew", "skew", "text", "%"],
+            ["cost_text", "cost", "text", "iterations"],
+            ["base", "traditional", "text", "iterations"],
+            ["both_trials", "made", "text", "trials"],
+            ["odd", "odd", "text", "trials"],
         ],
     )
 
@@ -205,7 +209,7 @@ def _choices_table(trials: Trials, restore: str, title: str) -> dict[str, Any]:
         f"{LATE}{READ} Half of the blocks lost. r = 1 is {same}, whatever is chosen.",
         lines,
         ["program", "choice"],
-        [["whole", "r = 1", "text"], *([_fraction(fraction), _fraction(fraction), "text"] for fraction in FRACTIONS)],
+        [["whole", "r = 1", "text", "%"], *([_fraction(r), _fraction(r), "text", "%"] for r in FRACTIONS)],
     )
 
 
@@ -222,14 +226,15 @@ def _controls_table(trials: Trials) -> dict[str, Any]:
         f"{LATE}{READ} Hindsight: at every save of r = 1/8, the blocks were chosen that make the sum of the squares of the distances to the state at "
         "the failure the least; it knows when nodes die, and in the other line who does too. It is an estimate of the least cost that any choice of the same "
         "bytes could have had: the distance is the least, up to a block or two, but the cost need not be. Nothing lost, other randomness: what chance alone costs. "
-        "Above SCAR: in points, paired. Restored to: at which distance. Odd: trials that are censored, and negative.",
+        "Above SCAR: in points, paired. Restored to: how far from what was lost, as the program takes distances (Euclidean; of documents, tokens with another topic); "
+        "numbers of different programs cannot be compared. Odd: trials that are censored, and negative.",
         lines,
         ["program", "policy"],
         [
-            ["reduction", "saved", "text"],
-            ["gap", "above SCAR", "text"],
-            ["cost_text", "cost, iterations", "text"],
-            ["error", "restored to", "number"],
-            ["odd", "odd", "text"],
+            ["reduction", "saved", "text", "%"],
+            ["gap", "above SCAR", "text", "points"],
+            ["cost_text", "cost", "text", "iterations"],
+            ["error", "restored to", "number", "distance"],
+            ["odd", "odd", "text", "trials"],
         ],
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from holdfast.study.scar_policies import (
+    CALIBRATED,
     HINDSIGHT,
     HINDSIGHT_WHO,
     LINE,
@@ -17,6 +18,8 @@ from holdfast.study.scar_policies import (
 )
 from holdfast.study.scar_rows import Trials
 from holdfast.study.scar_shown import AXIS, LATE, READ, figure, row_of, rows_of, shown, table
+from holdfast.study.scar_told import CHOSEN
+from holdfast.study.stats import RESAMPLES
 
 
 def _further(trials: Trials, program: str) -> list[str]:
@@ -32,13 +35,14 @@ def _further(trials: Trials, program: str) -> list[str]:
 
 def further_figure(trials: Trials) -> dict[str, Any]:
     """Return dead reckoning beside SCAR."""
-    rows = rows_of(trials, trials.programs(), [SCAR, LINE, LINE_INT8])
+    rows = rows_of(trials, trials.programs(), [SCAR, LINE, CALIBRATED, LINE_INT8])
     return figure(
         "intervals",
         "further-figure",
         "Dead reckoning, at the same bytes",
         f"{LATE}Half of the blocks lost, r = 1/8. A lost block is restored to where the line through its last two saves leads, and "
-        "what is saved is what is farthest from there; int8: saved as steps of a byte, of which more fit.",
+        "what is saved is what is farthest from there. Calibrated: it goes only that share of the way which the survivors have gone of theirs. "
+        "int8: saved as steps of a byte, of which more fit.",
         rows,
         by=["program"],
         series=["policy"],
@@ -61,10 +65,10 @@ def further_table(trials: Trials) -> dict[str, Any]:
         lines,
         ["program", "policy"],
         [
-            ["reduction", "saved", "text"],
-            ["gap", "above SCAR", "text"],
-            ["cost_text", "cost, iterations", "text"],
-            ["odd", "odd", "text"],
+            ["reduction", "saved", "text", "%"],
+            ["gap", "above SCAR", "text", "points"],
+            ["cost_text", "cost", "text", "iterations"],
+            ["odd", "odd", "text", "trials"],
         ],
     )
 
@@ -87,15 +91,14 @@ def chosen_table(trials: Trials) -> dict[str, Any]:
     return table(
         "chosen",
         "One policy, chosen by the system",
-        f"{LATE}{READ} Failures were rehearsed on copies of the state of an undisturbed run, with every policy that needs no foresight; "
-        "the one of the least mean cost was chosen, and then tried on seeds that it was not chosen on.",
+        f"{LATE}{READ} {CHOSEN}",
         lines,
         ["program", "policy"],
         [
-            ["rehearsed", "in rehearsal", "text"],
-            ["reduction", "on fresh seeds", "text"],
-            ["gap", "above SCAR", "text"],
-            ["trials", "trials", "number"],
+            ["rehearsed", "in rehearsal", "text", "%"],
+            ["reduction", "on fresh seeds", "text", "%"],
+            ["gap", "above SCAR", "text", "points"],
+            ["trials", "made", "number", "trials"],
         ],
     )
 
@@ -116,10 +119,10 @@ def several_table(trials: Trials) -> dict[str, Any]:
         lines,
         ["program", "failures", "policy"],
         [
-            ["reduction", "saved", "text"],
-            ["cost_text", "cost, iterations", "text"],
-            ["trials", "trials", "number"],
-            ["odd", "odd", "text"],
+            ["reduction", "saved", "text", "%"],
+            ["cost_text", "cost", "text", "iterations"],
+            ["trials", "made", "number", "trials"],
+            ["odd", "odd", "text", "trials"],
         ],
     )
 
@@ -135,16 +138,17 @@ def every_table(trials: Trials) -> dict[str, Any]:
     return table(
         "every",
         "Every policy with every program",
-        f"{READ} Odd: trials that are censored, and negative.",
+        f"{READ} Restored to: how far from what was lost, root of the mean square. Odd: trials that are censored, and negative.",
         lines,
         ["program", "policy"],
         [
-            ["reduction", "saved, T >= C", "text"],
-            ["all", "saved, all", "text"],
-            ["cost_text", "cost, iterations", "text"],
-            ["error", "restored to", "number"],
-            ["bytes", "bytes per iteration", "text"],
-            ["trials", "trials", "number"],
-            ["odd", "odd", "text"],
+            ["reduction", "saved, T >= C", "text", "%"],
+            ["all", "saved, all", "text", "%"],
+            ["cost_text", "cost", "text", "iterations"],
+            ["error", "restored to", "number", "distance"],
+            ["bytes", "written", "text", "bytes an iteration"],
+            ["undefined", "resamples without a reduction", "number", f"of {RESAMPLES:,}"],
+            ["trials", "made", "number", "trials"],
+            ["odd", "odd", "text", "trials"],
         ],
     ) | {"folded": True}

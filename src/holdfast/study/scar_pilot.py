@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +20,8 @@ from holdfast.workloads.iterative.base import Program
 
 LEVELS = 7
 _PILOTS = 3
+_WIDER = (1, 2, 4)
+"""Times the window of a program that are tried, until the loss can be told from its noise."""
 
 
 def pilot(course: Course) -> list[Row]:
@@ -34,31 +37,47 @@ def pilot(course: Course) -> list[Row]:
         runs.append(losses)
         skews.append(skew(drift))
     seconds = (time.perf_counter() - began) / (_PILOTS * course.iterations)
-    # A level that another seed does not reach would measure the seed.
-    found = [
-        level
-        for level in levels(runs[0], course.window, LEVELS, begin=2 * course.every)
-        if all(math.isfinite(kappa(losses, level, course.window)) for losses in runs)
-    ]
-    if not found:
-        msg = f"{course.name}: no level of the loss is reached with every seed; run the pilot for more iterations"
-        raise ConfigError(msg)
+    found, window = _levels(runs, course)
     rows = program.rows(program.start())
     row: Row = {
         "part": "pilot",
         "status": MEASURED,
         "program": course.name,
         "levels": found,
-        "kappas": [kappa(runs[0], level, course.window) for level in found],
+        "kappas": [kappa(runs[0], level, window) for level in found],
         "skew": float(np.mean(skews)),
         "blocks": program.blocks,
         "block_bytes": int(program.block_bytes.sum()),
         "optimizer_state": len(rows) > 1,
         "every": course.every,
-        "window": course.window,
+        "window": window,
         "iteration_s": seconds,
     }
     return [row]
+
+
+def _levels(runs: Sequence[Sequence[float]], course: Course) -> tuple[list[float], int]:
+    """Return the levels of the loss that every run reaches, and the window that its mean is taken over.
+
+    That is the course's, or the least of its doubles with which the loss falls by more than its noise: at the best
+    learning rate a loss can be too noisy for the window that is enough at the stated one.
+
+    Raises:
+        ConfigError: if it falls with none of them.
+    """
+    for times in _WIDER:
+        window = times * course.window
+        try:
+            reached = levels(runs[0], window, LEVELS, begin=2 * course.every)
+        except ConfigError:
+            if times == _WIDER[-1]:
+                raise
+            continue
+        # A level that another seed does not reach would measure the seed.
+        if found := [level for level in reached if all(math.isfinite(kappa(run, level, window)) for run in runs)]:
+            return found, window
+    msg = f"{course.name}: no level of the loss is reached with every seed; run the pilot for more iterations"
+    raise ConfigError(msg)
 
 
 def _watched(program: Program, course: Course) -> tuple[list[float], Tensor]:
@@ -83,7 +102,7 @@ def skew(drift: Tensor) -> float:
 
 def with_levels(course: Course, row: Row) -> Course:
     """Return the course with what its pilot found."""
-    return replace(course, levels=tuple(row["levels"]), last=row["kappas"][-1])
+    return replace(course, levels=tuple(row["levels"]), last=row["kappas"][-1], window=row["window"])
 
 
 def at_rate(course: Course, times: float) -> list[Row]:

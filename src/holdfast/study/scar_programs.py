@@ -62,6 +62,8 @@ class Entry:
         return self.title or self.program
 
 
+ITEMS_FIRST = "items first"
+"""How a factorisation is called whose live factor is that of the users: there are fewer of them, so it takes less to save."""
 _FEW: dict[str, Any] = {"fractions": (LEAST,)}
 _ALS: dict[str, Any] = {"every": 8, "window": 1, "iterations": 32, "has_rate": False}
 _LDA: dict[str, Any] = {"every": 8, "window": 4, "iterations": 64, "has_rate": False}
@@ -75,6 +77,14 @@ ENTRIES = (
     Entry(program="cnn-adam-digits", iterations=96, **_FEW),
     Entry(program="cnn-momentum-digits", iterations=96, **_FEW),
     Entry(program="als-movielens", from_files=True, **_ALS, **_FEW),
+    Entry(
+        program="als-movielens",
+        title=f"als-movielens, {ITEMS_FIRST}",
+        from_files=True,
+        options=(("first", "items"),),
+        **_ALS,
+        **_FEW,
+    ),
     Entry(program="als-ratings", **_ALS),
     Entry(program="lda-reuters", from_files=True, **_LDA),
     Entry(program="lda-documents", **_LDA),

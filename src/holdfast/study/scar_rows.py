@@ -16,6 +16,7 @@ from holdfast.study.stats import RESAMPLES
 Numbers = NDArray[np.float64]
 AT_BEST = ", best rate"
 """Ends the name of a program that runs at its best learning rate, not at the stated one."""
+_ENDS = (0.025, 0.975)
 MLR, NETWORKS, ALS, LDA = ("mlr",), ("mlp", "cnn", "gpt"), ("als",), ("lda",)
 """How the names of programs begin."""
 
@@ -29,7 +30,8 @@ class Cell:
         cost: Iterations, mean.
         cost_ci: Its 95 % interval.
         reduction: 1 - mean cost / mean traditional cost; nan where the traditional cost is not above 0.
-        ci: Its 95 % interval, by paired bootstrap over the trials.
+        ci: Its 95 % interval, by paired bootstrap over the trials; infinite ends where too many resamples have none.
+        undefined: In how many of the :data:`~holdfast.study.stats.RESAMPLES` resamples the traditional cost is not above 0.
         censored: Trials in which a level was not reached: their costs are lower bounds.
         negative: Trials in which the failure helped.
         bytes: Written per iteration, mean.
@@ -41,6 +43,7 @@ class Cell:
     cost_ci: tuple[float, float]
     reduction: float
     ci: tuple[float, float]
+    undefined: int
     censored: int
     negative: int
     bytes: float
@@ -103,13 +106,15 @@ class Trials:
         costs, base = (np.array([row["cost"] for row in side]) for side in zip(*pairs, strict=True))
         weights = _weights(len(pairs), self._seed)
         drawn, drawn_base = weights @ costs, weights @ base
+        reductions = _less(drawn, drawn_base)
         mine = [mine for mine, _ in pairs]
         return Cell(
             trials=len(pairs),
             cost=float(costs.mean()),
             cost_ci=_interval(drawn),
             reduction=float(_less(costs.mean(), base.mean())),
-            ci=_interval(_less(drawn, drawn_base)),
+            ci=_interval(reductions),
+            undefined=int(np.isnan(reductions).sum()),
             censored=sum(row["censored"] > 0 for row in mine),
             negative=sum(row["cost"] < 0 for row in mine),
             bytes=float(np.mean([row.get("bytes", 0.0) for row in mine])),
@@ -172,7 +177,13 @@ def _less(cost: NDArray[np.float64] | float, base: NDArray[np.float64] | float) 
 
 
 def _interval(drawn: Numbers) -> tuple[float, float]:
-    low, high = np.nanquantile(drawn, (0.025, 0.975)) if np.isfinite(drawn).any() else (np.nan, np.nan)
+    """Return the 95 % percentile interval of what resamples say; one that says nothing counts as beyond both ends."""
+    silent = np.isnan(drawn)
+    if not silent.any():
+        low, high = np.quantile(drawn, _ENDS)
+        return float(low), float(high)
+    low = np.quantile(np.where(silent, -np.inf, drawn), _ENDS[0], method="lower")  # between infinities nothing lies
+    high = np.quantile(np.where(silent, np.inf, drawn), _ENDS[1], method="higher")
     return float(low), float(high)
 
 

@@ -19,6 +19,8 @@ READ = (
 AXIS = "iterations saved, %"
 _LIMITS = (-60, 130)
 """Percent; what is beyond is in the tables."""
+_FAR = 1e3
+"""A share so far beyond any picture that it stands for an infinite one."""
 
 
 def called(policy: str) -> str:
@@ -50,11 +52,12 @@ def row_of(program: str, policy: str, cell: Cell) -> Row:
         "odd": unbroken(f"{cell.censored}, {cell.negative}"),
         "bytes": f"{cell.bytes:,.0f}",
         "error": cell.error,
+        "undefined": cell.undefined,
     }
 
 
 def _percent(share: float) -> float | None:
-    return 100 * share if math.isfinite(share) else None
+    return None if math.isnan(share) else 100 * max(-_FAR, min(_FAR, share))
 
 
 def rows_of(trials: Trials, programs: Sequence[str], policies: Sequence[str], *, late: bool = True) -> list[Row]:
@@ -104,5 +107,5 @@ def pivot(trials: Trials, name: str, title: str, note: str, policies: Mapping[st
             if cells
             else []
         )
-    columns = [[policy, heading, "text"] for policy, heading in policies.items()]
+    columns = [[policy, heading, "text", "%"] for policy, heading in policies.items()]
     return table(name, title, f"{LATE}{READ} {note}".strip(), lines, ["program"], columns)

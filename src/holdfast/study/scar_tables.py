@@ -9,17 +9,23 @@ from holdfast.study.base import MEASURED, NOT_RUN, Row
 from holdfast.study.scar_shown import unbroken
 
 
-def rates_table() -> dict[str, Any]:
+def rates_table(rows: Sequence[Row]) -> dict[str, Any]:
     """Return the sweep of learning rates."""
+    found = [row for row in rows if row["part"] == "rate" and row["status"] == MEASURED]
     return {
         "kind": "table",
         "id": "rates",
         "title": "Learning rates",
         "note": "The loss at the end of the pilot, by multiples of the stated rate; the best is that of the least loss. "
         "Under-tuned rates make anything look good that makes steps larger.",
-        "where": {"part": "rate", "status": MEASURED},
-        "by": ["program", "times"],
-        "columns": [["rate", "rate", "number"], ["loss", "loss", "number"], ["best", "best", "truth"]],
+        "where": {},
+        "rows": [row | {"times_the_stated_rate": row["times"]} for row in found],
+        "by": ["program", "times_the_stated_rate"],
+        "columns": [
+            ["rate", "rate", "number"],
+            ["loss", "loss", "number", "nats a sample"],
+            ["best", "best", "truth"],
+        ],
     }
 
 
@@ -40,19 +46,19 @@ def pilot_table(rows: Sequence[Row]) -> dict[str, Any]:
         "id": "pilot",
         "title": "The programs, undisturbed",
         "note": "Levels: losses at which iterations are counted, where the loss falls by several times its noise; how many, and the first and the last of "
-        "them; reached after so many iterations. Where they are few, a cost is the mean over few. Mean of: so many losses are averaged. "
-        "Iteration: one of it, and its loss.",
+        "them; reached after so many iterations. Where they are few, a cost is the mean over few. Mean of: so many losses are averaged, "
+        "twice or four times as many as is stated in the settings where the loss is too noisy for that. Iteration: one of it, and its loss. Losses: in nats a sample, of LDA a token; of ALS squared ratings; of a quadratic (x - x*)' H (x - x*) / 2.",
         "where": {},
         "rows": lines,
         "by": ["program"],
         "columns": [
-            ["blocks", "blocks", "number"],
-            ["block_bytes", "bytes", "number"],
-            ["every", "C", "number"],
-            ["window", "mean of", "number"],
+            ["blocks", "state", "number", "blocks"],
+            ["block_bytes", "state", "number", "bytes"],
+            ["every", "C", "number", "iterations"],
+            ["window", "mean of", "number", "iterations"],
             ["count", "levels", "number"],
             ["between", "losses", "text"],
-            ["reached", "reached after", "text"],
+            ["reached", "reached", "text", "iterations"],
             ["skew", "skew", "%"],
             ["iteration_s", "iteration", "ms"],
         ],
@@ -69,10 +75,10 @@ def live_table() -> dict[str, Any]:
         "where": {"part": "live", "status": MEASURED},
         "by": ["program", "policy", "fabric", "workers", "kill_step"],
         "columns": [
-            ["restored", "blocks restored", "number"],
-            ["staleness", "how stale, steps", "text"],
-            ["cost", "iteration cost", "number"],
-            ["predicted", "predicted", "number"],
+            ["restored", "restored", "number", "blocks"],
+            ["staleness", "how stale", "text", "steps"],
+            ["cost", "cost", "number", "iterations"],
+            ["predicted", "predicted", "number", "iterations"],
             ["same_bits", "same bits as predicted", "truth"],
         ],
     }

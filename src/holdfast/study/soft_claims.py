@@ -113,7 +113,8 @@ def _absorbed(cells: Sequence[Row], platform: str, network: str, dataset: str) -
                 ours=ours,
                 ci=ci,
                 holds=True if ci[0] >= _ABSORBED else False if ci[1] < _ABSORBED else None,
-                found=f"percent of trainings without a change, dozens of flips (10 or 100) below that bit in one process's model; we ask for {_ABSORBED:.0f}",
+                unit="%",
+                found=f"of trainings without a change, dozens of flips (10 or 100) below that bit in one process's model; we ask for {_ABSORBED:.0f}",
             )
         )
     if below[1] and hit[1]:
@@ -126,7 +127,8 @@ def _absorbed(cells: Sequence[Row], platform: str, network: str, dataset: str) -
                 ours=ours,
                 ci=ci,
                 holds=_above(hit, other),
-                found=f"percent of trainings that changed; with flips below it {_show(other)}",
+                unit="%",
+                found=f"of trainings that changed; with flips below it {_show(other)}",
             )
         )
     return claims
@@ -158,7 +160,8 @@ def _more_sensitive(cells: Sequence[Row], platform: str, seed: int) -> Claim | N
         ours=ours,
         ci=ci,
         holds=True if ci[0] > 0 else False if ci[1] < 0 else None,
-        found=f"points more trainings that changed, mean over {len(pairs)} pairs of settings, which are drawn for the interval",
+        unit="points",
+        found=f"more trainings that changed, mean over {len(pairs)} pairs of settings, which are drawn for the interval",
     )
 
 
@@ -168,10 +171,12 @@ def _all_collapse(cells: Sequence[Row], platform: str) -> Claim | None:
         return None
     ours, ci = _percent(found)
     optimizer = counted(cells, "NaN", platform=platform, bits=ALL, flips=_MANY, experiment=CROSSED, target=OPTIMIZER)
-    told = "percent of trainings, 500 and 1000 flips of any bits in the model of one, half or all processes"
+    told = "of trainings, 500 and 1000 flips of any bits in the model of one, half or all processes"
     told += f"; in the optimizer {_show(optimizer)}" if optimizer[1] else ""
     words = f"{ALL_COLLAPSE}: {platform}"
-    return Claim(claim=words, source=SECOND, paper=100.0, ours=ours, ci=ci, holds=found[0] == found[1], found=told)
+    return Claim(
+        claim=words, source=SECOND, paper=100.0, ours=ours, ci=ci, holds=found[0] == found[1], found=told, unit="%"
+    )
 
 
 def _critical_bit(cells: Sequence[Row], width: str) -> Claim | None:
@@ -186,7 +191,7 @@ def _critical_bit(cells: Sequence[Row], width: str) -> Claim | None:
     others = {bit: count for bit, count in curve.items() if bit != expected}
     second = max(others, key=lambda bit: others[bit][0] / others[bit][1])
     worst = max(curve, key=lambda bit: curve[bit][0] / curve[bit][1])
-    told = f"percent of trainings that changed: bit {expected} {_show(curve[expected])}; the most of all others, bit {second}, {_show(others[second])}"
+    told = f"the bit whose flip changed most trainings; bit {expected} {_show(curve[expected])}; the most of all others, bit {second}, {_show(others[second])}"
     return Claim(
         claim=f"{CRITICAL_BIT}, bit {expected} of {width}",
         source=DERIVED if width == "bfloat16" else SECOND,
@@ -204,9 +209,9 @@ def _critical_against_below(cells: Sequence[Row], width: str) -> Claim | None:
     if not (hit[1] and below[1]):
         return None
     ours, ci = _percent(hit)
-    told = f"percent of trainings in {width} that changed; with 100 flips below it {_show(below)}"
+    told = f"of trainings in {width} that changed; with 100 flips below it {_show(below)}"
     words = f"{ONE_DECIDES}: {width}"
-    return Claim(claim=words, source=SECOND, ours=ours, ci=ci, holds=_above(hit, below), found=told)
+    return Claim(claim=words, source=SECOND, ours=ours, ci=ci, holds=_above(hit, below), found=told, unit="%")
 
 
 def _propagation(rows: Sequence[Row]) -> Claim:
@@ -238,5 +243,6 @@ def _alone(row: Row) -> Claim:
         paper=100.0,
         ours=100 * row["equal"] / row["trials"],
         holds=row["equal"] == row["trials"],
-        found=f"percent of {row['trials']} trainings; {row['harmed_percent']:.1f} % changed, in processes of their own {alone}{difference}",
+        unit="%",
+        found=f"of {row['trials']} trainings; {row['harmed_percent']:.1f} % changed, in processes of their own {alone}{difference}",
     )

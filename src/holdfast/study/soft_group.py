@@ -98,6 +98,7 @@ class Group:
 
         Raises:
             GroupFailed: if a process failed; the group is ended, and made anew by the next order.
+            InternalError: if the training was not one that says something: that is our mistake, and no outcome.
         """
         self.begin()
         try:
@@ -139,7 +140,8 @@ class Group:
                     why = why or f"rank {rank} died: {self._ended()}"
             if why:
                 self.end()
-                error = GroupFailed(why)
+                is_ours = any(answer[0].get("is_ours") for answer in found.values())
+                error = InternalError(why) if is_ours else GroupFailed(why)
                 for answer in found.values():
                     if "trace" in answer[0]:
                         error.add_note(f"in a process of the group:\n{answer[0]['trace']}")

@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from holdfast.errors import InternalError
 from holdfast.study.soft_setup import SESSION, Setup
 from holdfast.study.workers.soft_process import RankProcess
 from holdfast.study.workers.soft_session import SessionProcess
@@ -54,7 +55,8 @@ def serve(connection: Connection, setup: Setup, rank: int, folder: Path, store: 
     except (EOFError, BrokenPipeError, ConnectionResetError):
         return  # nobody asks any more
     except Exception as error:
-        connection.send([{"error": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()}])
+        told = {"error": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()}
+        connection.send([told | {"is_ours": isinstance(error, InternalError)}])
 
 
 def _loopback() -> str:

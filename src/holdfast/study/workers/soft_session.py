@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 import holdfast
+from holdfast.errors import InternalError, MessageAltered, ReplicasDiffer
+from holdfast.events import Record, Recovered
 from holdfast.faults.names import chosen
 from holdfast.study.soft_setup import MODEL, Setup
 from holdfast.study.workers.soft_platforms import Platform, options_of
@@ -54,7 +56,11 @@ class SessionProcess:
         ]
 
     def go_on(self, disturbances: Sequence[Disturbance | None]) -> list[dict[str, Any]]:
-        """Go back to the epoch of the restart, alter the states, train to the end, and return what came of it, by worker."""
+        """Go back to the epoch of the restart, alter the states, train to the end, and return what came of it, by worker.
+
+        Raises:
+            InternalError: if the session's guard found what was altered: the trial is void.
+        """
         forget_sessions()  # they would all be kept
         training = Training(self._setup, self._rank, self._setup.training_seed + 1)
         read_state(training.platform, self._file)
@@ -64,6 +70,7 @@ class SessionProcess:
         states: list[dict[int, dict[str, Tensor]]] = []
         for _ in range(self._setup.epochs):
             losses.append(training.train())
+            training.check_unguarded()
             is_over = len(losses) == self._setup.epochs or not math.isfinite(losses[-1])  # NaN: the outcome is known
             if len(losses) == 1 or is_over:
                 states.append(training.of_each(lambda: copied(training.platform)))
@@ -77,6 +84,18 @@ class SessionProcess:
             | errors_of([state[rank] for state in states], self._undisturbed)
             for rank, (flips, count) in enumerate(told)
         ]
+
+
+class _Recoveries:
+    """Takes the records of a session, and keeps the recoveries: nobody dies here, so they are the guard's."""
+
+    def __init__(self) -> None:
+        self.recovered: list[Recovered] = []
+
+    def write(self, record: Record) -> None:
+        """Take one."""
+        if isinstance(record, Recovered):
+            self.recovered.append(record)
 
 
 class Training:
@@ -101,9 +120,33 @@ class Training:
             seed=seed,
         )
         self._replica: Any = self._session._replica  # nothing public tells what each virtual worker has
+        self._session._connect().recorder = self._records = (
+            _Recoveries()
+        )  # nor what was written down, without a directory
 
     def train(self) -> float:
-        """Train an epoch, and return the mean loss."""
+        """Train an epoch, and return the mean loss.
+
+        Raises:
+            InternalError: if the guard stopped it.
+        """
+        try:
+            return self._train()
+        except (ReplicasDiffer, MessageAltered) as error:
+            msg = f"a trial is void: the session's guard stopped the training ({error}); it must be off"
+            raise InternalError(msg) from error
+
+    def check_unguarded(self) -> None:
+        """Check that nobody has healed what was altered.
+
+        Raises:
+            InternalError: if somebody has.
+        """
+        if healed := self._records.recovered:
+            msg = f"a trial is void: the session's guard healed what was altered, in step {healed[0].step}; it must be off"
+            raise InternalError(msg)
+
+    def _train(self) -> float:
         platform = self.platform
         platform.module.train()
         losses = []

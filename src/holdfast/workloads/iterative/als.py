@@ -95,7 +95,7 @@ class Factorisation:
     """Users' rows and items' rows whose products are the ratings, less their mean. A block is a row: users, then items.
 
     An iteration solves the users given the items, then the items given the users. So the next one reads the items'
-    rows alone, and overwrites the users'. The objective is
+    rows alone, and overwrites the users': the items are the live factor. Solved the other way round, the users are. The objective is
 
         sum over ratings of (value - u . v)^2  +  penalty * (sum over users of n |u|^2  +  sum over items of n |v|^2)
 
@@ -104,20 +104,26 @@ class Factorisation:
 
     Args:
         name: What it is called.
-        seed: Of the items' rows at the start; the users' are 0.
+        seed: Of the live factor's rows at the start; the others are 0.
         problem: What is factorised.
         rank: Numbers of a row, ``>= 1``.
         penalty: Lambda, ``> 0``.
+        first: Which factor an iteration solves first, ``users`` or ``items``.
 
     Raises:
-        ConfigError: if a number is out of its range.
+        ConfigError: if a value is out of its range.
 
     Source:
         Y. Zhou, D. Wilkinson, R. Schreiber, R. Pan, "Large-scale parallel collaborative filtering for the Netflix
         prize", AAIM 2008: alternating least squares with weighted-lambda regularisation.
     """
 
-    def __init__(self, name: str, seed: int, problem: Problem, *, rank: int, penalty: float) -> None:
+    def __init__(
+        self, name: str, seed: int, problem: Problem, *, rank: int, penalty: float, first: str = "users"
+    ) -> None:
+        if first not in ("users", "items"):
+            msg = f"first must be users or items, got {first!r}; solve the larger factor first to have little to save"
+            raise ConfigError(msg)
         if rank < 1 or not penalty > 0:
             msg = f"rank must be at least 1 and penalty above 0, got {rank} and {penalty:g}"
             raise ConfigError(msg)
@@ -125,21 +131,25 @@ class Factorisation:
         self.rank, self.penalty = rank, penalty
         self.blocks = problem.num_users + problem.num_items
         self.block_bytes = torch.full((self.blocks,), rank * 4)
-        self.live = torch.arange(self.blocks) >= problem.num_users
+        self.users_first = first == "users"
+        self.live = (torch.arange(self.blocks) >= problem.num_users) == self.users_first
 
     def start(self) -> State:
         """See :class:`~holdfast.workloads.iterative.base.Program`."""
         state = {"factors": torch.zeros(self.blocks, self.rank)}
-        _, items = self._factors(state)
-        drawn = np.random.default_rng((self.seed, 0)).standard_normal(items.shape, np.float32)
-        items.copy_(torch.from_numpy(drawn) / self.rank**0.5)
+        live = self._factors(state)[self.users_first]
+        drawn = np.random.default_rng((self.seed, 0)).standard_normal(live.shape, np.float32)
+        live.copy_(torch.from_numpy(drawn) / self.rank**0.5)
         return state
 
     def iterate(self, state: State, iteration: int) -> None:
         """See :class:`~holdfast.workloads.iterative.base.Program`."""
         users, items = self._factors(state)
+        if not self.users_first:
+            items.copy_(self.problem.of_items.fit(users, self.penalty))
         users.copy_(self.problem.of_users.fit(items, self.penalty))
-        items.copy_(self.problem.of_items.fit(users, self.penalty))
+        if self.users_first:
+            items.copy_(self.problem.of_items.fit(users, self.penalty))
 
     def resolve(self, state: State, lost: Tensor) -> None:
         """Solve the lost rows anew from the other factor's surviving rows: recovery without any checkpoint.
@@ -188,7 +198,13 @@ def _side(own: Tensor, others: Tensor, values: Tensor, rows: int) -> Side:
 
 
 def make(
-    name: str, data: Path | None, seed: int, *, rank: int | None = None, penalty: float | None = None
+    name: str,
+    data: Path | None,
+    seed: int,
+    *,
+    rank: int | None = None,
+    penalty: float | None = None,
+    first: str = "users",
 ) -> Factorisation:
     """Return a :class:`Factorisation` of the dataset that ``name`` ends with.
 
@@ -202,6 +218,7 @@ def make(
         _load(dataset, data),
         rank=usual_rank if rank is None else rank,
         penalty=usual_penalty if penalty is None else penalty,
+        first=first,
     )
 
 
