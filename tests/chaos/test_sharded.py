@@ -111,6 +111,17 @@ def test_killed_workers_change_no_bit(tmp_path, fabric, killed, inject):
     check_memory(report)
 
 
+@pytest.mark.parametrize("fabric", ["gloo", pytest.param("ulfm", marks=pytest.mark.soak)])
+def test_of_two_groups_of_shards_one_dies_whole(tmp_path, fabric):
+    """Four workers, two shards: each holds one shard, and its mirror is the same place of the other group."""
+    report = run(tmp_path, fabric, inject=[kill(0, 6, "backward"), kill(1, 6, "backward")], script=["--shards", 2])
+
+    assert_landed(report, 0, 1)
+    assert report["restarts"] == 0
+    assert {event["decision"] for event in records(report, "Recovered")} == {"redo"}
+    check_same(report, [2, 3])
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize("fabric", ["ulfm", "gloo"])
 def test_a_worker_that_dies_while_it_writes_its_shard_changes_no_bit(tmp_path, fabric):

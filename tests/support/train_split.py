@@ -58,7 +58,7 @@ def main(options):
         module = reference.make_model("cnn")
         model, optimizer = module, make[options.optimizer]
         if options.kind == "sharded":
-            model = holdfast.Sharded(module, shards=4)
+            model = holdfast.Sharded(module, shards=options.shards)
         else:
             optimizer = optimizer(module.parameters())
         session = holdfast.Session(model, optimizer, **settings)
@@ -92,6 +92,7 @@ if __name__ == "__main__":
         "--wait-for", nargs=2, metavar=("STEP", "PATH"), help="in this step wait until there is such a file"
     )
     parser.add_argument("--note", type=Path, metavar="DIR", help="write the parts down there before every step")
+    parser.add_argument("--shards", type=int, default=4)
     parser.add_argument("--no-recovery", action="store_true")
     parsed = parser.parse_args()
     if parsed.no_recovery:

@@ -72,6 +72,9 @@ class Sharded:
     each has only the shards that it holds: the others are lent to it while it computes, on one host without a copy. They
     are read-only. When training is over every worker has all parameters.
 
+    With fewer shards than workers there are groups (HSDP, Zhao et al. 2023): of two shards at four workers each holds one, and
+    its mirror is the worker in the same place of the other group.
+
     Args:
         model: The whole model; it must be made alike at all workers.
         shards: Number of shards, ``>= 1``, fixed for the job; 0: the workers that the job starts with.
