@@ -142,9 +142,9 @@ def test_the_page_says_where_the_intervals_of_its_study_come_from(tmp_path):
 @pytest.mark.parametrize(
     ("said", "shown"),
     [
-        ({"ours": 12.5, "unit": "%", "ci": (3.0, 20.0)}, "12.5 %, 95 % interval 3 % to 20 %, expected 10 %"),
+        ({"ours": 12.5, "unit": "%", "ci": (3.0, 20.0)}, "12.5 %, 95 % interval 3 to 20, expected 10 %"),
         ({"ours": 0.5, "paper": 1.0, "unit": SHARE}, "50 %, expected 100 %"),
-        ({"ours": 2.0, "unit": "points", "ci": (-math.inf, 4.0)}, "95 % interval -∞ to 4 points"),
+        ({"ours": 0.5, "unit": SHARE, "ci": (-math.inf, 0.9)}, "95 % interval -∞ to 90 %"),
         ({"ours": 2.0}, "2, expected 10)"),
     ],
 )

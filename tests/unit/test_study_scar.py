@@ -495,7 +495,7 @@ def test_where_the_undisturbed_run_breaks_its_own_bound_the_page_says_why_and_se
 
 
 def held(way, **said):
-    row = {"part": "held", "status": MEASURED, "way": way, "held_to_copy": 3.0}
+    row = {"part": "held", "status": MEASURED, "way": way, "parameters": 100, "held_to_copy": 3.0}
     for name, value in {"write_to_copy": (0.9, 1.0, 1.1), "selection_percent": (3.0, 4.0, 4.9), **said}.items():
         row |= dict(zip((f"{name}_low", name, f"{name}_high"), value, strict=True))
     return row

@@ -28,6 +28,8 @@ from holdfast.report import words
 _MEASURED = "measured"
 _MANY = 40
 """A table with more lines is folded up."""
+SHARE = "share"
+"""The unit of a number from 0 to 1 that is shown in percent."""
 
 
 def render_study(results: Mapping[str, Any]) -> str:
@@ -71,7 +73,9 @@ def _claim(claim: Mapping[str, Any]) -> dict[str, Any]:
     verdict = {True: "holds", False: "does not hold", None: neither}[claim["holds"]]
     unit = claim.get("unit", "")
     parts = [_amount(ours, unit)] if ours is not None else []
-    parts += [f"95 % interval {_end(ci[0], '-∞', unit)} to {_end(ci[1], '∞', unit)}"] if ci else []
+    parts += (
+        [f"95 % interval {_end(ci[0], '-∞', unit)} to {_end(ci[1], '∞', unit)}{' %' * (unit == SHARE)}"] if ci else []
+    )
     parts += [f"expected {_amount(paper, unit)}"] if paper is not None and ours is not None else []
     mark = {True: "same", False: "bad", None: "dim"}[claim["holds"]]
     return {**claim, "verdict": verdict, "mark": mark, "numbers": ", ".join(parts), "found": claim.get("found", "")}
@@ -79,11 +83,11 @@ def _claim(claim: Mapping[str, Any]) -> dict[str, Any]:
 
 def _amount(value: float, unit: str) -> str:
     """Return a number of a claim with its unit; a share in percent."""
-    return f"{100 * value:.4g} %" if unit == "share" else f"{value:.4g} {unit}".rstrip()
+    return f"{100 * value:.4g} %" if unit == SHARE else f"{value:.4g} {unit}".rstrip()
 
 
 def _end(value: float | None, unbounded: str, unit: str) -> str:
-    return unbounded if value is None else _amount(value, unit)
+    return unbounded if value is None else f"{value * (100 if unit == SHARE else 1):.4g}"
 
 
 def shown_section(section: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:

@@ -209,7 +209,7 @@ def _needs_table() -> dict[str, Any]:
         "id": "needs",
         "title": "What breaks without each call",
         "note": "The protocol that the workers run, with one call left out, in every run of a job of so many workers. Moves: "
-        "of the shortest run that goes wrong. Deadlock: somebody waits for ever. Agree or revoke meets shrink: survivors are in calls that do not fit together, which MPI "
+        "of the shortest run that goes wrong, the middle of the strategies. Deadlock: somebody waits for ever. Agree or revoke meets shrink: survivors are in calls that do not fit together, which MPI "
         "leaves undefined. Rubbish: terms of different sums, or a spoiled input. Where nobody need die, who has left looks dead.",
         "where": {"part": "needs", "status": MEASURED},
         "by": ["call"],
