@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import ast
+import csv
 import json
 import math
 import os
@@ -365,6 +366,34 @@ def test_holdfast_report_draws_a_study_too(tmp_path):
     page = write_page(tmp_path).read_text()
 
     assert "there are three rows" in page
+
+
+def test_figures_lie_beside_the_page_with_the_rows_that_they_show(tmp_path):
+    rows = page_rows()
+    results = {
+        "study": "s",
+        "title": "s",
+        "paper": "p",
+        "settings": {},
+        "rows": rows,
+        "claims": [],
+        "page": sections(rows),
+    }
+    (tmp_path / "results.json").write_text(json.dumps(results))
+
+    page = write_page(tmp_path).read_text()
+
+    shown = [{key: str(value) for key, value in row.items() if value not in (None, "")} for row in rows]
+    drawn = sorted(path.stem for path in (tmp_path / "figures").glob("*.svg"))
+    assert len(drawn) == page.count("<svg ") > 0
+    for name in drawn:
+        assert (tmp_path / "figures" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+        with (tmp_path / "figures" / f"{name}.csv").open(newline="") as file:
+            kept = list(csv.DictReader(file))
+        assert kept
+        assert all({key: text for key, text in line.items() if text} in shown for line in kept)
+    assert "var(--" in page, "the page has other colours in the dark"
+    assert all("var(--" not in path.read_text() for path in (tmp_path / "figures").glob("*.svg"))
 
 
 # ---------------------------------------------------------------------------------------------

@@ -6,10 +6,14 @@ every picture of a page.
 
 from __future__ import annotations
 
+import csv
+import html
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from io import StringIO
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from holdfast.errors import ConfigError
@@ -32,6 +36,20 @@ RECOVERY = "#f5c451"
 SEEN = "#b36a00"
 DECIDED = "#00805a"
 ACCURACY = "#00805a"
+
+_IN_THE_DARK = {
+    INK: "ink",
+    SOFT: "soft",
+    FAINT: "axis",
+    LINE: "line",
+    WORK: "work",
+    WORK_LIGHT: "work-light",
+    DEATH: "death",
+    SEEN: "seen",
+    DECIDED: "good",
+    "#ffffff": "paper",
+}
+"""Colours that a page has others for in the dark, and what it calls them."""
 
 _FONTS = "system-ui, -apple-system, 'Segoe UI', 'Helvetica Neue', Arial, 'Liberation Sans', sans-serif"
 _STYLE = {
@@ -57,6 +75,47 @@ _STYLE = {
 }
 
 
+_DOTS_PER_IN = 200
+_folder: ContextVar[Path | None] = ContextVar("folder of figures", default=None)
+
+
+@contextmanager
+def kept_in(folder: Path) -> Iterator[None]:
+    """Write each figure that is drawn inside the block to ``folder``, too: as SVG, and as PNG for slides.
+
+    Raises:
+        ConfigError: if that cannot be written.
+    """
+    token = _folder.set(folder)
+    try:
+        yield
+    except OSError as error:
+        msg = f"cannot write figures to {folder}: {error.strerror}"
+        raise ConfigError(msg) from error
+    finally:
+        _folder.reset(token)
+
+
+def keep_rows(label: str, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Write the rows that a figure shows beside it, as CSV; does nothing where figures are not kept."""
+    if (path := _path_of(label)) is None:
+        return
+    flat = [{key: value for key, value in row.items() if not isinstance(value, list | dict)} for row in rows]
+    with path.with_suffix(".csv").open("w", newline="") as file:
+        table = csv.DictWriter(file, list(dict.fromkeys(key for row in flat for key in row)))
+        table.writeheader()
+        table.writerows(flat)
+
+
+def _path_of(label: str) -> Path | None:
+    """Return where the files of a figure belong, but for what they end with; None where they are not kept."""
+    folder = _folder.get()
+    if folder is None:
+        return None
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder / re.sub(r"[^a-z0-9]+", "-", label.lower()).strip("-")
+
+
 class Canvas:
     """One figure, and axes placed on it in inches from its lower left corner."""
 
@@ -77,6 +136,9 @@ class Canvas:
         """
         text = StringIO()
         self.figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None}, transparent=True)
+        if (path := _path_of(html.unescape(label))) is not None:
+            path.with_suffix(".svg").write_text(text.getvalue())
+            self.figure.savefig(path.with_suffix(".png"), dpi=_DOTS_PER_IN, facecolor="white")
         return _inline(text.getvalue(), label)
 
 
@@ -106,6 +168,8 @@ def _inline(svg: str, label: str) -> str:
     svg = re.sub(r'<g id="[^"]*"', "<g", svg)  # the same ids come in every figure
     svg = re.sub(r"<!--.*?-->\s*", "", svg, flags=re.DOTALL)
     svg = svg.replace("'DejaVu Sans', sans-serif", _FONTS).replace("'DejaVu Sans'", _FONTS)
+    for colour, name in _IN_THE_DARK.items():
+        svg = svg.replace(colour, f"var(--{name}, {colour})")
     svg = svg.replace("*{stroke-linejoin", "svg *{stroke-linejoin")  # a style of a figure is one of the whole page
     head = re.match(r"<svg[^>]*>", svg)
     assert head is not None

@@ -10,6 +10,7 @@ from holdfast.errors import ConfigError
 from holdfast.events import Record
 from holdfast.records import load_events
 from holdfast.report import words
+from holdfast.report.canvas import kept_in
 from holdfast.report.files import load_report, load_results, load_study
 from holdfast.report.simulated import load_simulated, render_simulated
 from holdfast.report.study import render_study
@@ -85,15 +86,18 @@ def render_demo(results: Mapping[str, Any], records: Mapping[str, Sequence[Recor
 def write_page(directory: Path) -> Path:
     """Write ``index.html`` for the run, the demo, the study or the simulation whose files are in ``directory``, and return its path.
 
-    The records of a demo's runs are looked for in a folder of ``directory`` with the name of the run.
+    The records of a demo's runs are looked for in a folder of ``directory`` with the name of the run. The figures of a study and
+    of a simulation are written to a folder ``figures`` beside the page, too: SVG, PNG, and CSV of the rows that they show.
 
     Raises:
         ConfigError: if ``directory`` holds none of these, or damaged files.
     """
     if (study := load_study(directory)) is not None:
-        page = render_study(study)
+        with kept_in(directory / "figures"):
+            page = render_study(study)
     elif (simulated := load_simulated(directory)) is not None:
-        page = render_simulated(simulated)
+        with kept_in(directory / "figures"):
+            page = render_simulated(simulated)
     elif (directory / "results.json").is_file():
         results = load_results(directory)
         page = render_demo(results, {row["name"]: load_events(directory / row["name"]) for row in results["rows"]})

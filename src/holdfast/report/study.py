@@ -24,6 +24,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from holdfast.report import words
+from holdfast.report.canvas import keep_rows
 
 _MEASURED = "measured"
 _MANY = 40
@@ -112,6 +113,8 @@ def shown_section(section: Mapping[str, Any], rows: Sequence[Mapping[str, Any]])
         "map": winners,
     }[section["kind"]]
     svg = draw(section, chosen)
+    if svg:
+        keep_rows(section["title"], chosen)
     return {**section, "svg": svg} if svg else None
 
 
