@@ -6,6 +6,7 @@ added in the order of the slices, never in the order of ranks or of arrival.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -148,6 +149,25 @@ def _join(
     if len(left) == len(right) == 1 and holders[left[0][0]] == holders[right[0][0]]:
         return [left[0] + right[0]]
     return left + right
+
+
+def addable(holders: Mapping[int, int], order: str) -> list[tuple[int, ...]]:
+    """Return which slices their holder may add before they meet the others', without changing a bit of the sum.
+
+    Args:
+        holders: Who holds each slice that takes part.
+        order: Of the sum. In ``tree`` it is all aligned groups, in ``fold`` the slices that come before anybody else's;
+            otherwise none.
+
+    Returns:
+        Each group's slices, ascending, a slice that is added to no other by itself; the groups in the order of their
+        slices. The sum of a group stands where its first slice would.
+    """
+    if order == "tree":
+        return groups(holders)
+    numbers = sorted(holders)
+    ahead = list(itertools.takewhile(lambda n: holders[n] == holders[numbers[0]], numbers)) if order == "fold" else []
+    return [tuple(ahead)] * bool(ahead) + [(n,) for n in numbers[len(ahead) :]]
 
 
 def wide(terms: Sequence[tuple[int, torch.Tensor]], out: torch.Tensor) -> None:
