@@ -363,6 +363,10 @@ class RunStarted(Record):
 
     The ``torch.distributed`` backend writes it too, at the first step of ``DistributedDataParallel`` or at the end of a
     script that has none. It knows neither the model nor a plan: what is planned, the buckets and the parameters are 0.
+
+    ``link`` is that of the step before (see :mod:`holdfast.links`): :data:`holdfast.links.GENESIS` where the links begin, "" where
+    there is none. ``kind`` is that of the worker, see :mod:`holdfast.kinds`; under ``torch.distributed`` nobody looks. ``given_up``
+    says how another worker, or who made the checkpoint that is gone on from, differs in it, "" if nobody does.
     """
 
     fabric: str
@@ -379,6 +383,9 @@ class RunStarted(Record):
     num_buckets: int
     parameters: int
     update: str = "lazy"
+    link: str = ""
+    kind: Mapping[str, str] = field(default_factory=dict)
+    given_up: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -389,12 +396,38 @@ class StepCommitted(Record):
         samples: Samples whose gradients are in the step; 0 under ``torch.distributed``, where nobody knows.
         workers: Workers that took part.
         metrics: What the script logged, mean over the samples of the step, ``loss`` among it.
+        link: Of the certificate, made of all that follows and of the link before; see :mod:`holdfast.links`. "" where there is none.
+        ids: Digest of the samples, slice by slice.
+        figures: Digest of the exact metrics.
+        state: Digest of a part of the state before the step, of another part in each step.
+        whole: It is of all of the state.
+        where: Which part, for people.
     """
 
     epoch: int
     samples: int
     workers: int
     metrics: Mapping[str, float]
+    link: str = ""
+    ids: str = ""
+    figures: str = ""
+    state: str = ""
+    whole: bool = False
+    where: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateHashed(Record):
+    """All of the state before ``step``, as ``rank`` has it: every :data:`holdfast.links.WHOLE_EVERY` steps, and at the end.
+
+    Args:
+        link: Of the step before, by what this worker itself has seen.
+        tensors: Digests by path, ``parameter``, ``parameter/key of the optimizer's state`` or ``buffer``; only the lowest worker gives
+            them, but at the end all do.
+    """
+
+    link: str
+    tensors: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -605,6 +638,19 @@ class Left(Record):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerRefused(Record):
+    """``rank``, a newcomer, is of another kind than the others, whose job promises bits: it ends, and is not replaced.
+
+    Args:
+        why: How it differs, and what to do.
+        kind: Its own, see :mod:`holdfast.kinds`.
+    """
+
+    why: str
+    kind: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SamplesLost(Record):
     """``forward`` went on without these samples. Written together with :class:`StepCommitted`.
 
@@ -649,6 +695,7 @@ class Finished(Record):
         lost: Samples that ``forward`` went on without.
         repeated: Samples that are in the weights more than once.
         checkpoint: Where the state was saved, or "".
+        link: Of the last step, by what this worker itself has seen, or "".
     """
 
     outcome: str
@@ -660,6 +707,7 @@ class Finished(Record):
     repeated: int
     metrics: Mapping[str, float]
     checkpoint: str
+    link: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -749,6 +797,7 @@ RECORDS: dict[str, type[Record]] = {
     for kind in (
         RunStarted,
         StepCommitted,
+        StateHashed,
         FaultFired,
         ValuesAltered,
         FailureSeen,
@@ -760,6 +809,7 @@ RECORDS: dict[str, type[Record]] = {
         UpdatedEagerly,
         Reinitialised,
         Left,
+        WorkerRefused,
         SamplesLost,
         CheckpointSaved,
         Finished,

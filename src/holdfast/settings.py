@@ -30,6 +30,7 @@ BATCHES = ("global", "local")
 RESCALES = ("survivors", "original")
 UPDATES = ("lazy", "eager")
 GUARDS = ("stop", "warn", "heal", "off")
+KINDS = ("same", "any")
 
 _CHOICES = {
     "fabric": ("", *FABRICS),
@@ -46,8 +47,12 @@ _CHOICES = {
     "rescale": RESCALES,
     "update": UPDATES,
     "guard": GUARDS,
+    "kinds": KINDS,
     "checkpoint_format": CHECKPOINT_FORMATS,
 }
+
+FIRM = "HOLDFAST_FIRM"
+"""Where this variable is 1, what the script passes to the session does not count: the run is somebody else's."""
 
 _SHORTEST_HANG_S = 0.1
 """A beacon pulses ten times in a second: whoever is looked at more closely seems to have stopped between two pulses."""
@@ -76,7 +81,9 @@ class Settings:
     reinit_from: str = "own"
     """What ``reinit`` goes on from: each survivor's own snapshot, the lowest one's, or the newest checkpoint."""
     slices: int = 0
-    """Pieces that a mini-batch is cut into; 0 is the number of workers the job is started with."""
+    """Pieces that a mini-batch is cut into; 0 is the number of workers the job is started with, or what ``auto_slices`` says."""
+    auto_slices: int = -1
+    """Choose ``slices`` so that the loss of so many workers leaves the work nearly even; 0: of a quarter of them; -1: do not."""
     order: str = "fold"
     """Order in which slices are added."""
     split: str = "slices"
@@ -93,6 +100,11 @@ class Settings:
     to be right; off: they are not compared. With warn and heal, values far out of range are looked for, too."""
     guard_sums: bool = False
     """Checksums go with what is summed, and whoever adds it looks; what comes of a finding is as ``guard`` says."""
+    kinds: str = "same"
+    """Where bits are promised: refuse workers of another kind, whose bits would differ (see :mod:`holdfast.kinds`); or take any, and
+    say what is given up."""
+    certificate: bool = True
+    """Each committed step gets a link, a digest of what it was and of the link before, see :mod:`holdfast.links`."""
     mirror: int = -1
     """Workers beside its own that hold each part of a model that is split; -1: one, where there is no replica of it."""
     mirror_every: int = 1
@@ -135,6 +147,8 @@ class Settings:
     """Mean time between failures of the whole job that is believed in until failures are seen; for ``checkpoint_auto``."""
     hang_timeout_s: float = 30.0
     """A worker that has given no sign for so long, or for three times as long as ever before, is ended; 0 ends none."""
+    stop_after: int = -1
+    """Stop, with the state saved, when this step is committed; -1: when the script ends."""
     resume: bool = False
     """Go on from the newest intact checkpoint in ``checkpoint_dir``, if there is one."""
     faults: str = ""
@@ -154,6 +168,7 @@ class Settings:
             ("workers", 1),
             ("spares", 0),
             ("slices", 0),
+            ("auto_slices", -1),
             ("min_workers", 1),
             ("seed", 0),
             ("bucket_bytes", 1),
@@ -162,6 +177,7 @@ class Settings:
             ("shared_bytes", -1),
             ("mirror", -1),
             ("mirror_every", 1),
+            ("stop_after", -1),
         ):
             if getattr(self, name) < least:
                 msg = f"{name} must be at least {least}, got {getattr(self, name)}"
@@ -198,6 +214,8 @@ class Settings:
     def from_env(cls, env: Mapping[str, str] | None = None, **overrides: Any) -> Self:
         """Read the settings from the environment; ``overrides`` that are not None win.
 
+        ``slices`` may be ``auto`` or ``auto:F`` in both, see :func:`losses_of`; a number goes before, wherever it is from.
+
         Raises:
             ConfigError: if a variable or an override has a value that is not allowed, or is unknown.
         """
@@ -205,13 +223,26 @@ class Settings:
         values: dict[str, Any] = {}
         for field in dataclasses.fields(cls):
             text = env.get(_variable(field.name))
-            if text is not None:
+            if field.name == "slices" and text is not None and text.startswith("auto"):
+                values["auto_slices"] = losses_of(text, _variable("slices"))
+            elif text is not None:
                 values[field.name] = _parse(_variable(field.name), text, field.default)
         known = {field.name for field in dataclasses.fields(cls)}
         for name in overrides.keys() - known:
             msg = f"unknown setting {name!r}; there are {', '.join(sorted(known))}"
             raise ConfigError(msg)
-        return cls(**(values | {k: v for k, v in overrides.items() if v is not None}))
+        is_firm = _parse(FIRM, env.get(FIRM, ""), default=False)
+        given = {} if is_firm else {k: v for k, v in overrides.items() if v is not None}
+        if isinstance(given.get("slices"), str):
+            given["auto_slices"] = losses_of(given.pop("slices"), "slices")
+        return cls(**(values | given))
+
+    @property
+    def auto_text(self) -> str:
+        """What :func:`losses_of` reads, "" where the number of slices is not to be chosen."""
+        if self.slices or self.auto_slices < 0:
+            return ""
+        return f"auto:{self.auto_slices}" if self.auto_slices else "auto"
 
     def to_env(self) -> dict[str, str]:
         """Return the variables that make :meth:`from_env` give these settings again (defaults are left out)."""
@@ -220,6 +251,23 @@ class Settings:
             for field in dataclasses.fields(self)
             if (value := getattr(self, field.name)) != field.default
         }
+
+
+def losses_of(text: str, name: str) -> int:
+    """Return the loss of how many workers the number of slices is to bear, 0 for as many as usual.
+
+    Args:
+        text: ``auto`` or ``auto:F``.
+        name: Of what was given, for the message.
+
+    Raises:
+        ConfigError: if it is something else.
+    """
+    word, colon, losses = text.partition(":")
+    if word == "auto" and (not colon or (losses.isdecimal() and int(losses) > 0)):
+        return int(losses or 0)
+    msg = f"{name} must be a number, auto, or auto:F to bear the loss of F workers, 1 at least, got {text!r}"
+    raise ConfigError(msg)
 
 
 def debug_wanted(env: Mapping[str, str] | None = None) -> bool:

@@ -15,6 +15,7 @@ BAD = {
         "--strategy must be one of rollback, forward, restart, reinit, partial, got 'hope'",
     ),
     "unknown update": (["--update", "soon"], "--update must be one of lazy, eager, got 'soon'"),
+    "stop before the first step": (["--stop-after", "-1"], "--stop-after must be at least 0, got -1"),
     "unknown guard": (["--guard", "cure"], "--guard must be one of stop, warn, heal, off, got 'cure'"),
     "checksums that nobody looks at": (
         ["--guard", "off", "--guard-sums"],
@@ -86,6 +87,11 @@ BAD = {
     "endless grace": (["--grace", "inf"], "--grace must be more than 0 seconds and finite, got inf"),
     "no expected mtbf": (["--expected-mtbf", "0"], "--expected-mtbf must be more than 0 seconds, got 0"),
     "negative slices": (["--slices", "-1"], "--slices must be at least 0, got -1"),
+    "slices in words": (
+        ["--slices", "some"],
+        "--slices must be a number, auto, or auto:F to bear the loss of F workers",
+    ),
+    "nobody would be left": (["-n", "3", "--slices", "auto:3"], "--slices auto:F must leave somebody: F must be below"),
     "negative restarts": (["--max-restarts", "-1"], "--max-restarts must be at least 0, got -1"),
     "no patience": (["--stall-timeout", "0"], "--stall-timeout must be more than 0 seconds, got 0"),
 }

@@ -12,7 +12,7 @@ from train_reference import train
 
 from holdfast.comm import VirtualCommunicator, adding
 from holdfast.faults.plan import FaultPlan, parse
-from holdfast.train import attempts, batches, place, run
+from holdfast.train import batches, loading, place, run
 
 reference_hash = functools.cache(reference.train)
 BUCKETS = {"mlp": 2, "cnn": 3}
@@ -100,14 +100,14 @@ def test_a_skipped_sample_is_found_out(monkeypatch):
 
 
 def test_a_random_number_drawn_twice_is_found_out(monkeypatch):
-    seed_slice = attempts.seed_slice
+    seed_slice = loading.seed_slice
 
     def draw_once_more(seed, step, slice_):
         seed_slice(seed, step, slice_)
         if (step, slice_) == (2, 1):
             torch.rand(1)
 
-    monkeypatch.setattr(attempts, "seed_slice", draw_once_more)
+    monkeypatch.setattr(loading, "seed_slice", draw_once_more)
 
     _, state = train("mlp", "sgd", workers=4)
 

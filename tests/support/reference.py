@@ -4,16 +4,24 @@ Everything random is keyed by what is computed, slices are computed one by one, 
 ``+=`` in slice order, buffers are averaged over the slices. Whatever Holdfast does must end with these bits.
 """
 
+import contextlib
+import functools
 import hashlib
+import random
 import struct
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 SAMPLES, BATCH, EPOCHS, SLICES, SEED = 203, 32, 2, 4, 7
 STEPS = EPOCHS * -(-SAMPLES // BATCH)
 MODELS, OPTIMIZERS = ("mlp", "cnn"), ("sgd", "adam")
+FEATURES = ("augment", "loaders", "clip", "scaler", "ema", "scheduler", "evaluate")
+"""What a training may have besides. Loaders and evaluation leave no trace, so nothing here knows of them."""
+LARGEST_NORM, DECAY = 0.5, 0.9
 
 
 def data():
@@ -41,6 +49,41 @@ def make_optimizer(name, model):
     return torch.optim.Adam(model.parameters(), lr=1e-3)
 
 
+class Noisy(torch.utils.data.Dataset):
+    """The samples, each with noise from all three generators."""
+
+    def __len__(self):
+        return SAMPLES
+
+    def __getitem__(self, number):
+        x, y = data_once()
+        return x[number] + 0.1 * torch.randn(x[number].shape) + float(np.random.normal(0, 0.1)) + random.uniform(
+            -0.1, 0.1
+        ), y[number]
+
+
+@functools.cache
+def data_once():
+    return data()
+
+
+def make_scheduler(optimizer):
+    return torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
+
+
+def make_scaler():
+    """Of so large a scale that the first steps overflow, and are left out."""
+    return torch.amp.GradScaler("cpu", init_scale=2.0**126, growth_interval=3)
+
+
+def make_ema(model):
+    return AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(DECAY))
+
+
+def lower_precision(features):
+    return torch.autocast("cpu", torch.bfloat16) if "scaler" in features else contextlib.nullcontext()
+
+
 def key(*parts):
     text = "/".join(map(str, parts)).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=4).digest(), "little")
@@ -61,12 +104,27 @@ def state_hash(model, optimizer):
     return digest.hexdigest()
 
 
-def train(model_name, optimizer_name):
-    """Train, and return the hash of the state."""
+def seed_all(number):
+    torch.manual_seed(number)
+    np.random.seed(number)
+    random.seed(number)
+
+
+def ema_hash(ema):
+    """48 bits that a float holds: of the average of the weights."""
+    digest = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in ema.module.parameters()))
+    return int(digest.hexdigest()[:12], 16)
+
+
+def train(model_name, optimizer_name, features=()):
+    """Train, and return the hash of the state; with an average of the weights, its hash, too."""
     torch.set_num_threads(1)
     x, y = data()
     model = make_model(model_name)
     optimizer = make_optimizer(optimizer_name, model)
+    scheduler = make_scheduler(optimizer) if "scheduler" in features else None
+    scaler = make_scaler() if "scaler" in features else None
+    ema = make_ema(model) if "ema" in features else None
     step = 0
     for epoch in range(EPOCHS):
         order = torch.randperm(SAMPLES, generator=torch.Generator().manual_seed(key("order", SEED, epoch)))
@@ -81,8 +139,15 @@ def train(model_name, optimizer_name):
                     continue
                 for buffer, begin in zip(model.buffers(), start, strict=True):
                     buffer.copy_(begin)
-                torch.manual_seed(key("slice", SEED, step, number))
-                (F.cross_entropy(model(x[part]), y[part]) * len(part)).backward()
+                inputs, labels = x[part], y[part]
+                if "augment" in features:
+                    seed_all(key("slice", SEED, step, number))
+                    inputs, labels = torch.utils.data.default_collate([Noisy()[i] for i in part.tolist()])
+                seed_all(key("slice", SEED, step, number))
+                with lower_precision(features):
+                    loss = F.cross_entropy(model(inputs), labels)
+                total = loss * len(part)
+                (total if scaler is None else scaler.scale(total)).backward()
                 ends.append([b.clone() for b in model.buffers()])
             for i, (buffer, begin) in enumerate(zip(model.buffers(), start, strict=True)):
                 if buffer.is_floating_point():
@@ -94,7 +159,20 @@ def train(model_name, optimizer_name):
                     buffer.copy_(begin + 1)
             for parameter in model.parameters():
                 parameter.grad /= len(ids)
-            optimizer.step()
+            if "clip" in features:
+                if scaler is not None:
+                    scaler.unscale_(optimizer)
+                torch.nn.utils.clip_grad_norm_(model.parameters(), LARGEST_NORM)
+            if scaler is None:
+                optimizer.step()
+            else:
+                scaler.step(optimizer)
+                scaler.update()
+            if scheduler is not None:
+                scheduler.step()
+            if ema is not None:
+                ema.update_parameters(model)
             step += 1
     assert step == STEPS
-    return state_hash(model, optimizer)
+    state = state_hash(model, optimizer)
+    return state if ema is None else (state, ema_hash(ema))

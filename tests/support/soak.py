@@ -4,7 +4,8 @@
     python tests/support/soak.py --runs 300             # a campaign, from --seed on
     python tests/support/soak.py --minutes 20
 
-A plan draws a model, whole at every worker or split, an optimizer, a strategy that promises the bits, the fabric, 2 to 8
+A plan draws a model, whole at every worker or split, an optimizer, what a training may have besides (clipping, a scaler, processes
+that load, ...), a strategy that promises the bits, the fabric, 2 to 8
 workers, spares, whether the dead are replaced, and one to four faults: deaths of several kinds, workers that get stuck, are
 slow, or are told to leave; in any phase, also at once, during recovery, while somebody joins, and while a checkpoint is
 written. Some plans strike the launcher in the middle, by SIGTERM or SIGKILL, and resume; some have two launchers, and the node
@@ -34,6 +35,11 @@ from holdfast.faults.plan import ENDS, PHASES, SPLIT_PHASES, Fault
 SCRIPT = Path(__file__).with_name("train_reference.py")
 SPLIT_SCRIPT = Path(__file__).with_name("train_split.py")
 SPLIT = ("pipeline", "sharded")
+FEATURES = dict.fromkeys(reference.MODELS, reference.FEATURES) | {
+    "pipeline": ("augment", "loaders", "scheduler", "clip"),
+    "sharded": ("augment", "loaders", "scheduler", "clip"),
+}
+"""What a training may have besides, by model."""
 NUM_BUCKETS = 3
 LIMIT_S = 170
 HANG_S = 2
@@ -62,11 +68,17 @@ class Plan:
     struck_at: int = 0
 
     @property
+    def features(self):
+        """What the training has besides; drawn apart, so that the rest of a plan does not depend on it."""
+        rng = random.Random(f"features of {self.seed}")
+        return tuple(feature for feature in FEATURES[self.case[0]] if rng.random() < 0.35)
+
+    @property
     def script(self):
         """The script, and its arguments."""
         model, optimizer = self.case
         script = (SPLIT_SCRIPT, model, "--optimizer", optimizer) if model in SPLIT else (SCRIPT, model, optimizer)
-        return (*script, "--pause", self.pause)
+        return (*script, "--pause", self.pause, f"--features={','.join(self.features)}")
 
     @property
     def injected(self):
@@ -134,10 +146,11 @@ def _faults(rng, workers, kinds, phases, buckets):
 
 
 @functools.cache
-def split_hash(model, optimizer):
+def split_hash(model, optimizer, features=()):
     """The hash of the weights that one worker ends with that has the whole model, part after part."""
     with tempfile.TemporaryDirectory() as folder:
-        words = ("-n", 1, "--fabric", "virtual", SPLIT_SCRIPT, model, "--optimizer", optimizer)
+        features = f"--features={','.join(features)}"
+        words = ("-n", 1, "--fabric", "virtual", SPLIT_SCRIPT, model, "--optimizer", optimizer, features)
         return run_report(folder, *words, timeout=LIMIT_S)["replicas"]["sha256"]
 
 
@@ -150,7 +163,10 @@ def run(plan, folder):
     else:
         report = run_report(folder, *plan.options, *plan.injected, *plan.script, timeout=LIMIT_S)
     name, judge = ("sha256", split_hash) if plan.case[0] in SPLIT else ("state_sha256", reference_hash)
-    assert report["replicas"][name] == judge(*plan.case), "the run ended with other bits"
+    found, wanted = report["replicas"][name], judge(*plan.case, plan.features)
+    if "ema" in plan.features:
+        found = (found, int(report["metrics"]["ema"]))
+    assert found == wanted, "the run ended with other bits"
     assert report["replicas"]["identical"] is True, "the replicas differ"
     assert report["samples"] == {"planned": 406, "committed": 406, "lost": 0, "repeated": 0}, report["samples"]
     return report
@@ -237,7 +253,7 @@ def describe(plan, report):
     left = sum(e["event"] == "Left" for e in events)
     struck = f"{signal.Signals(plan.struck).name}@{plan.struck_at}" if plan.struck else "no"
     return (
-        f"SOAK seed={plan.seed} model={plan.case[0]} fabric={plan.fabric} nodes={plan.nodes} launcher-struck={struck} "
+        f"SOAK seed={plan.seed} model={plan.case[0]} with={','.join(plan.features) or 'nothing'} fabric={plan.fabric} nodes={plan.nodes} launcher-struck={struck} "
         f"lost={len(report['failures'])} joined={joined} left={left} fenced={fenced} restarts={report['restarts']}"
     )
 
@@ -258,7 +274,8 @@ def main():
             break
         with tempfile.TemporaryDirectory() as folder:
             plan = draw(seed, folder, options.fabric)
-            print(f"seed {seed}: {' '.join(plan.case)} {' '.join([*plan.options, *plan.injected])}", flush=True)
+            case = " ".join([*plan.case, *plan.features])
+            print(f"seed {seed}: {case} {' '.join([*plan.options, *plan.injected])}", flush=True)
             try:
                 report = run(plan, folder)
             except Exception as error:

@@ -1,6 +1,7 @@
-"""The reference's training as a script over Holdfast: ``train_reference.py MODEL OPTIMIZER [--broken WHAT]``."""
+"""The reference's training as a script over Holdfast: ``train_reference.py MODEL OPTIMIZER [--features a,b] [--broken a]``."""
 
 import argparse
+import os
 import sys
 import time
 from pathlib import Path
@@ -15,24 +16,83 @@ from torch.utils.data import TensorDataset
 import holdfast
 
 
-def train(model_name, optimizer_name, raise_at=-1, pause=0.0, **session_arguments):
-    """Train like the reference does; return the session and the hash of the state."""
+class OwnNoise(reference.Noisy):
+    """Noise that depends on the process that loads: what must not be."""
+
+    def __getitem__(self, number):
+        x, y = super().__getitem__(number)
+        return x + 0.01 * (os.getpid() % 97), y
+
+
+def train(model_name, optimizer_name, raise_at=-1, pause=0.0, features=(), broken="", **session_arguments):
+    """Train like the reference does; return the session and the hash of the state.
+
+    Args:
+        model_name: Of the reference's.
+        optimizer_name: Of the reference's.
+        raise_at: The lowest worker raises in this step.
+        pause: Seconds before each step.
+        features: Of the reference's.
+        broken: One of them that is made to depend on the worker, or on the attempt, instead of the slice.
+        session_arguments: Of the session.
+    """
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
     model = reference.make_model(model_name)
     optimizer = reference.make_optimizer(optimizer_name, model)
+    scheduler = reference.make_scheduler(optimizer) if "scheduler" in features else None
+    scaler = reference.make_scaler() if "scaler" in features else None
+    ema = reference.make_ema(model) if "ema" in features else None
     session = holdfast.Session(
         model,
         optimizer,
+        scheduler=None if broken == "scheduler" else scheduler,
+        scaler=None if broken == "scaler" else scaler,
+        clip_grad_norm=reference.LARGEST_NORM if "clip" in features and broken != "clip" else None,
         **({"seed": reference.SEED, "slices": reference.SLICES, "bucket_bytes": 4096} | session_arguments),
     )
-    for step in session.steps(TensorDataset(*reference.data()), reference.BATCH, reference.EPOCHS):
+    if ema is not None and broken != "ema":
+        session.register(ema=ema)
+    dataset = TensorDataset(*reference.data())
+    if "augment" in features:
+        dataset = OwnNoise() if broken in ("augment", "loaders") else reference.Noisy()
+    if broken == "clip":
+        for parameter in model.parameters():  # of a slice by itself, or of all that this worker has
+            parameter.register_hook(lambda grad: grad.clamp(-0.01 * session.world_size, 0.01 * session.world_size))
+    for step in session.steps(
+        dataset, reference.BATCH, reference.EPOCHS, num_workers=1 if "loaders" in features else 0
+    ):
         if step.number == raise_at and session.is_lead:
             raise ValueError("the script has a bug")
         time.sleep(pause)
+        if ema is not None and step.number:
+            ema.update_parameters(model)
+        if broken == "scheduler":
+            scheduler.step()
+        if "evaluate" in features and step.number % 3 == 0:
+            evaluate(model)
+            if broken == "evaluate" and session.world_size < 4:
+                model.eval()
         for x, y in step:
-            step.backward(F.cross_entropy(model(x), y))
+            with reference.lower_precision(features):
+                loss = F.cross_entropy(model(x), y)
+            if broken == "scaler":
+                scaler.scale(loss)
+                loss = loss * (1 + 1 / session.world_size)
+            step.backward(loss)
+    if ema is not None:
+        ema.update_parameters(model)
+        session.log(ema=reference.ema_hash(ema))
     return session, reference.state_hash(model, optimizer)
+
+
+def evaluate(model):
+    """Look at the accuracy, and draw some numbers: neither may matter."""
+    x, y = reference.data()
+    with torch.no_grad():
+        accuracy = (model.eval()(x + torch.randn(x.shape)).argmax(1) == y).float().mean()
+    model.train()
+    return float(accuracy)
 
 
 def turn_recovery_off():
@@ -59,12 +119,21 @@ if __name__ == "__main__":
     parser.add_argument("--no-recovery", action="store_true")
     parser.add_argument("--no-undo", action="store_true")
     parser.add_argument("--pause", type=float, default=0.0, help="seconds before each step, for newcomers to come in")
+    parser.add_argument("--features", type=lambda text: tuple(text.split(",")) if text else (), default=())
+    parser.add_argument("--broken", choices=reference.FEATURES, default="")
     parser.add_argument("--raise-at", type=int, default=-1, help="the lowest worker raises in this step")
     options = parser.parse_args()
     if options.no_recovery:
         turn_recovery_off()
     if options.no_undo:
         turn_undo_off()
-    session, state = train(options.model, options.optimizer, raise_at=options.raise_at, pause=options.pause)
+    session, state = train(
+        options.model,
+        options.optimizer,
+        raise_at=options.raise_at,
+        pause=options.pause,
+        features=options.features,
+        broken=options.broken,
+    )
     if session.is_lead:
         print(f"state {state}")

@@ -49,8 +49,10 @@ def note(session, step, folder):
 def main(options):
     """Train; called again after a failure under reinit."""
     make = {"sgd": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9), "adam": lambda p: torch.optim.Adam(p, lr=1e-3)}
-    data = TensorDataset(*reference.data())
+    data = reference.Noisy() if "augment" in options.features else TensorDataset(*reference.data())
     settings = {"seed": reference.SEED, "slices": 4, "bucket_bytes": 4096}
+    settings["clip_grad_norm"] = reference.LARGEST_NORM if "clip" in options.features else None
+    settings["scheduler"] = reference.make_scheduler if "scheduler" in options.features else None
     if options.kind == "pipeline":
         model = holdfast.Pipeline(stages(), loss)
         session = holdfast.Session(model, make[options.optimizer], **settings)
@@ -62,7 +64,8 @@ def main(options):
         else:
             optimizer = optimizer(module.parameters())
         session = holdfast.Session(model, optimizer, **settings)
-    for step in session.steps(data, reference.BATCH, reference.EPOCHS):
+    loaders = {"num_workers": 1 if "loaders" in options.features else 0}
+    for step in session.steps(data, reference.BATCH, reference.EPOCHS, **loaders):
         time.sleep(options.pause)
         if options.wait_for and step.number == int(options.wait_for[0]):
             wait_for(Path(options.wait_for[1]))
@@ -78,8 +81,9 @@ def main(options):
             step.log(**figures)
     if session.is_lead:
         whole = model.module if options.kind == "pipeline" else module
+        x, y = reference.data()
         with torch.no_grad():
-            accuracy = (whole.eval()(data.tensors[0]).argmax(1) == data.tensors[1]).float().mean()
+            accuracy = (whole.eval()(x).argmax(1) == y).float().mean()
         session.log(test_accuracy=float(accuracy))
 
 
@@ -92,6 +96,7 @@ if __name__ == "__main__":
         "--wait-for", nargs=2, metavar=("STEP", "PATH"), help="in this step wait until there is such a file"
     )
     parser.add_argument("--note", type=Path, metavar="DIR", help="write the parts down there before every step")
+    parser.add_argument("--features", type=lambda text: tuple(text.split(",")) if text else (), default=())
     parser.add_argument("--shards", type=int, default=4)
     parser.add_argument("--no-recovery", action="store_true")
     parsed = parser.parse_args()

@@ -94,8 +94,15 @@ def test_with_a_local_batch_each_worker_keeps_its_size():
 def test_slow_workers_get_fewer_slices_and_the_others_the_rest():
     plan = with_(slices=12, speeds={1: 0.5})  # two samples a slice
 
-    assert counts(plan, (0, 1, 2, 3)) == {0: 8, 1: 4, 2: 6, 3: 6}
+    assert counts(plan, (0, 1, 2, 3)) == {0: 6, 1: 4, 2: 8, 3: 6}
     assert counts(plan, (0, 2, 3)) == {0: 8, 2: 8, 3: 8}
+
+
+def test_with_an_even_split_slow_workers_get_a_smaller_share():
+    plan = with_(split="even", speeds={1: 0.5, 3: 1.5})
+
+    assert counts(plan, (0, 1, 2, 3)) == {0: 6, 1: 3, 2: 6, 3: 9}
+    assert counts(plan, (1, 2, 3)) == {1: 4, 2: 8, 3: 12}
 
 
 def place(changes=()):

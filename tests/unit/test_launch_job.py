@@ -59,7 +59,7 @@ def test_every_option_is_said_again_but_for_the_secret():
         max(p.opts, key=len) for p in typer.main.get_command(app).commands["run"].params if p.opts[0].startswith("-")
     }
     fields = {
-        "spares": 1, "strategy": "partial", "order": "tree", "split": "even", "batch": "local", "rescale": "original", "update": "eager", "guard": "heal", "guard_sums": True,
+        "spares": 1, "strategy": "partial", "order": "tree", "split": "even", "batch": "local", "rescale": "original", "update": "eager", "guard": "heal", "guard_sums": True, "kinds": "any", "certificate": False, "stop_after": 5,
         "mirror": 2, "mirror_every": 8, "mirror_fraction": 0.5, "mirror_choice": "random", "mirror_predictor": "line", "mirror_distance": "scaled",
         "mirror_codec": "int8", "mirror_optimizer": "reset", "reinit_from": "root",
         "min_workers": 2, "seed": 1, "slices": 9, "checkpoint_dir": "c", "checkpoint_every": 2, "checkpoint_format": "npz",
@@ -80,6 +80,13 @@ def test_a_job_is_resumed_on_the_survivors_with_the_slices_that_it_had():
     assert resume_command(job(mtbf_s=3.0), 3, "ckpt") == (
         "holdfast run -n 3 --slices 4 --checkpoint-dir ckpt --resume train.py"
     )
+
+
+def test_where_the_number_of_slices_was_chosen_the_checkpoint_says_it():
+    chosen = job(auto_slices=2)
+
+    assert command_line(chosen) == "holdfast run -n 4 --slices auto:2 train.py"
+    assert resume_command(chosen, 3, "ckpt") == "holdfast run -n 3 --checkpoint-dir ckpt --resume train.py"
 
 
 def test_a_job_is_resumed_on_as_many_as_it_needs():

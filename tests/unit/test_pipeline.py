@@ -70,7 +70,7 @@ def made(stages, part):
     return stages[part]()
 
 
-def plainly(stages, make_optimizer, make_scheduler=None, schedule="step"):
+def plainly(stages, make_optimizer, make_scheduler=None, schedule="step", largest_norm=None):
     """The judge: stages and optimizers after training in plain torch, written without Holdfast."""
     x, y = dataset().tensors
     modules = [made(stages, part) for part in range(len(stages))]
@@ -99,12 +99,18 @@ def plainly(stages, make_optimizer, make_scheduler=None, schedule="step"):
                 for part in reversed(range(1, len(modules))):
                     outputs[part - 1].backward(given[part].grad)
                 ends.append([[b.clone() for b in module.buffers()] for module in modules])
-            for part, (module, optimizer) in enumerate(zip(modules, optimizers, strict=True)):
+            for part, module in enumerate(modules):
                 for i, (buffer, begin) in enumerate(zip(module.buffers(), start[part], strict=True)):
                     mean = torch.stack([end[part][i] for end in ends]).sum(0) / len(ends)
                     buffer.copy_(mean if buffer.is_floating_point() else begin + 1)
                 for parameter in module.parameters():
                     parameter.grad /= len(ids)
+            if largest_norm is not None:
+                gradients = [[p.grad for p in module.parameters()] for module in modules]
+                norms = torch.stack([nn.utils.get_total_norm(of_stage).double() for of_stage in gradients])
+                for module in modules:
+                    nn.utils.clip_grads_with_norm_(module.parameters(), largest_norm, norms.norm())
+            for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
             step += 1
@@ -118,10 +124,10 @@ def loss_of(output, labels):
     return F.cross_entropy(output, labels), {"accuracy": (output.argmax(1) == labels).float().mean()}
 
 
-def begin(stages=STAGES["awkward"], optimizer="adam", scheduler="none", loss=loss_of, **settings):
+def begin(stages=STAGES["awkward"], optimizer="adam", scheduler="none", loss=loss_of, largest_norm=None, **settings):
     make_scheduler, schedule = SCHEDULERS[scheduler]
     model = holdfast.Pipeline(stages, loss)
-    options = {"scheduler": make_scheduler, "schedule": schedule}
+    options = {"scheduler": make_scheduler, "schedule": schedule, "clip_grad_norm": largest_norm}
     settings = {"workers": 4, "slices": SLICES, "seed": SEED, "bucket_bytes": 512} | settings
     return model, holdfast.Session(model, OPTIMIZERS[optimizer], **options, **settings)
 
@@ -142,8 +148,8 @@ def recovered(run_dir):
     return list(dict.fromkeys((r.decision, r.lost, r.redone_steps) for r in said))
 
 
-def check_bits(model, session, stages=STAGES["awkward"], optimizer="adam", scheduler="none"):
-    modules, optimizers = plainly(stages, OPTIMIZERS[optimizer], *SCHEDULERS[scheduler])
+def check_bits(model, session, stages=STAGES["awkward"], optimizer="adam", scheduler="none", largest_norm=None):
+    modules, optimizers = plainly(stages, OPTIMIZERS[optimizer], *SCHEDULERS[scheduler], largest_norm)
     expected = nn.Sequential(*modules).state_dict()
     got = model.module.state_dict()
     assert got.keys() == expected.keys()
@@ -178,6 +184,16 @@ def test_every_bit_is_that_of_a_plain_loop(stages, optimizer, scheduler, workers
 
     check_bits(model, session, STAGES[stages], optimizer, scheduler)
     assert session.metrics.keys() == {"loss", "accuracy"}
+
+
+def test_the_gradient_is_clipped_by_the_norm_of_all_stages():
+    model, session = begin(largest_norm=0.3, faults=faults("kill:rank=1,step=2,phase=backward"))
+
+    train(session)
+
+    check_bits(model, session, largest_norm=0.3)
+    with pytest.raises(AssertionError):
+        check_bits(model, session)
 
 
 @pytest.mark.parametrize("scheduler", ["step", "epoch", "plateau"])
@@ -510,7 +526,6 @@ def test_a_pipeline_without_stages_is_refused():
             {"strategy": "forward"},
             "strategy must be rollback, restart, reinit or partial for a Pipeline, got forward",
         ),
-        (OPTIMIZERS["sgd"], {"clip_grad_norm": 1.0}, "there is no clip_grad_norm for a Pipeline"),
         (OPTIMIZERS["sgd"], {"scaler": object()}, "there is no scaler for a Pipeline"),
     ],
 )

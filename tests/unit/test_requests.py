@@ -91,6 +91,24 @@ def test_a_change_makes_a_difference_and_the_same_change_at_the_same_step_gives_
     assert len({first.sha256, later.sha256, never.sha256}) == 3
 
 
+@pytest.mark.parametrize("order", ["fold", "tree"])
+def test_how_fast_workers_are_changes_who_computes_what_and_no_bit(tmp_path, order):
+    held = {}
+
+    def look(step):
+        owners = list(step._batch.owners.values())
+        held[step.number] = [owners.count(rank) for rank in range(3)]
+
+    job = {"workers": 3, "slices": 5, "order": order}
+    quiet = train(tmp_path / "quiet", **job)
+    slow = train(
+        tmp_path / "slow", {2: {"speeds": {"0": 0.25, "2": 1.5}}, 9: {"speeds": {"1": 0.1, "0": 1.0}}}, look, **job
+    )
+
+    assert (held[1], held[4], held[10]) == ([2, 2, 1], [0, 2, 3], [2, 0, 3])
+    assert slow.sha256 == quiet.sha256
+
+
 @pytest.mark.parametrize("saved_at", [6, 8, 11])
 def test_a_job_that_is_started_again_takes_what_came_after_its_checkpoint_once_more_and_nothing_twice(
     tmp_path, saved_at

@@ -563,6 +563,29 @@ def test_the_slices_of_a_resumed_run_hold_for_all_its_loops(tmp_path):
     assert torch.equal(weights(model), weights(whole))
 
 
+def test_a_chosen_number_of_slices_is_chosen_once_for_the_job(tmp_path, capfd):
+    """Whoever dies, and on however many workers it goes on; and it has the bits of that number."""
+    directory = str(tmp_path / "ckpt")
+    model, _, session = make(
+        slices="auto", faults=faults("kill:rank=1,step=2"), checkpoint_dir=directory, checkpoint_every=1
+    )
+    train(model, session, batch_size=64, epochs=4)
+    resumed, _, later = make(slices="auto:1", workers=2, checkpoint_dir=directory, resume=True)
+    train(resumed, later, batch_size=64, epochs=6)
+    said = capfd.readouterr().err
+    expected, _, session = make(workers=1, slices=8)
+    train(expected, session, batch_size=64, epochs=6)
+    others, _, session = make(workers=1, slices=2)
+    train(others, session, batch_size=64, epochs=6)
+
+    assert (
+        said.count("8 slices of a mini-batch: after the loss of 1 of 4 workers a step takes at most 13 % longer") == 1
+    )
+    assert said.count("slices of a mini-batch") == 1
+    assert torch.equal(weights(resumed), weights(expected))
+    assert not torch.equal(weights(resumed), weights(others)), "the number of slices shows in the bits"
+
+
 def test_a_dataset_that_augments_is_asked_for_every_sample():
     asked = []
 

@@ -11,7 +11,6 @@ import pytest
 
 from holdfast.launch.stragglers import POLICIES, Stragglers
 from holdfast.records import Beacon, Position
-from holdfast.train.batches import _fair_runs
 
 STEPS = 300
 
@@ -162,13 +161,6 @@ def test_a_new_start_forgets_who_was_slow():
     assert stragglers.new_speeds(positions(22, **slow), 9.0) is None
     assert look_through(stragglers, range(15), **slow) == {}
     assert look_through(stragglers, range(15, 21), **slow) == {1: 4.0}
-
-
-def test_by_their_speeds_all_finish_together():
-    holders = _fair_runs(18, [0, 1, 2], {0: 1.0, 1: 0.25, 2: 1.0})
-
-    assert [holders.count(rank) for rank in (0, 1, 2)] == [8, 2, 8]
-    assert holders == sorted(holders), "runs are contiguous"
 
 
 def test_the_policies_are_what_the_command_line_offers():

@@ -112,6 +112,53 @@ def compare(first: Source, second: Source, on_tensor: Callable[[str], None] = la
     )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spot:
+    """A value that two sources do not have alike.
+
+    Args:
+        path: Of its tensor.
+        index: Where in the tensor; empty also if the tensors are of different shapes, or one of them is missing.
+        values: In each, as text; their shapes if these differ, "" where there is no such tensor.
+    """
+
+    path: str
+    index: tuple[int, ...]
+    values: tuple[str, str]
+
+
+def first_difference(first: Source, second: Source, under: str = "") -> Spot | None:
+    """Return the first value that differs, in the order of the first source's tensors and row-major in each; None if none does.
+
+    Args:
+        first: What is compared.
+        second: With what.
+        under: Only paths that begin so.
+
+    Raises:
+        CheckpointCorrupt: if a tensor is damaged.
+    """
+    for path in (path for path in {**first.tensors, **second.tensors} if path.startswith(under)):
+        entries = [source.tensors.get(path) for source in (first, second)]
+        shapes = tuple("" if entry is None else str(list(entry.shape)) for entry in entries)
+        if shapes[0] != shapes[1]:
+            return Spot(path=path, index=(), values=(shapes[0], shapes[1]))
+        a, b = first.read(path), second.read(path)
+        at = 0
+        for x, y in _chunks(a.reshape(-1), b.reshape(-1)):
+            odd = _odd(x, y).nonzero()
+            if len(odd):
+                place = at + int(odd[0])
+                index = tuple(int(i) for i in np.unravel_index(place, tuple(a.shape)))
+                return Spot(path=path, index=index, values=(_exactly(x[int(odd[0])]), _exactly(y[int(odd[0])])))
+            at += x.numel()
+    return None
+
+
+def _exactly(value: torch.Tensor) -> str:
+    return repr(value.item())
+
+
 def _compare(path: str, first: Source, second: Source) -> TensorDiff:
     one, other = first.tensors[path], second.tensors[path]
     dtypes = (_meant(one.dtype, other.dtype), _meant(other.dtype, one.dtype))

@@ -12,6 +12,8 @@ import typer
 from holdfast.cli.ckpt import ckpt
 from holdfast.cli.control import scale, set_
 from holdfast.cli.demo import demo
+from holdfast.cli.diff_runs import diff_runs
+from holdfast.cli.doctor import doctor
 from holdfast.cli.inject import inject
 from holdfast.cli.plan import plan
 from holdfast.cli.rehearse import rehearse
@@ -20,6 +22,7 @@ from holdfast.cli.run import run
 from holdfast.cli.simulate import simulate
 from holdfast.cli.study import study
 from holdfast.cli.tables import clean
+from holdfast.cli.verify import verify
 from holdfast.errors import CheckpointCorrupt, CheckpointMissing, ConfigError, HoldfastError, InternalError
 
 app = typer.Typer(
@@ -32,9 +35,12 @@ app = typer.Typer(
 )
 app.command(context_settings={"allow_interspersed_args": False})(run)
 app.command(context_settings={"allow_interspersed_args": False})(rehearse)
+app.command(context_settings={"allow_interspersed_args": False})(doctor)
 app.command()(scale)
 app.command(name="set")(set_)
 app.command()(report)
+app.command(name="diff-runs")(diff_runs)
+app.command()(verify)
 app.command()(demo)
 app.command()(study)
 app.command()(simulate)

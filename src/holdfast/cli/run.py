@@ -16,6 +16,7 @@ from holdfast.settings import (
     CHECKPOINT_FORMATS,
     FABRICS,
     GUARDS,
+    KINDS,
     MIRROR_CHOICES,
     MIRROR_CODECS,
     MIRROR_DISTANCES,
@@ -28,6 +29,7 @@ from holdfast.settings import (
     STRATEGIES,
     UPDATES,
     Settings,
+    losses_of,
 )
 
 if TYPE_CHECKING:
@@ -77,7 +79,7 @@ def run(
         str | None, typer.Option(metavar=_one_of(REINIT_FROM), help="What --strategy reinit goes on from [own].")
     ] = None,
     slices: Annotated[
-        int | None, typer.Option(metavar="V", help="Pieces of a mini-batch, for the whole job [N].")
+        str | None, typer.Option(metavar="V|auto[:F]", help="Pieces of a mini-batch, for the whole job [N].")
     ] = None,
     order: Annotated[
         str | None, typer.Option(metavar=_one_of(ORDERS), help="Order in which they are added [fold].")
@@ -104,6 +106,13 @@ def run(
     ] = None,
     guard_sums: Annotated[
         bool, typer.Option("--guard-sums", help="Checksums go with what is summed; whoever adds it looks.")
+    ] = False,
+    kinds: Annotated[
+        str | None,
+        typer.Option(metavar=_one_of(KINDS), help="Workers whose bits would differ: refused, or taken [same]."),
+    ] = None,
+    no_certificate: Annotated[
+        bool, typer.Option("--no-certificate", help="Write no digests of each step, which diff-runs and verify read.")
     ] = False,
     spares: Annotated[
         int | None, typer.Option(metavar="K", help="Workers that wait, warm, to take the place of who dies [0].")
@@ -196,6 +205,9 @@ def run(
     grace: Annotated[
         float, typer.Option(metavar="SECONDS", help="Time to finish a step and save after SIGTERM.")
     ] = 30.0,
+    stop_after: Annotated[
+        int | None, typer.Option(metavar="STEP", help="Save and stop when this step is committed; exit code 4.")
+    ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest intact checkpoint.")] = False,
     log_dir: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Keep each worker's output in a file here.")
@@ -235,6 +247,7 @@ def run(
         keep_last=keep_last,
         keep_every=keep_every,
         expected_mtbf=expected_mtbf,
+        stop_after=stop_after,
     )
     newcomers = _newcomers(max_respawns, respawn=respawn)
     script_args, last_report = _split_off_report(args or [])
@@ -247,7 +260,7 @@ def run(
         fabric=fabric,
         strategy=strategy,
         reinit_from=reinit_from,
-        slices=slices,
+        **_slices(slices),
         order=order,
         split=split,
         batch=batch,
@@ -255,6 +268,8 @@ def run(
         update=update,
         guard=guard,
         guard_sums=guard_sums or None,
+        kinds=kinds,
+        certificate=False if no_certificate else None,
         mirror=mirror,
         mirror_every=mirror_every,
         mirror_fraction=mirror_fraction,
@@ -272,6 +287,7 @@ def run(
         keep_every=keep_every,
         mtbf_s=expected_mtbf,
         hang_timeout_s=hang_timeout,
+        stop_after=stop_after,
         resume=resume or None,
     )
     settings = dataclasses.replace(
@@ -322,7 +338,14 @@ def _check(**given: Any) -> None:
     Raises:
         ConfigError: naming the option.
     """
-    for name, least in (("workers", 1), ("nnodes", 1), ("mirror", 0), ("keep_last", 2), ("keep_every", 1)):
+    for name, least in (
+        ("workers", 1),
+        ("nnodes", 1),
+        ("mirror", 0),
+        ("keep_last", 2),
+        ("keep_every", 1),
+        ("stop_after", 0),
+    ):
         if given[name] is not None and given[name] < least:
             why = ", because the newest may turn out to be damaged" if name == "keep_last" else ""
             msg = f"--{name.replace('_', '-')} must be at least {least}{why}, got {given[name]}"
@@ -364,6 +387,20 @@ def _settings(**given: Any) -> Settings:
             raise
         msg = f"{option} {what}"
         raise ConfigError(msg) from error
+
+
+def _slices(given: str | None) -> dict[str, Any]:
+    """Return the settings of ``--slices``.
+
+    Raises:
+        ConfigError: if it is neither a number nor ``auto``.
+    """
+    if given is None:
+        return {}
+    try:
+        return {"slices": int(given), "auto_slices": -1}
+    except ValueError:
+        return {"slices": 0, "auto_slices": losses_of(given, "--slices")}
 
 
 def _how_often(checkpoint_every: str | None) -> dict[str, Any]:

@@ -217,8 +217,17 @@ class Communicator(Exchange, Protocol):
         """Return who, as far as this process knows, waits to join a training loop; costs next to nothing."""
         ...
 
-    def announce(self, loop: int) -> None:
-        """Let those who come later know which training loop goes on; the lowest member says it."""
+    def announce(self, loop: int, kind: str) -> None:
+        """Let those who come later know which training loop goes on; the lowest member says it.
+
+        Args:
+            loop: Its number.
+            kind: What :meth:`wanted_kind` returns to them.
+        """
+        ...
+
+    def wanted_kind(self) -> str:
+        """Return, to a worker that has not joined yet, of what kind those are who are there; wait until they say it."""
         ...
 
     def failed(self) -> tuple[int, ...]:
@@ -247,8 +256,12 @@ class FixedMembership:
         """Return nobody."""
         return ()
 
-    def announce(self, loop: int) -> None:
+    def announce(self, loop: int, kind: str) -> None:
         """Do nothing: nobody comes later."""
+
+    def wanted_kind(self) -> str:
+        """Return nothing: nobody comes later."""
+        return ""
 
 
 def share_bytes(comm: Communicator, mine: bytes, root: int) -> bytes:

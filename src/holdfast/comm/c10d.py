@@ -266,10 +266,20 @@ class C10dCommunicator:
             self._looked_at = version
         return self._waiting
 
-    def announce(self, loop: int) -> None:
-        """Say which training loop goes on, if this is the lowest member."""
+    def announce(self, loop: int, kind: str) -> None:
+        """Say which training loop goes on, if this is the lowest member; see :meth:`Communicator.announce`."""
         if self._me == self.members[0] and not self._store.lost:
             self._store.put("loop", str(loop))
+            self._store.put("kind", kind)
+
+    def wanted_kind(self) -> str:
+        """Return of what kind the members are; see :meth:`Communicator.wanted_kind`.
+
+        Raises:
+            StoreLost: if the store is.
+        """
+        with waiting:
+            return self._store.wait(lambda: self._store.get("kind")) or ""
 
     @property
     def is_stranded(self) -> bool:

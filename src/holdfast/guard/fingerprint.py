@@ -22,7 +22,9 @@ LONGEST_ROTATION = 64
 EVERYTHING = -1
 """Takes the place of a step where all windows are hashed."""
 HALVES = ("weights", "optimizer")
-"""The two kinds of windows."""
+"""The two kinds of windows that the guard compares."""
+EVERY_KIND = (*HALVES, "buffers")
+"""With those that only a certificate is of."""
 _MOST_PIECES = 64
 """Tensors in a window, at most: each costs a few us, however small it is."""
 
@@ -50,12 +52,22 @@ class Piece:
         """Where it is, for people."""
         return f"{self.name}/{self.key}" if self.key else self.name
 
+    @property
+    def place(self) -> str:
+        """Where it is, and which rows."""
+        return f"{self.path}[{self.start}:{self.stop}]"
+
+    def whole(self, optimizer: torch.optim.Optimizer | None) -> torch.Tensor:
+        """Return the tensor of which it is some rows, not copied."""
+        if not self.key:
+            return self.parameter.detach()
+        assert optimizer is not None
+        tensor: torch.Tensor = optimizer.state[self.parameter][self.key]
+        return tensor.detach()
+
     def rows(self, optimizer: torch.optim.Optimizer | None) -> torch.Tensor:
         """Return the rows, shape ``(rows, ...)``, not copied."""
-        tensor = self.parameter.detach()
-        if self.key:
-            assert optimizer is not None
-            tensor = optimizer.state[self.parameter][self.key].detach()
+        tensor = self.whole(optimizer)
         return tensor.reshape(1) if tensor.dim() == 0 else tensor[self.start : self.stop]
 
 
@@ -66,19 +78,27 @@ class RotatingDigest:
     """Hashes another small part of the state at every step.
 
     Of parameters and the optimizer's tensors: when a step closes, buffers still hold what the worker's own slices made of
-    them.
+    them. Who hashes when a step begins can give copies of them as they are then.
 
     Args:
         model: Whose parameters.
         optimizer: Whose state, which may get more tensors as training goes on; None leaves it out.
         longest: Steps of a rotation, at most; windows get larger for it. 0: windows stay as small as they are.
+        buffers: Tensors that are hashed where a kind of windows is asked for that is none of :data:`HALVES`, with their names.
     """
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None, longest: int = 0) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None = None,
+        longest: int = 0,
+        buffers: Iterable[tuple[str, torch.Tensor]] = (),
+    ) -> None:
         self._named = sorted(model.named_parameters())
         self._optimizer = optimizer
         self._longest = longest
         self._weights = self._cut((parameter, name, "", parameter) for name, parameter in self._named)
+        self._buffers = self._cut((buffer, name, "", buffer) for name, buffer in sorted(buffers, key=lambda b: b[0]))
         self._state: list[Window] = []
         self._num_state = 0
         self._version = 0
@@ -108,7 +128,7 @@ class RotatingDigest:
         """Return what the windows of a step hold, as :meth:`of_step` takes it."""
         self._refresh()
         found: list[Piece] = []
-        for half, windows in zip(HALVES, (self._weights, self._state), strict=True):
+        for half, windows in zip(EVERY_KIND, self._kinds(), strict=True):
             if windows and half in halves:
                 chosen = windows if step == EVERYTHING else [windows[step % len(windows)]]
                 found += [piece for window in chosen for piece in window]
@@ -118,6 +138,24 @@ class RotatingDigest:
         """Yield what the windows of a step hold, with its values, not copied."""
         for piece in self.pieces(step):
             yield piece, piece.rows(self._optimizer)
+
+    def where(self, step: int) -> str:
+        """Return which windows of every kind are those of a step, for people: the first and the last of the rows in each."""
+        self._refresh()
+        chosen = [windows[step % len(windows)] for windows in self._kinds() if windows]
+        ends = [(window[0].place, window[-1].place) for window in chosen]
+        return ", ".join(first if first == last else f"{first} .. {last}" for first, last in ends)
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield everything that there is in windows of every kind: path and whole tensor, not copied."""
+        self._refresh()
+        for windows in self._kinds():
+            for piece in (piece for window in windows for piece in window):
+                if piece.start == 0:
+                    yield piece.path, piece.whole(self._optimizer)
+
+    def _kinds(self) -> tuple[list[Window], list[Window], list[Window]]:
+        return self._weights, self._state, self._buffers
 
     def _hash(self, pieces: Iterable[Piece]) -> int:
         digest, any_piece = xxhash.xxh3_64(), False

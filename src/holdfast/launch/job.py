@@ -106,8 +106,9 @@ class Job:
 
     @property
     def slices(self) -> int:
-        """Slices of a mini-batch, the same for the whole job; 0 leaves it to the checkpoint that is resumed."""
-        return self.settings.slices or (0 if self.settings.resume else self.workers)
+        """Slices of a mini-batch, the same for the whole job; 0 leaves it to the checkpoint that is resumed, or to a choice."""
+        is_open = self.settings.resume or self.settings.auto_slices >= 0
+        return self.settings.slices or (0 if is_open else self.workers)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,6 +143,10 @@ def check(job: Job) -> None:
         _refuse(f"there is no script {str(job.script)!r}")
     if settings.min_workers > job.workers:
         _refuse(f"--min-workers must be at most the number of workers ({job.workers}), got {settings.min_workers}")
+    if settings.auto_slices >= max(1, job.workers) and not settings.resume:
+        _refuse(
+            f"--slices auto:F must leave somebody: F must be below the number of workers ({job.workers}), got {settings.auto_slices}"
+        )
     if settings.resume and not settings.checkpoint_dir:
         _refuse("--resume needs --checkpoint-dir: where are the checkpoints to go on from?")
     _check_checkpoints(settings)
@@ -274,6 +279,7 @@ OPTIONS = (
     ("--update", "update"),
     ("--guard", "guard"),
     ("--guard-sums", "guard_sums"),
+    ("--kinds", "kinds"),
     ("--mirror", "mirror"),
     ("--mirror-every", "mirror_every"),
     ("--mirror-fraction", "mirror_fraction"),
@@ -292,6 +298,7 @@ OPTIONS = (
     ("--keep-every", "keep_every"),
     ("--expected-mtbf", "mtbf_s"),
     ("--hang-timeout", "hang_timeout_s"),
+    ("--stop-after", "stop_after"),
 )
 _JOB_OPTIONS = (
     ("--max-restarts", "max_restarts"),
@@ -324,6 +331,8 @@ def command_line(job: Job, *, faults: Sequence[str] = ()) -> str:
     settings = job.settings
     words = ["holdfast", "run", "-n", str(settings.workers), *_said(settings, OPTIONS, Settings(fabric="ulfm"))]
     words += ["--checkpoint-every", "auto"] if settings.checkpoint_auto else []
+    words += ["--slices", settings.auto_text] if settings.auto_text else []
+    words += [] if settings.certificate else ["--no-certificate"]
     words += ["--resume"] if settings.resume else []
     words += ["--respawn"] if job.max_respawns else []
     words += ["--max-respawns", str(job.max_respawns)] if job.max_respawns not in (0, MAX_RESPAWNS) else []
@@ -359,7 +368,9 @@ def resume_command(job: Job, workers: int, checkpoint_dir: str) -> str:
         job.settings,
         workers=math.ceil(share / job.nnodes),
         slices=job.slices,
+        auto_slices=-1,
         checkpoint_dir=checkpoint_dir,
+        stop_after=-1,
         resume=True,
     )
     return command_line(dataclasses.replace(job, settings=settings, mtbf_s=0.0))

@@ -15,6 +15,7 @@ from holdfast.launch.attempt import Attempt, Files, Places
 from holdfast.launch.births import Births
 from holdfast.launch.crew import Crew
 from holdfast.launch.endings import explain, unsaid, why_not_again
+from holdfast.launch.facts import job_facts
 from holdfast.launch.hosts import Hosts, check_hosts, shared_folder
 from holdfast.launch.job import Job, Outcome, check
 from holdfast.launch.judge import Broken, Completed, Departed, Judge, Lost, Verdict
@@ -65,6 +66,7 @@ class Launcher:
 
     def __init__(self, job: Job, view: View) -> None:
         self._job = job
+        self._facts = job_facts(job)
         self._view = view
         self._judge = Judge(job.script.name, virtual=job.is_virtual, stall_timeout_s=job.stall_timeout_s)
         self._plan = FaultPlan.from_json(job.settings.faults) if job.settings.faults else FaultPlan()
@@ -253,10 +255,11 @@ class Launcher:
         return bool(self._began()) or (self._nodes is not None and self._nodes.slices > 0)
 
     def _slices(self) -> int:
-        """Return the slices of the job: what it began with, once it has begun."""
+        """Return the slices of the job: what it began with, once it has begun; 0 leaves them to those who begin."""
         if self._nodes is not None and self._nodes.slices:
             return self._nodes.slices
-        return next((record.slices for record in self._began()), self._job.slices)
+        unsaid = self._job.slices if self._restarts else self._job.settings.slices
+        return next((record.slices for record in self._began()), unsaid)
 
     def _mtbf_s(self) -> float:
         """Return the time between failures to believe in: what was given counts as one failure, each start anew as one."""
@@ -332,6 +335,7 @@ class Launcher:
             self._plan,
             fired=self._judge.fired,
             wall_s=self._run.clock.now_s(),
+            facts=self._facts,
         )
         return Outcome(
             exit_code=exit_code,

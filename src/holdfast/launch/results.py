@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,13 @@ from holdfast.launch.job import Job, command_line
 
 
 def write_results(
-    job: Job, records: Sequence[Record], plan: FaultPlan, *, fired: Collection[int], wall_s: float
+    job: Job,
+    records: Sequence[Record],
+    plan: FaultPlan,
+    *,
+    fired: Collection[int],
+    wall_s: float,
+    facts: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Return the report; write it, the records, the faults and the page if the job has a folder for them.
 
@@ -25,21 +31,23 @@ def write_results(
         plan: The faults that were planned.
         fired: Numbers of those that struck.
         wall_s: How long it took.
+        facts: What :func:`~holdfast.launch.facts.job_facts` returned when it was started.
     """
     from holdfast.report import build_report, write_page, write_report
 
     specs = plan.to_specs()
-    facts: dict[str, Any] = {
+    given: dict[str, Any] = {
         "started": range(job.workers),
         "wall_s": wall_s,
         "seed": job.settings.seed,
         "nodes": job.nnodes,
         "faults_not_fired": [spec for number, spec in enumerate(specs) if number not in fired],
         "command": command_line(job, faults=specs),
+        "job": facts,
     }
     if job.report_dir is None:
-        return build_report(records, **facts)
-    report = write_report(records, job.report_dir, **facts)
+        return build_report(records, **given)
+    report = write_report(records, job.report_dir, **given)
     write_plan(records, plan, job.report_dir / "plan.json")
     if (
         job.page

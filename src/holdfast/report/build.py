@@ -26,6 +26,7 @@ from holdfast.events import (
     ValuesAltered,
 )
 from holdfast.report.history import Failure, History, Joining, Life
+from holdfast.report.kinds import workers_kinds
 from holdfast.report.words import DISTRIBUTED
 
 SCHEMA = 1
@@ -40,6 +41,7 @@ def build_report(
     seed: int,
     faults_not_fired: Sequence[str] = (),
     command: str = "",
+    job: Mapping[str, Any] | None = None,
     nodes: int = 1,
 ) -> dict[str, Any]:
     """Return what ``report.json`` holds.
@@ -70,6 +72,7 @@ def build_report(
         seed: Of the run.
         faults_not_fired: Injected faults that never struck, as they were written.
         command: The command line that repeats the run.
+        job: What it was, so that it can be done again; see ``launch/facts.py``.
         nodes: How many launchers there were.
     """
     history = History(records, started)
@@ -109,11 +112,14 @@ def build_report(
         "samples": _samples(history, finished),
         "lost": None if history.is_distributed else _lost(history),
         "replicas": _replicas(history, finished),
+        "certificate": _certificate(history),
+        "kinds": workers_kinds(history),
         "metrics": _metrics(history, finished),
         "checkpoints": None if history.is_distributed else len(history.of(CheckpointSaved)),
         "checkpoint": None if history.is_distributed else _checkpoint(finished),
         "error": _error(history.lives[-1]),
         "command": command,
+        "job": None if job is None else dict(job),
     }
 
 
@@ -357,6 +363,14 @@ def _replicas(history: History, finished: Mapping[int, Finished]) -> dict[str, A
         "sha256": records[0].sha256,
         "state_sha256": records[0].state_sha256,
     }
+
+
+def _certificate(history: History) -> dict[str, Any] | None:
+    """Return the last link and the steps that it is of; None without one."""
+    steps = [record for record in history.steps.values() if record.link]
+    if not steps:
+        return None
+    return {"link": steps[-1].link, "first_step": steps[0].step, "steps": len(steps)}
 
 
 def _metrics(history: History, finished: Mapping[int, Finished]) -> dict[str, float | None]:

@@ -33,6 +33,7 @@ def write_report(
     seed: int,
     faults_not_fired: Sequence[str] = (),
     command: str = "",
+    job: Mapping[str, Any] | None = None,
     nodes: int = 1,
 ) -> dict[str, Any]:
     """Write ``report.json`` and ``events.jsonl`` to ``out_dir``, which is made if need be, and return the report.
@@ -49,6 +50,7 @@ def write_report(
         seed=seed,
         faults_not_fired=faults_not_fired,
         command=command,
+        job=job,
         nodes=nodes,
     )
     lines = [json.dumps(record_to_dict(record)) + "\n" for record in sorted(records, key=lambda r: (r.t_s, r.rank))]

@@ -40,7 +40,7 @@ def summary_lines(report: Mapping[str, Any], directory: Path | None = None) -> l
     lines.append(_iteration_cost(report.get("iteration_cost")))
     lines += [_parts_held(held) for held in report.get("parts_held", ())]
     lines.append(_eager(report.get("eager", ())))
-    lines += [_samples(report), _replicas(report)]
+    lines += [_samples(report), _replicas(report), _kinds(report.get("kinds"))]
     if directory is not None:
         lines.append(f"report   {directory / 'report.json'}   (a page of it: holdfast report {directory})")
     return [line for line in lines if line]
@@ -172,6 +172,10 @@ def _samples(report: Mapping[str, Any]) -> str:
         return ""
     rest = [f"{number(samples[key])} {key}" for key in ("lost", "repeated") if samples[key] is not None]
     return f"samples  {number(samples['committed'])} of {number(samples['planned'])} committed, {listing(rest)}"
+
+
+def _kinds(kinds: Mapping[str, Any] | None) -> str:
+    return f"kinds    {kinds['given_up']}" if kinds and kinds["given_up"] else ""
 
 
 def _replicas(report: Mapping[str, Any]) -> str:

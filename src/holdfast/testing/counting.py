@@ -117,9 +117,13 @@ class CountingCommunicator:
         """Hand on; nothing is sent."""
         return self._comm.newcomers(loop)
 
-    def announce(self, loop: int) -> None:
+    def announce(self, loop: int, kind: str) -> None:
         """Hand on."""
-        self._comm.announce(loop)
+        self._comm.announce(loop, kind)
+
+    def wanted_kind(self) -> str:
+        """Hand on."""
+        return self._comm.wanted_kind()
 
     def join(self, loop: int) -> bool:
         """Hand on."""

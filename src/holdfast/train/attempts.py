@@ -12,8 +12,8 @@ from holdfast.comm import OrderedSum
 from holdfast.errors import ScriptError
 from holdfast.train.batches import MiniBatch
 from holdfast.train.checking import note_altered
-from holdfast.train.data import fetch
 from holdfast.train.flips import NOT_WATCHED, watch
+from holdfast.train.loading import Loading, Source
 from holdfast.train.place import Place
 from holdfast.train.replica import Replica
 from holdfast.train.scribe import Scribe
@@ -33,8 +33,7 @@ class Attempts:
         place: Says how the data are seeded.
         scribe: Is told where this worker is.
         total: Adds gradients.
-        dataset: Anything with ``len`` and ``[]``.
-        collate: Makes a mini-batch of a list of samples; None takes torch's.
+        source: Where inputs are from.
     """
 
     def __init__(
@@ -44,16 +43,14 @@ class Attempts:
         place: Place,
         scribe: Scribe,
         total: OrderedSum,
-        dataset: Any,
-        collate: Any,
+        source: Source,
     ) -> None:
         self._world = world
         self._replica = replica
         self._place = place
         self._scribe = scribe
         self._sum = total
-        self._dataset = dataset
-        self._collate = collate
+        self._loading = Loading(source, lambda batch: place.ahead(batch, world.comm.members), self._loads)
         self.batch: MiniBatch | None = None
         """Of the step in progress."""
         self.names: dict[str, None] = {}
@@ -99,8 +96,17 @@ class Attempts:
         self.between_slices(batch)
         if isinstance(self._replica, Pipelined):
             return StagedStep(self, batch, self._replica.slices(batch), self._count[1])
-        mine = [number for number, rank in batch.owners.items() if rank in self._world.comm.here]
-        return Step(self, batch, mine, self._count[1])
+        return Step(self, batch, self._loads(batch), self._count[1])
+
+    def _loads(self, batch: MiniBatch) -> list[int]:
+        """Return the slices of which inputs are needed here."""
+        if isinstance(self._replica, Pipelined):
+            return self._replica.slices(batch)
+        return [number for number, rank in batch.owners.items() if rank in self._world.comm.here]
+
+    def close(self) -> None:
+        """End what loads ahead of time."""
+        self._loading.close()
 
     def _alter_state(self, step: int) -> None:
         """Let flips strike what a worker has before the step: that worker alone."""
@@ -124,8 +130,7 @@ class Attempts:
         self._replica.enter(owner)
         self._whole.begin_slice(self._sum.room)
         self._watched = watch(self._whole.model, faults.flips("activations", batch.step, owner), faults)
-        seed_slice(self._place.plan.seed, batch.step, number)
-        return fetch(self._dataset, ids, self._collate)
+        return self._loading(self._place.plan.seed, batch, number)
 
     def backward(self, loss: torch.Tensor, batch: MiniBatch, number: int) -> None:
         """Compute the gradients of the slice."""
@@ -167,9 +172,8 @@ class Attempts:
 
     def _fetcher(self, batch: MiniBatch) -> Callable[[int], Any]:
         def get(number: int) -> Any:
-            seed_slice(self._place.plan.seed, batch.step, number)
             self._world.beacon.mark("forward", batch.step, number, batch.slices[number])
-            return fetch(self._dataset, batch.slices[number], self._collate)
+            return self._loading(self._place.plan.seed, batch, number)
 
         return get
 

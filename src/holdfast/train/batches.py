@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
 
 from holdfast.train.seeds import order_of
+from holdfast.train.sharing import homes, share_out
 
 Ids = np.ndarray[tuple[int], np.dtype[np.int64]]
 """Indices of samples in the dataset."""
@@ -76,6 +78,7 @@ class Plan:
         world: The workers that the job was started with, without its spares.
         split: ``"slices"`` or ``"even"``, see :class:`holdfast.settings.Settings`.
         batch: ``"global"`` or ``"local"``.
+        in_tree: Slices are added in a tree, so runs that end where large groups do are better.
         workers: How many of the living share the work; -1 is as many as ``world`` has.
         speeds: How fast workers compute, by rank, relative to each other; who is not named counts as 1.
         given_batch_size: What the script said, where ``batch_size`` was changed since: an epoch stays as long as it was.
@@ -92,6 +95,7 @@ class Plan:
     world: tuple[int, ...]
     split: str
     batch: str
+    in_tree: bool = False
     workers: int = -1
     speeds: Mapping[int, float] = field(default_factory=dict)
     given_batch_size: int = 0
@@ -135,16 +139,18 @@ class Batches:
         self._plan = plan
         self._epoch = -1
         self._order: Any = None
+        self._distributed: tuple[Sequence[int], list[int], list[float]] = ((), [], [])
 
     def mini_batch(self, step: int, cursor: Cursor, members: Sequence[int]) -> MiniBatch | None:
         """Return the mini-batch at ``cursor`` among ``members``; None when the plan is used up."""
         plan = self._plan
         if cursor.epoch >= plan.first_epoch + plan.epochs:
             return None
-        pieces, holders = self._distribute(members)
+        holders, shares = self._distribute_once(members)
+        pieces = len(holders)
         size = plan.batch_size if plan.batch == "global" else -(-plan.batch_size * pieces // plan.slices)
         ids = self._order_of(cursor.epoch)[cursor.offset : min(cursor.offset + size, plan.epoch_samples)]
-        slices = tuple(ids[i * len(ids) // pieces : (i + 1) * len(ids) // pieces] for i in range(pieces))
+        slices = tuple(ids[start:stop] for start, stop in pairwise(_cuts(len(ids), pieces, shares)))
         offset = cursor.offset + len(ids)
         done = offset >= plan.epoch_samples
         return MiniBatch(
@@ -156,22 +162,33 @@ class Batches:
             after=Cursor(epoch=cursor.epoch + 1, offset=0) if done else Cursor(epoch=cursor.epoch, offset=offset),
         )
 
-    def _distribute(self, members: Sequence[int]) -> tuple[int, list[int]]:
-        """Return the number of pieces and who holds each: contiguous runs of slices, as even as can be.
+    def _distribute_once(self, members: Sequence[int]) -> tuple[list[int], list[float]]:
+        if self._distributed[0] != members:
+            self._distributed = (members, *self._distribute(members))
+        return self._distributed[1:]
+
+    def _distribute(self, members: Sequence[int]) -> tuple[list[int], list[float]]:
+        """Return who holds each piece of a mini-batch, and how large they are, relative to each other, where they differ.
 
         The lowest share the work; spares have higher numbers, and come in when somebody below them has died. It makes no
         difference whether there are fewer than at first because some died or because the user said so.
         """
         plan = self._plan
         active = list(members[: plan.seats])
+        seats = self._seats(active)
         if len(active) < len(plan.world) and plan.batch == "local":
-            kept = [rank for rank in _runs(plan.slices, self._seats(active)) if rank >= 0]
-            return (len(kept), kept) if kept else (len(active), active)
-        if len(active) != len(plan.world) and plan.split == "even":
-            return len(active), active
-        if plan.speeds:
-            return plan.slices, _fair_runs(plan.slices, active, plan.speeds)
-        return plan.slices, _runs(plan.slices, active)
+            owners = [
+                seats[seat]
+                for seat, (start, stop) in enumerate(homes(plan.slices, len(seats)))
+                for _ in range(start, stop)
+            ]
+            return [rank for rank in owners if rank >= 0] or active, []
+        if plan.split == "even" and (len(active) != len(plan.world) or plan.speeds):
+            return active, [plan.speeds.get(rank, 1.0) for rank in active] if plan.speeds else []
+        at_home = dict(zip(seats, homes(plan.slices, len(seats)), strict=True))
+        at_home = {rank: home for rank, home in at_home.items() if rank >= 0}
+        at_home |= {rank: (plan.slices, plan.slices) for rank in active if rank not in at_home}
+        return share_out(plan.slices, at_home, plan.speeds, aligned=plan.in_tree), []
 
     def _seats(self, active: Sequence[int]) -> list[int]:
         """Return who sits where the workers of the first world sat, -1 where nobody does."""
@@ -185,17 +202,15 @@ class Batches:
         return order
 
 
-def _fair_runs(slices: int, ranks: Sequence[int], speeds: Mapping[int, float]) -> list[int]:
-    """Return the rank that holds each slice, so that the last to finish finishes as early as can be.
+def _cuts(count: int, pieces: int, shares: Sequence[float]) -> list[int]:
+    """Return where each piece of so many samples begins, and where the last one ends.
 
-    Each slice goes to whoever would have finished it first. Runs are contiguous, as :func:`_runs` has them.
+    Args:
+        count: Samples.
+        pieces: As even as can be, if there are no ``shares``.
+        shares: Of each piece, relative to each other.
     """
-    counts = dict.fromkeys(ranks, 0)
-    for _ in range(slices):
-        counts[min(ranks, key=lambda rank: ((counts[rank] + 1) / speeds.get(rank, 1.0), rank))] += 1
-    return [rank for rank in ranks for _ in range(counts[rank])]
-
-
-def _runs(slices: int, ranks: Sequence[int]) -> list[int]:
-    """Return the rank that holds each slice."""
-    return [ranks[i * len(ranks) // slices] for i in range(slices)]
+    if not shares:
+        return [i * count // pieces for i in range(pieces + 1)]
+    *parts, whole = accumulate(shares)
+    return [0, *(int(count * part / whole) for part in parts), count]

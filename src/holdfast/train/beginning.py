@@ -14,6 +14,8 @@ from holdfast.checkpoint import Loaded
 from holdfast.checkpoint.writer import Outcome
 from holdfast.errors import CheckpointCorrupt, CheckpointError, ConfigError
 from holdfast.guard import copied
+from holdfast.links import GENESIS
+from holdfast.train.kind import compare_kinds, compare_with_checkpoint
 from holdfast.train.ledger import Account
 from holdfast.train.place import Place
 from holdfast.train.replica import Replica
@@ -73,7 +75,9 @@ class Beginning:
         Raises:
             PeerFailed: if somebody died meanwhile.
             ReplicasDiffer: if there is nothing to go back to.
+            ConfigError: if the workers are of different kinds, where that is not allowed.
         """
+        compare_kinds(self._world)
         way = self._watch.share()
         if way is None:
             self._load(trained=trained)
@@ -136,7 +140,9 @@ class Beginning:
         world.keeper.start_over(token, fallback)
         if step >= 0:
             self._begun_from = step
-            self._restore(world.keeper.load(step, self._replica.wanted(world.comm.members)), keeps=True)
+            loaded = world.keeper.load(step, self._replica.wanted(world.comm.members))
+            compare_with_checkpoint(world, loaded.info.get("kind", {}))
+            self._restore(loaded, keeps=True)
             return
         if self._initial is not None:
             self._restore(self._initial)
@@ -230,6 +236,8 @@ class Beginning:
             "workers": len(world.comm.members),
             "totals": dataclasses.asdict(world.totals),
             "changes": self._requests.state(),
+            "kind": world.kind,
+            **({"link": world.link} if world.link else {}),
         }
 
     def welcome(self, newcomers: tuple[int, ...]) -> None:
@@ -295,6 +303,8 @@ class Beginning:
         world, info = self._world, loaded.info
         self.belongs_to_later_loop = info["loop"] > world.loop
         world.loaded = loaded if self.belongs_to_later_loop else None
+        if world.link:  # whoever saved the state may have had no certificate
+            world.link = info.get("link", GENESIS)
         if not self.belongs_to_later_loop:
             if info["order"] != world.settings.order:
                 msg = f"the checkpoint was made with order={info['order']}, and this run has {world.settings.order}"

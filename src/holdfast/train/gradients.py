@@ -181,13 +181,22 @@ class Buckets:
             result: The sum of the last bucket.
             names: What the slices of this worker logged; a worker without slices knows the loss alone.
         """
-        start = self.layouts[-1].figures_at
-        sums = result[start : start + 2 * MAX_METRICS].tolist()
+        sums = self._sums_of_figures(result)
         values = {}
         for i, name in enumerate(_slots(dict.fromkeys([*names, "loss"]))):
             if sums[2 * i + 1] > 0:
                 values[name] = sums[2 * i] / sums[2 * i + 1]
         return values
+
+    def read_figures(self, result: torch.Tensor) -> list[float]:
+        """Return the same means without their names, which not everybody knows: the loss first, then the others by name."""
+        sums = self._sums_of_figures(result)
+        return [total / samples for total, samples in zip(sums[::2], sums[1::2], strict=True) if samples > 0]
+
+    def _sums_of_figures(self, result: torch.Tensor) -> list[float]:
+        start = self.layouts[-1].figures_at
+        sums: list[float] = result[start : start + 2 * MAX_METRICS].tolist()
+        return sums
 
     def give_gradients(self, results: Sequence[torch.Tensor], *, private: bool) -> None:
         """Set every parameter's ``.grad`` to the mean in the results.
@@ -267,9 +276,14 @@ class StepBuffers:
         self._places = [(module, name, b) for _, module, name, b in found.values() if b.numel() <= self.MAX_NUMEL]
         self._constants = [place for place in found.values() if place[3].numel() > self.MAX_NUMEL]
         self._versions = [buffer._version for *_, buffer in self._constants]
+        self._paths = [path for path, *_, b in found.values() if b.numel() <= self.MAX_NUMEL]
         self._start = [b.detach().clone() for *_, b in self._places]
         self.dtype = torch.float64 if any(b.dtype == torch.float64 for *_, b in self._places) else torch.float32
         self.numel = sum(b.numel() + 1 for *_, b in self._places)
+
+    def beginning(self) -> list[tuple[str, torch.Tensor]]:
+        """Return the names of the buffers, and where they are remembered as they were when the step in progress began."""
+        return list(zip(self._paths, self._start, strict=True))
 
     def begin_step(self) -> None:
         """Remember where the step begins."""

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from holdfast.errors import ConfigError, ScriptError
+from holdfast.links import GENESIS
 from holdfast.settings import Settings
+from holdfast.train.batches import Plan
 from holdfast.train.ledger import Account
+from holdfast.train.step import Step
 from holdfast.train.world import Rebuilding, World
 
 
@@ -18,11 +23,14 @@ class Application:
         is_built_by_reinit: ``holdfast.reinit`` has called ``main``.
         has_session: It has made a session that can be built again.
         world: Of the application that was taken down, until the next one's session takes it.
+        looks: Takes the place of training, for who only looks at it: is given the body of the model, the plan, the dataset and what
+            makes a batch of samples, and yields steps.
     """
 
     is_built_by_reinit: bool = False
     has_session: bool = False
     world: World | None = None
+    looks: Callable[[Any, Plan, Any, Any], Iterator[Step]] | None = None
 
 
 application = Application()
@@ -34,6 +42,7 @@ def hand_over(world: World, rebuilding: Rebuilding) -> None:
     world.rebuilt, world.rebuilding = world.rebuilt + 1, rebuilding
     world.step = world.epoch = world.loop = world.first_step_of_loop = 0
     world.loaded, world.finished, world.totals = None, [], Account()
+    world.link = GENESIS if world.link else ""
     application.world = world
 
 

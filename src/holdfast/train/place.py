@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -39,16 +39,24 @@ class Place:
         if "speeds" in values:
             values["speeds"] = {int(rank): speed for rank, speed in values["speeds"].items()}
         self.plan = dataclasses.replace(self._given, **values, given_batch_size=self._given.batch_size)
-        self._batches = Batches(self.plan)
+        self._batches, self._ahead = Batches(self.plan), Batches(self.plan)
 
     def _begin_again(self) -> None:
-        self._batches = Batches(self.plan)
+        self._batches, self._ahead = Batches(self.plan), Batches(self.plan)
         self._ledger = Ledger(self.plan)
         self._cursor = self.plan.start
 
     def next_batch(self, step: int, members: Sequence[int]) -> MiniBatch | None:
         """Return the mini-batch of ``step`` among ``members``; None when the plan is used up."""
         return self._batches.mini_batch(step, self._cursor, members)
+
+    def ahead(self, batch: MiniBatch, members: Sequence[int]) -> Iterator[MiniBatch]:
+        """Yield the mini-batches after ``batch``, as they are among ``members`` if nothing happens."""
+        batches = self._ahead  # of its own, because it keeps the order of one epoch
+        following = batches.mini_batch(batch.step + 1, batch.after, members)
+        while following is not None:
+            yield following
+            following = batches.mini_batch(following.step + 1, following.after, members)
 
     def is_last(self, batch: MiniBatch) -> bool:
         """Return whether the plan is used up with ``batch``."""

@@ -80,6 +80,8 @@ class Replica:
         self.sums: list[torch.Tensor] = []
         self.summed_slices: list[tuple[int, ...]] = []
         self._before: dict[str, Any] = {}
+        self.norm_of_all: torch.Tensor | None = None
+        """Norm of the gradient of the whole model, where this is a part of it."""
         self.eager: Eager | None = None
         """Updates buckets before the step is closed; see :meth:`update_eagerly`."""
 
@@ -279,6 +281,10 @@ class Replica:
         """Return the mean loss of the step, all sums of which are known; None if no slice is in the last."""
         return self.buckets.read_metrics(self.sums[-1], ()).get("loss")
 
+    def figures(self) -> list[float]:
+        """Return all figures of the step, whose sums are known; see :meth:`Buckets.read_figures`."""
+        return self.buckets.read_figures(self.sums[-1])
+
     @property
     def scales_loss(self) -> bool:
         """Whether gradients may be too large for their type: then the step is left out."""
@@ -342,12 +348,25 @@ class Replica:
         if scaler is not None and self._clip_grad_norm is not None:
             scaler.unscale_(self.optimizer)
         if self._clip_grad_norm is not None:
-            nn.utils.clip_grad_norm_(self.model.parameters(), self._clip_grad_norm)
+            norm = self.norm_of_all
+            norm = nn.utils.get_total_norm(self._gradients()) if norm is None else norm
+            nn.utils.clip_grads_with_norm_(self.model.parameters(), self._clip_grad_norm, norm)
         if scaler is None:
             self.optimizer.step()
         else:
             scaler.step(self.optimizer)
             scaler.update()
+
+    def _gradients(self) -> list[torch.Tensor]:
+        return [p.grad for p in self.model.parameters() if p.grad is not None]
+
+    def norm(self) -> float:
+        """Return the norm of the mean gradient in the sums."""
+        self.buckets.give_gradients(self.sums, private=False)
+        norm = float(nn.utils.get_total_norm(self._gradients()))
+        for i in range(self.num_buckets):
+            self.buckets.drop_gradients_of(i)
+        return norm
 
     def _step_scheduler(self, batch: MiniBatch, metrics: dict[str, float]) -> None:
         epoch_ended = batch.after.epoch != batch.epoch

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Generator, Iterator
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from holdfast.checkpoint.writer import Outcome
 from holdfast.comm import OrderedSum, VirtualCommunicator
@@ -66,14 +66,17 @@ from holdfast.events import (
     TakeChanges,
     Welcome,
 )
+from holdfast.links import GENESIS
 from holdfast.recovery import Protocol, make_strategy
 from holdfast.recovery.protocol import State
 from holdfast.train.attempts import Attempts
 from holdfast.train.batches import MiniBatch, Plan
 from holdfast.train.beginning import Beginning
+from holdfast.train.certificate import Certificate
 from holdfast.train.exits import kill_self
 from holdfast.train.handover import hand_over
 from holdfast.train.ledger import Account
+from holdfast.train.loading import Source
 from holdfast.train.place import Place
 from holdfast.train.recovering import Recovering
 from holdfast.train.replica import Replica
@@ -95,8 +98,7 @@ class Run:
         world: What outlives it.
         replica: The model and its optimizer.
         plan: Which samples belong to which step.
-        dataset: Anything with ``len`` and ``[]``.
-        collate: Makes a mini-batch of a list of samples; None takes torch's.
+        source: Where inputs are from.
         is_newcomer: The others have begun without this worker.
     """
 
@@ -105,8 +107,7 @@ class Run:
         world: World,
         replica: Replica | Pipelined | Shards,
         plan: Plan,
-        dataset: Any,
-        collate: Any,
+        source: Source,
         *,
         is_newcomer: bool = False,
     ) -> None:
@@ -131,7 +132,8 @@ class Run:
         self._place = Place(plan, world.changes)
         self._requests = Requests(world, replica, self._place, self._protocol.set_strategy)
         self._beginning = Beginning(world, replica, self._place, self._scribe, self._requests, self._watch)
-        self._attempts = Attempts(world, replica, self._place, self._scribe, self._sum, dataset, collate)
+        self._attempts = Attempts(world, replica, self._place, self._scribe, self._sum, source)
+        self._certificate = self._begin_certificate()
         self._heard = 0
         self._outcome = "done"
         self._save_due = False  # since a step was closed until the next one is stable
@@ -144,6 +146,14 @@ class Run:
         """The model, of which workers hold parts."""
         assert isinstance(self._replica, Split)
         return self._replica
+
+    def _begin_certificate(self) -> Certificate | None:
+        """Return what makes the links of this loop; None if none are asked for."""
+        world = self._world
+        if not world.settings.certificate:
+            return None
+        world.link = world.link or GENESIS
+        return Certificate(world, self._replica)
 
     def _get_sum(self) -> OrderedSum:
         """Return the sum that the world keeps, with its memory, from one training loop to the next."""
@@ -162,9 +172,15 @@ class Run:
 
     def drive(self) -> Iterator[Step]:
         """Yield steps to the script until the protocol says that this worker may leave."""
+        try:
+            yield from self._drive()
+        finally:
+            self._attempts.close()
+
+    def _drive(self) -> Iterator[Step]:
         event: Event = Admitted() if self._is_newcomer else Started()
         if not self._is_newcomer:
-            self._world.comm.announce(self._world.loop)
+            self._world.announce()
         while True:
             for order in self._protocol.handle(event):
                 match order:
@@ -253,7 +269,7 @@ class Run:
                 if not comm.shrink(admits=self._world.loop if changes else -1, leaves=parts):
                     self._outcome = "left"
                     return Parted()
-                comm.announce(self._world.loop)
+                self._world.announce()
                 self._world.beacon.say_recovered(in_vain=comm.members == before)
                 self._world.keeper.note_alive(comm.members)
                 self._reach_everywhere("recovery")
@@ -331,6 +347,8 @@ class Run:
             self._beginning.save()
         batch = self._place.next_batch(step, self._world.comm.members)
         if batch is not None and not self._beginning.belongs_to_later_loop:
+            if 0 <= self._world.settings.stop_after < step:
+                self._heard |= LEAVE
             if not (self._heard or self._outcome == "gave-up"):
                 return batch
             if self._heard == LEAVE and self._outcome == "done":  # where the script ends training too, it is done
@@ -344,7 +362,10 @@ class Run:
         """Return the next attempt, None if there is no next step."""
         batch = self._next_batch(step)
         if batch is not None:
-            return self._attempts.begin(batch)
+            attempt = self._attempts.begin(batch)
+            if self._certificate is not None:
+                self._certificate.begin(step)
+            return attempt
         if isinstance(self._replica, Split) and not self._beginning.belongs_to_later_loop:
             self._replica.finish()
         return None
@@ -398,10 +419,11 @@ class Run:
         workers = {rank for number, rank in batch.owners.items() if number not in lost}
         if isinstance(replica, Pipelined):
             workers = replica.computing(batch)
+        link = None if self._certificate is None else self._certificate.commit(batch, lost)
         world.metrics = replica.apply(batch, list(self._attempts.names))
         samples = self._place.commit(batch, lost)
         self._attempts.batch, world.step, world.snapshot = None, step + 1, None
-        self._scribe.committed(batch, samples, len(workers), lost)
+        self._scribe.committed(batch, samples, len(workers), lost, link)
         self._beginning.keep_after_step()
         if world.keeper.is_due(world.step) or self._save_due:
             if replica.is_split and self._recovery.now is not None:
@@ -537,6 +559,8 @@ class Run:
             self._scribe.held(replica.memory())
         elif isinstance(replica, Replica) and replica.eager is not None:
             self._scribe.updated_eagerly(replica.eager)
+        if self._certificate is not None:
+            self._scribe.hashed(world.step, world.link, self._certificate.hash_end())
         self._scribe.finished(self._outcome, replica.sha256s(world.comm.here), self.account())
         self._scribe.mark("script")
         world.asked &= ~STOP

@@ -25,10 +25,12 @@ from holdfast.events import (
     Reinitialised,
     RunStarted,
     SamplesLost,
+    StateHashed,
     StepCommitted,
     UpdatedEagerly,
 )
 from holdfast.train.batches import MiniBatch, Plan
+from holdfast.train.certificate import Link
 from holdfast.train.eager import Eager
 from holdfast.train.ledger import Account
 from holdfast.train.world import Rebuilding, World
@@ -73,11 +75,24 @@ class Scribe:
                 samples_planned=plan.epochs * plan.epoch_samples,
                 num_buckets=num_buckets,
                 parameters=parameters,
+                link=world.link,
+                kind=world.kind,
+                given_up=world.given_up,
             )
         )
 
-    def committed(self, batch: MiniBatch, samples: int, workers: int, lost: dict[int, tuple[int, ...]]) -> None:
-        """The optimizer ran; ``lost`` holds, by slice, the buckets it is missing from."""
+    def committed(
+        self, batch: MiniBatch, samples: int, workers: int, lost: dict[int, tuple[int, ...]], link: Link | None = None
+    ) -> None:
+        """The optimizer ran.
+
+        Args:
+            batch: The step's.
+            samples: In the weights.
+            workers: That took part.
+            lost: By slice, the buckets it is missing from.
+            link: Of the certificate, if there is one.
+        """
         world = self._world
         place: dict[str, Any] = {
             "t_s": world.clock.now_s(),
@@ -86,13 +101,25 @@ class Scribe:
             "epoch": batch.epoch,
         }
         self._last_step = [
-            StepCommitted(**place, samples=samples, workers=workers, metrics=world.metrics),
+            StepCommitted(**place, samples=samples, workers=workers, metrics=world.metrics, **_certified(link)),
             *(
                 SamplesLost(**place, ids=tuple(int(i) for i in batch.slices[number]), buckets=buckets)
                 for number, buckets in lost.items()
             ),
         ]
+        if link is not None and link.tensors:
+            self._last_step.append(self._state_hashed(batch.step, link.before, link.tensors))
+            if not world.is_lead:
+                self._write([self._state_hashed(batch.step, link.before, {})])
         self.write_last_step()
+
+    def hashed(self, step: int, link: str, tensors: Mapping[str, str]) -> None:
+        """All of the state before ``step`` was hashed; see :class:`StateHashed`."""
+        self._write([self._state_hashed(step, link, tensors)])
+
+    def _state_hashed(self, step: int, link: str, tensors: Mapping[str, str]) -> StateHashed:
+        world = self._world
+        return StateHashed(t_s=world.clock.now_s(), rank=min(world.comm.here), step=step, link=link, tensors=tensors)
 
     def write_last_step(self) -> None:
         """Write the last step down where this worker leads by now."""
@@ -285,6 +312,7 @@ class Scribe:
                 repeated=account.repeated,
                 metrics=world.metrics,
                 checkpoint="" if outcome == "done" else str(world.keeper.url),
+                link=world.link,
             )
             for rank in world.comm.here
         ]
@@ -300,6 +328,14 @@ class Scribe:
         if self._world.is_lead and not self._world.settings.run_dir:
             sys.stderr.write(f"holdfast: {text}\n")
             sys.stderr.flush()
+
+
+def _certified(link: Link | None) -> dict[str, Any]:
+    """Return what a step's record says of its link."""
+    if link is None:
+        return {}
+    names = ("link", "ids", "figures", "state", "where")
+    return {name: getattr(link, name) for name in names} | {"whole": bool(link.tensors)}
 
 
 def _some(names: Sequence[str]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -30,11 +31,14 @@ from holdfast.settings import Settings
 from holdfast.train import exits
 from holdfast.train.batches import Plan
 from holdfast.train.eager import check_eager
-from holdfast.train.handover import note_session, take_over
+from holdfast.train.handover import application, note_session, take_over
 from holdfast.train.injecting import check_faults, make_faults, reach_point
 from holdfast.train.keeper import Keeper
+from holdfast.train.kind import compare_with_others, kind_of_worker
+from holdfast.train.loading import Source
 from holdfast.train.replica import Replica, Stateful
 from holdfast.train.run import Run
+from holdfast.train.sharing import choose_slices
 from holdfast.train.split.body import Pipelined
 from holdfast.train.split.model import Pipeline, Sharded
 from holdfast.train.split.sharded import Shards
@@ -66,7 +70,7 @@ class Session:
             a function that makes one for an optimizer.
         schedule: ``"step"`` or ``"epoch"``: how often.
         scaler: A ``torch.amp.GradScaler``.
-        clip_grad_norm: Largest norm of the mean gradient.
+        clip_grad_norm: Largest norm of the mean gradient; of a Pipeline it is the norm of the norms of its stages.
         total_steps: Steps of the whole script, for scripts that call :meth:`steps` more than once; it only serves to
             refuse a planned fault that could never strike.
         comm: Take this communicator instead of that of the fabric in the settings.
@@ -133,6 +137,8 @@ class Session:
         shuffle: bool = True,
         drop_last: bool = False,
         collate: Callable[[list[Any]], Any] | None = None,
+        num_workers: int = 0,
+        prefetch_factor: int = 2,
     ) -> Iterator[Step]:
         """Yield one mini-batch after another; asking for the next commits the one before, everywhere or nowhere.
 
@@ -145,6 +151,9 @@ class Session:
             shuffle: In an order that depends on the seed and the epoch alone.
             drop_last: Leave out the short mini-batch at the end of an epoch.
             collate: Makes a batch of a list of samples; default: torch's.
+            num_workers: Processes beside each worker that load slices ahead of time, as those of a ``DataLoader`` do; 0: it
+                loads them itself. The bits are the same.
+            prefetch_factor: Slices that each of them is ahead by, ``>= 1``.
 
         Raises:
             ConfigError: if an argument is not allowed, or a planned fault lies outside the run.
@@ -152,33 +161,39 @@ class Session:
             TooFewWorkers: after fewer than ``min_workers`` survived; the state is saved.
             SystemExit: with code 4, after SIGTERM; the state is saved.
         """
-        _check_arguments(dataset, batch_size, epochs)
+        _check_arguments(dataset, batch_size, epochs, num_workers=num_workers, prefetch_factor=prefetch_factor)
         self.check_finished()
         if self._replica.is_split and self._world is not None and self._world.loop > 0:
             msg = "a model that is split is trained in one call of session.steps, which ends with the whole of it at every worker: ask for all epochs at once"
             raise ScriptError(msg)
         world = self._connect()
+        world.slices = world.slices or self._choose_slices(world, batch_size)
         plan = self._plan(world, len(dataset), batch_size, epochs, shuffle=shuffle, drop_last=drop_last)
         if not plan.epoch_samples:
             msg = (
                 f"drop_last leaves nothing: batch_size must be at most len(dataset) ({len(dataset)}), got {batch_size}"
             )
             raise ConfigError(msg)
+        if application.looks is not None:
+            return application.looks(self._replica, plan, dataset, collate)
         if self._settings.faults:
             check_faults(self._settings.faults, self._replica, self._total_steps or world.step + plan.num_steps)
-        return self._train(world, plan, dataset, collate)
+        return self._train(world, plan, Source(dataset, collate, num_workers, prefetch_factor))
 
-    def _train(self, world: World, plan: Plan, dataset: Any, collate: Any) -> Iterator[Step]:
+    def _train(self, world: World, plan: Plan, source: Source) -> Iterator[Step]:
         if world.loaded is not None and world.loop < world.loaded.info["loop"]:
             world.loop, world.epoch = world.loop + 1, world.epoch + plan.epochs
             return
+        world.kind = kind_of_worker()
         is_newcomer = not world.comm.members
+        if is_newcomer:
+            compare_with_others(world)
         if is_newcomer and not world.comm.join(world.loop):
             world.loop, world.epoch = world.loop + 1, world.epoch + plan.epochs
             return
         self._training = True
         world.first_step_of_loop = world.step
-        run = Run(world, self._replica, plan, dataset, collate, is_newcomer=is_newcomer)
+        run = Run(world, self._replica, plan, source, is_newcomer=is_newcomer)
         with notice.answered(lambda: self._ask_to_leave(world)):
             try:
                 yield from run.drive()
@@ -282,9 +297,8 @@ class Session:
             faults=NoFaults(),
             keeper=Keeper(settings, background=not isinstance(comm, VirtualCommunicator)),
             first_members=comm.members or tuple(int(rank) for rank in settings.ranks.split(",")),
-            slices=0,
+            slices=settings.slices,
         )
-        world.slices = settings.slices or len(world.first_members) - settings.spares
         real = not isinstance(comm, VirtualCommunicator)
         if real and self._replica.device.type != "cpu":
             msg = "workers sum tensors in the memory of the CPU; the model is on another device: move it to 'cpu'"
@@ -299,6 +313,18 @@ class Session:
             world.faults = make_faults(world)
             points.arm(lambda name: reach_point(world, name))
         return world
+
+    def _choose_slices(self, world: World, batch_size: int) -> int:
+        """Return how many there are, unless a checkpoint says it: one a worker, or what bears some losses."""
+        settings = self._settings
+        workers = len(world.first_members) - settings.spares
+        if settings.auto_slices < 0:
+            return workers
+        choice = choose_slices(workers, settings.auto_slices, batch_size)
+        if world.comm.members and world.is_lead and not settings.resume:
+            sys.stderr.write(f"holdfast: {choice.line}\n")
+            sys.stderr.flush()
+        return choice.slices
 
     def _plan(
         self, world: World, num_samples: int, batch_size: int, epochs: int, *, shuffle: bool, drop_last: bool
@@ -316,6 +342,7 @@ class Session:
             world=world.first_members[: len(world.first_members) - settings.spares],
             split=settings.split,
             batch=settings.batch,
+            in_tree=settings.order == "tree",
         )
 
     def _ask_to_leave(self, world: World) -> None:
@@ -389,19 +416,22 @@ def _make_body(
         raise ConfigError(msg)
     if isinstance(model, Sharded):
         return Shards(model, optimizer, scheduler, schedule, clip_grad_norm, settings)
-    if clip_grad_norm is not None:
-        msg = "there is no clip_grad_norm for a Pipeline, whose stages do not know each other's gradients; leave it out"
-        raise ConfigError(msg)
-    return Pipelined(model, optimizer, scheduler, schedule, settings)
+    return Pipelined(model, optimizer, scheduler, schedule, clip_grad_norm, settings)
 
 
-def _check_arguments(dataset: Any, batch_size: int, epochs: int) -> None:
+def _check_arguments(dataset: Any, batch_size: int, epochs: int, *, num_workers: int, prefetch_factor: int) -> None:
     if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
         msg = (
             f"dataset must have len and [], got {type(dataset).__name__}; an IterableDataset cannot be cut into slices"
         )
         raise ConfigError(msg)
-    for name, value in (("len(dataset)", len(dataset)), ("batch_size", batch_size), ("epochs", epochs)):
-        if value < 1:
-            msg = f"{name} must be at least 1, got {value}"
+    for name, value, least in (
+        ("len(dataset)", len(dataset), 1),
+        ("batch_size", batch_size, 1),
+        ("epochs", epochs, 1),
+        ("num_workers", num_workers, 0),
+        ("prefetch_factor", prefetch_factor, 1),
+    ):
+        if value < least:
+            msg = f"{name} must be at least {least}, got {value}"
             raise ConfigError(msg)

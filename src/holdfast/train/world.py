@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -84,6 +85,9 @@ class World:
         rebuilding: Since it was taken down, until training goes on.
         snapshot: The state at the fault, as long as somebody may need it: until a step is committed.
         spent: On updating buckets before their step was closed.
+        link: The certificate's last; "" where there is none.
+        kind: Of this worker, see :mod:`holdfast.kinds`.
+        given_up: How workers of different kinds broke the promise of bits, as far as this one knows; "" if they did not.
         altered: What did not arrive here as it was given, in the step in progress, and who gave it; -1 for a sum.
     """
 
@@ -113,9 +117,16 @@ class World:
     rebuilding: Rebuilding | None = None
     snapshot: Loaded | None = None
     spent: Spent = field(default_factory=Spent)
+    link: str = ""
+    kind: dict[str, str] = field(default_factory=dict)
+    given_up: str = ""
     altered: dict[str, int] = field(default_factory=dict)
 
     @property
     def is_lead(self) -> bool:
         """Whether the lowest worker alive is played here: it writes what is written once."""
         return self.comm.members[0] in self.comm.here
+
+    def announce(self) -> None:
+        """Let those who come later know which loop goes on, and of what kind they must be."""
+        self.comm.announce(self.loop, json.dumps(self.kind))

@@ -12,6 +12,7 @@ from holdfast.checkpoint.parts import Wanted, all_but
 from holdfast.comm import Communicator, Mail
 from holdfast.errors import CheckpointError, ConfigError
 from holdfast.guard import RotatingDigest
+from holdfast.links import in_order
 from holdfast.recovery.homes import Homes, Shape, first_homes
 from holdfast.settings import Settings
 from holdfast.train.batches import MiniBatch
@@ -291,6 +292,7 @@ class Pipelined(Split):
         make_optimizer: MakeOptimizer,
         make_scheduler: MakeScheduler | None,
         schedule: str,
+        clip_grad_norm: float | None,
         settings: Settings,
     ) -> None:
         if settings.strategy == "forward":
@@ -300,6 +302,7 @@ class Pipelined(Split):
         self._make_optimizer = make_optimizer
         self._make_scheduler = make_scheduler
         self._schedule = schedule
+        self._clip_grad_norm = clip_grad_norm
         self._settings = settings
         self._rows: dict[int, torch.Tensor] = {}
         super().__init__(
@@ -327,7 +330,7 @@ class Pipelined(Split):
             scheduler=scheduler,
             schedule=self._schedule,
             scaler=None,
-            clip_grad_norm=None,
+            clip_grad_norm=self._clip_grad_norm,
             bucket_bytes=self._settings.bucket_bytes,
             checked=self._settings.guard_sums,
         )
@@ -417,6 +420,8 @@ class Pipelined(Split):
         """Sum the gradients; see :meth:`Stages.sum`."""
         self._stages.sum(batch, reach)
         self._metrics = self._stages.share_figures(batch)
+        if self._clip_grad_norm is not None:
+            self._stages.share_norms()
 
     def discard_step(self) -> None:
         """Take back all that the attempt changed."""
@@ -427,6 +432,10 @@ class Pipelined(Split):
     def missing_slices(self, batch: MiniBatch) -> dict[int, tuple[int, ...]]:
         """Return nothing: a step goes without no slice."""
         return {}
+
+    def figures(self) -> list[float]:
+        """Return all figures of the step, which is computed."""
+        return in_order(self._metrics)
 
     def apply(self, batch: MiniBatch, names: Sequence[str]) -> dict[str, float]:
         """Run the optimizers, and return the figures of the step."""

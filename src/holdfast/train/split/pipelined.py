@@ -170,6 +170,20 @@ class Stages:
         self.mail.send([rank for rank in self._comm.members if rank not in self._comm.here], told)
         return figures
 
+    def share_norms(self) -> None:
+        """Let every stage know the norm of the gradient of all: the norm of the norms of the stages.
+
+        Raises:
+            PeerFailed: if a peer died.
+        """
+        held = self._holdings.held
+        mine = [held[part].norm() if part in held else 0.0 for part in range(self._holdings.now.parts)]
+        # Of numbers that are not negative the bits are in the order of the numbers, and NaN comes last.
+        bits = self._comm.maximum(torch.tensor(mine, dtype=torch.float64).abs().view(torch.int64).tolist())
+        norm = torch.linalg.vector_norm(torch.tensor(bits).view(torch.float64))
+        for stage in held.values():
+            stage.norm_of_all = norm
+
     # -- one micro-batch in one stage
 
     def _places(self, batch: MiniBatch, *, back: bool) -> Iterator[tuple[int, int]]:

@@ -178,6 +178,10 @@ class Shards(Split):
         """Return the buckets that each lost slice is missing from."""
         return self.flow.missing_slices(batch)
 
+    def figures(self) -> list[float]:
+        """Return all figures of the step, whose sums are known."""
+        return self.flow.figures()
+
     def apply(self, batch: MiniBatch, names: Sequence[str]) -> dict[str, float]:
         """Run the optimizers of the shards that are held here, and return the figures of the step."""
         metrics = self.flow.apply(batch, names)

@@ -1,0 +1,168 @@
+"""``holdfast diff-runs``: to which step two runs are the same, and what is not the same then."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from holdfast.cli.tables import count, progress, say
+
+if TYPE_CHECKING:
+    from holdfast.checkpoint.compare import Spot
+    from holdfast.report.certified import Certified
+    from holdfast.report.parting import Compared, Parting
+
+_MOST_TENSORS = 5
+_MODEL = "replica/"
+"""What the paths of the model and the optimizer begin with in a checkpoint."""
+
+
+def diff_runs(
+    first: Annotated[Path, typer.Argument(metavar="A", help="The report folder of a run.", show_default=False)],
+    second: Annotated[Path, typer.Argument(metavar="B", help="That of another.", show_default=False)],
+    *,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
+) -> int:
+    """Say to which step two runs are the same, to the bit; where they part, in what.
+
+    Compares the certified steps in events.jsonl: samples, metrics, and digests of the state, so what failed in a run and how often makes no
+    difference. Where both have saved the state behind the step at which they part, the first value that differs is looked up
+    there. Ends with 0 if they are the same as far as both go, with 1 if they part.
+
+    Example: holdfast diff-runs undisturbed eleven-faults
+    """
+    from holdfast.errors import ConfigError
+    from holdfast.records import load_events
+    from holdfast.report.certified import Certified
+    from holdfast.report.files import load_report
+    from holdfast.report.parting import compare_runs, different_settings
+
+    reports = [load_report(folder) for folder in (first, second)]
+    runs = [Certified(load_events(folder), str(folder)) for folder in (first, second)]
+    settings = different_settings(runs, reports)
+    compared = compare_runs(*runs)
+    if compared is None:
+        msg = (
+            f"no step is in both runs: {first} has steps {runs[0].first} to {runs[0].last}, "
+            f"{second} steps {runs[1].first} to {runs[1].last}"
+        )
+        raise ConfigError(msg)
+    spot = None if compared.parting is None else _look_into_checkpoints(runs, compared.parting)
+    if as_json:
+        print(json.dumps(_as_dict(compared, settings, spot), indent=1))
+    else:
+        _show(compared, runs, settings, spot)
+    return int(compared.parting is not None)
+
+
+def _look_into_checkpoints(runs: Sequence[Certified], parting: Parting) -> tuple[int, Spot] | None:
+    """Return the first value that differs in the first checkpoints behind the parting that both have, and their step."""
+    from holdfast.checkpoint.compare import first_difference
+    from holdfast.cli.places import opened
+    from holdfast.errors import CheckpointError, ConfigError
+
+    places = [_checkpoints(run) for run in runs]
+    for step in sorted(step for step in places[0] if step in places[1] and step >= parting.step):
+        try:
+            with progress(f"comparing step {step}"), opened(places[0][step]) as a, opened(places[1][step]) as b:
+                spot = first_difference(a, b, _MODEL)
+        except (CheckpointError, ConfigError):  # it was removed since, or is damaged: the next one will do
+            continue
+        if spot is not None:
+            return step, spot
+    return None
+
+
+def _checkpoints(run: Certified) -> dict[int, str]:
+    from holdfast.events import CheckpointSaved
+
+    return {record.step: record.path for record in run.records if isinstance(record, CheckpointSaved)}
+
+
+# -- what is printed
+
+
+def _show(
+    compared: Compared,
+    runs: list[Certified],
+    settings: Mapping[str, tuple[Any, Any]],
+    spot: tuple[int, Spot] | None,
+) -> None:
+    for letter, run in zip("AB", runs, strict=True):
+        said = f"{letter}  {run.name}: steps {run.first} to {run.last}"
+        say(said + (", whose certificate begins there anew" if run.begins_anew else ""))
+    for name, values in settings.items():
+        say(f"different {name}: {values[0]} / {values[1]}")
+    for letter, run in zip("AB", runs, strict=True):
+        for finding in (*run.check(), *run.twice()[:1]):
+            say(f"{letter}  {finding.what}", "bold red")
+    if compared.parting is None:
+        say(_same(compared, runs), "green")
+        return
+    parting = compared.parting
+    before = (
+        f"same to step {parting.step - 1}" if parting.step > compared.first else "not the same from the first step on"
+    )
+    say(before)
+    for line in _lines(parting):
+        say(line, "bold red" if line.startswith("they part") else "")
+    if spot is not None:
+        step, value = spot
+        path = value.path.removeprefix(_MODEL)
+        say(
+            f"saved before step {step}, the first that differs: {path}{list(value.index)}: {value.values[0]} / {value.values[1]}"
+        )
+
+
+def _same(compared: Compared, runs: list[Certified]) -> str:
+    ends = [run.finished[0] for run in runs if run.finished and run.finished[0].step == compared.last + 1]
+    if len(ends) == 2:
+        steps = count(compared.last + 1 - compared.first, "step")
+        return f"same to the last step ({steps}, sha256 {ends[0].sha256})"
+    longer = next((run for run in runs if run.last > compared.last), None)
+    more = "" if longer is None else f", where one ends and {longer.name} goes on to step {longer.last}"
+    return f"same to step {compared.last}{more}"
+
+
+def _lines(parting: Parting) -> list[str]:
+    if not parting.what:
+        lines = [f"they part behind the last step: the final states before step {parting.step} differ"]
+    else:
+        lines = [f"they part at step {parting.step}: {', '.join(map(_IN_WORDS.__getitem__, parting.what))}"]
+    for name, (a, b) in parting.metrics.items():
+        lines.append(f"  {name}: {_value(a)} / {_value(b)}")
+    if parting.where:
+        since = "" if parting.same_until < 0 else f"; there it was the same before step {parting.same_until}"
+        lines.append(f"  the state differs in {parting.where}{since}")
+    if parting.tensors:
+        shown = ", ".join(parting.tensors[:_MOST_TENSORS])
+        more = len(parting.tensors) - _MOST_TENSORS
+        others = f" and {more} more" if more > 0 else ""
+        lines.append(f"  tensors that differ before step {parting.tensors_step}: {shown}{others}")
+    return lines
+
+
+_IN_WORDS = {"samples": "the samples", "state": "the state before it", "metrics": "the metrics"}
+
+
+def _value(value: float | None) -> str:
+    return "-" if value is None else repr(value)
+
+
+def _as_dict(
+    compared: Compared, settings: Mapping[str, tuple[Any, Any]], spot: tuple[int, Spot] | None
+) -> dict[str, Any]:
+    parting = compared.parting
+    return {
+        "same": parting is None,
+        "first_step": compared.first,
+        "same_to": compared.last if parting is None else parting.step - 1,
+        "different_settings": {name: list(values) for name, values in settings.items()},
+        "parting": None if parting is None else dataclasses.asdict(parting),
+        "value": None if spot is None else {"step": spot[0], **dataclasses.asdict(spot[1])},
+    }

@@ -1,0 +1,63 @@
+"""``holdfast doctor``: what breaks bits on this machine, or in a script's model, and what to do about it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import signal
+import sys
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import typer
+
+_BREAKS = 1
+_STOPPED = 4
+
+
+def doctor(
+    script: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="[SCRIPT]", help="Look at this script's model instead of the usual layers.", show_default=False
+        ),
+    ] = None,
+    args: Annotated[list[str] | None, typer.Argument(metavar="[ARGS]...", help="Handed on to the script.")] = None,
+    *,
+    workers: Annotated[
+        int, typer.Option("--workers", "-n", metavar="N", min=1, help="Of the job that it is for: slices are so large.")
+    ] = 4,
+    timeout: Annotated[float, typer.Option(metavar="SECONDS", help="For all of it.")] = 600.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print all that was found as JSON.")] = False,
+) -> int:
+    """Find out on this machine what breaks bits, of the usual layers or of SCRIPT's model, and say what to set.
+
+    The script runs up to its first step, which is computed again and again, in two processes; nothing is trained. Ends with 1 if
+    something breaks bits that Holdfast does not hold by itself.
+
+    Example: holdfast doctor train.py --epochs 3
+    """
+    from holdfast.cli.tables import say
+    from holdfast.probe.ask import ask
+    from holdfast.probe.words import checks_of, is_exact, lines_of
+
+    previous = signal.signal(signal.SIGTERM, _stop)  # so that the processes that look end with this one
+    try:
+        said = ask(script, args or (), workers=workers, timeout_s=timeout)
+    except KeyboardInterrupt:
+        print("stopped", file=sys.stderr)
+        return _STOPPED
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+    checks = checks_of(said["full"], said["brief"])
+    if as_json:
+        found = {"exact": is_exact(checks), "checks": [dataclasses.asdict(check) for check in checks], **said["full"]}
+        print(json.dumps(found, indent=1))
+    else:
+        for line in lines_of(checks):
+            say(line)
+    return 0 if is_exact(checks) else _BREAKS
+
+
+def _stop(*_: object) -> NoReturn:
+    raise KeyboardInterrupt

@@ -1,0 +1,242 @@
+"""Doing steps of a run again, on one process, from what its report and its checkpoints hold."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from holdfast.cli.tables import warn
+from holdfast.errors import CheckpointError, ConfigError, JobError
+
+if TYPE_CHECKING:
+    from holdfast.events import Record, RunStarted
+    from holdfast.launch.job import Outcome
+    from holdfast.report.certified import Certified
+
+_DECIDE = ("slices", "order", "seed", "rescale")
+"""What bits depend on, as the run had it: the script may have asked for it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replay:
+    """What is to be done again.
+
+    Args:
+        script: The file.
+        args: Its arguments.
+        started: What the run said of itself.
+        threads: Of the process.
+        workers: How many it plays: as many as there were, because a model may be split among them.
+        start: The first step.
+        stop: The last.
+        checkpoint: The directory or URL in which the state before ``start`` is, "" for the beginning of training.
+    """
+
+    script: Path
+    args: tuple[str, ...]
+    started: RunStarted
+    threads: str
+    workers: int
+    start: int
+    stop: int
+    checkpoint: str
+
+    def run(self) -> tuple[Record, ...]:
+        """Run the script, and return the records.
+
+        Raises:
+            JobError: if it did not come as far as it should.
+        """
+        with tempfile.TemporaryDirectory(prefix="holdfast-verify-") as folder:
+            outcome = self._launch(Path(folder))
+        if outcome.exit_code not in (0, 4):
+            msg = f"steps {self.start} to {self.stop} could not be done again: {outcome.message}"
+            raise JobError(msg)
+        return outcome.records
+
+    def _launch(self, folder: Path) -> Outcome:
+        from holdfast.launch.job import Job
+        from holdfast.launch.launcher import launch
+        from holdfast.launch.live import make_view
+        from holdfast.settings import FIRM, Settings
+
+        if self.checkpoint:
+            _copy_checkpoint(self.checkpoint, self.start, folder / "checkpoints")
+        settings = Settings(
+            fabric="virtual",
+            workers=self.workers,
+            guard="off",
+            checkpoint_dir=str(folder / "checkpoints"),  # never that of the run
+            resume=bool(self.checkpoint),
+            stop_after=self.stop,
+            **{name: getattr(self.started, name) for name in _DECIDE},
+        )
+        job = Job(
+            script=self.script,
+            args=self.args,
+            settings=settings,
+            max_restarts=0,
+            log_dir=folder / "logs",
+        )
+        with _environment({FIRM: "1", "OMP_NUM_THREADS": self.threads}):
+            return launch(job, make_view(sys.stderr) if sys.stderr.isatty() else None)
+
+
+@contextmanager
+def _environment(values: Mapping[str, str]) -> Iterator[None]:
+    """Let the processes that are started find these variables."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def _copy_checkpoint(url: str, step: int, folder: Path) -> None:
+    from holdfast.checkpoint import Checkpoints
+
+    loaded = Checkpoints(url).load(step)
+    Checkpoints(folder).write_tensors(step, loaded.state, loaded.info).commit(loaded.generation)
+
+
+# -- where it begins
+
+
+def find_start(run: Certified, report: Mapping[str, Any], wanted: int) -> tuple[int, str]:
+    """Return the step to begin with, at most ``wanted``, and where the state before it is, "" for the beginning of training.
+
+    Raises:
+        ConfigError: if nothing is left to begin with.
+    """
+    for step, url in sorted(_places(run, report, wanted).items(), reverse=True):
+        if _is_intact(url, step, run):
+            return step, url
+    if run.first == 0:
+        return 0, ""
+    msg = (
+        f"{run.name} begins with step {run.first}, which another run had come to, and no intact checkpoint from before step {wanted} is left "
+        "to go on from: give the folder of the run that began at step 0"
+    )
+    raise ConfigError(msg)
+
+
+def _places(run: Certified, report: Mapping[str, Any], wanted: int) -> dict[int, str]:
+    """Return where the run saved the states before steps up to ``wanted``."""
+    from holdfast.checkpoint import Checkpoints
+    from holdfast.events import CheckpointSaved
+
+    saved = [record for record in run.records if isinstance(record, CheckpointSaved)]
+    found = {record.step: record.path.rpartition("/")[0] for record in saved}
+    if url := report["job"]["settings"].get("checkpoint_dir"):
+        try:
+            found |= {step: url for step in Checkpoints(url).steps() if step not in found}
+        except (CheckpointError, ConfigError):
+            pass_over(f"{url} cannot be read")
+    return {step: url for step, url in found.items() if 0 < step <= wanted and step >= run.first}
+
+
+def _is_intact(url: str, step: int, run: Certified) -> bool:
+    from holdfast.checkpoint import Checkpoints
+
+    try:
+        loaded = Checkpoints(url).load(step)
+    except (CheckpointError, ConfigError) as error:
+        pass_over(str(error))
+        return False
+    if loaded.info.get("link") not in run.before(step):
+        pass_over(f"the checkpoint before step {step} in {url} has another history than {run.name}")
+        return False
+    return True
+
+
+def pass_over(why: str) -> None:
+    """Say that something was left aside."""
+    warn(f"passed over: {why}")
+
+
+# -- whether it can be done
+
+
+def script_of(report: Mapping[str, Any], given: Path | None) -> Path:
+    """Return the script to run: the one that is named, else the run's own if it is what it was.
+
+    Raises:
+        ConfigError: if it is gone, or was changed.
+    """
+    job = report["job"]
+    if given is not None:
+        if not given.is_file():
+            msg = f"--script must be a file, and there is no {str(given)!r}"
+            raise ConfigError(msg)
+        if _sha256(given) != job["sha256"]:
+            warn(f"{given} is not the script that was run: its sha256 is another")
+        return given
+    path = Path(job["path"])
+    if not path.is_file():
+        msg = f"the script is gone: there is no {path} any more; name where it is now with --script"
+        raise ConfigError(msg)
+    if _sha256(path) != job["sha256"]:
+        msg = f"{path} was changed since the run; put back what was run, or name what to run instead with --script"
+        raise ConfigError(msg)
+    return path
+
+
+def _sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def why_not(report: Mapping[str, Any], start: int, stop: int) -> str:
+    """Return why these steps of a run cannot be done again on one process, "" if they can."""
+    disturbed = report["failures"] or report["left"] or report["joined"]
+    if not report.get("job"):
+        return "its report does not say what was run: an older version wrote it"
+    if report["lost"]:
+        return "forward went on without samples that failures cost, so what failed when decides its bits"
+    if report.get("restored"):
+        return "parts of the model were restored from older copies, so what failed when decides its bits"
+    for name, value in (("split", "even"), ("batch", "local")):
+        if report[name] == value and disturbed:
+            return f"with --{name} {value} the mini-batches depend on who was there when"
+    for change in report["changed"]:
+        if change["name"] in ("lr", "batch_size") and start <= change["step"] <= stop:
+            where = f"--to {change['step'] - 1} ends before it, --from a step behind it if its state was saved"
+            return f"{change['name']} was changed before step {change['step']} while it ran; {where}"
+    return ""
+
+
+def other_kind(run: Certified, again: Certified) -> str:
+    """Return how those who did steps again differ from the worker of the run, in what decides bits; "" if they do not."""
+    from holdfast.kinds import between
+
+    if not run.started.kind:
+        return ""
+    odd = between(again.started.kind, run.started.kind, who="this machine has", others="the run")
+    return "" if odd is None else odd.what
+
+
+def load_job(directory: Path) -> dict[str, Any]:
+    """Return the report of a run that can be looked at.
+
+    Raises:
+        ConfigError: if it is none, or its script spoke to ``torch.distributed``.
+    """
+    from holdfast.report.files import load_report
+    from holdfast.report.words import is_distributed
+
+    report = load_report(directory)
+    if is_distributed(report):
+        msg = f"{directory} is a run of torch.distributed, whose steps have no certificate"
+        raise ConfigError(msg)
+    return report

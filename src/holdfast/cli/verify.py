@@ -1,0 +1,170 @@
+"""``holdfast verify``: check the certificate of a run, and do its steps again."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from holdfast.cli.tables import count, say, warn
+from holdfast.errors import ConfigError
+
+if TYPE_CHECKING:
+    from holdfast.report.certified import Certified, Finding
+    from holdfast.report.parting import Parting
+
+_WRONG = 3
+"""The exit code if something is not as it was certified, or does not come out again."""
+_MOST = 10
+"""Findings that are printed."""
+
+
+def verify(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="The report folder of a run.", show_default=False)],
+    *,
+    start: Annotated[
+        int | None, typer.Option("--from", metavar="STEP", min=0, help="The first step to do again [the first].")
+    ] = None,
+    stop: Annotated[
+        int | None, typer.Option("--to", metavar="STEP", min=0, help="The last step to do again [the last].")
+    ] = None,
+    script: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Where the script is now, if not where it was.")
+    ] = None,
+    records_only: Annotated[
+        bool, typer.Option("--records-only", help="Do nothing again: only look whether all links hold.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
+) -> int:
+    """Check the certificate of a run: its records first, then by doing its steps again on one process.
+
+    Each link is made again from what the records say of its step, so that a line that was altered, dropped or repeated is
+    found. Then the script runs from the newest checkpoint before --from, or from the beginning, in a place of its own, with
+    the run's settings and arguments, and each step is compared. Ends with 0 if all is as it was certified, else with 3.
+
+    Example: holdfast verify out --from 20 --to 40
+    """
+    from holdfast.cli.replaying import load_job
+    from holdfast.records import load_events
+    from holdfast.report.certified import Certified
+
+    report = load_job(directory)
+    run = Certified(load_events(directory), str(directory))
+    found = run.check()
+    told: dict[str, Any] = {"records": [dataclasses.asdict(finding) for finding in found], "replay": None}
+    if not as_json:
+        _show_records(run, found)
+    wrong = bool(found)
+    if not found:
+        workers = run.check_workers()
+        told["workers"] = [dataclasses.asdict(finding) for finding in workers]
+        wrong = bool(workers)
+        if not as_json:
+            _show_findings(workers)
+        if not records_only:
+            told["replay"] = replay = _replay(run, report, script, start, stop)
+            wrong |= replay["parting"] is not None
+            if not as_json:
+                _show_replay(replay)
+    if as_json:
+        print(json.dumps(told | {"verified": not wrong}, indent=1, default=dataclasses.asdict))
+    return _WRONG if wrong else 0
+
+
+def _replay(
+    run: Certified, report: dict[str, Any], script: Path | None, wanted: int | None, stop: int | None
+) -> dict[str, Any]:
+    """Do steps again; return which, from which state on, and where they part from the records, if they do.
+
+    Raises:
+        ConfigError: if that cannot be done.
+        JobError: if the script failed.
+    """
+    from holdfast.cli.replaying import Replay, find_start, other_kind, script_of, why_not
+    from holdfast.report.certified import Certified
+    from holdfast.report.parting import compare_runs
+
+    first = run.first if wanted is None else wanted
+    last = run.last if stop is None else stop
+    if not run.first <= first <= last <= run.last:
+        msg = f"--from and --to must lie in the steps of {run.name}, {run.first} to {run.last}, in this order, got {first} and {last}"
+        raise ConfigError(msg)
+    if why := why_not(report, first, last):
+        msg = f"{run.name} cannot be done again: {why}"
+        raise ConfigError(msg)
+    begin, url = find_start(run, report, first)
+    if why := why_not(report, begin, last):
+        msg = f"{run.name} cannot be done again from step {begin}, the last before {first} whose state is there: {why}"
+        raise ConfigError(msg)
+    replay = Replay(
+        script=script_of(report, script),
+        args=tuple(report["job"]["args"]),
+        started=run.started,
+        threads=report["job"]["threads"],
+        workers=report["job"]["settings"]["workers"] * report["nodes"],
+        start=begin,
+        stop=last,
+        checkpoint=url,
+    )
+    again = Certified(replay.run(), "what was done again")
+    if odd := other_kind(run, again):
+        warn(f"bits may be others for that alone: {odd}")
+    compared = compare_runs(run, again, until=last)
+    if compared is None or (compared.parting is None and compared.last < last):
+        msg = f"steps {begin} to {last} were to be done again, and only steps {again.first} to {again.last} were"
+        raise ConfigError(msg)
+    at_end = bool(run.finished) and run.finished[0].step == last + 1
+    return {"first": begin, "last": last, "checkpoint": url, "at_end": at_end, "parting": compared.parting}
+
+
+# -- what is printed
+
+
+def _show_records(run: Certified, found: Sequence[Finding]) -> None:
+    _show_findings(found)
+    if not found:
+        anew = ", beginning anew there: the state that it went on from had none" if run.begins_anew else ""
+        say(f"{run.name}: the links of steps {run.first} to {run.last} hold{anew}")
+    for finding in run.twice()[:1]:
+        say(f"{finding.what}; the last time counts")
+
+
+def _show_findings(found: Sequence[Finding]) -> None:
+    for finding in found[:_MOST]:
+        say(finding.what, "bold red")
+    if len(found) > _MOST:
+        say(f"and {count(len(found) - _MOST, 'other finding')}")
+
+
+def _show_replay(replay: dict[str, Any]) -> None:
+    source = f"from the checkpoint before step {replay['first']}" if replay["checkpoint"] else "from the beginning"
+    parting: Parting | None = replay["parting"]
+    if parting is None:
+        end = ", and the final state" if replay["at_end"] else ""
+        say(f"verified steps {replay['first']} to {replay['last']}{end}, done again {source}", "green")
+        return
+    for line in _lines(parting, source):
+        say(line, "bold red" if not line.startswith(" ") else "")
+
+
+def _lines(parting: Parting, source: str) -> list[str]:
+    if not parting.what:
+        lines = [
+            f"the final state before step {parting.step} does not come out again, though all steps do; done again {source}"
+        ]
+    else:
+        names = {"samples": "its samples", "state": "the state before it", "metrics": "its metrics"}
+        what = ", ".join(names[name] for name in parting.what)
+        lines = [f"step {parting.step} does not come out again: {what}; done again {source}"]
+    for name, (recorded, again) in parting.metrics.items():
+        lines.append(f"  {name}: {recorded!r} in the records, {again!r} done again")
+    if parting.where:
+        since = ""
+        if parting.same_until >= 0:
+            since = f"; it was last right before step {parting.same_until}, and what altered it lies in between"
+        lines.append(f"  the state in {parting.where}{since}")
+    return lines

@@ -1,0 +1,30 @@
+"""Of which kinds the workers of a run were, and what that gave up."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from holdfast.events import RunStarted, WorkerRefused
+from holdfast.report.history import History
+
+
+def workers_kinds(history: History) -> dict[str, Any] | None:
+    """Return the kinds, who had them, what differing ones gave up, and who was refused; None where nobody looked.
+
+    ``given_up`` is "" where all were of one kind, and where the strategy promises no bits. A kind is the last that a worker had.
+    """
+    starts = [record for record in history.of(RunStarted) if record.kind]
+    if not starts:
+        return None
+    kinds = {record.rank: dict(record.kind) for record in starts}
+    groups: list[dict[str, Any]] = []
+    for rank, kind in sorted(kinds.items()):
+        group = next((group for group in groups if group["kind"] == kind), None)
+        if group is None:
+            groups.append(group := {"ranks": [], "kind": kind})
+        group["ranks"].append(rank)
+    return {
+        "of": groups,
+        "given_up": next((record.given_up for record in starts if record.given_up), ""),
+        "refused": [{"rank": r.rank, "t_s": round(r.t_s, 6), "why": r.why} for r in history.of(WorkerRefused)],
+    }

@@ -1,0 +1,87 @@
+"""The certificates of real jobs: compared, and checked by doing their steps again."""
+
+import json
+import shutil
+
+import pytest
+from jobs import ROOT, assert_landed, holdfast, run_report
+
+from holdfast.cli import main
+from holdfast.records import load_events
+from holdfast.report.certified import Certified
+
+pytestmark = pytest.mark.chaos
+REFERENCE = ROOT / "tests" / "support" / "train_reference.py"
+FLIPPED = ROOT / "tests" / "support" / "train_flip.py"
+
+
+@pytest.fixture(scope="module")
+def quiet(tmp_path_factory):
+    """The report folder of an undisturbed run, with checkpoints."""
+    folder = tmp_path_factory.mktemp("quiet")
+    saving = ("--checkpoint-dir", folder / "saved", "--checkpoint-every", 5)
+    run_report(folder, "-n", 3, "--slices", 4, "--fabric", "virtual", "--no-page", *saving, REFERENCE, "cnn", "adam")
+    return folder / "report"
+
+
+def test_a_run_with_faults_is_the_same_to_the_last_step_and_a_replay_agrees(tmp_path, quiet):
+    kills = ("--inject", "kill:rank=0,step=3,phase=allreduce,bucket=1", "--inject", "kill:rank=2,step=7")
+    disturbed = run_report(
+        tmp_path, "-n", 3, "--slices", 4, "--fabric", "gloo", "--respawn", "--no-page", *kills, REFERENCE, "cnn", "adam",
+        "--pause", 0.1,
+    )  # fmt: skip
+    saved = sorted(path.name for path in quiet.parent.joinpath("saved").iterdir())
+    done = holdfast("diff-runs", quiet, tmp_path / "report")
+    again = holdfast("verify", quiet, "--from", 6, "--to", 8)
+
+    assert_landed(disturbed, 0, 2)
+    assert Certified(load_events(tmp_path / "report"), "it").check_workers() == [], "newcomers, too"
+    assert (done.returncode, done.stdout.splitlines()[-1]) == (
+        0,
+        f"same to the last step (14 steps, sha256 {disturbed['replicas']['sha256']})",
+    )
+    assert (again.returncode, again.stdout.splitlines()[-1]) == (
+        0,
+        "verified steps 5 to 8, done again from the checkpoint before step 5",
+    )
+    assert sorted(path.name for path in quiet.parent.joinpath("saved").iterdir()) == saved, "nothing was written there"
+
+
+def test_a_bit_that_flipped_in_one_worker_does_not_come_out_again(tmp_path):
+    """The links hold, because that is how it was; the replay computes what should have been."""
+    flip = ("--guard", "off", "--inject", "flip:rank=1,step=9,target=weights,seed=3")
+    run_report(tmp_path, "-n", 2, "--slices", 4, "--fabric", "gloo", "--no-page", *flip, FLIPPED)
+
+    done = holdfast("verify", tmp_path / "report", "--to", 12)
+
+    assert done.returncode == 3, done.stderr
+    assert "the links of steps 0 to 27 hold\nworker 1 had another state than is written down" in done.stdout
+    assert "step 9 does not come out again: its metrics; done again from the beginning\n" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("alter", "message"),
+    [
+        ({"script": ROOT / "examples" / "01_survive_a_kill.py"}, "was changed since the run"),
+        ({"strategy": "forward"}, "forward went on without samples"),
+        ({"job": None}, "its report does not say what was run"),
+    ],
+    ids=["script", "forward", "old"],
+)
+def test_what_cannot_be_done_again_is_refused_with_why(tmp_path, quiet, capsys, alter, message):
+    folder = tmp_path / "report"
+    shutil.copytree(quiet, folder)
+    report = json.loads((folder / "report.json").read_text())
+    if "script" in alter:
+        report["job"]["path"] = str(alter["script"])
+    elif "strategy" in alter:
+        report["lost"] = [{"step": 3, "epoch": 0, "ids": [1], "buckets": [0]}]
+    else:
+        report |= alter
+    (folder / "report.json").write_text(json.dumps(report))
+
+    with pytest.raises(SystemExit) as ended:
+        main(["verify", str(folder)])
+
+    said = capsys.readouterr().err
+    assert (ended.value.code, message in said, said.count("\n")) == (2, True, 1), said

@@ -1,0 +1,364 @@
+"""The certificate: the same links whatever happened, what its records prove, and where two runs part."""
+
+import dataclasses
+import json
+import random
+
+import pytest
+import reference
+import torch
+import torch.nn.functional as F
+import train_flip
+import train_split
+from torch import nn
+from torch.utils.data import TensorDataset
+from train_reference import train
+
+import holdfast
+from holdfast.checkpoint import Checkpoints
+from holdfast.cli import main
+from holdfast.errors import ConfigError
+from holdfast.events import Finished, RunStarted, StateHashed, StepCommitted
+from holdfast.faults.plan import FaultPlan, parse
+from holdfast.links import GENESIS, digest_of_ids, link_of
+from holdfast.records import read_run
+from holdfast.report.certified import Certified
+from holdfast.report.files import write_report
+from holdfast.report.parting import compare_runs
+
+
+def plan(*specs):
+    return FaultPlan(tuple(parse(spec) for spec in specs)).to_json()
+
+
+def records_of(folder, **how):
+    folder.mkdir(exist_ok=True)
+    train("cnn", "adam", run_dir=str(folder), **how)
+    return read_run(folder)
+
+
+def links(records):
+    return {record.step: record.link for record in records if isinstance(record, StepCommitted)}
+
+
+@pytest.fixture(scope="module")
+def quiet(tmp_path_factory):
+    """The records of an undisturbed run."""
+    return records_of(tmp_path_factory.mktemp("quiet"), workers=4)
+
+
+# -- the same links, whatever happened
+
+KILLS = ("kill:rank=0,step=3,phase=allreduce,bucket=2", "kill:rank=2,step=7,phase=optimizer")
+HISTORIES = {
+    "alone": {"workers": 1},
+    "two": {"workers": 2},
+    "three and a spare": {"workers": 3, "spares": 1, "faults": plan("kill:rank=1,step=5")},
+    "killed": {"workers": 4, "faults": plan(*KILLS)},
+    "eager, killed": {"workers": 4, "update": "eager", "faults": plan(*KILLS)},
+    "restart": {"workers": 4, "strategy": "restart", "faults": plan(*KILLS)},
+    "eleven faults": {
+        "workers": 12,
+        "faults": plan(*(f"kill:rank={i},step={1 + i},phase=backward" for i in range(11))),
+    },
+}
+
+
+@pytest.mark.parametrize("history", HISTORIES)
+def test_links_do_not_depend_on_who_computed_what_nor_on_what_failed(tmp_path, quiet, history):
+    found = records_of(tmp_path / "run", **HISTORIES[history])
+
+    assert links(found) == links(quiet)
+    assert len(links(found)) == reference.STEPS
+    assert Certified(found, "it").check() == Certified(found, "it").check_workers() == []
+
+
+def test_a_run_that_goes_on_from_a_checkpoint_goes_on_with_its_links(tmp_path, quiet):
+    saving = {"checkpoint_dir": str(tmp_path / "c"), "checkpoint_every": 4}
+    with pytest.raises(SystemExit) as stopped:
+        records_of(tmp_path / "first", workers=4, stop_after=9, **saving)
+    first = read_run(tmp_path / "first")
+    second = records_of(tmp_path / "second", workers=1, resume=True, **saving)
+
+    assert stopped.value.code == 4
+    assert sorted(links(first)) == list(range(10)), "it stopped when step 9 was committed"
+    assert links(first) | links(second) == links(quiet)
+    assert min(links(second)) == 10
+    assert Checkpoints(tmp_path / "c").info(8)["link"] == links(quiet)[7]
+
+
+def test_links_begin_anew_where_the_state_that_is_loaded_has_none(tmp_path, quiet):
+    saving = {"checkpoint_dir": str(tmp_path / "c"), "checkpoint_every": 4}
+    with pytest.raises(SystemExit):
+        records_of(tmp_path / "first", workers=4, stop_after=7, certificate=False, **saving)
+    second = records_of(tmp_path / "second", workers=4, resume=True, **saving)
+    run = Certified(second, "second")
+
+    assert "link" not in Checkpoints(tmp_path / "c").info(8)
+    assert set(links(read_run(tmp_path / "first")).values()) == {""}
+    assert (run.first, run.begins_anew, run.check()) == (8, True, [])
+    assert links(second)[8] != links(quiet)[8]
+    assert compare_runs(Certified(quiet, "a"), run).parting is None, "steps are compared by what they were"
+
+
+def test_healing_goes_back_in_the_links_too(tmp_path):
+    """Steps are committed twice then: wrong, as long as nobody has noticed, and right."""
+    found = {}
+    for name, flips in {"quiet": "", "healed": plan("flip:rank=1,step=6,target=weights,at=1.weight,bits=28")}.items():
+        (tmp_path / name).mkdir()
+        train_flip.train(faults=flips, workers=2, guard="heal", run_dir=str(tmp_path / name))
+        found[name] = read_run(tmp_path / name)
+    healed = Certified(found["healed"], "healed")
+
+    assert links(found["healed"]) == links(found["quiet"])
+    assert [finding.what for finding in healed.twice()][:1] == ["step 6 was committed again, with different metrics"]
+    assert healed.check() == healed.check_workers() == []
+
+
+def test_a_script_with_two_loops_has_one_certificate(tmp_path):
+    torch.manual_seed(0)
+    model = nn.Linear(4, 2)
+    session = holdfast.Session(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), slices=2, run_dir=str(tmp_path), fabric="virtual"
+    )
+    data = TensorDataset(torch.randn(16, 4), torch.randint(0, 2, (16,)))
+    for _ in range(2):
+        for step in session.steps(data, batch_size=8):
+            for x, y in step:
+                step.backward(F.cross_entropy(model(x), y))
+    found = read_run(tmp_path)
+
+    assert [record.link for record in found if isinstance(record, RunStarted)] == [GENESIS, links(found)[1]]
+    assert sorted(links(found)) == [0, 1, 2, 3]
+    assert Certified(found, "it").check() == []
+
+
+def test_the_state_is_hashed_in_turn_and_all_of_it_at_the_ends(quiet):
+    steps = [record for record in quiet if isinstance(record, StepCommitted)]
+    wholes = [record for record in quiet if isinstance(record, StateHashed)]
+
+    assert [step.whole for step in steps] == [True] + [False] * (reference.STEPS - 1)
+    assert [record.step for record in wholes] == [0, reference.STEPS]
+    assert {"0.weight", "5.bias", "1.running_mean", "1.num_batches_tracked"} <= wholes[0].tensors.keys()
+    assert {"0.weight/exp_avg", "0.weight/step"} <= wholes[1].tensors.keys() - wholes[0].tensors.keys()
+    assert "1.num_batches_tracked[0:1] .. 1.running_var[0:8]" in steps[3].where, "buffers, too"
+
+
+def of_split(folder, kind, **how):
+    folder.mkdir()
+    module = reference.make_model("cnn")
+    model = holdfast.Sharded(module, shards=3)
+    if kind == "pipeline":
+        model = holdfast.Pipeline(train_split.stages(), train_split.loss)
+    settings = {"slices": 4, "workers": 4, "run_dir": str(folder)} | how
+    session = holdfast.Session(model, lambda parameters: torch.optim.SGD(parameters, lr=0.05), **settings)
+    for step in session.steps(TensorDataset(*reference.data()), reference.BATCH):
+        if kind == "pipeline":
+            step.compute()
+            continue
+        for x, y in step:
+            step.backward(F.cross_entropy(module(x), y))
+    return read_run(folder)
+
+
+@pytest.mark.parametrize("kind", ["pipeline", "sharded"])
+def test_links_of_a_split_model_are_of_its_samples_and_metrics(tmp_path, kind):
+    whole, killed, flipped = (
+        of_split(tmp_path / name, kind, **how)
+        for name, how in {
+            "whole": {"workers": 4},
+            "killed": {"faults": plan("kill:rank=1,step=4,phase=optimizer")},
+            "flipped": {"guard": "off", "faults": plan("flip:rank=1,step=5,target=weights,bits=25")},
+        }.items()
+    )
+    runs = [Certified(records, "it") for records in (whole, killed, flipped)]
+
+    assert links(whole) == links(killed)
+    assert {line.state for line in runs[0].steps.values()} == {""}
+    assert [run.check() for run in runs] == [[], [], []]
+    assert compare_runs(runs[0], runs[1]).parting is None
+    assert compare_runs(runs[0], runs[2]).parting.step == 5
+
+
+# -- what the records prove
+
+
+def altered(records, step, **fields):
+    return [dataclasses.replace(r, **fields) if isinstance(r, StepCommitted) and r.step == step else r for r in records]
+
+
+FIELDS = {
+    "epoch": {"epoch": 7},
+    "samples": {"samples": 31},
+    "ids": {"ids": "0" * 32},
+    "state": {"state": "0" * 16},
+    "link": {"link": "0" * 32},
+    "figures": {"figures": "0" * 32},
+    "loss": {"metrics": {"loss": 2.5}},
+    "a metric more": {"metrics": {"loss": None, "accuracy": 1.0}},
+}
+
+
+@pytest.mark.parametrize("step", [0, 5, reference.STEPS - 1])
+@pytest.mark.parametrize("field", FIELDS)
+def test_a_line_that_was_altered_is_found_and_its_step_named(quiet, field, step):
+    fields = json.loads(json.dumps(FIELDS[field]))
+    if field == "a metric more":
+        fields["metrics"]["loss"] = next(r for r in quiet if isinstance(r, StepCommitted) and r.step == step).metrics[
+            "loss"
+        ]
+
+    found = Certified(altered(quiet, step, **fields), "it").check()
+
+    assert found
+    assert found[0].step == step
+    assert f"step {step}: " in found[0].what
+
+
+@pytest.mark.parametrize("step", [0, 5, reference.STEPS - 1])
+@pytest.mark.parametrize("how", ["dropped", "repeated"])
+def test_a_line_that_was_dropped_or_repeated_is_found(quiet, how, step):
+    line = next(record for record in quiet if isinstance(record, StepCommitted) and record.step == step)
+    records = [record for record in quiet if record is not line] if how == "dropped" else [*quiet, line]
+
+    found = Certified(records, "it").check()
+
+    assert f"step {step}: " in found[0].what, found
+    word = "repeated" if how == "repeated" else "no lines" if step == reference.STEPS - 1 else "missing"
+    assert word in found[0].what
+
+
+def test_a_worker_that_had_another_state_is_named_though_nothing_came_of_it(quiet):
+    ends = [record for record in quiet if isinstance(record, Finished)]
+    odd = [dataclasses.replace(r, link="0" * 32) if r is ends[2] else r for r in quiet]
+
+    assert Certified(odd, "it").check() == []
+    assert [finding.what[:29] for finding in Certified(odd, "it").check_workers()] == ["worker 2 had another state th"]
+
+
+def test_a_run_without_a_certificate_is_refused(tmp_path):
+    found = records_of(tmp_path / "run", workers=1, certificate=False)
+
+    with pytest.raises(ConfigError, match=r"the steps of it have no certificate: .*--no-certificate"):
+        Certified(found, "it")
+
+
+@pytest.mark.parametrize("ids", [[1, 2, 4], [1, 2, 3, 3], [2, 1, 3], []])
+def test_a_sample_that_is_altered_repeated_swapped_or_dropped_makes_another_digest(ids):
+    def digest(*slices):
+        return digest_of_ids((n, b"".join(i.to_bytes(8, "little") for i in one)) for n, one in enumerate(slices))
+
+    assert digest([0], ids) != digest([0], [1, 2, 3])
+    assert digest([0, 1], [2, 3]) != digest([0], [1, 2, 3]), "in which slice it is counts"
+
+
+# -- where two runs part
+
+
+def forged(records, step, **fields):
+    """Return the records with a step altered, and all links made anew from there."""
+    before, found = None, []
+    for record in records:
+        if isinstance(record, StepCommitted) and record.step >= step:
+            record = dataclasses.replace(record, **(fields if record.step == step else {}))
+            before = before or links(records)[step - 1]
+            names = ("step", "epoch", "samples", "ids", "figures", "state")
+            before = link_of(before, **{name: getattr(record, name) for name in names})
+            record = dataclasses.replace(record, link=before)
+        elif isinstance(record, Finished):
+            record = dataclasses.replace(record, link=before)
+        found.append(record)
+    return found
+
+
+def test_links_that_were_made_anew_from_altered_samples_differs_from_what_is_done_again(quiet):
+    made = Certified(forged(quiet, 5, ids="0" * 32), "forged")
+
+    parting = compare_runs(made, Certified(quiet, "again")).parting
+
+    assert (parting.step, parting.what) == (5, ("samples",))
+    assert made.check() == [], "by themselves they hold"
+
+
+def write(folder, records):
+    write_report(records, folder, started=range(4), wall_s=1.0, seed=0)
+    return folder
+
+
+def run_command(capsys, *words):
+    with pytest.raises(SystemExit) as ended:
+        main([str(word) for word in words])
+    return ended.value.code, capsys.readouterr().out
+
+
+def test_runs_with_and_without_faults_are_the_same_to_the_last_step(tmp_path, quiet, capsys):
+    other = records_of(tmp_path / "run", **HISTORIES["eleven faults"])
+
+    code, out = run_command(capsys, "diff-runs", write(tmp_path / "a", quiet), write(tmp_path / "b", other))
+
+    assert code == 0
+    assert f"same to the last step ({reference.STEPS} steps, sha256 " in out
+
+
+def test_runs_with_different_seeds_part_at_the_first_step(tmp_path, quiet, capsys):
+    other = records_of(tmp_path / "run", workers=4, seed=8)
+
+    code, out = run_command(capsys, "diff-runs", write(tmp_path / "a", quiet), write(tmp_path / "b", other))
+
+    assert code == 1
+    assert "different seed: 7 / 8" in out
+    assert "they part at step 0: the samples, the metrics" in out
+
+
+def test_the_first_step_tensor_and_index_that_differ_are_named_with_both_values(tmp_path, quiet, capsys):
+    """A bit flips in a weight of the lowest worker before step 5."""
+    saving = {"checkpoint_every": 3, "workers": 2}
+    runs = [
+        records_of(tmp_path / "one", checkpoint_dir=str(tmp_path / "c1"), **saving),
+        records_of(
+            tmp_path / "two",
+            checkpoint_dir=str(tmp_path / "c2"),
+            guard="off",
+            faults=plan("flip:rank=0,step=5,target=weights,at=5.weight,seed=2,bits=20"),
+            **saving,
+        ),
+    ]
+
+    code, out = run_command(
+        capsys, "diff-runs", *(write(tmp_path / name, run) for name, run in zip("ab", runs, strict=True))
+    )
+
+    assert code == 1
+    assert "same to step 4\nthey part at step 5: the state before it, the metrics\n" in out
+    assert "the state differs in 0.bias[0:8] .. 5.weight[0:10]" in out
+    assert "there it was the same before step 4" in out
+    states = [Checkpoints(tmp_path / name).load(6).state["replica"] for name in ("c1", "c2")]
+    named = out.splitlines()[-1].removeprefix("saved before step 6, the first that differs: ")
+    path, _, values = named.partition("[")
+    index, _, values = values.partition("]: ")
+    one, other = (state["model"][path.removeprefix("model/")] for state in states)
+    at = tuple(map(int, index.split(",")))
+    assert [float(value) for value in values.split(" / ")] == [one[at].item(), other[at].item()]
+    assert one[at] != other[at]
+    first = int((one != other).reshape(-1).nonzero()[0])
+    assert list(at) == [int(i) for i in torch.unravel_index(torch.tensor(first), one.shape)]
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", range(40))
+def test_any_bit_that_flips_in_a_weight_is_found_and_the_step_named_within_a_rotation(tmp_path, seed):
+    """It must not be rounded away; no flip in a weight of these trainings is."""
+    rng = random.Random(seed)
+    model, step = rng.choice(reference.MODELS), rng.randrange(reference.STEPS)
+    flip = plan(f"flip:rank={rng.randrange(2)},step={step},target=weights,seed={rng.randrange(10**6)}")
+    runs = []
+    for name, how in {"quiet": {}, "flipped": {"guard": "off", "faults": flip}}.items():
+        (tmp_path / name).mkdir()
+        train(model, "adam", workers=2, run_dir=str(tmp_path / name), **how)
+        runs.append(Certified(read_run(tmp_path / name), name))
+
+    parting = compare_runs(*runs).parting
+
+    assert parting is not None or runs[1].check_workers()
+    assert parting is None or step <= parting.step <= step + 4
+    assert runs[1].check() == [], "that is how it was"

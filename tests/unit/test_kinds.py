@@ -1,0 +1,167 @@
+"""What decides a worker's bits beside the script: found out, compared, and told where it differs."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from train_kinds import train
+
+from holdfast.events import RunStarted, WorkerRefused
+from holdfast.kinds import FIELDS, difference, number_of, promises_bits
+from holdfast.report import build_report
+from holdfast.settings import Settings
+from holdfast.train.kind import compare_with_others, kind_of_worker
+
+AVX512 = {"capability": "AVX512", "cpu": "A 1", "torch": "2.0", "threads": "1", "kernels": "77"}
+AVX2 = AVX512 | {"capability": "AVX2", "kernels": "88"}
+
+
+def test_workers_of_one_kind_do_not_differ():
+    assert difference({0: AVX512, 1: dict(AVX512), 5: AVX512}) is None
+    assert number_of(AVX512) == number_of(dict(reversed(AVX512.items())))
+    assert number_of(AVX512) != number_of(AVX2)
+    assert 0 <= number_of(AVX2) < 1 << 62  # so that its complement fits, too
+
+
+@pytest.mark.parametrize(
+    ("kinds", "what", "advice"),
+    [
+        (
+            {0: AVX512, 1: AVX512, 3: AVX2},
+            "worker 3 has CPU capability AVX2, the others AVX512",
+            "set ATEN_CPU_CAPABILITY=avx2 everywhere",
+        ),
+        (
+            {0: AVX2, 1: AVX512, 2: AVX512},  # the most say what is usual, not the first
+            "worker 0 has CPU capability AVX2, the others AVX512",
+            "set ATEN_CPU_CAPABILITY=avx2 everywhere",
+        ),
+        (
+            {0: AVX512, 1: AVX512 | {"threads": "4", "kernels": "9"}},
+            "worker 1 has number of threads 4, worker 0 1",
+            "set OMP_NUM_THREADS to the same number everywhere",
+        ),
+        (
+            {0: AVX512, 1: AVX512, 2: AVX512, 4: AVX512 | {"kernels": "9"}, 5: AVX512 | {"kernels": "9"}},
+            "workers 4, 5 have results of the same kernels 9, the others 77",
+            FIELDS["kernels"].advice,
+        ),
+    ],
+)
+def test_what_differs_is_named_with_what_to_set(kinds, what, advice):
+    found = difference(kinds)
+
+    assert (found.what, found.advice) == (what, advice)
+
+
+def test_a_kind_tells_threads_and_flags_of_this_process():
+    before, threads = kind_of_worker(), torch.get_num_threads()
+    torch.set_num_threads(threads + 1)
+    torch.use_deterministic_algorithms(True)
+    try:
+        after = kind_of_worker()
+    finally:
+        torch.set_num_threads(threads)
+        torch.use_deterministic_algorithms(False)
+
+    assert {name for name in FIELDS if before[name] != after[name]} >= {"threads", "flags"}
+    assert before == kind_of_worker()
+    assert before.keys() == FIELDS.keys()
+
+
+@pytest.mark.parametrize(
+    ("setting", "promised"),
+    [({}, True), ({"strategy": "forward"}, False), ({"split": "even"}, False), ({"batch": "local"}, False)],
+)
+def test_who_promises_bits(setting, promised):
+    settings = Settings(**setting)
+
+    assert promises_bits(settings.strategy, settings.split, settings.batch) is promised
+
+
+# -- a newcomer
+
+
+def newcomer(**settings):
+    """A world whose members are of another kind than this worker; and what it wrote down."""
+    written = []
+    world = SimpleNamespace(
+        comm=SimpleNamespace(here=(4,), wanted_kind=lambda: '{"capability": "AVX512", "threads": "1"}'),
+        kind={"capability": "AVX2", "threads": "1"},
+        settings=Settings(**settings),
+        given_up="",
+        recorder=SimpleNamespace(write=written.append),
+        clock=SimpleNamespace(now_s=lambda: 2.5),
+    )
+    return world, written
+
+
+def test_a_newcomer_of_another_kind_ends_and_says_why(capsys):
+    world, written = newcomer()
+
+    with pytest.raises(SystemExit) as end:
+        compare_with_others(world)
+
+    assert end.value.code == 0  # it is no failure that is answered by starting another one
+    assert [type(record) for record in written] == [WorkerRefused]
+    assert "worker 4 has CPU capability AVX2, the others AVX512: it is not taken in" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"kinds": "any"}, "not exact: worker 4 has CPU capability AVX2, the others AVX512"),
+        ({"strategy": "forward"}, "worker 4 has"),
+    ],
+)
+def test_where_any_may_come_or_no_bits_are_promised_it_goes_in_and_says_so(settings, said, capsys):
+    world, written = newcomer(**settings)
+
+    compare_with_others(world)
+
+    assert written == []
+    assert world.given_up == (said if settings == {"kinds": "any"} else "")
+    assert capsys.readouterr().err.startswith(f"holdfast: worker 4: {said}")
+
+
+# -- the report
+
+
+def started(rank, kind, given_up=""):
+    """The record of a worker of a kind."""
+    return RunStarted(
+        t_s=0.0, rank=rank, step=0, fabric="gloo", strategy="rollback", seed=0, workers=2, slices=2, order="fold",
+        split="slices", batch="global", rescale="survivors", steps_planned=1, samples_planned=1, num_buckets=1,
+        parameters=1, kind=kind, given_up=given_up,
+    )  # fmt: skip
+
+
+def kinds_of(*records):
+    """What the report says of the kinds."""
+    return build_report(records, started=range(2), wall_s=1.0, seed=0)["kinds"]
+
+
+def test_the_report_says_what_was_given_up_and_who_was_refused():
+    refused = WorkerRefused(t_s=1.0, rank=2, step=-1, why="worker 2 has", kind=AVX2)
+
+    found = kinds_of(started(0, AVX512), started(1, AVX2, "not exact: so"), refused)
+
+    assert found["of"] == [{"ranks": [0], "kind": AVX512}, {"ranks": [1], "kind": AVX2}]
+    assert found["given_up"] == "not exact: so"
+    assert found["refused"] == [{"rank": 2, "t_s": 1.0, "why": "worker 2 has"}]
+    assert kinds_of(started(0, AVX512), started(1, AVX512))["given_up"] == ""
+    assert kinds_of(started(0, {})) is None
+
+
+def test_going_on_from_a_checkpoint_of_another_kind_is_said_and_written_down(tmp_path, monkeypatch, capsys):
+    given = {"fabric": "virtual", "workers": 2, "checkpoint_dir": str(tmp_path)}
+    train(checkpoint_every=2, **given)
+    assert capsys.readouterr().err == ""
+
+    monkeypatch.setattr("holdfast.train.session.kind_of_worker", lambda: AVX2)
+    session = train(resume=True, **given)
+
+    assert session._world.given_up.startswith("not exact: worker 0 has CPU capability AVX2, who made the checkpoint ")
+    assert capsys.readouterr().err.count(session._world.given_up) == 1

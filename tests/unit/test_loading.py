@@ -1,0 +1,153 @@
+"""Loading slices ahead of time, in processes: the same bits, whatever happens to those processes or to the workers."""
+
+import os
+import signal
+
+import numpy as np
+import pytest
+import reference
+import torch
+from train_reference import train
+
+import holdfast
+from holdfast.errors import ConfigError
+from holdfast.faults.plan import FaultPlan, parse
+from holdfast.train import loading as loading_room
+from holdfast.train.batches import MiniBatch
+from holdfast.train.loading import Loading, Source
+
+
+class Numbers(torch.utils.data.Dataset):
+    """Its own number, a random one, and who loaded it."""
+
+    def __init__(self, dies_at=-1):
+        self.dies_at = dies_at
+
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, number):
+        if number == self.dies_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return number, float(np.random.normal()), os.getpid()
+
+
+def batches(first=0):
+    """Mini-batches of four slices with two samples each, from a step on."""
+    for step in range(first, 8):
+        slices = tuple(np.arange(8 * step + 2 * n, 8 * step + 2 * n + 2) for n in range(4))
+        yield MiniBatch(step=step, epoch=0, full_size=8, slices=slices, owners=dict.fromkeys(range(4), 0), after=None)
+
+
+def loading(mine, **source):
+    return Loading(Source(Numbers(), num_workers=2, **source), lambda batch: batches(batch.step + 1), lambda _: mine)
+
+
+def alone(batch, number):
+    return Loading(Source(Numbers()), None, None)(3, batch, number)
+
+
+def test_what_is_loaded_ahead_is_what_is_needed_though_slices_change_hands_and_steps_are_done_again():
+    mine = [1]
+    ahead = loading(mine)
+    asked = [(step, mine[:]) for step in range(3)] + [
+        (2, [0, 1]),
+        (3, [0, 1]),
+        (3, [0, 1]),
+        (4, [3]),
+        (1, [3]),
+        (7, [0]),
+    ]
+
+    for step, held in asked:
+        mine[:] = held
+        batch = next(batches(step))
+        for number in held:
+            numbers, noise, loaders = ahead(3, batch, number)
+            wanted_numbers, wanted_noise, _ = alone(batch, number)
+            assert numbers.tolist() == wanted_numbers.tolist() == batch.slices[number].tolist()
+            assert torch.equal(noise, wanted_noise)
+            assert os.getpid() not in loaders.tolist()
+    ahead.close()
+
+
+def test_the_generators_are_the_same_after_loading_here_and_elsewhere():
+    batch, ahead = next(batches()), loading([0])
+    drawn = []
+    for load in (ahead, Loading(Source(Numbers()), None, None)):
+        load(3, batch, 0)
+        drawn.append((float(torch.rand(1)), float(np.random.normal())))
+    ahead.close()
+
+    assert drawn[0] == drawn[1]
+
+
+def test_a_lost_process_is_started_anew_and_nothing_changes(capfd):
+    ahead = loading([0, 1, 2, 3])
+    first = ahead(3, next(batches()), 0)
+    os.kill(int(first[2][0]), signal.SIGKILL)
+
+    got = [ahead(3, batch, number) for batch in batches() for number in range(4) if (batch.step, number) > (0, 0)]
+
+    wanted = [alone(batch, number) for batch in batches() for number in range(4) if (batch.step, number) > (0, 0)]
+    assert [(one[0].tolist(), one[1].tolist()) for one in got] == [(one[0].tolist(), one[1].tolist()) for one in wanted]
+    assert "started anew" in capfd.readouterr().err
+    ahead.close()
+
+
+@pytest.mark.soak
+def test_data_that_kill_who_loads_them_end_training(monkeypatch):
+    monkeypatch.setattr(loading_room, "_MOST_RESTARTS", 1)  # each is found out within five seconds
+    ahead = Loading(Source(Numbers(dies_at=0), num_workers=1), lambda batch: iter(()), lambda _: [0])
+
+    with pytest.raises(RuntimeError, match="exited unexpectedly"):
+        ahead(3, next(batches()), 0)
+
+
+@pytest.mark.parametrize(("name", "value"), [("num_workers", -1), ("prefetch_factor", 0)])
+def test_numbers_that_make_no_sense_are_refused(name, value):
+    model = torch.nn.Linear(1, 1)
+    session = holdfast.Session(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+    with pytest.raises(ConfigError, match=f"{name} must be at least"):
+        session.steps(Numbers(), 4, **{name: value})
+
+
+# ---------------------------------------------------------------------------------------------
+# What a training may have besides
+
+
+KILLS = FaultPlan(
+    tuple(
+        parse(f"kill:rank={rank},step={step},phase={phase}")
+        for rank, step, phase in ((1, 3, "backward"), (0, 7, "allreduce"))
+    )
+).to_json()
+
+
+def end_of(model, features, **more):
+    session, state = train(model, "adam", features=features, workers=4, **more)
+    return (state, int(session._world.finished[-1].metrics["ema"])) if "ema" in features else state
+
+
+SKIPPED = pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
+"""Torch warns where the scaler leaves the first steps out, or the script steps the scheduler by itself."""
+
+
+@SKIPPED
+@pytest.mark.parametrize("model", reference.MODELS)
+def test_all_of_them_together_give_the_bits_of_the_reference(model):
+    wanted = reference.train(model, "adam", reference.FEATURES)
+
+    assert end_of(model, reference.FEATURES) == wanted
+    assert end_of(model, reference.FEATURES, faults=KILLS) == wanted
+
+
+@SKIPPED
+@pytest.mark.parametrize("broken", reference.FEATURES)
+def test_what_depends_on_the_worker_or_the_attempt_gives_other_bits(broken):
+    """The negative controls, one a feature."""
+    features = {broken, "augment"} if broken == "loaders" else {broken}
+
+    assert end_of("cnn", features, faults=KILLS) == reference.train("cnn", "adam", features)
+    assert end_of("cnn", features, faults=KILLS, broken=broken) != reference.train("cnn", "adam", features)
