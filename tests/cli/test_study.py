@@ -31,7 +31,7 @@ def test_the_list_names_every_study():
     [
         (
             ["checkpoint-price"],
-            "the study must be one of checkpoint-cost, guard, parallelism, resilience, scar, soft-errors, got 'checkpoint-price'",
+            "the study must be one of checkpoint-cost, exact, guard, parallelism, resilience, scar, soft-errors, got 'checkpoint-price'",
         ),
         (["scar", "--data", "/nowhere"], "--data must be a directory, got '/nowhere', which is none"),
         (["resilience", "--network", "gpt"], "--network must be one of mlp, cnn (more with --data), got 'gpt'"),
@@ -139,3 +139,20 @@ def test_a_quick_study_of_the_guard_finds_harm_of_every_kind_and_none_where_ther
     assert [row["alarms"] for row in results["rows"] if row["part"] == "clean"] == [0]
     assert {row["guard"] for row in results["rows"] if row["part"] == "cost"} == {"off", "stop", "heal", "heal, sums"}
     assert not [claim["claim"] for claim in results["claims"] if claim["holds"] is False]
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(900)
+def test_a_quick_study_of_exactness_sums_the_same_in_all_ways_and_finds_one_point_where_it_is_promised(tmp_path: Path):
+    done = study("exact", "--quick", "--out", str(tmp_path), timeout_s=800)
+
+    assert done.returncode == 0, done.stderr
+    assert "left out: Sums between hosts" in done.stderr
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert {row["status"] for row in results["rows"]} == {"measured"}  # weights that differ from the others' are not
+    cost = [row for row in results["rows"] if row["part"] == "cost"]
+    assert len({row["variant"] for row in cost}) == 8
+    hashes = {row["policy"]: row["sha256"] for row in results["rows"] if row["part"] == "spread"}
+    assert {policy for policy, one in hashes.items() if one == hashes["nothing happens"]} == {"nothing happens", "rollback", "restart"}  # fmt: skip
+    held = {claim["claim"]: claim["holds"] for claim in results["claims"]}
+    assert [holds for claim, holds in held.items() if "memory" in claim or "sha256" in claim or "a gradient for" in claim] == [True] * 3  # fmt: skip

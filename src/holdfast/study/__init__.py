@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from holdfast.study.base import Study, carry_out
 from holdfast.study.checkpoint_cost import CheckpointCost
+from holdfast.study.exact import Exact
 from holdfast.study.guard import Guard
 from holdfast.study.parallelism import Parallelism
 from holdfast.study.resilience import Resilience
@@ -16,6 +17,7 @@ from holdfast.study.soft_errors import SoftErrors
 __all__ = ["STUDIES", "carry_out"]
 
 STUDIES: dict[str, Study] = {
-    study.name: study for study in (CheckpointCost(), Guard(), Parallelism(), Resilience(), Scar(), SoftErrors())
+    study.name: study
+    for study in (CheckpointCost(), Exact(), Guard(), Parallelism(), Resilience(), Scar(), SoftErrors())
 }
 """Every study by its name."""

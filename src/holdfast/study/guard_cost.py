@@ -19,6 +19,7 @@ from holdfast.study.parallelism_jobs import ended, own_environment
 from holdfast.study.stats import bootstrap, median
 
 WORKERS_OF_IT = 2
+NO_MPIRUN = "there is no mpirun: pip install 'holdfast[mpi]'"
 _START_S = 300.0
 _STEP_S = 2.0
 """A step may take so long, on a busy machine."""
@@ -58,10 +59,9 @@ def cost_tasks(seed: int, *, quick: bool) -> list[Task]:
 
 def _task(timed: Timed, seed: int, _: Sequence[Row]) -> list[Row]:
     about: Row = {"part": "cost", "training": timed.name, "workers": WORKERS_OF_IT, "blocks": timed.blocks}
-    beside = Path(sys.executable).with_name("mpirun")
-    mpirun = str(beside) if beside.is_file() else shutil.which("mpirun")
-    if mpirun is None:
-        return [about | {"status": NOT_RUN, "why": "there is no mpirun: pip install 'holdfast[mpi]'"}]
+    mpirun = mpirun_words(WORKERS_OF_IT)
+    if not mpirun:
+        return [about | {"status": NOT_RUN, "why": NO_MPIRUN}]
     with tempfile.TemporaryDirectory(prefix="holdfast-study-") as name:
         out = Path(name, "found.json")
         command = _command(mpirun, timed, out)
@@ -73,21 +73,19 @@ def _task(timed: Timed, seed: int, _: Sequence[Row]) -> list[Row]:
     return cost_rows(about | {"parameters": found["parameters"]}, found["blocks"], seed)
 
 
-def _command(mpirun: str, timed: Timed, out: Path) -> list[str]:
+def mpirun_words(workers: int) -> list[str]:
+    """Return what starts a script as so many workers of MPI, nothing if there is no mpirun."""
+    beside = Path(sys.executable).with_name("mpirun")
+    mpirun = str(beside) if beside.is_file() else shutil.which("mpirun")
+    if mpirun is None:
+        return []
     root = ["--allow-run-as-root"] if os.getuid() == 0 else []
-    words: list[object] = [
-        mpirun,
-        "--with-ft",
-        "ulfm",
-        "--oversubscribe",
-        "--bind-to",
-        "none",
-        "--mca",
-        "coll",
-        "^han",
-        *root,
-    ]
-    words += ["-n", WORKERS_OF_IT, sys.executable, WORKERS / "guard_cost.py", "--size", timed.size]
+    how = ["--with-ft", "ulfm", "--oversubscribe", "--bind-to", "none", "--mca", "coll", "^han"]
+    return [mpirun, *how, *root, "-n", str(workers), sys.executable]
+
+
+def _command(mpirun: Sequence[str], timed: Timed, out: Path) -> list[str]:
+    words: list[object] = [*mpirun, WORKERS / "guard_cost.py", "--size", timed.size]
     words += ["--samples", timed.samples, "--batch", timed.batch, "--blocks", timed.blocks]
     return [str(word) for word in [*words, "--steps", timed.steps, "--out", out]]
 
