@@ -44,6 +44,8 @@ def test_a_campaign_holds_all_that_can_be_drawn(tmp_path):
     assert {(plan.nodes, plan.struck) for plan in plans} == {(1, 0), (1, signal.SIGTERM), (1, signal.SIGKILL), (2, 0)}
     for model, features in soak.FEATURES.items():
         assert {one for plan in plans if plan.case[0] == model for one in plan.features} == set(features)
+    assert {workers for plan in plans for _, workers in plan.scaled} == set(range(1, 9))
+    assert {plan.slices for plan in plans} == {4, 7, 8}
     words = " ".join(fault for plan in plans for fault in plan.faults)
     drawn = {*soak.KINDS, *PHASES[1:], *SPLIT_PHASES, "nodeloss"} - {"mirror"}
     assert [what for what in sorted(drawn) if what not in words] == []

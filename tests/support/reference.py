@@ -116,7 +116,7 @@ def ema_hash(ema):
     return int(digest.hexdigest()[:12], 16)
 
 
-def train(model_name, optimizer_name, features=()):
+def train(model_name, optimizer_name, features=(), slices=SLICES):
     """Train, and return the hash of the state; with an average of the weights, its hash, too."""
     torch.set_num_threads(1)
     x, y = data()
@@ -133,8 +133,8 @@ def train(model_name, optimizer_name, features=()):
             optimizer.zero_grad()
             start = [b.clone() for b in model.buffers()]
             ends = []
-            for number in range(SLICES):
-                part = ids[number * len(ids) // SLICES : (number + 1) * len(ids) // SLICES]
+            for number in range(slices):
+                part = ids[number * len(ids) // slices : (number + 1) * len(ids) // slices]
                 if not len(part):
                     continue
                 for buffer, begin in zip(model.buffers(), start, strict=True):

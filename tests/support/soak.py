@@ -8,7 +8,7 @@ A plan draws a model, whole at every worker or split, an optimizer, what a train
 that load, ...), a strategy that promises the bits, the fabric, 2 to 8
 workers, spares, whether the dead are replaced, and one to four faults: deaths of several kinds, workers that get stuck, are
 slow, or are told to leave; in any phase, also at once, during recovery, while somebody joins, and while a checkpoint is
-written. Some plans strike the launcher in the middle, by SIGTERM or SIGKILL, and resume; some have two launchers, and the node
+written. Some are told to go on with more or fewer workers. Some plans strike the launcher in the middle, by SIGTERM or SIGKILL, and resume; some have two launchers, and the node
 of the second is lost. The judge is one hash, and the account of all samples.
 """
 
@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import reference
 from clusters import free_port, until
-from jobs import clean_env, run_report
+from jobs import clean_env, holdfast, run_report
 
 from holdfast.faults.plan import ENDS, PHASES, SPLIT_PHASES, Fault
 
@@ -74,11 +74,29 @@ class Plan:
         return tuple(feature for feature in FEATURES[self.case[0]] if rng.random() < 0.35)
 
     @property
+    def slices(self):
+        """Of each mini-batch."""
+        if self.case[0] in SPLIT:
+            return reference.SLICES
+        return random.Random(f"slices of {self.seed}").choice((reference.SLICES, reference.SLICES, 7, 8))
+
+    @property
+    def scaled(self):
+        """With how many workers it is told to go on, and after how many commits."""
+        rng = random.Random(f"scale of {self.seed}")
+        if self.fabric != "gloo" or self.nodes > 1 or self.struck or self.case[0] in SPLIT or rng.random() < 0.3:
+            return ()
+        return tuple((at, rng.randint(1, 8)) for at in sorted(rng.sample(range(2, 12), rng.choice((1, 2)))))
+
+    @property
     def script(self):
         """The script, and its arguments."""
         model, optimizer = self.case
         script = (SPLIT_SCRIPT, model, "--optimizer", optimizer) if model in SPLIT else (SCRIPT, model, optimizer)
-        return (*script, "--pause", self.pause, f"--features={','.join(self.features)}")
+        if model not in SPLIT:
+            script = (*script, "--slices", self.slices)
+        pause = max(self.pause, 0.3 if self.scaled else 0.0)
+        return (*script, "--pause", pause, f"--features={','.join(self.features)}")
 
     @property
     def injected(self):
@@ -160,10 +178,13 @@ def run(plan, folder):
         report = _run_nodes(plan, Path(folder))
     elif plan.struck:
         report = _run_struck(plan, Path(folder))
+    elif plan.scaled:
+        report = _run_scaled(plan, Path(folder))
     else:
         report = run_report(folder, *plan.options, *plan.injected, *plan.script, timeout=LIMIT_S)
     name, judge = ("sha256", split_hash) if plan.case[0] in SPLIT else ("state_sha256", reference_hash)
-    found, wanted = report["replicas"][name], judge(*plan.case, plan.features)
+    slices = () if plan.case[0] in SPLIT else (plan.slices,)
+    found, wanted = report["replicas"][name], judge(*plan.case, plan.features, *slices)
     if "ema" in plan.features:
         found = (found, int(report["metrics"]["ema"]))
     assert found == wanted, "the run ended with other bits"
@@ -201,6 +222,24 @@ def _run_struck(plan, folder):
         return _report(folder)
     assert code == (4 if plan.struck == signal.SIGTERM else -signal.SIGKILL), f"exit {code}\n{_said(folder)}"
     return run_report(folder / "resumed", *plan.options, "--resume", *plan.script, timeout=LIMIT_S)
+
+
+def _run_scaled(plan, folder):
+    """Tell the job to go on with other numbers of workers, while faults strike it."""
+    launcher = _start(plan, folder, *plan.injected)
+    try:
+        for at, workers in plan.scaled:
+            until(lambda at=at: launcher.poll() is not None or _committed(folder) >= at, f"step {at}")
+            asked = holdfast(
+                "scale", workers, "--job", launcher.pid, env={"TMPDIR": str(folder / "t")}, timeout=LIMIT_S
+            )
+            assert asked.returncode == 0 or launcher.poll() is not None, asked.stderr
+        code = launcher.wait(LIMIT_S)
+    finally:
+        launcher.kill()
+        launcher.wait()
+    assert code == 0, f"exit {code}\n{_said(folder)}"
+    return _report(folder)
 
 
 def _start(plan, folder, *more):
@@ -254,6 +293,7 @@ def describe(plan, report):
     struck = f"{signal.Signals(plan.struck).name}@{plan.struck_at}" if plan.struck else "no"
     return (
         f"SOAK seed={plan.seed} model={plan.case[0]} with={','.join(plan.features) or 'nothing'} fabric={plan.fabric} nodes={plan.nodes} launcher-struck={struck} "
+        f"slices={plan.slices} scaled={','.join(str(workers) for _, workers in plan.scaled) or 'no'} "
         f"lost={len(report['failures'])} joined={joined} left={left} fenced={fenced} restarts={report['restarts']}"
     )
 
@@ -274,7 +314,7 @@ def main():
             break
         with tempfile.TemporaryDirectory() as folder:
             plan = draw(seed, folder, options.fabric)
-            case = " ".join([*plan.case, *plan.features])
+            case = " ".join([*plan.case, *plan.features, *(f"scale@{at}={workers}" for at, workers in plan.scaled)])
             print(f"seed {seed}: {case} {' '.join([*plan.options, *plan.injected])}", flush=True)
             try:
                 report = run(plan, folder)

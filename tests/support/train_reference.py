@@ -119,6 +119,7 @@ if __name__ == "__main__":
     parser.add_argument("--no-recovery", action="store_true")
     parser.add_argument("--no-undo", action="store_true")
     parser.add_argument("--pause", type=float, default=0.0, help="seconds before each step, for newcomers to come in")
+    parser.add_argument("--slices", type=int, default=reference.SLICES)
     parser.add_argument("--features", type=lambda text: tuple(text.split(",")) if text else (), default=())
     parser.add_argument("--broken", choices=reference.FEATURES, default="")
     parser.add_argument("--raise-at", type=int, default=-1, help="the lowest worker raises in this step")
@@ -134,6 +135,7 @@ if __name__ == "__main__":
         pause=options.pause,
         features=options.features,
         broken=options.broken,
+        slices=options.slices,
     )
     if session.is_lead:
         print(f"state {state}")

@@ -58,13 +58,14 @@ def test_what_differs_is_named_with_what_to_set(kinds, what, advice):
 
 def test_a_kind_tells_threads_and_flags_of_this_process():
     before, threads = kind_of_worker(), torch.get_num_threads()
+    is_deterministic = torch.are_deterministic_algorithms_enabled()
     torch.set_num_threads(threads + 1)
-    torch.use_deterministic_algorithms(True)
+    torch.use_deterministic_algorithms(not is_deterministic)
     try:
         after = kind_of_worker()
     finally:
         torch.set_num_threads(threads)
-        torch.use_deterministic_algorithms(False)
+        torch.use_deterministic_algorithms(is_deterministic)
 
     assert {name for name in FIELDS if before[name] != after[name]} >= {"threads", "flags"}
     assert before == kind_of_worker()
