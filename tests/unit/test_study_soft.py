@@ -212,6 +212,19 @@ def test_a_study_ends_with_rows_claims_and_a_page_and_is_not_done_twice(tmp_path
     assert {"quick-harmed", "quick-outcomes", "quick-table", "quick-errors"} <= shown
 
 
+def test_each_platform_of_the_crossed_design_has_a_figure_of_its_own():
+    rows = [row({"RWC": 180}) | {"platform": platform, "status": MEASURED} for platform in ("ddp", "session")]
+
+    figures = [section for section in sections(rows) if section["kind"] in ("intervals", "bars") and section["rows"]]
+
+    assert [(figure["id"], [one["platform"] for one in figure["rows"]]) for figure in figures] == [
+        ("crossed-ddp-harmed", ["ddp"]),
+        ("crossed-ddp-outcomes", ["ddp"]),
+        ("crossed-session-harmed", ["session"]),
+        ("crossed-session-outcomes", ["session"]),
+    ]
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -35,6 +35,7 @@ DEATH = "#c8351b"
 RECOVERY = "#f5c451"
 SEEN = "#b36a00"
 DECIDED = "#00805a"
+ASIDE = "#cc79a7"
 ACCURACY = "#00805a"
 
 _IN_THE_DARK = {

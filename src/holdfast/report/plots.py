@@ -18,21 +18,23 @@ _PALETTE = (
     style.SEEN,
     style.DEATH,
     style.DECIDED,
-    style.FAINT,
+    style.ASIDE,
+    style.SOFT,
     style.RECOVERY,
     style.WORK_LIGHT,
-    style.SOFT,
 )
 _MARKS = ("o", "s", "^", "D", "v", "P", "X", "h")
 _NAMES_IN = 1.9
 _BAR_IN = 0.3
+_LEGEND_COLUMNS, _LEGEND_ROW_IN = 4, 0.22
 _KEY_IN = 2.1
 
 
 def stacked_bars(section: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str:
     """Return horizontal bars, one a group, stacked from the medians of ``section["values"]``; "" if there is none.
 
-    With ``range``, a line goes from the least sum of a group's rows to the greatest.
+    With ``range``, a line goes from the least sum of a group's rows to the greatest. With ``whole`` all bars are as long as that
+    many, which is then not written behind each.
     """
     groups = grouped(rows, section["by"])
     if not any(row.get(key) for row in rows for key, _ in section["values"]):
@@ -47,6 +49,8 @@ def stacked_bars(section: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) 
                 axes.barh(range(len(groups)), sizes, left=ends, height=0.62, color=color, label=name)
             ends = [end + size for end, size in zip(ends, sizes, strict=True)]
         for place, (end, group) in enumerate(zip(ends, groups.values(), strict=True)):
+            if "whole" in section:
+                continue
             sums = [sum(row.get(key) or 0.0 for key, _ in section["values"]) for row in group]
             has_range = section.get("range", False) and len(sums) > 1
             if has_range:
@@ -60,7 +64,8 @@ def stacked_bars(section: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) 
                 color=style.SOFT,
             )
         axes.set_yticks(range(len(groups)), [" ".join(key) for key in groups])
-        axes.invert_yaxis()
+        axes.set_ylim(len(groups) - 0.5, -0.5)
+        axes.set_xlim(0, section.get("whole"))
         axes.set_xlabel(section["unit"])
         axes.tick_params(length=0)
         axes.grid(axis="x", color=style.LINE, linewidth=0.8)
@@ -166,7 +171,8 @@ def interval_lines(section: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]
     groups = [" ".join(key) for key in grouped(rows, section["by"])]
     series = grouped(rows, section["series"])
     height = len(groups) * max(_BAR_IN, 0.13 * len(series))
-    with canvas(height + 1.2) as page:
+    legend = _LEGEND_ROW_IN * -(-len(series) // _LEGEND_COLUMNS)
+    with canvas(height + 0.75 + legend) as page:
         axes = page.axes(_NAMES_IN, 0.55, WIDTH_IN - _NAMES_IN - 0.2, height)
         if band := section.get("band"):
             axes.axvspan(*band, color=style.WORK_LIGHT, alpha=0.35, linewidth=0)
@@ -187,7 +193,7 @@ def interval_lines(section: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]
         axes.set_xlim(*section.get("limits", (None, None)))
         axes.set_xlabel(x_name)
         _finish(axes)
-        axes.legend(loc="lower left", bbox_to_anchor=(0, 1.0), ncols=4, frameon=False, fontsize=9)
+        axes.legend(loc="lower left", bbox_to_anchor=(0, 1.0), ncols=_LEGEND_COLUMNS, frameon=False, fontsize=9)
         return page.svg(html.escape(section["title"]))
 
 

@@ -110,6 +110,9 @@ def rehearse(this: Rehearsal, say: Say) -> list[Tried]:
     Raises:
         ConfigError: if the training fails, or its loss cannot be told from its noise after any of the failures.
     """
+    if not this.script.is_file():
+        msg = f"there is no script {str(this.script)!r}"
+        raise ConfigError(msg)
     with tempfile.TemporaryDirectory(prefix="holdfast-rehearsal-") as name:
         folder = Path(name)
         undisturbed = folder / "undisturbed"

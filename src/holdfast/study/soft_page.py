@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from holdfast.report.study import row_id
 from holdfast.study.base import MEASURED, NOT_RUN, Row
 from holdfast.study.outcomes import OUTCOMES
 from holdfast.study.soft_cells import (
@@ -54,7 +55,9 @@ def sections(rows: Sequence[Row]) -> list[dict[str, Any]]:
     pages: list[dict[str, Any]] = []
     for experiment, title in _TITLES.items():
         mine = [row for row in cells if row["experiment"] == experiment]
-        pages += [_intervals(experiment, title, mine), _bars(experiment, title, mine), _table(experiment, title, mine)]
+        for name, words, shown in _figures_of(experiment, title, mine):
+            pages += [_intervals(experiment, name, words, shown), _bars(name, words, shown)]
+        pages.append(_table(experiment, title, mine))
     return [*pages, _curve(cells), *_error_tables(rows), _explained(rows), _alone(rows), _not_run(rows)]
 
 
@@ -80,31 +83,45 @@ def _section(kind: str, name: str, title: str, note: str, rows: Sequence[Row], *
     return {"kind": kind, "id": name, "title": title, "note": note, "where": {}, "rows": list(rows), **more}
 
 
-def _intervals(experiment: str, title: str, rows: Sequence[Row]) -> dict[str, Any]:
+def _figures_of(experiment: str, title: str, rows: Sequence[Row]) -> list[tuple[str, str, list[Row]]]:
+    """Return name, title and rows of the figures of an experiment: where all platforms were tried, each has its own."""
+    if experiment != CROSSED:
+        return [(experiment, title, list(rows))]
+    platforms = dict.fromkeys(row["where"] for row in rows)
+    return [
+        (f"{experiment}-{row_id('', (where,))}", f"{title}: {where}", [row for row in rows if row["where"] == where])
+        for where in platforms
+    ]
+
+
+def _intervals(experiment: str, name: str, title: str, rows: Sequence[Row]) -> dict[str, Any]:
+    of = ["whose"] if experiment == CROSSED else ["where", "whose"]
     return _section(
         "intervals",
-        f"{experiment}-harmed",
+        f"{name}-harmed",
         title,
         _NOTES.get(experiment, _READ),
         rows,
         by=["what"],
-        series=["where", "whose", *(["width"] if experiment == FORMATS_TRIED else [])],
+        series=[*of, *(["width"] if experiment == FORMATS_TRIED else [])],
         x=["harmed_percent", AXIS],
         interval=["harmed_low", "harmed_high"],
         limits=[-2, 102],
     )
 
 
-def _bars(experiment: str, title: str, rows: Sequence[Row]) -> dict[str, Any]:
+def _bars(name: str, title: str, rows: Sequence[Row]) -> dict[str, Any]:
+    differ = [key for key in ("where", "whose", "what", "width") if len({row[key] for row in rows}) > 1]
     return _section(
         "bars",
-        f"{experiment}-outcomes",
+        f"{name}-outcomes",
         f"{title}: outcomes",
         "RWC: restart without change. AccR: accuracy below by more than 5 points. NaN: a loss or a weight is not finite. TF: the training failed.",
         rows,
-        by=["where", "whose", "what", "width"],
-        values=[[f"{name}_percent", name] for name in OUTCOMES],
+        by=differ or ["what"],
+        values=[[f"{outcome}_percent", outcome] for outcome in OUTCOMES],
         unit="% of trainings",
+        whole=100,
     )
 
 
