@@ -43,6 +43,15 @@ def test_who_dies_when_is_drawn_by_the_seed_between_a_whole_copy_and_half_of_the
         Rehearsal(script=SCRIPT, workers=4).deaths(33)
 
 
+def test_a_script_that_is_not_there_is_refused_before_anything_is_run(tmp_path):
+    said: list[str] = []
+
+    with pytest.raises(ConfigError, match=r"there is no script '.*gone\.py'"):
+        rehearse(Rehearsal(script=tmp_path / "gone.py", workers=4), said.append)
+
+    assert said == []
+
+
 def pretend(monkeypatch, cost):
     """Let no run take place; its cost is a function of predictor, codec and the death."""
     ran = {}
