@@ -27,6 +27,8 @@ _MARKS = ("o", "s", "^", "D", "v", "P", "X", "h")
 _NAMES_IN = 1.9
 _BAR_IN = 0.3
 _LEGEND_COLUMNS, _LEGEND_ROW_IN = 4, 0.22
+_MARK_IN, _LETTER_IN = 0.6, 0.075
+"""What an entry of a legend takes beside its letters, and a letter at most."""
 _KEY_IN = 2.1
 
 
@@ -169,11 +171,13 @@ def interval_lines(section: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]
     if not rows:
         return ""
     groups = [" ".join(key) for key in grouped(rows, section["by"])]
-    series = grouped(rows, section["series"])
+    series = _told_apart(rows, section["series"])
     height = len(groups) * max(_BAR_IN, 0.13 * len(series))
-    legend = _LEGEND_ROW_IN * -(-len(series) // _LEGEND_COLUMNS)
-    with canvas(height + 0.75 + legend) as page:
-        axes = page.axes(_NAMES_IN, 0.55, WIDTH_IN - _NAMES_IN - 0.2, height)
+    width = WIDTH_IN - _NAMES_IN - 0.2
+    columns = int(width / (_MARK_IN + _LETTER_IN * max(map(len, series))))
+    columns = max(1, min(columns, _LEGEND_COLUMNS))
+    with canvas(height + 0.75 + _LEGEND_ROW_IN * -(-len(series) // columns)) as page:
+        axes = page.axes(_NAMES_IN, 0.55, width, height)
         if band := section.get("band"):
             axes.axvspan(*band, color=style.WORK_LIGHT, alpha=0.35, linewidth=0)
         for place, (name, group) in enumerate(series.items()):
@@ -185,16 +189,20 @@ def interval_lines(section: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]
             aside = 0.7 * ((place + 0.5) / len(series) - 0.5)
             lines = [groups.index(" ".join(key)) + aside for key in (_key(row, section["by"]) for row in group)]
             points = [row[x] for row in group], lines
-            axes.errorbar(
-                *points, xerr=_ends(section, group, x), linestyle="", label=" ".join(name), linewidth=1, **look
-            )
+            axes.errorbar(*points, xerr=_ends(section, group, x), linestyle="", label=name, linewidth=1, **look)
         axes.set_yticks(range(len(groups)), groups)
         axes.set_ylim(len(groups) - 0.5, -0.5)
         axes.set_xlim(*section.get("limits", (None, None)))
         axes.set_xlabel(x_name)
         _finish(axes)
-        axes.legend(loc="lower left", bbox_to_anchor=(0, 1.0), ncols=_LEGEND_COLUMNS, frameon=False, fontsize=9)
+        axes.legend(loc="lower left", bbox_to_anchor=(0, 1.0), ncols=columns, frameon=False, fontsize=9)
         return page.svg(html.escape(section["title"]))
+
+
+def _told_apart(rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> dict[str, list[Mapping[str, Any]]]:
+    """Return the rows by what of ``names`` is not the same in all; by all of them where there is one group only."""
+    differ = [name for name in names if len(grouped(rows, [name])) > 1] or names
+    return {" ".join(key): group for key, group in grouped(rows, differ).items()}
 
 
 def _key(row: Mapping[str, Any], names: Sequence[str]) -> tuple[str, ...]:
