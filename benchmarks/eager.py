@@ -21,32 +21,24 @@ Taking back is timed apart, by one process: all buckets of a step are updated, a
 from __future__ import annotations
 
 import argparse
-import itertools
-import json
-import os
-import random
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
-from common import ROOT, ratio, spread, table, write_json
+from common import spread
 from models import JOBS, loss_of, make_model, make_optimizer
+from turns import connect_each, leave, make_parser, run_jobs, show_turns, take_turns
 
 import holdfast
 from holdfast.clock import SystemClock
-from holdfast.comm import Communicator, connect
+from holdfast.comm import Communicator
 from holdfast.train.eager import Eager, Spent
 from holdfast.train.gradients import Buckets
 
 VARIANTS = ("lazy", "eager", "no copy")
 WARM_UP_STEPS = 5
 """Until the memory of the copies has been touched once."""
-START_S = 300.0
 
 
 def main() -> None:
@@ -54,45 +46,17 @@ def main() -> None:
     options = parse()
     if options.work:
         work(options)
-        return
-    results = {}
-    for model, workers in itertools.product(options.models, options.workers):
-        found = run_job(options, model, workers)
+    for model, workers, found in run_jobs(options, "--bucket-mib", str(options.bucket_mib), "--guard", options.guard):
         found["undo"] = time_undo(model, options.bucket_mib, options.blocks)
-        results[f"{model}, {workers}"] = found
         show(model, workers, found)
-    write_json(options.json, settings=vars(options), results=results)
 
 
 def parse() -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--workers", type=int, nargs="+", default=[2])
-    parser.add_argument("--models", nargs="+", choices=sorted(JOBS), default=["mlp"])
-    parser.add_argument("--blocks", type=int, default=30)
-    parser.add_argument("--steps", type=int, default=10)
+    parser = make_parser(__doc__, steps=10)
     parser.add_argument("--bucket-mib", type=float, default=4.0)
     parser.add_argument("--guard", choices=("off", "stop"), default="off")
-    parser.add_argument("--json", metavar="FILE")
-    parser.add_argument("--work", metavar="FILE", help=argparse.SUPPRESS)
     return parser.parse_args()
-
-
-def run_job(options: argparse.Namespace, model: str, workers: int) -> dict[str, Any]:
-    """Run one job and return what its first worker found."""
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder, "found.json")
-        command = [
-            str(Path(sys.executable).with_name("mpirun")), "--with-ft", "ulfm", "--oversubscribe",
-            "--mca", "coll", "^han", *(["--allow-run-as-root"] if os.getuid() == 0 else []), "-n", str(workers),
-            sys.executable, str(Path(__file__).resolve()), "--models", model, "--blocks", str(options.blocks),
-            "--steps", str(options.steps), "--bucket-mib", str(options.bucket_mib), "--guard", options.guard,
-            "--work", str(out),
-        ]  # fmt: skip
-        limit_s = START_S + 5.0 * len(VARIANTS) * (options.blocks * (options.steps + 1) + WARM_UP_STEPS)
-        subprocess.run(command, check=True, timeout=limit_s, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"})
-        found: dict[str, Any] = json.loads(out.read_text())
-        return found
 
 
 # -- in each worker
@@ -149,39 +113,18 @@ def bucket_bytes(mib: float) -> int:
 
 def work(options: argparse.Namespace) -> None:
     """Train all variants in turns; the first worker writes what it found."""
-    torch.set_num_threads(1)
     (name,) = options.models
-    running = {variant: Training(variant, name, connect("ulfm", 0, ""), options) for variant in VARIANTS}
-    for training in running.values():
-        for _ in range(WARM_UP_STEPS):
-            next(training.steps)
-    rng = random.Random(0)
-    blocks: dict[str, list[float]] = {variant: [] for variant in VARIANTS}
-    for _ in range(options.blocks):
-        for variant in rng.sample(VARIANTS, len(VARIANTS)):
-            blocks[variant].append(time_block(running[variant], options.steps))
-    first = running["eager"]
-    if first.comm.here[0] == 0:
-        assert first.eager is not None
-        spent = first.eager.spent
-        per_step = {
-            name: getattr(spent, name) / (spent.steps or 1) for name in ("copy_s", "update_s", "waited_s", "buckets")
-        }
-        found = {"blocks": blocks, "per_step": per_step, "copy_bytes": first.eager.size_bytes}
-        Path(options.work).write_text(json.dumps(found))
-    first.comm.barrier()
-    sys.stdout.flush()
-    os._exit(0)  # training has no end here
-
-
-def time_block(training: Training, number: int) -> float:
-    """Return the mean step of a block, seconds; all workers begin it together."""
-    training.comm.barrier()
-    next(training.steps)
-    begun = time.perf_counter()
-    for _ in range(number):
-        next(training.steps)
-    return (time.perf_counter() - begun) / number
+    comms = connect_each(VARIANTS)
+    trainings = {variant: Training(variant, name, comm, options) for variant, comm in comms.items()}
+    running = {variant: training.steps for variant, training in trainings.items()}
+    blocks = take_turns(options, running, comms, WARM_UP_STEPS)
+    eager = trainings["eager"].eager
+    assert eager is not None
+    spent = eager.spent
+    per_step = {
+        name: getattr(spent, name) / (spent.steps or 1) for name in ("copy_s", "update_s", "waited_s", "buckets")
+    }
+    leave(options, comms["eager"], {"blocks": blocks, "per_step": per_step, "copy_bytes": eager.size_bytes})
 
 
 # -- taking back
@@ -211,18 +154,10 @@ def time_undo(name: str, mib: float, repetitions: int) -> list[float]:
 
 
 def show(model: str, workers: int, found: dict[str, Any]) -> None:
-    """Print it."""
-    blocks, per_step = found["blocks"], found["per_step"]
-    rows = []
-    for variant in VARIANTS:
-        times = spread([1e3 * t for t in blocks[variant]])
-        cells = [f"{times[key]:.2f}" for key in ("p50", "p10", "p90")]
-        quotients = [a / b for a, b in zip(blocks[variant], blocks["lazy"], strict=True)]
-        paired = ratio(quotients, [1.0] * len(quotients))
-        rows.append([variant, *cells, f"{paired['ratio']:.3f} ({paired['low']:.3f}-{paired['high']:.3f})"])
-    title = f"\n{model}, {workers} workers on {os.cpu_count()} cores, {per_step['buckets']:.0f} buckets, blocks of steps; ms"
-    print(table(title, ["variant", "step p50", "p10", "p90", "against lazy"], rows))
-    undo = spread([1e3 * t for t in found["undo"]])
+    """Print it, and what was timed apart."""
+    per_step, undo = found["per_step"], spread([1e3 * t for t in found["undo"]])
+    buckets = f"{per_step['buckets']:.0f} buckets, "
+    show_turns(model, workers, found["blocks"], dict.fromkeys(VARIANTS, "lazy"), buckets)
     print(
         f"\na step: copies {1e3 * per_step['copy_s']:.2f} ms, updates {1e3 * per_step['update_s']:.2f} ms, of which the loop waited for "
         f"{1e3 * per_step['waited_s']:.2f} ms; copies take {found['copy_bytes']:,} bytes a worker;\n"

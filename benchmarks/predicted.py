@@ -1,12 +1,18 @@
 """Goodput under real kills, beside what the simulator says of it with costs that were measured in other runs.
 
     python benchmarks/predicted.py [--strategies rollback,forward,restart] [--mtbf 10,20,40] [--wall 60] [--seeds 1,2,3]
-                                   [--json FILE]
+                                   [--pairs 1] [--json FILE]
 
-For each strategy, runs in which workers are killed at fixed steps, one after the other until nobody is left, say what
-things take: a step, by the number of workers; noticing a death, regrouping, loading, starting again. Then workers train
-under kills at random times, as in ``goodput.py``. The simulator is told who was killed and when, how long it lasted, and
-what the first runs measured; what came of it, it is not told. Compared are the steps that are done when time is up.
+In about 20 minutes on two cores: ``--mtbf 10,30 --wall 40 --seeds 1,2``.
+
+In each point workers are killed at random times, as in ``goodput.py``. Immediately before and after it, other runs say what things
+take: in them workers are killed one after the other, every so many steps, until nobody is left, and more often. The simulator is told
+who was killed and when, how long it lasted, and what these two runs measured; what came of it, it is not told. Compared are the
+steps that are done when time is up.
+
+``own pace``  how far off the simulator is if a step takes what it took in the run itself: what is left is no drift of the machine
+floor         the first points of each strategy are run twice: how far apart two runs are that had the same kills
+phases        seconds on steps that count, on work that was thrown away, on recoveries and on restarts, as ``spent.py`` tells them apart
 """
 
 from __future__ import annotations
@@ -15,33 +21,42 @@ import argparse
 import itertools
 import os
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
+import numpy as np
 from common import table, write_json
-from goodput import CHECKPOINT_EVERY, SCRIPT, WARM_STEPS, Holdfast, schedule, tend_until
-from peers.driver import commits
+from goodput import CHECKPOINT_EVERY, WARM_STEPS, Holdfast, schedule, tend_until
+from peers.driver import WAIT_S, commits
+from spent import Spent, spent
 
-from holdfast.events import JobRestarted, Record, Recovered, RunStarted, StepCommitted
-from holdfast.records import load_events
+from holdfast.events import Record, RunStarted, StepCommitted
+from holdfast.records import read_run
 from holdfast.simulate import Cluster, Costs, Job, Outcome, Scenario, Trace, simulate
-from holdfast.simulate.measured import read_measured
+from holdfast.simulate.outcome import Estimate
 from holdfast.simulate.reading import Spell
 
 STRATEGIES = ("rollback", "forward", "restart")
 WORKERS = 4
-TAKEN = ("detect_s", "regroup_s", "load_s", "restart_s")
-"""Costs that are taken from the first runs as they are. A step is measured with its checkpoint, so saving costs nothing more."""
-APART = 300
+APART = 150
 """Steps from one kill to the next in the runs that measure."""
-STEPS_PER_EPOCH = 11
-LIMIT_S = 600.0
+KILLS = 6
+"""In each of them: three are survived by somebody, three are not."""
+LOOK_S = 0.1
+NEAR = 0.05
+PARTS = {
+    "useful": ("useful", "save"),
+    "lost": ("lost",),
+    "recover": ("detect", "regroup", "load"),
+    "restart": ("restart", "wait"),
+}
+"""What the simulator tells apart, by the phases that are measured."""
+
+Row = dict[str, Any]
 
 
 class Kill(NamedTuple):
@@ -56,32 +71,50 @@ class Kill(NamedTuple):
     rank: int
 
 
+class Trained(NamedTuple):
+    """A run under kills.
+
+    Args:
+        kills: That landed.
+        records: Of all workers and the launcher, in the order of time.
+        since_s: When the clock was started, on that of the records.
+        until_s: When the last was done that was to be done to it.
+    """
+
+    kills: tuple[Kill, ...]
+    records: tuple[Record, ...]
+    since_s: float
+    until_s: float
+
+    def steps(self) -> int:
+        """Return how many steps were done in time that had not been done before."""
+        done = [one for one in self.records if isinstance(one, StepCommitted) and one.t_s <= self.until_s]
+        return len({one.step for one in done} - {one.step for one in done if one.t_s < self.since_s})
+
+    def spent(self) -> Spent:
+        """Return what time went into."""
+        return spent(self.records, self.since_s, self.until_s)
+
+
 def main() -> None:
-    """Measure costs, then each point, and print the table."""
+    """Measure each point between two runs that say what things take, and print the tables."""
     options = parse()
     os.environ["OMP_NUM_THREADS"] = "1"
-    rows = []
+    rows: list[Row] = []
+    failed = False
     for strategy in options.strategies:
-        costs, buckets = measured_costs(strategy, options.calibrations)
-        print(f"{strategy}: {costs}", file=sys.stderr)
-        for mtbf_s, seed in itertools.product(options.mtbf, options.seeds):
-            kills, steps = real(strategy, schedule(mtbf_s, options.wall, seed), options.wall)
-            told = predicted(strategy, kills, options.wall, costs, buckets)
-            calm = options.wall / dict(costs.steps_s)[WORKERS]
-            rows.append(
-                {
-                    "strategy": strategy,
-                    "mtbf_s": mtbf_s,
-                    "seed": seed,
-                    "kills": len(kills),
-                    "steps": steps,
-                    "predicted": told.steps,
-                    "calm": calm,
-                }
-            )
-            print(rows[-1], file=sys.stderr)
-    show(rows, options)
+        try:
+            for row in points(strategy, options):
+                rows.append(row)
+                print(row, file=sys.stderr)
+        except (RuntimeError, TimeoutError) as error:  # the others are worth measuring all the same
+            print(f"{strategy}: {error}", file=sys.stderr)
+            failed = True
+    if rows:
+        show(rows, options)
+        show_phases(rows)
     write_json(options.json, settings=vars(options), rows=rows)
+    sys.exit(failed)
 
 
 def parse() -> argparse.Namespace:
@@ -91,7 +124,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--mtbf", type=lambda text: [float(s) for s in text.split(",")], default=[10.0, 20.0, 40.0])
     parser.add_argument("--wall", type=float, default=60.0, help="seconds of training under kills")
     parser.add_argument("--seeds", type=lambda text: [int(s) for s in text.split(",")], default=[1, 2, 3])
-    parser.add_argument("--calibrations", type=int, default=2, help="runs that measure costs, for each strategy")
+    parser.add_argument("--pairs", type=int, default=1, help="points of each strategy that are run twice")
+    parser.add_argument("--apart", type=int, default=APART, help="steps between kills in the runs that measure")
     parser.add_argument("--json", metavar="FILE")
     options = parser.parse_args()
     if odd := set(options.strategies) - set(STRATEGIES):
@@ -99,85 +133,121 @@ def parse() -> argparse.Namespace:
     return options
 
 
-# ---------------------------------------------------------------------------------------------
-# What things take
-
-
-def measured_costs(strategy: str, runs: int) -> tuple[Costs, int]:
-    """Return what things take under a strategy, each the median over some runs, and how many sums a step has."""
-    found: dict[str, list[float]] = defaultdict(list)
-    steps: dict[int, list[float]] = defaultdict(list)
-    buckets = 1
-    for _ in range(runs):
-        with tempfile.TemporaryDirectory() as folder:
-            calibrate(strategy, Path(folder))
-            for name, one in read_measured(Path(folder)).costs.items():
-                found[name].append(one.value)
-            records = load_events(Path(folder))
-        buckets = next(record.num_buckets for record in records if isinstance(record, RunStarted))
-        for workers, seconds in step_times(records).items():
-            steps[workers] += seconds
-    taken = {name: statistics.median(found[name]) for name in TAKEN if found[name]}
-    return Costs(steps_s=tuple((n, statistics.fmean(steps[n])) for n in sorted(steps)), **taken), buckets
-
-
-def calibrate(strategy: str, folder: Path) -> None:
-    """Let workers die one after another at fixed steps, until one that was started anew goes on alone."""
-    kills = [f"kill:rank={(n + 1) % WORKERS},step={APART * (n + 1)}" for n in range(WORKERS)]
-    epochs = APART * (WORKERS + 1) // STEPS_PER_EPOCH
-    command = [
-        sys.executable, "-m", "holdfast", "run", "-n", str(WORKERS), "--strategy", strategy, "--report", str(folder),
-        "--checkpoint-dir", str(folder / "checkpoints"), "--checkpoint-every", str(CHECKPOINT_EVERY),
-        *(word for kill in kills for word in ("--inject", kill)),
-        str(SCRIPT), "--dataset", "digits", "--model", "cnn", "--optimizer", "sgd", "--epochs", str(epochs),
-    ]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
-    if done.returncode:
-        msg = f"the run that was to measure {strategy} ended with {done.returncode}:\n{done.stderr[-2000:]}"
-        raise RuntimeError(msg)
-
-
-def step_times(records: Iterable[Record]) -> Mapping[int, list[float]]:
-    """Return how long steps took, by the number of workers; those in which somebody was lost, or begun anew, are not among them."""
-    times: dict[int, list[float]] = defaultdict(list)
-    before: StepCommitted | None = None
-    for record in records:
-        match record:
-            case StepCommitted():
-                if before is not None and (record.step, record.workers) == (before.step + 1, before.workers):
-                    times[record.workers].append(record.t_s - before.t_s)
-                before = record
-            case Recovered() | JobRestarted() | RunStarted():
-                before = None
-    return times
+def points(strategy: str, options: argparse.Namespace) -> Iterator[Row]:
+    """Yield what came of each point."""
+    before = train(strategy, lambda job, start_s: kill_regularly(job, start_s, options.apart))
+    for number, (mtbf_s, seed) in enumerate(itertools.product(options.mtbf, options.seeds)):
+        plan = schedule(mtbf_s, options.wall, seed)
+        for turn in range(2 if number < options.pairs else 1):
+            real = train(strategy, lambda job, start_s, plan=plan: kill_at(job, start_s, plan, options.wall))
+            after = train(strategy, lambda job, start_s: kill_regularly(job, start_s, options.apart))
+            point = {"strategy": strategy, "mtbf_s": mtbf_s, "seed": seed, "turn": turn}
+            yield point | compare(strategy, real, measured_costs(before, after))
+            before = after
 
 
 # ---------------------------------------------------------------------------------------------
-# What happens, and what is said to happen
+# What happens
 
 
-def real(strategy: str, kills: Sequence[tuple[float, int]], wall_s: float) -> tuple[list[Kill], int]:
-    """Train under kills; return who was killed and when, and how many steps were done in time.
+def train(strategy: str, drive: Callable[[Holdfast, float], Iterable[Kill]]) -> Trained:
+    """Train with all workers, then under what ``drive`` does to the job from the time that it is given.
 
     Raises:
         RuntimeError: if a kill did not land.
     """
     with Holdfast(WORKERS, ("--strategy", strategy)) as job:
         job.wait_for("training with all workers", lambda lines: len(list(commits(lines))) >= WARM_STEPS)
-        start_s, landed = time.monotonic(), []
-        for at_s, number in kills:
-            tend_until(job, start_s + at_s)
-            struck_s, rank = time.monotonic() - start_s, job.strike(number)
-            if rank is not None:
-                landed.append(Kill(struck_s, rank))
-        tend_until(job, start_s + wall_s)
+        start_s = time.monotonic()
+        kills = tuple(drive(job, start_s))
+        end_s = time.monotonic()
         time.sleep(0.5)  # the last victim is to be seen gone
-        lines = [line for line in commits(job.diaries.refresh()) if line["t_s"] <= start_s + wall_s]
-        if job.killed() != len(landed):
-            msg = f"{len(landed)} workers were killed, {job.killed()} ended by that"
+        job.diaries.refresh()
+        if job.killed() != len(kills):
+            msg = f"{len(kills)} workers were killed, {job.killed()} ended by that"
             raise RuntimeError(msg)
-        before = {line["step"] for line in lines if line["t_s"] < start_s}
-        return landed, len({line["step"] for line in lines} - before)
+        records = sorted(
+            (one for folder in job.folder.glob("holdfast-*") for one in read_run(folder)), key=lambda one: one.t_s
+        )
+        origin_s = job.diaries.origin_s
+        return Trained(kills, tuple(records), start_s - origin_s, end_s - origin_s)
+
+
+def kill_at(job: Holdfast, start_s: float, plan: Iterable[tuple[float, int]], wall_s: float) -> Iterator[Kill]:
+    """Kill those that the plan chooses; yield who was there to be killed."""
+    for at_s, number in plan:
+        tend_until(job, start_s + at_s)
+        yield from strike(job, start_s, number)
+    tend_until(job, start_s + wall_s)
+
+
+def kill_regularly(job: Holdfast, start_s: float, apart: int) -> Iterator[Kill]:
+    """Kill the worker in the second place, or the last one, whenever so many steps have been done; end after as many more.
+
+    Raises:
+        TimeoutError: if training does not go on.
+    """
+    for number in range(KILLS + 1):
+        had, limit_s = len(list(commits(job.diaries.refresh()))), time.monotonic() + WAIT_S + apart
+        while len(list(commits(job.diaries.refresh()))) < had + apart:
+            if time.monotonic() > limit_s or job.is_over():
+                msg = f"training did not go on after {number} kills:\n{job.output()[-2000:]}"
+                raise TimeoutError(msg)
+            tend_until(job, time.monotonic() + LOOK_S)  # to look costs time that training lacks
+        if number < KILLS:
+            yield from strike(job, start_s, 1)
+
+
+def strike(job: Holdfast, start_s: float, number: int) -> Iterator[Kill]:
+    """Kill a worker, if anybody is there."""
+    at_s, rank = time.monotonic() - start_s, job.strike(number)
+    if rank is not None:
+        yield Kill(at_s, rank)
+
+
+# ---------------------------------------------------------------------------------------------
+# What is said to happen
+
+
+def measured_costs(*runs: Trained) -> Costs:
+    """Return what things took in these runs together.
+
+    A recovery takes the mean of what all took, from the last step before to when training was in its pace again; a restart
+    likewise: means, because it is sums of them that are predicted. A step is measured with its checkpoint, so saving and loading cost nothing more.
+    """
+    steps: dict[int, list[float]] = defaultdict(list)
+    breaks: dict[bool, list[float]] = defaultdict(list)
+    for run in runs:
+        found = run.spent()
+        for _, workers, seconds in found.steady:
+            steps[workers].append(seconds)
+        for one in found.breaks:
+            breaks[one.restarted].append(one.cost_s(found.usual()))
+    recovery_s, restart_s = (max(0.0, statistics.fmean(breaks[restarted])) for restarted in (False, True))
+    pace = tuple((workers, statistics.fmean(steps[workers])) for workers in sorted(steps))
+    return Costs(steps_s=pace, regroup_s=recovery_s, restart_s=restart_s)
+
+
+def compare(strategy: str, real: Trained, costs: Costs) -> Row:
+    """Return what came of a run, and what the simulator makes of it."""
+    found, wall_s = real.spent(), real.until_s - real.since_s
+    buckets = next(record.num_buckets for record in real.records if isinstance(record, RunStarted))
+    pace = dict(costs.steps_s) | found.usual()
+    told = predicted(strategy, real.kills, wall_s, costs, buckets)
+    own = predicted(strategy, real.kills, wall_s, replace(costs, steps_s=tuple(sorted(pace.items()))), buckets)
+    return {
+        "kills": len(real.kills),
+        "steps": real.steps(),
+        "predicted": told.steps,
+        "own_pace": own.steps,
+        "calm": wall_s / dict(costs.steps_s)[WORKERS],
+        "phases": found.phases(pace),
+        "predicted_phases": {phase: sum(told.parts_ns[part] for part in parts) / 1e9 for phase, parts in PARTS.items()},
+        "pace_s": found.usual(),
+        "predicted_pace_s": dict(costs.steps_s),
+        "recovery_s": costs.regroup_s,
+        "restart_s": costs.restart_s,
+    }
 
 
 def predicted(strategy: str, kills: Sequence[Kill], wall_s: float, costs: Costs, buckets: int) -> Outcome:
@@ -199,30 +269,82 @@ def spells(kills: Sequence[Kill]) -> Iterable[Spell]:
             alive = {-1: unit}
 
 
-def show(rows: Sequence[Mapping[str, Any]], options: argparse.Namespace) -> None:
-    """Print a line for each point, and how far off they are."""
-    lines, off = [], []
+# ---------------------------------------------------------------------------------------------
+# Tables
+
+
+def show(rows: Sequence[Row], options: argparse.Namespace) -> None:
+    """Print a line for each run, one for each point, and how far apart runs with the same kills are."""
+    lines = []
     for row in rows:
-        off.append(row["predicted"] / row["steps"] - 1)
         shares = [f"{100 * row[name] / row['calm']:.1f}" for name in ("steps", "predicted")]
-        lines.append(
-            [
-                row["strategy"],
-                f"{row['mtbf_s']:g}",
-                str(row["seed"]),
-                str(row["kills"]),
-                str(row["steps"]),
-                str(row["predicted"]),
-                *shares,
-                f"{100 * off[-1]:+.1f}",
-            ]
-        )
-    head = ["strategy", "MTBF s", "seed", "kills", "steps", "simulated", "goodput %", "simulated %", "off by %"]
+        seed = f"{row['seed']}{' again' if row['turn'] else ''}"
+        counts = [str(row[name]) for name in ("kills", "steps", "predicted")]
+        off = [f"{off_by(row, name):+.1f}" for name in ("predicted", "own_pace")]
+        lines.append([row["strategy"], f"{row['mtbf_s']:g}", seed, *counts, *shares, *off])
     what = f"{WORKERS} workers on {os.cpu_count()} cores, digits CNN, {options.wall:g} s each"
+    head = [
+        "strategy",
+        "MTBF s",
+        "seed",
+        "kills",
+        "steps",
+        "simulated",
+        "goodput %",
+        "simulated %",
+        "off %",
+        "own pace",
+    ]
     print(table(f"Goodput under kills, real and simulated: {what}", head, lines))
-    print(
-        f"off by: median {100 * statistics.median(map(abs, off)):.1f} %, at most {100 * max(map(abs, off)):.1f} %; within 5 %: {sum(abs(one) <= 0.05 for one in off)} of {len(off)}"
-    )
+    lines = []
+    for (strategy, mtbf_s), group in grouped(rows, "strategy", "mtbf_s"):
+        values = np.array([off_by(row, "predicted") for row in group])
+        interval = "one run" if len(values) < 2 else "{1:+.1f} to {2:+.1f}".format(*Estimate.of(values))
+        near = "yes" if abs(values.mean()) <= 100 * NEAR else "no"
+        lines.append([strategy, f"{mtbf_s:g}", str(len(values)), f"{values.mean():+.1f}", interval, near])
+    head = ["strategy", "MTBF s", "runs", "off by %", "95 %", f"within {100 * NEAR:g} %"]
+    print(table("\nEach point: how far off in the mean", head, lines))
+    apart = [
+        f"{point[0]} {100 * abs(one['steps'] - other['steps']) / statistics.fmean((one['steps'], other['steps'])):.1f} %"
+        for point, (one, *others) in grouped(rows, "strategy", "mtbf_s", "seed")
+        for other in others
+    ]
+    print(f"\nfloor, two runs with the same kills are apart by: {', '.join(apart) or 'no run was repeated'}")
+
+
+def show_phases(rows: Sequence[Row]) -> None:
+    """Print where time went, and where the simulator has it go: means of a point, real / simulated."""
+    lines = []
+    for (strategy, mtbf_s), group in grouped(rows, "strategy", "mtbf_s"):
+        cells = []
+        for phase in PARTS:
+            pair = (statistics.fmean(row[name][phase] for row in group) for name in ("phases", "predicted_phases"))
+            cells.append(" / ".join(f"{seconds:.2f}" for seconds in pair))
+        for workers in range(WORKERS, 0, -1):
+            both = [row for row in group if workers in row["pace_s"]]
+            pair = (1e3 * statistics.fmean(r[n][workers] for r in both) for n in ("pace_s", "predicted_pace_s") if both)
+            cells.append(" / ".join(f"{ms:.2f}" for ms in pair))
+        lines.append([strategy, f"{mtbf_s:g}", *cells])
+    head = [
+        "strategy",
+        "MTBF s",
+        *(f"{phase} s" for phase in PARTS),
+        *(f"step of {n} ms" for n in range(WORKERS, 0, -1)),
+    ]
+    print(table("\nWhere time went, real / simulated", head, lines))
+
+
+def off_by(row: Row, name: str) -> float:
+    """Return how far the simulator is off, percent."""
+    return 100 * (row[name] / row["steps"] - 1)
+
+
+def grouped(rows: Iterable[Row], *names: str) -> Iterable[tuple[tuple[Any, ...], list[Row]]]:
+    """Return rows that have the same under these names together."""
+    groups: dict[tuple[Any, ...], list[Row]] = defaultdict(list)
+    for row in rows:
+        groups[tuple(row[name] for name in names)].append(row)
+    return groups.items()
 
 
 if __name__ == "__main__":

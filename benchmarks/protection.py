@@ -19,22 +19,14 @@ is sent in a step when sums go by messages, which is where it can be counted.
 from __future__ import annotations
 
 import argparse
-import itertools
-import json
-import os
-import random
 import statistics
-import subprocess
-import sys
-import tempfile
-import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
-from common import ROOT, ratio, spread, table, write_json
+from common import table
 from models import JOBS, loss_of, make_model, make_optimizer
+from turns import connect_each, leave, make_parser, run_jobs, show_turns, take_turns
 
 import holdfast
 from holdfast.comm import Communicator, adding, connect
@@ -42,50 +34,20 @@ from holdfast.testing.counting import CountingCommunicator
 from holdfast.train.replica import Replica
 from holdfast.train.run import Run
 
-VARIANTS = ("protected", "unprotected", "any order")
+VARIANTS = {"protected": "unprotected", "unprotected": "protected", "any order": "protected"}
+"""Each, and what it is held against."""
+COUNTED = ("protected", "unprotected")
 WARM_UP_STEPS = 3
-START_S = 300.0
 
 
 def main() -> None:
-    """Start the job, print its tables."""
-    options = parse()
+    """Start the jobs, print their tables."""
+    options = make_parser(__doc__, steps=10, workers=(2, 4), models=("cnn", "mlp")).parse_args()
     if options.work:
         work(options)
-        return
-    results = {}
-    for model, workers in itertools.product(options.models, options.workers):
-        results[f"{model}, {workers}"] = found = run_job(options, model, workers)
-        show(model, workers, found)
-    write_json(options.json, settings=vars(options), results=results)
-
-
-def parse() -> argparse.Namespace:
-    """Read the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--workers", type=int, nargs="+", default=[2, 4])
-    parser.add_argument("--models", nargs="+", choices=sorted(JOBS), default=["cnn", "mlp"])
-    parser.add_argument("--blocks", type=int, default=30)
-    parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--json", metavar="FILE")
-    parser.add_argument("--work", metavar="FILE", help=argparse.SUPPRESS)
-    return parser.parse_args()
-
-
-def run_job(options: argparse.Namespace, model: str, workers: int) -> dict[str, Any]:
-    """Run one job and return what its first worker found."""
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder, "found.json")
-        command = [
-            str(Path(sys.executable).with_name("mpirun")), "--with-ft", "ulfm", "--oversubscribe",
-            "--mca", "coll", "^han", *(["--allow-run-as-root"] if os.getuid() == 0 else []), "-n", str(workers),
-            sys.executable, str(Path(__file__).resolve()), "--models", model, "--blocks", str(options.blocks),
-            "--steps", str(options.steps), "--work", str(out),
-        ]  # fmt: skip
-        limit_s = START_S + 60 * options.blocks
-        subprocess.run(command, check=True, timeout=limit_s, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"})
-        found: dict[str, Any] = json.loads(out.read_text())
-        return found
+    for model, workers, found in run_jobs(options):
+        show_turns(model, workers, found["blocks"], VARIANTS)
+        show_sent(found["counts"])
 
 
 # -- in each worker
@@ -146,36 +108,11 @@ def _take_closing_sum_away(steps: Any) -> None:
 
 def work(options: argparse.Namespace) -> None:
     """Train all variants in turns; the first worker writes what it found."""
-    torch.set_num_threads(1)
     (name,) = options.models
-    comms = {variant: connect("ulfm", 0, "") for variant in VARIANTS}
+    comms = connect_each(tuple(VARIANTS))
     running = {variant: train(variant, name, comm) for variant, comm in comms.items()}
-    for steps in running.values():
-        for _ in range(WARM_UP_STEPS):
-            next(steps)
-    rng = random.Random(0)
-    blocks: dict[str, list[float]] = {variant: [] for variant in VARIANTS}
-    for _ in range(options.blocks):
-        for variant in rng.sample(VARIANTS, len(VARIANTS)):
-            blocks[variant].append(time_block(running[variant], options.steps, comms[variant]))
-    counts = {variant: count(variant, name) for variant in VARIANTS[:2]}
-    if comms["protected"].here[0] == 0:
-        Path(options.work).write_text(json.dumps({"blocks": blocks, "counts": counts}))
-    comms["protected"].barrier()
-    sys.stdout.flush()
-    os._exit(0)  # training has no end here
-
-
-def time_block(steps: Iterator[None], number: int, comm: Communicator) -> float:
-    """Return the median step of a block, seconds; all workers begin it together."""
-    comm.barrier()
-    next(steps)
-    times = []
-    for _ in range(number):
-        begun = time.perf_counter()
-        next(steps)
-        times.append(time.perf_counter() - begun)
-    return statistics.median(times)
+    blocks = take_turns(options, running, comms, WARM_UP_STEPS, statistics.median)
+    leave(options, comms["protected"], {"blocks": blocks, "counts": {one: count(one, name) for one in COUNTED}})
 
 
 def count(variant: str, name: str) -> dict[str, Any]:
@@ -189,26 +126,15 @@ def count(variant: str, name: str) -> dict[str, Any]:
     return {"calls": dict(comm.calls - calls), "bytes": dict(comm.sent_bytes - sent)}
 
 
-# -- tables
+# -- the second table
 
 
-def show(model: str, workers: int, found: dict[str, Any]) -> None:
-    """Print the tables."""
-    blocks = found["blocks"]
-    rows = []
-    for variant in VARIANTS:
-        times = spread([1e3 * t for t in blocks[variant]])
-        cells = [f"{times[key]:.2f}" for key in ("p50", "p10", "p90")]
-        against = "unprotected" if variant == "protected" else "protected"
-        quotients = [a / b for a, b in zip(blocks[variant], blocks[against], strict=True)]
-        paired = ratio(quotients, [1.0] * len(quotients))
-        rows.append([variant, *cells, against, f"{paired['ratio']:.3f} ({paired['low']:.3f}-{paired['high']:.3f})"])
-    title = f"\n{model}, {workers} workers on {os.cpu_count()} cores, blocks of steps; ms"
-    print(table(title, ["variant", "step p50", "p10", "p90", "against", "ratio"], rows))
-    kinds = sorted({kind for counts in found["counts"].values() for kind in counts["calls"]})
+def show_sent(counts: dict[str, dict[str, Any]]) -> None:
+    """Print what is sent in a step."""
+    kinds = sorted({kind for count in counts.values() for kind in count["calls"]})
     rows = [
         [variant, *(f"{c['calls'].get(kind, 0)} / {c['bytes'].get(kind, 0)}" for kind in kinds)]
-        for variant, c in found["counts"].items()
+        for variant, c in counts.items()
     ]
     print(table("\nsent in a step by messages: calls / bytes", ["variant", *kinds], rows))
 

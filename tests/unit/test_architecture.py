@@ -221,6 +221,15 @@ def test_rooms_without_torch_load_where_there_is_none():
     assert done.returncode == 0, done.stderr
 
 
+def test_planning_needs_no_torch():
+    start = "import runpy, holdfast.simulate; sys.argv = ['holdfast', 'plan', '--help']; runpy.run_module('holdfast', run_name='__main__')"
+
+    done = python_without_torch(start)
+
+    assert done.returncode == 0, done.stderr
+    assert "plan" in done.stdout
+
+
 def test_blocking_torch_does_block_it():
     done = python_without_torch("import holdfast.comm.base")
 

@@ -19,7 +19,7 @@ import pytest
 from holdfast.errors import ConfigError
 from holdfast.report import claim_lines, render_study, write_page
 from holdfast.study import STUDIES, carry_out
-from holdfast.study.base import JOURNAL, MEASURED, NOT_RUN, SHARE, Claim, Options, Task
+from holdfast.study.base import JOURNAL, MEASURED, NOT_RUN, SHARE, Claim, Options, Pace, Task
 from holdfast.study.checkpoint_cost import EVERY, CheckpointCost
 from holdfast.study.checkpoint_cost_claims import hold_claims
 from holdfast.study.checkpoint_cost_page import sections
@@ -126,9 +126,36 @@ def test_at_its_start_a_study_says_how_long_it_will_take_and_how_it_knows(tmp_pa
     carry_out(Counting(), Options(out=tmp_path), told.append)
 
     assert told[0] == "3 tasks, 3 of them to do, about 5 min, as it was once on two cores"
-    assert again[0] == "3 tasks, 2 of them to do, about 20 min, by what 1 took here"
+    assert again[0] == "3 tasks, 2 of them to do, about 12 min (3 min to 20 min), by what 1 took here"
     assert "3 tasks, 2 of them to do, about 3 min, as it was once on two cores" in told
     assert told[-1].startswith("[3/3] three; about ")
+
+
+@pytest.mark.parametrize(
+    ("took_s", "keys", "told"),
+    [
+        ({"cost: a": 60, "spread: a": 3600}, ["cost: b", "cost: c"], "about 2 min, by what 2 took here"),
+        ({"cost: a": 70, "cost: b": 80}, ["cost: c"], "about 75 s, by what 2 took here"),
+        ({"cost: a": 600, "cost: b": 1800}, ["cost: c"], "about 20 min (10 min to 30 min), by what 2 took here"),
+        (
+            {"81": 4860, "70": 4200, "63": 3780},
+            ["explained", "alone"],
+            "about 109 min (9 min to 162 min), by what 3 took here",
+        ),
+        ({"cost: a": 5 * 3600}, ["cost: b"], "about 5 h, by what 1 took here"),
+    ],
+)
+def test_what_is_left_goes_by_tasks_of_the_same_kind_and_by_bounds_where_that_says_little(took_s, keys, told):
+    assert Pace(280.0, took_s).left(keys) == told
+
+
+def test_the_more_is_known_of_a_kind_the_nearer_the_bounds():
+    few = {f"cost: {n}": 100.0 + 300 * (n % 2) for n in range(2)}
+    many = {f"cost: {n}": 100.0 + 300 * (n % 2) for n in range(100)}
+    keys = [f"cost: {n}" for n in range(1000, 1100)]
+
+    assert Pace(280.0, few).left(keys) == "about 7 h (167 min to 11 h), by what 2 took here"
+    assert Pace(280.0, many).left(keys) == "about 7 h, by what 100 took here"
 
 
 def test_the_page_says_where_the_intervals_of_its_study_come_from(tmp_path):

@@ -24,6 +24,8 @@ Row = dict[str, Any]
 JOURNAL = "rows.jsonl"
 _NAMED = 12
 """So many tasks that are missing are named one by one."""
+_WIDE = 1.5
+"""Bounds of what is left are told where they are further apart than this."""
 
 MEASURED = "measured"
 EXTRAPOLATED = "extrapolated"
@@ -187,19 +189,39 @@ class Pace:
         self._task_s, self._took_s = task_s, took_s
 
     def left(self, keys: Sequence[str]) -> str:
-        """Return in words how long the tasks of these names will take, and where that is known from."""
+        """Return in words how long the tasks of these names will take, between what bounds, and where that is known from."""
         if not self._took_s:
-            return f"about {_minutes(self._task_s * len(keys))}, as it was once on two cores"
+            return f"about {_in_words(self._task_s * len(keys))}, as it was once on two cores"
         kinds: dict[str, list[float]] = {}
         for key, taken_s in self._took_s.items():
             kinds.setdefault(_kind(key), []).append(taken_s)
-        every = list(self._took_s.values())  # for a kind of which none is done yet
-        left_s = sum(statistics.fmean(kinds.get(_kind(key), every)) for key in keys)
-        return f"about {_minutes(left_s)}, by what {len(every)} took here"
+        every = [self._task_s, *self._took_s.values()]
+        about_s, low_s, high_s = 0.0, 0.0, 0.0
+        for kind, number in Counter(map(_kind, keys)).items():
+            known = kinds.get(kind)
+            mean_s = statistics.fmean(known or every)
+            about_s += number * mean_s
+            if known is None:  # of which none is done yet: it may be like any other
+                low_s, high_s = low_s + number * min(every), high_s + number * max(every)
+            else:
+                off_s = _off_s(known, number)
+                low_s += max(number * mean_s - off_s, number * min(known))
+                high_s += min(number * mean_s + off_s, number * max(known))
+        bounds = f" ({_in_words(low_s)} to {_in_words(high_s)})" if high_s > _WIDE * low_s else ""
+        return f"about {_in_words(about_s)}{bounds}, by what {len(self._took_s)} took here"
 
 
-def _minutes(seconds: float) -> str:
-    return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"
+def _off_s(known: Sequence[float], number: int) -> float:
+    """Return how far the sum of ``number`` more may be from what these say: two standard errors of the difference."""
+    if len(known) < 2:
+        return 0.0
+    return 2 * statistics.stdev(known) * math.sqrt(number + number**2 / len(known))
+
+
+def _in_words(seconds: float) -> str:
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5 * 3600 else f"{seconds / 3600:.0f} h"
 
 
 def _kind(key: str) -> str:
