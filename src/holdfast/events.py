@@ -128,11 +128,14 @@ class Progress:
         completed: Sums completed since the start of training, or :data:`LOADING`.
         computed: Whether the gradients of the step in progress are ready there.
         flags: Requests that it has heard in closing sums; those who missed one learn it here.
+        heard: What the last closing sum that it completed said of the state of a split model, from 0 to 2**62 - 1; who missed
+            that one learns it here.
     """
 
     completed: int
     computed: bool
     flags: int = 0
+    heard: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -423,11 +426,15 @@ class StateHashed(Record):
     Args:
         link: Of the step before, by what this worker itself has seen.
         tensors: Digests by path, ``parameter``, ``parameter/key of the optimizer's state`` or ``buffer``; only the lowest worker gives
-            them, but at the end all do.
+            them, but at the end all do. Of a split model each worker gives those of the parts that it holds.
+        part: Of a split model, which part they are of; -1 where it is not split.
+        parts: How many there are, 0 where it is not split.
     """
 
     link: str
     tensors: Mapping[str, str] = field(default_factory=dict)
+    part: int = -1
+    parts: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import math
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 _LETTERS = 32
 """Hexadecimal digits of a link, and of a digest of samples or figures."""
@@ -22,6 +22,9 @@ WHOLE_EVERY = 256
 def _sha256(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()[:_LETTERS]
 
+
+NOTHING = -(1 << 63)
+"""What who does not hold a part says of it in the closing sum: less than what anybody else does."""
 
 GENESIS = _sha256(b"holdfast certificate 1")
 """Stands for the link before the first."""
@@ -66,6 +69,31 @@ def in_order(metrics: Mapping[str, float]) -> list[float]:
 def digest_of_tensors(tensors: Mapping[str, str]) -> str:
     """Return the digest of a state as a whole, from those of its tensors by path."""
     return _sha256("".join(f"{path}\n{digest}\n" for path, digest in tensors.items()).encode())[:16]
+
+
+def number_of_tensors(tensors: Mapping[str, str]) -> int:
+    """Return :func:`digest_of_tensors` as workers say it in a closing sum: a number from 0 to 2**62 - 1."""
+    return int(digest_of_tensors(tensors), 16) >> 2
+
+
+def said_of_part(numbers: Collection[int]) -> tuple[int, int]:
+    """Return what the closing sum says of a part of a split model: two maxima, which show if its holders differ.
+
+    Args:
+        numbers: Its digests, one of each holder, from 0 to 2**62 - 1; none of who holds nothing of it.
+    """
+    if not numbers:
+        return NOTHING, NOTHING
+    return max(numbers), max(~number for number in numbers)
+
+
+def digest_of_parts(said: Sequence[int]) -> int:
+    """Return the digest of the state of a split model, from 0 to 2**62 - 1.
+
+    Args:
+        said: What was said of each part that was hashed, see :func:`said_of_part`.
+    """
+    return int(_sha256(struct.pack(f"<{len(said)}q", *said))[:16], 16) >> 2
 
 
 def link_of(before: str, *, step: int, epoch: int, samples: int, ids: str, figures: str, state: str) -> str:

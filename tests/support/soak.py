@@ -36,8 +36,8 @@ SCRIPT = Path(__file__).with_name("train_reference.py")
 SPLIT_SCRIPT = Path(__file__).with_name("train_split.py")
 SPLIT = ("pipeline", "sharded")
 FEATURES = dict.fromkeys(reference.MODELS, reference.FEATURES) | {
-    "pipeline": ("augment", "loaders", "scheduler", "clip"),
-    "sharded": ("augment", "loaders", "scheduler", "clip"),
+    "pipeline": ("augment", "loaders", "scheduler", "clip", "scaler"),
+    "sharded": ("augment", "loaders", "scheduler", "clip", "scaler"),
 }
 """What a training may have besides, by model."""
 NUM_BUCKETS = 3

@@ -19,13 +19,23 @@ import holdfast
 WAIT_S = 60.0
 
 
+class Stage(nn.Sequential):
+    """Computes in lower precision, where the features say so."""
+
+    features = ()
+
+    def forward(self, x):
+        with reference.lower_precision(self.features):
+            return super().forward(x)
+
+
 def stages():
     """Four stages with everything that is awkward: batch norm, dropout, a stage without hidden layers."""
     return [
-        lambda: nn.Sequential(nn.Conv2d(1, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU()),
-        lambda: nn.Sequential(nn.Dropout(0.3), nn.Flatten(), nn.Linear(512, 32)),
-        lambda: nn.Sequential(nn.ReLU(), nn.Dropout(0.2), nn.Linear(32, 32)),
-        lambda: nn.Linear(32, 10),
+        lambda: Stage(nn.Conv2d(1, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU()),
+        lambda: Stage(nn.Dropout(0.3), nn.Flatten(), nn.Linear(512, 32)),
+        lambda: Stage(nn.ReLU(), nn.Dropout(0.2), nn.Linear(32, 32)),
+        lambda: Stage(nn.Linear(32, 10)),
     ]
 
 
@@ -53,7 +63,9 @@ def main(options):
     settings = {"seed": reference.SEED, "slices": 4, "bucket_bytes": 4096}
     settings["clip_grad_norm"] = reference.LARGEST_NORM if "clip" in options.features else None
     settings["scheduler"] = reference.make_scheduler if "scheduler" in options.features else None
+    settings["scaler"] = reference.make_scaler() if "scaler" in options.features else None
     if options.kind == "pipeline":
+        Stage.features = options.features
         model = holdfast.Pipeline(stages(), loss)
         session = holdfast.Session(model, make[options.optimizer], **settings)
     else:
@@ -75,8 +87,9 @@ def main(options):
             step.compute()
             continue
         for x, y in step:
-            output = module(x)
-            value, figures = loss(output, y)
+            with reference.lower_precision(options.features):
+                output = module(x)
+                value, figures = loss(output, y)
             step.backward(value)
             step.log(**figures)
     if session.is_lead:

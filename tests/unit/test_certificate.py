@@ -17,10 +17,11 @@ from train_reference import train
 import holdfast
 from holdfast.checkpoint import Checkpoints
 from holdfast.cli import main
+from holdfast.comm import VirtualCommunicator
 from holdfast.errors import ConfigError
-from holdfast.events import Finished, RunStarted, StateHashed, StepCommitted
+from holdfast.events import Finished, Recovered, RunStarted, StateHashed, StepCommitted
 from holdfast.faults.plan import FaultPlan, parse
-from holdfast.links import GENESIS, digest_of_ids, link_of
+from holdfast.links import GENESIS, digest_of_ids, digest_of_parts, link_of
 from holdfast.records import read_run
 from holdfast.report.certified import Certified
 from holdfast.report.files import write_report
@@ -161,23 +162,95 @@ def of_split(folder, kind, **how):
     return read_run(folder)
 
 
-@pytest.mark.parametrize("kind", ["pipeline", "sharded"])
-def test_links_of_a_split_model_are_of_its_samples_and_metrics(tmp_path, kind):
-    whole, killed, flipped = (
-        of_split(tmp_path / name, kind, **how)
-        for name, how in {
-            "whole": {"workers": 4},
-            "killed": {"faults": plan("kill:rank=1,step=4,phase=optimizer")},
-            "flipped": {"guard": "off", "faults": plan("flip:rank=1,step=5,target=weights,bits=25")},
-        }.items()
-    )
-    runs = [Certified(records, "it") for records in (whole, killed, flipped)]
+@pytest.fixture(scope="module", params=["pipeline", "sharded"])
+def split(request, tmp_path_factory):
+    """The kind of a split model, and the records of an undisturbed run of it."""
+    return request.param, of_split(tmp_path_factory.mktemp("split") / "run", request.param)
 
-    assert links(whole) == links(killed)
-    assert {line.state for line in runs[0].steps.values()} == {""}
-    assert [run.check() for run in runs] == [[], [], []]
-    assert compare_runs(runs[0], runs[1]).parting is None
-    assert compare_runs(runs[0], runs[2]).parting.step == 5
+
+@pytest.mark.parametrize(
+    "history",
+    [{"workers": 1}, {"faults": plan("kill:rank=1,step=4,phase=optimizer", "kill:rank=0,step=6,phase=allreduce")}],
+    ids=["alone", "killed"],
+)
+def test_links_of_a_split_model_do_not_depend_on_who_holds_what(tmp_path, split, history):
+    kind, quiet = split
+    found = of_split(tmp_path / "run", kind, **history)
+    run = Certified(found, "it")
+
+    assert links(found) == links(quiet)
+    assert all(line.state and line.where for line in run.steps.values())
+    assert run.steps[0].whole
+    assert run.check() == run.check_workers() == []
+    assert run.wholes == Certified(quiet, "quiet").wholes
+
+
+def test_a_bit_that_flips_in_a_part_is_seen_where_the_part_is_hashed_though_nothing_comes_of_it(tmp_path):
+    """Worker 3 computes nothing with stage 2: it is a mirror. So no metric tells."""
+    runs = []
+    for name, flip in {"quiet": "", "flipped": plan("flip:rank=3,step=3,target=weights,at=2.2.weight,bits=0")}.items():
+        runs.append(Certified(of_split(tmp_path / name, "pipeline", guard="off", faults=flip), name))
+
+    parting = compare_runs(*runs).parting
+
+    assert (parting.step, parting.what, parting.metrics) == (6, ("state",), {}), "each fourth step is of stage 2"
+    assert (parting.same_until, parting.tensors, parting.tensors_step) == (2, ("2.2.weight",), 7)
+    assert "part 2: " in parting.where
+    assert runs[1].check() == [], "that is how it was"
+    assert runs[1].check_workers()[0].what == (
+        "before step 7 workers 2, 3, who hold part 2, had different values in 2.2.weight"
+    )
+
+
+@pytest.mark.parametrize("heard", [True, False], ids=["told", "not told"])
+def test_who_missed_the_closing_sum_of_a_split_model_makes_the_same_link(tmp_path, monkeypatch, split, heard):
+    """This process plays those whom the sum of step 4 does not reach: worker 3 died in it, and it reached worker 0."""
+    kind, quiet = split
+    late, said = VirtualCommunicator, []
+    maximum, share_progress = late.maximum, late.share_progress
+
+    def missed(comm, values):
+        if not said and 4 in values and values[values.index(4) + 1] == ~4:
+            said.extend(values[values.index(4) - 2 : values.index(4)])
+            comm.fail(3)
+        return maximum(comm, list(values))
+
+    def told(comm, progress):
+        closed = dataclasses.replace(
+            progress, completed=progress.completed + 1, heard=digest_of_parts(said) if heard else 0
+        )
+        return {**share_progress(comm, progress), 0: closed}
+
+    monkeypatch.setattr(late, "maximum", missed)
+    monkeypatch.setattr(late, "share_progress", told)
+    found = of_split(tmp_path / "run", kind)
+
+    recovered = next(record for record in found if isinstance(record, Recovered))
+    assert (recovered.step, recovered.redone_steps) == (5, 0), "it caught up"
+    assert len(said) == 2
+    assert (links(found) == links(quiet)) == heard
+    assert links(found)[3] == links(quiet)[3]
+
+
+def test_digests_of_the_tensors_of_a_split_model_are_checked_part_by_part(split):
+    _, quiet = split
+    first = next(record for record in quiet if isinstance(record, StateHashed))
+    odd = dataclasses.replace(first, tensors={**first.tensors, next(iter(first.tensors)): "0" * 16})
+    altered, twice, fewer = (
+        [each for record in quiet for each in (instead if record is first else [record])]
+        for instead in ([odd], [first, dataclasses.replace(odd, rank=7)], [])
+    )
+
+    assert first.parts > 1
+    assert [finding.what for finding in Certified(altered, "it").check()] == [
+        "step 0: the digests of its tensors are not those of its state"
+    ]
+    assert (
+        Certified(twice, "it")
+        .check_workers()[0]
+        .what.startswith(f"before step 0 workers {first.rank}, 7, who hold part 0, had different values in ")
+    )
+    assert Certified(fewer, "it").check() == [], "its only holder died before it had written it"
 
 
 # -- what the records prove

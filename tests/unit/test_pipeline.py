@@ -21,9 +21,18 @@ from holdfast.train.beginning import Beginning
 from holdfast.train.recovering import Recovery
 from holdfast.train.split.body import Pipelined
 from holdfast.train.split.pipelined import Stages
+from holdfast.train.split.scaling import Stage
 
 SAMPLES, BATCH, EPOCHS, SLICES, SEED = 23, 8, 2, 3, 5
 STEPS = EPOCHS * 3
+
+
+class Steep(nn.Module):
+    """Changes nothing on the way forward; what goes back is a thousand times as large."""
+
+    def forward(self, x):
+        return x + 1000 * (x - x.detach())
+
 
 STAGES = {
     "awkward": [
@@ -38,6 +47,11 @@ STAGES = {
         lambda: nn.Linear(8, 8),
         lambda: nn.Linear(8, 5),
         lambda: nn.Linear(5, 3),
+    ],
+    "steep": [
+        lambda: nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4)),
+        lambda: nn.Sequential(Steep(), nn.Dropout(0.3), nn.Flatten(), nn.Linear(64, 8)),
+        lambda: nn.Sequential(nn.ReLU(), nn.Linear(8, 3)),
     ],
 }
 OPTIMIZERS = {
@@ -70,7 +84,12 @@ def made(stages, part):
     return stages[part]()
 
 
-def plainly(stages, make_optimizer, make_scheduler=None, schedule="step", largest_norm=None):
+def make_scaler():
+    """Of so large a scale that steps overflow, in the first stage if that is steep."""
+    return torch.amp.GradScaler("cpu", init_scale=2.0**120, growth_factor=1.7, growth_interval=1)
+
+
+def plainly(stages, make_optimizer, make_scheduler=None, schedule="step", largest_norm=None, scaler=None):
     """The judge: stages and optimizers after training in plain torch, written without Holdfast."""
     x, y = dataset().tensors
     modules = [made(stages, part) for part in range(len(stages))]
@@ -95,7 +114,7 @@ def plainly(stages, make_optimizer, make_scheduler=None, schedule="step", larges
                     given.append(outputs[-1].detach().requires_grad_())
                 loss = F.cross_entropy(outputs[-1], y[mine])
                 loss_sum += loss.item() * len(mine)
-                (loss * len(mine)).backward()
+                (loss * len(mine) if scaler is None else scaler.scale(loss * len(mine))).backward()
                 for part in reversed(range(1, len(modules))):
                     outputs[part - 1].backward(given[part].grad)
                 ends.append([[b.clone() for b in module.buffers()] for module in modules])
@@ -105,14 +124,20 @@ def plainly(stages, make_optimizer, make_scheduler=None, schedule="step", larges
                     buffer.copy_(mean if buffer.is_floating_point() else begin + 1)
                 for parameter in module.parameters():
                     parameter.grad /= len(ids)
+            for optimizer in optimizers if scaler else ():
+                scaler.unscale_(optimizer)
             if largest_norm is not None:
                 gradients = [[p.grad for p in module.parameters()] for module in modules]
                 norms = torch.stack([nn.utils.get_total_norm(of_stage).double() for of_stage in gradients])
                 for module in modules:
                     nn.utils.clip_grads_with_norm_(module.parameters(), largest_norm, norms.norm())
+            finite = all(p.grad.isfinite().all() for module in modules for p in module.parameters())
             for optimizer in optimizers:
-                optimizer.step()
+                if scaler is None or finite:
+                    optimizer.step()
                 optimizer.zero_grad()
+            if scaler is not None:
+                scaler.update()
             step += 1
             for scheduler in schedulers if schedule == "step" or first + BATCH >= SAMPLES else ():
                 plateau = isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
@@ -124,10 +149,18 @@ def loss_of(output, labels):
     return F.cross_entropy(output, labels), {"accuracy": (output.argmax(1) == labels).float().mean()}
 
 
-def begin(stages=STAGES["awkward"], optimizer="adam", scheduler="none", loss=loss_of, largest_norm=None, **settings):
+def begin(
+    stages=STAGES["awkward"],
+    optimizer="adam",
+    scheduler="none",
+    loss=loss_of,
+    largest_norm=None,
+    scaler=None,
+    **settings,
+):
     make_scheduler, schedule = SCHEDULERS[scheduler]
     model = holdfast.Pipeline(stages, loss)
-    options = {"scheduler": make_scheduler, "schedule": schedule, "clip_grad_norm": largest_norm}
+    options = {"scheduler": make_scheduler, "schedule": schedule, "clip_grad_norm": largest_norm, "scaler": scaler}
     settings = {"workers": 4, "slices": SLICES, "seed": SEED, "bucket_bytes": 512} | settings
     return model, holdfast.Session(model, OPTIMIZERS[optimizer], **options, **settings)
 
@@ -148,8 +181,10 @@ def recovered(run_dir):
     return list(dict.fromkeys((r.decision, r.lost, r.redone_steps) for r in said))
 
 
-def check_bits(model, session, stages=STAGES["awkward"], optimizer="adam", scheduler="none", largest_norm=None):
-    modules, optimizers = plainly(stages, OPTIMIZERS[optimizer], *SCHEDULERS[scheduler], largest_norm)
+def check_bits(
+    model, session, stages=STAGES["awkward"], optimizer="adam", scheduler="none", largest_norm=None, scaler=None
+):
+    modules, optimizers = plainly(stages, OPTIMIZERS[optimizer], *SCHEDULERS[scheduler], largest_norm, scaler)
     expected = nn.Sequential(*modules).state_dict()
     got = model.module.state_dict()
     assert got.keys() == expected.keys()
@@ -196,10 +231,42 @@ def test_the_gradient_is_clipped_by_the_norm_of_all_stages():
         check_bits(model, session)
 
 
+@pytest.mark.parametrize("largest_norm", [None, 0.3])
+def test_all_stages_take_a_step_that_is_scaled_or_none_does(tmp_path, monkeypatch, largest_norm):
+    mine, plain = make_scaler(), make_scaler()
+    stages = STAGES["steep"]
+    strikes = faults("kill:rank=1,step=0,phase=optimizer", "kill:rank=2,step=3,phase=backward")
+    kept = {"largest_norm": largest_norm, "checkpoint_dir": str(tmp_path), "checkpoint_every": 4}
+    _, session = begin(stages, **kept, scaler=make_scaler(), faults=strikes, min_workers=3)
+    with pytest.raises(TooFewWorkers):
+        train(session)
+
+    model, session = begin(stages, **kept, scaler=mine, workers=2, resume=True)
+    train(session)
+
+    check_bits(model, session, stages, largest_norm=largest_norm, scaler=plain)
+    assert mine.state_dict() == plain.state_dict()
+    steps = {int(s["step"]) for o in session._replica.holdings.held.values() for s in o.optimizer.state.values()}
+    assert len(steps) == 1
+    assert 1 <= steps.pop() < STEPS - 1, "some overflow"
+
+    def by_itself(stage):
+        stage.scaling.skips = not all(gradient.isfinite().all() for gradient in stage._gradients())
+        optimize(stage)
+
+    optimize = Stage._optimize
+    monkeypatch.setattr(Stage, "_optimize", by_itself)
+    model, session = begin(stages, largest_norm=largest_norm, scaler=make_scaler())
+    train(session)
+    with pytest.raises(AssertionError):
+        check_bits(model, session, stages, largest_norm=largest_norm, scaler=make_scaler())
+
+
 @pytest.mark.parametrize("scheduler", ["step", "epoch", "plateau"])
 def test_a_stage_that_was_just_saved_is_restored_to_the_bit(tmp_path, scheduler):
     model, session = begin(
         scheduler=scheduler,
+        scaler=make_scaler(),
         strategy="partial",
         mirror_every=2,
         faults=faults("kill:rank=1,step=4"),
@@ -209,7 +276,7 @@ def test_a_stage_that_was_just_saved_is_restored_to_the_bit(tmp_path, scheduler)
     train(session)
 
     assert [r.ages for r in read_run(tmp_path) if isinstance(r, PartRestored)] == [(0,)]
-    check_bits(model, session, scheduler=scheduler)
+    check_bits(model, session, scheduler=scheduler, scaler=make_scaler())
 
 
 @pytest.mark.parametrize("scheduler", ["step", "plateau"])
@@ -526,7 +593,6 @@ def test_a_pipeline_without_stages_is_refused():
             {"strategy": "forward"},
             "strategy must be rollback, restart, reinit or partial for a Pipeline, got forward",
         ),
-        (OPTIMIZERS["sgd"], {"scaler": object()}, "there is no scaler for a Pipeline"),
     ],
 )
 def test_what_does_not_go_with_a_pipeline_is_refused_at_once(optimizer, options, says):

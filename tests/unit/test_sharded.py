@@ -105,18 +105,19 @@ def optimizers_of(session):
     return [part.optimizer for part in session._replica.holdings.held.values()]
 
 
-def both(name, optimizer="adam", scheduler=None, shards=0, faults="", **settings):
+def both(name, optimizer="adam", scheduler=None, shards=0, faults="", scaler=lambda: None, **settings):
     """Train replicated and in shards; return both states. The faults strike the shards."""
     settings = {"workers": 3, "slices": 3} | settings
     model = make(name)
     made = OPTIMIZERS[optimizer](model.parameters())
-    session = holdfast.Session(model, made, scheduler=scheduler and scheduler(made), **settings)
+    session = holdfast.Session(model, made, scheduler=scheduler and scheduler(made), scaler=scaler(), **settings)
     train(model, session)
     whole = state_by_name(model, [made])
 
     model = make(name)
     spread = holdfast.Sharded(model, shards=shards)
-    session = holdfast.Session(spread, OPTIMIZERS[optimizer], scheduler=scheduler, faults=faults, **settings)
+    settings |= {"scheduler": scheduler, "scaler": scaler(), "faults": faults}
+    session = holdfast.Session(spread, OPTIMIZERS[optimizer], **settings)
     train(model, session)
     return whole, state_by_name(model, optimizers_of(session))
 
@@ -153,6 +154,23 @@ def test_the_norm_that_clips_is_that_of_all_shards_together():
 
     check_equal(clipped, spread)
     assert not torch.equal(clipped["0.weight"], free["0.weight"])
+
+
+def test_a_scaler_leaves_the_same_steps_out():
+    made = []
+
+    def scaler():
+        made.append(torch.amp.GradScaler("cpu", init_scale=2.0**127, growth_factor=1.7, growth_interval=2))
+        return made[-1]
+
+    settings = {"clip_grad_norm": 0.5, "faults": faults("kill:rank=1,step=0,phase=optimizer", "kill:rank=2,step=4")}
+    scaled, spread = both("mixed", scaler=scaler, **settings)
+
+    check_equal(scaled, spread)
+    steps = {int(value) for name, value in scaled.items() if name.endswith(" step")}
+    assert len(steps) == 1
+    assert 1 <= steps.pop() < 7
+    assert made[0].state_dict() == made[1].state_dict()
 
 
 @pytest.mark.parametrize("schedule", ["step", "epoch"])
@@ -269,7 +287,6 @@ def session_of(model=None, optimizer=OPTIMIZERS["sgd"], **arguments):
         ("shards must be from 1 to 6, .* or 0, got -1", lambda: holdfast.Sharded(make("odd"), shards=-1)),
         ("7 workers cannot each hold a shard of 6 tensors .*shards=6", lambda: session_of(workers=7)),
         ("needs a function .* got an optimizer", lambda: session_of(optimizer=OPTIMIZERS["sgd"](make("odd").parameters()))),
-        ("there is no scaler for a Sharded", lambda: session_of(scaler=torch.amp.GradScaler("cpu"))),
         ("strategy must be rollback, restart, reinit or partial for a Sharded model, got forward", lambda: session_of(strategy="forward")),
     ],
 )  # fmt: skip

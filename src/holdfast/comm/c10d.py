@@ -173,12 +173,12 @@ class C10dCommunicator:
 
     def share_progress(self, progress: Progress) -> Mapping[int, Progress]:
         """Collect everybody's progress; see :meth:`Communicator.share_progress`."""
-        mine = torch.tensor([progress.completed, progress.computed, progress.flags], dtype=torch.int64)
-        everybodys = torch.empty(len(self.members), 3, dtype=torch.int64)
+        mine = torch.tensor([progress.completed, progress.computed, progress.flags, progress.heard], dtype=torch.int64)
+        everybodys = torch.empty(len(self.members), len(mine), dtype=torch.int64)
         self.allgather(mine, everybodys)
         return {
-            rank: Progress(completed, bool(computed), flags)
-            for rank, (completed, computed, flags) in zip(self.members, everybodys.tolist(), strict=True)
+            rank: Progress(completed, bool(computed), flags, heard)
+            for rank, (completed, computed, flags, heard) in zip(self.members, everybodys.tolist(), strict=True)
         }
 
     def barrier(self) -> None:

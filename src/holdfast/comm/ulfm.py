@@ -199,13 +199,19 @@ class UlfmCommunicator(FixedMembership):
 
     def share_progress(self, progress: Progress) -> Mapping[int, Progress]:
         """Sum a vector with one slot a worker of the first world; see :meth:`Communicator.share_progress`."""
-        mine = np.zeros((len(self._world), 4), dtype=np.int64)
-        mine[self._world.index(self._me)] = (1, progress.completed, progress.computed, progress.flags)
+        mine = np.zeros((len(self._world), 5), dtype=np.int64)
+        mine[self._world.index(self._me)] = (
+            1,
+            progress.completed,
+            progress.computed,
+            progress.flags,
+            progress.heard,
+        )
         result = np.empty_like(mine)
         self._collective(self._comm.Allreduce, mine, result, self._mpi.SUM)
         return {
-            rank: Progress(int(completed), bool(computed), int(flags))
-            for rank, (alive, completed, computed, flags) in zip(self._world, result, strict=True)
+            rank: Progress(int(completed), bool(computed), int(flags), int(heard))
+            for rank, (alive, completed, computed, flags, heard) in zip(self._world, result, strict=True)
             if alive
         }
 

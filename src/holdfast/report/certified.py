@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from holdfast.errors import ConfigError
 from holdfast.events import Finished, JobRestarted, Record, Recovered, RunStarted, StateHashed, StepCommitted
-from holdfast.links import GENESIS, digest_of_tensors, fits, link_of
+from holdfast.links import GENESIS, digest_of_parts, digest_of_tensors, fits, link_of, number_of_tensors, said_of_part
 
 _BACK = ("load", "heal", "reinit")
 """Decisions after which steps are committed again."""
@@ -54,12 +54,15 @@ class Certified:
         self.first, self.last = min(*begun, *self.lines), max(self.lines)
         self.steps = {step: lines[-1] for step, lines in sorted(self.lines.items())}
         """By number; of one that was committed again, the last line."""
-        self.wholes = {
-            record.step: dict(record.tensors)
-            for record in self.records
-            if isinstance(record, StateHashed) and record.tensors
-        }
+        self.wholes: dict[int, dict[str, str]] = {}
         """Digests of all tensors before a step, by path."""
+        self._parts: dict[tuple[int, int], list[StateHashed]] = {}
+        for record in self.records:
+            if isinstance(record, StateHashed) and record.tensors:
+                known = self.wholes.get(record.step, {}) if record.parts else {}
+                self.wholes[record.step] = known | dict(record.tensors)
+                if record.parts:
+                    self._parts.setdefault((record.step, record.part), []).append(record)
 
     def _why_none(self) -> str:
         if not self.lines:
@@ -131,9 +134,22 @@ class Certified:
     def _other_wholes(self) -> Iterator[Finding]:
         for step, tensors in self.wholes.items():
             line = self.steps.get(step)
-            if line is not None and line.whole and digest_of_tensors(tensors) != line.state:
+            if line is not None and line.whole and self._digest_of_whole(step, tensors) not in ("", line.state):
                 what = "the digests of its tensors are not those of its state"
                 yield Finding(step=step, what=f"step {step}: {what}")
+
+    def _digest_of_whole(self, step: int, tensors: dict[str, str]) -> str:
+        """Return the digest of the state before a step by those of its tensors; "" if not all of them are there."""
+        of_parts = {part: records for (at, part), records in sorted(self._parts.items()) if at == step}
+        if not of_parts:
+            return digest_of_tensors(tensors)
+        if len(of_parts) < next(iter(of_parts.values()))[0].parts or any(
+            self._odd_holders(r) for r in of_parts.values()
+        ):
+            return ""
+        numbers = (number_of_tensors(records[-1].tensors) for records in of_parts.values())
+        said = [said for number in numbers for said in said_of_part([number])]
+        return f"{digest_of_parts(said):016x}"
 
     def twice(self) -> list[Finding]:
         """Return the steps that were committed again and were not the same; the last time counts.
@@ -161,7 +177,21 @@ class Certified:
             since = agreed.get(record.rank, self.first)
             what = f"worker {record.rank} had another state than is written down, since some step from {since} to {record.step - 1}"
             found[record.rank] = Finding(step=since, what=what)
-        return [*found.values(), *self._other_ends()]
+        return [*found.values(), *self._other_holders(), *self._other_ends()]
+
+    def _other_holders(self) -> Iterator[Finding]:
+        """Yield, of a split model, where those who hold a part had different values in it."""
+        for (step, part), records in sorted(self._parts.items()):
+            if paths := self._odd_holders(records):
+                ranks = ", ".join(str(rank) for rank in sorted({record.rank for record in records}))
+                what = f"before step {step} workers {ranks}, who hold part {part}, had different values in {', '.join(paths)}"
+                yield Finding(step=step, what=what)
+
+    @staticmethod
+    def _odd_holders(records: Sequence[StateHashed]) -> list[str]:
+        """Return the tensors of a part in which its holders differ; those of one history, as far as their links say."""
+        alike = [record for record in records if record.link == records[-1].link]
+        return [path for path in alike[-1].tensors if len({record.tensors.get(path) for record in alike}) > 1]
 
     def _other_ends(self) -> Iterator[Finding]:
         ends = self.finished

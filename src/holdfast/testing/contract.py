@@ -67,8 +67,11 @@ def check_collectives(comm: Communicator) -> None:
         assert data[2] == root
         assert torch.signbit(data[0]), "a broadcast keeps every bit, the sign of zero too"
         assert data[1].isnan()
-    progress = comm.share_progress(Progress(lowest + 7, computed=lowest % 2 == 0, flags=2))
-    expected = {r: Progress(ranks[0] + 7, ranks[0] % 2 == 0, 2) for ranks in comm.processes for r in ranks}
+    heard = 1 << 61
+    progress = comm.share_progress(Progress(lowest + 7, computed=lowest % 2 == 0, flags=2, heard=heard - lowest))
+    expected = {
+        r: Progress(ranks[0] + 7, ranks[0] % 2 == 0, 2, heard - ranks[0]) for ranks in comm.processes for r in ranks
+    }
     assert dict(progress) == expected
     comm.barrier()
     assert comm.agree(True)

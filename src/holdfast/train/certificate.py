@@ -1,24 +1,27 @@
 """The certificate while training goes on: each worker makes the same links, from what it has of the step anyway.
 
-Nothing is sent, nothing is copied. The state is hashed when an attempt at a step begins, because then it is the same however the
+Nothing is copied. The state is hashed when an attempt at a step begins, because then it is the same however the
 step before came about: with updates made late or early, after a death, or of a newcomer. The last link belongs to the state
 of training and goes where that goes (``World.link``): into checkpoints, to newcomers, and back.
+
+Of a model that is split nobody has all of the state. Who holds a part hashes it, and the closing sum tells it to all, with a
+few integers more. Who missed that sum, and goes on with the step because others did not, hears it with everybody's progress.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import xxhash
-
 from holdfast.errors import InternalError
+from holdfast.events import Progress
 from holdfast.guard import RotatingDigest
-from holdfast.guard.fingerprint import EVERY_KIND, raw
-from holdfast.links import WHOLE_EVERY, digest_of_figures, digest_of_ids, digest_of_tensors, link_of
+from holdfast.guard.fingerprint import EVERY_KIND
+from holdfast.links import WHOLE_EVERY, digest_of_figures, digest_of_ids, digest_of_parts, digest_of_tensors, link_of
 from holdfast.train.batches import MiniBatch
 from holdfast.train.replica import Replica
+from holdfast.train.split.hashing import Hashed, PartHashes, hash_tensors
 from holdfast.train.world import World
 
 if TYPE_CHECKING:
@@ -32,7 +35,8 @@ class Link:
 
     Args:
         before: The link before.
-        tensors: Digests by path, where the whole state was hashed, else nothing.
+        whole: The whole state was hashed.
+        tensors: Then, digests of all tensors that this worker has.
     """
 
     before: str
@@ -41,14 +45,12 @@ class Link:
     figures: str
     state: str
     where: str
-    tensors: dict[str, str]
+    whole: bool
+    tensors: list[Hashed]
 
 
 class Certificate:
     """Makes the links of one training loop.
-
-    Of a model that is split nobody has all of the state, and who goes on without having heard the closing sum would not know what
-    others have of it: its links are of samples and metrics.
 
     Args:
         world: Keeps the last one.
@@ -58,22 +60,61 @@ class Certificate:
     def __init__(self, world: World, replica: Replica | Pipelined | Shards) -> None:
         self._world = world
         self._replica = replica
-        self._digest: RotatingDigest | None = None
+        self._hashes: RotatingDigest | PartHashes
         if isinstance(replica, Replica):
             buffers = replica.buckets.buffers.beginning()
-            self._digest = RotatingDigest(replica.model, replica.optimizer, buffers=buffers)
-        self._begun = (-1, "")
-        self._tensors: dict[str, str] = {}
+            self._hashes = RotatingDigest(replica.model, replica.optimizer, buffers=buffers)
+        else:
+            self._hashes = PartHashes(replica, world.comm)
+        self._known = (-1, "")
+        self._tensors: list[Hashed] = []
+        self._brings: tuple[int, ...] = ()
+        self._heard = 0
 
     def begin(self, step: int) -> None:
         """Hash a part of the state, before anything of an attempt at ``step`` changes it."""
-        self._tensors, state = {}, ""
-        if self._digest is not None and step % WHOLE_EVERY == 0:
-            self._tensors = _hash_whole(self._digest)
-            state = digest_of_tensors(self._tensors)
-        elif self._digest is not None:
-            state = f"{self._digest.of_step(step, EVERY_KIND):016x}"
-        self._begun = (step, state)
+        whole = step % WHOLE_EVERY == 0
+        self._tensors = self._everything() if whole else []
+        if isinstance(self._hashes, PartHashes):
+            self._known = (-1, "")  # the closing sum says it
+            self._brings = self._hashes.said(self._tensors) if whole else self._hashes.window(step)
+        elif whole:
+            self._known = (step, digest_of_tensors(self._tensors[0].tensors))
+        else:
+            self._known = (step, f"{self._hashes.of_step(step, EVERY_KIND):016x}")
+
+    # -- of a split model: what others must hear
+
+    def brings(self) -> tuple[int, ...]:
+        """Return what this worker brings to the closing sum, a maximum: nothing where all have all of the state."""
+        return self._brings
+
+    def hears(self, step: int, said: Sequence[int]) -> None:
+        """Hear the maxima, in a closing sum that closes ``step``."""
+        if said:
+            self._hear(step, digest_of_parts(said))
+
+    @property
+    def heard(self) -> int:
+        """What the last closing sum that this worker completed said; 0 where nothing is said."""
+        return self._heard
+
+    def learn(self, step: int, known: Mapping[int, Progress], num_buckets: int) -> None:
+        """Hear with everybody's progress what the closing sum of ``step`` said, if somebody has completed it.
+
+        Args:
+            step: Which this worker has in progress.
+            known: By rank, how far all are.
+            num_buckets: Buckets of a step; it has one sum more.
+        """
+        for other in known.values():
+            if isinstance(self._hashes, PartHashes) and other.completed // (num_buckets + 1) > step:
+                self._hear(step, other.heard)
+
+    def _hear(self, step: int, heard: int) -> None:
+        self._heard, self._known = heard, (step, f"{heard:016x}")
+
+    # -- a step
 
     def commit(self, batch: MiniBatch, lost: Collection[int]) -> Link:
         """Add the link of the step in progress, all sums of which are known.
@@ -83,9 +124,9 @@ class Certificate:
             lost: Slices that are not, or not whole, in the sums.
         """
         world = self._world
-        begun, state = self._begun
-        if begun != batch.step:
-            msg = f"step {batch.step} is committed, and the state was hashed before step {begun}"
+        known, state = self._known
+        if known != batch.step:
+            msg = f"step {batch.step} is committed, and what is known of the state is of step {known}"
             raise InternalError(msg)
         committed = [number for number in sorted(batch.owners) if number not in lost]
         ids = digest_of_ids((number, batch.slices[number].astype("<i8").tobytes()) for number in committed)
@@ -102,26 +143,32 @@ class Certificate:
                 state=state,
             ),
         )
+        whole = batch.step % WHOLE_EVERY == 0
         return Link(
             before=before,
             link=world.link,
             ids=ids,
             figures=figures,
             state=state,
-            where="everything" if self._tensors else self._where(batch.step),
+            where="everything" if whole else self._where(batch.step),
+            whole=whole,
             tensors=self._tensors,
         )
 
     def _where(self, step: int) -> str:
-        return self._digest.where(step) if self._digest is not None and self._world.is_lead else ""
+        if not self._world.is_lead:
+            return ""
+        return self._hashes.where(step)
 
-    def hash_end(self) -> dict[str, str]:
-        """Return the digest of each tensor when no step is in progress, by path."""
-        if self._digest is None or not isinstance(self._replica, Replica):
-            return {}
-        self._replica.buckets.buffers.begin_step()
-        return _hash_whole(self._digest)
+    def hash_end(self) -> list[Hashed]:
+        """Return digests of all tensors that this worker has, when no step is in progress."""
+        if isinstance(self._replica, Replica):
+            self._replica.buckets.buffers.begin_step()
+        else:
+            self._replica.remember_buffers()
+        return self._everything()
 
-
-def _hash_whole(digest: RotatingDigest) -> dict[str, str]:
-    return {path: xxhash.xxh3_64_hexdigest(raw(tensor)) for path, tensor in digest.tensors()}
+    def _everything(self) -> list[Hashed]:
+        if isinstance(self._hashes, PartHashes):
+            return self._hashes.everything()
+        return [Hashed(rank=min(self._world.comm.here), tensors=hash_tensors(self._hashes))]

@@ -364,9 +364,19 @@ class Replica:
         """Return the norm of the mean gradient in the sums."""
         self.buckets.give_gradients(self.sums, private=False)
         norm = float(nn.utils.get_total_norm(self._gradients()))
+        self._drop_gradients()
+        return norm
+
+    def overflows(self) -> bool:
+        """Return whether a mean gradient in the sums is not a finite number."""
+        self.buckets.give_gradients(self.sums, private=False)
+        found = any(not bool(gradient.isfinite().all()) for gradient in self._gradients())
+        self._drop_gradients()
+        return found
+
+    def _drop_gradients(self) -> None:
         for i in range(self.num_buckets):
             self.buckets.drop_gradients_of(i)
-        return norm
 
     def _step_scheduler(self, batch: MiniBatch, metrics: dict[str, float]) -> None:
         epoch_ended = batch.after.epoch != batch.epoch

@@ -284,7 +284,10 @@ class Run:
                     | CORRUPT * self._watch.corrupt
                     | ALTERED * self._watch.altered
                 )
-                known = comm.share_progress(dataclasses.replace(progress, flags=flags))
+                heard = 0 if self._certificate is None else self._certificate.heard
+                known = comm.share_progress(dataclasses.replace(progress, flags=flags, heard=heard))
+                if self._certificate is not None and self._attempts.batch is not None:
+                    self._certificate.learn(self._world.step, known, self._replica.num_buckets)
                 for other in known.values():
                     self._heard |= other.flags & ~(SAVE | CHANGE | CALM | LOST | CORRUPT | ALTERED)
                     self._watch.corrupt |= bool(other.flags & CORRUPT)
@@ -388,14 +391,17 @@ class Run:
             ASK * (self._world.is_lead and self._requests.are_due()),
         )
         brought = self._watch.brings(step, is_last=self._place.is_last(self._attempts.in_progress()))
-        said = self._sum.maximum((*brought, step, ~step, *flags, *self._wants_to_save()))
-        last, first, stop, leave, changes, stays, asks, *saves = said[len(brought) :]
+        hashed = () if self._certificate is None else self._certificate.brings()
+        said = self._sum.maximum((*brought, *hashed, step, ~step, *flags, *self._wants_to_save()))
+        last, first, stop, leave, changes, stays, asks, *saves = said[len(brought) + len(hashed) :]
         if last != ~first:
             msg = f"workers closed different steps, {~first} and {last}"
             raise InternalError(msg)
         if self._watch.hears(step, tuple(said[: len(brought)])):
             self._recovery.see_corruption(redone_steps=int(not self._watch.corrupt))  # what else was said is said again
             return False
+        if self._certificate is not None:
+            self._certificate.hears(step, said[len(brought) : len(brought) + len(hashed)])
         if not stays:  # where all would leave, nobody would go on: all stop
             changes, leave = 0, LEAVE
         self._heard |= stop | leave | changes | asks

@@ -33,6 +33,7 @@ from holdfast.train.batches import MiniBatch, Plan
 from holdfast.train.certificate import Link
 from holdfast.train.eager import Eager
 from holdfast.train.ledger import Account
+from holdfast.train.split.hashing import Hashed
 from holdfast.train.world import Rebuilding, World
 
 
@@ -107,19 +108,32 @@ class Scribe:
                 for number, buckets in lost.items()
             ),
         ]
-        if link is not None and link.tensors:
-            self._last_step.append(self._state_hashed(batch.step, link.before, link.tensors))
-            if not world.is_lead:
-                self._write([self._state_hashed(batch.step, link.before, {})])
+        if link is not None and link.whole:
+            self._whole_hashed(batch.step, link)
         self.write_last_step()
 
-    def hashed(self, step: int, link: str, tensors: Mapping[str, str]) -> None:
-        """All of the state before ``step`` was hashed; see :class:`StateHashed`."""
-        self._write([self._state_hashed(step, link, tensors)])
+    def _whole_hashed(self, step: int, link: Link) -> None:
+        """All of the state was hashed: of a split model each worker writes what it has, else whoever leads by then."""
+        if all(hashed.parts for hashed in link.tensors):
+            self.hashed(step, link.before, link.tensors)
+            return
+        self._last_step += self._state_hashed(step, link.before, link.tensors)
+        if not self._world.is_lead:
+            none = [dataclasses.replace(hashed, tensors={}) for hashed in link.tensors]
+            self.hashed(step, link.before, none)
 
-    def _state_hashed(self, step: int, link: str, tensors: Mapping[str, str]) -> StateHashed:
-        world = self._world
-        return StateHashed(t_s=world.clock.now_s(), rank=min(world.comm.here), step=step, link=link, tensors=tensors)
+    def hashed(self, step: int, link: str, tensors: Sequence[Hashed]) -> None:
+        """All of the state before ``step`` was hashed; see :class:`StateHashed`."""
+        self._write(self._state_hashed(step, link, tensors))
+
+    def _state_hashed(self, step: int, link: str, tensors: Sequence[Hashed]) -> list[StateHashed]:
+        t_s = self._world.clock.now_s()
+        return [
+            StateHashed(
+                t_s=t_s, rank=each.rank, step=step, link=link, tensors=each.tensors, part=each.part, parts=each.parts
+            )
+            for each in tensors
+        ]
 
     def write_last_step(self) -> None:
         """Write the last step down where this worker leads by now."""
@@ -334,8 +348,8 @@ def _certified(link: Link | None) -> dict[str, Any]:
     """Return what a step's record says of its link."""
     if link is None:
         return {}
-    names = ("link", "ids", "figures", "state", "where")
-    return {name: getattr(link, name) for name in names} | {"whole": bool(link.tensors)}
+    names = ("link", "ids", "figures", "state", "whole", "where")
+    return {name: getattr(link, name) for name in names}
 
 
 def _some(names: Sequence[str]) -> str:

@@ -69,7 +69,7 @@ class Session:
         scheduler: A learning-rate scheduler; the session steps it, after the optimizer. For a model that is split:
             a function that makes one for an optimizer.
         schedule: ``"step"`` or ``"epoch"``: how often.
-        scaler: A ``torch.amp.GradScaler``.
+        scaler: A ``torch.amp.GradScaler``. For a model that is split: one for all of it; a part takes a step if all do.
         clip_grad_norm: Largest norm of the mean gradient; of a Pipeline it is the norm of the norms of its stages.
         total_steps: Steps of the whole script, for scripts that call :meth:`steps` more than once; it only serves to
             refuse a planned fault that could never strike.
@@ -411,12 +411,9 @@ def _make_body(
     if isinstance(optimizer, optim.Optimizer):
         msg = f"a {kind} needs a function that makes an optimizer from the parameters of a part, as lambda p: torch.optim.Adam(p); got an optimizer"
         raise ConfigError(msg)
-    if scaler is not None:
-        msg = f"there is no scaler for a {kind}, whose parts do not know each other's gradients; leave it out"
-        raise ConfigError(msg)
     if isinstance(model, Sharded):
-        return Shards(model, optimizer, scheduler, schedule, clip_grad_norm, settings)
-    return Pipelined(model, optimizer, scheduler, schedule, clip_grad_norm, settings)
+        return Shards(model, optimizer, scheduler, schedule, scaler, clip_grad_norm, settings)
+    return Pipelined(model, optimizer, scheduler, schedule, scaler, clip_grad_norm, settings)
 
 
 def _check_arguments(dataset: Any, batch_size: int, epochs: int, *, num_workers: int, prefetch_factor: int) -> None:

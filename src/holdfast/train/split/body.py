@@ -12,7 +12,7 @@ from holdfast.checkpoint.parts import Wanted, all_but
 from holdfast.comm import Communicator, Mail
 from holdfast.errors import CheckpointError, ConfigError
 from holdfast.guard import RotatingDigest
-from holdfast.links import in_order
+from holdfast.links import NOTHING, in_order
 from holdfast.recovery.homes import Homes, Shape, first_homes
 from holdfast.settings import Settings
 from holdfast.train.batches import MiniBatch
@@ -22,15 +22,13 @@ from holdfast.train.split.holdings import Holdings, Restore
 from holdfast.train.split.model import Pipeline
 from holdfast.train.split.pipelined import Reach, Stages, chain_of
 from holdfast.train.split.rows import in_row
+from holdfast.train.split.scaling import Scaling, Stage
 from holdfast.train.split.transfer import give, take
 from holdfast.train.state import clone, model_sha256
 from holdfast.train.world import World
 
 MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
 MakeScheduler = Callable[[torch.optim.Optimizer], Any]
-
-NOTHING = -(1 << 63)
-"""Less than what anybody else says in the closing sum."""
 
 
 class Split:
@@ -40,13 +38,13 @@ class Split:
         shape: Of the homes.
         build: Makes a part as it is at the beginning of training.
         drop: Is told of a part that is not held here any more.
+        scaler: A ``torch.amp.GradScaler`` for all parts, in the same state at all workers.
     """
 
     is_split = True
 
-    def __init__(
-        self, shape: Shape, build: Callable[[int], Replica], drop: Callable[[int], None] = lambda part: None
-    ) -> None:
+    def __init__(self, shape: Shape, build: Callable[[int], Replica], drop: Callable[[int], None], scaler: Any) -> None:
+        self._scaler = scaler
         self.registered: dict[str, Stateful] = {}
         self._before: dict[str, Any] = {}
         self.holdings = Holdings(shape, build, drop)
@@ -122,6 +120,15 @@ class Split:
     def prefix(self, part: int) -> str:
         """Return what the names of a part's tensors begin with in the whole model."""
         return ""
+
+    def common_buffers(self) -> list[tuple[str, torch.Tensor]]:
+        """Return the buffers that all workers have, by name, as they were when the step in progress began; of each the same memory."""
+        return []
+
+    def remember_buffers(self) -> None:
+        """Let the buffers, where no step is in progress, count as those with which one begins."""
+        for held in self.holdings.held.values():
+            held.buckets.buffers.begin_step()
 
     def _holders(self, part: int, here: Sequence[int]) -> tuple[int, ...]:
         holders = self.holdings.now.holders(part)
@@ -217,7 +224,11 @@ class Split:
 
     def shared_state(self) -> dict[str, Any]:
         """Return what all workers have."""
-        return {f"registered.{name}": thing.state_dict() for name, thing in self.registered.items()}
+        return {name: thing.state_dict() for name, thing in self._shared().items()}
+
+    def _shared(self) -> dict[str, Stateful]:
+        shared = {f"registered.{name}": thing for name, thing in self.registered.items()}
+        return shared if self._scaler is None else shared | {"scaler": self._scaler}
 
     def load_shared_state(self, state: Mapping[str, Any]) -> None:
         """Go back to what all workers have.
@@ -229,8 +240,8 @@ class Split:
         if mine != state.keys() - {"parts"}:
             msg = f"the checkpoint holds {', '.join(sorted(state))}; this session has {', '.join(sorted(mine | {'parts'}))}"
             raise CheckpointError(msg)
-        for name, thing in self.registered.items():
-            thing.load_state_dict(clone(state[f"registered.{name}"]))
+        for name, thing in self._shared().items():
+            thing.load_state_dict(clone(state[name]))
 
     def load_state_dict(self, state: dict[str, Any], *, keeps: bool = False) -> None:
         """Go back to a state; where there are parts in it, the homes are those of a beginning.
@@ -279,6 +290,8 @@ class Pipelined(Split):
         make_optimizer: Makes the optimizer of a stage from its parameters.
         make_scheduler: Makes its learning-rate scheduler, if there is one.
         schedule: ``"step"`` or ``"epoch"``.
+        scaler: A ``torch.amp.GradScaler``; see :class:`~holdfast.train.split.scaling.Scaling`.
+        clip_grad_norm: Largest norm of the norms of the stages.
         settings: Of the run.
     """
 
@@ -292,6 +305,7 @@ class Pipelined(Split):
         make_optimizer: MakeOptimizer,
         make_scheduler: MakeScheduler | None,
         schedule: str,
+        scaler: Any,
         clip_grad_norm: float | None,
         settings: Settings,
     ) -> None:
@@ -305,14 +319,14 @@ class Pipelined(Split):
         self._clip_grad_norm = clip_grad_norm
         self._settings = settings
         self._rows: dict[int, torch.Tensor] = {}
-        super().__init__(
-            shape_of(model.parts, max(1, settings.workers // model.parts), settings), self._build, self._drop
-        )
+        self._scaling = None if scaler is None else Scaling(scaler)
+        shape = shape_of(model.parts, max(1, settings.workers // model.parts), settings)
+        super().__init__(shape, self._build, self._drop, scaler)
         self._metrics: dict[str, float] = {}
         self.numel = 0
         """Numbers in the parameters of all stages."""
 
-    def _build(self, part: int) -> Replica:
+    def _build(self, part: int) -> Stage:
         module = self._model.build(part, self._settings.seed)
         if not any(p.requires_grad for p in module.parameters()):
             msg = f"stage {part} of the Pipeline has no parameters that are trained: make it a part of a stage that has some"
@@ -324,7 +338,7 @@ class Pipelined(Split):
             msg = f"the function that makes the optimizer of a stage must return a torch.optim.Optimizer, got {type(optimizer).__name__}"
             raise ConfigError(msg)
         scheduler = None if self._make_scheduler is None else self._make_scheduler(optimizer)
-        return Replica(
+        stage = Stage(
             module,
             optimizer,
             scheduler=scheduler,
@@ -334,6 +348,8 @@ class Pipelined(Split):
             bucket_bytes=self._settings.bucket_bytes,
             checked=self._settings.guard_sums,
         )
+        stage.scaling = self._scaling
+        return stage
 
     def _drop(self, part: int) -> None:
         self._rows.pop(part, None)
@@ -354,7 +370,9 @@ class Pipelined(Split):
     def connect(self, world: World) -> None:
         """Meet the others."""
         super().connect(world)
-        self._stages = Stages(self._model, self.holdings, world.comm, self._settings, world.faults, world.altered)
+        self._stages = Stages(
+            self._model, self.holdings, world.comm, self._settings, world.faults, world.altered, self._scaling
+        )
         self.backups = Backups(self.holdings, self._rows.__getitem__, world)
 
     # -- the size of the whole, of which each knows its own: learnt where all begin together
@@ -420,6 +438,7 @@ class Pipelined(Split):
         """Sum the gradients; see :meth:`Stages.sum`."""
         self._stages.sum(batch, reach)
         self._metrics = self._stages.share_figures(batch)
+        self._stages.share_overflow()
         if self._clip_grad_norm is not None:
             self._stages.share_norms()
 
@@ -441,6 +460,8 @@ class Pipelined(Split):
         """Run the optimizers, and return the figures of the step."""
         for part in self.holdings.held.values():
             part.apply(batch, (), self._metrics)
+        if self._scaling is not None:
+            self._scaling.update(self.device)
         return self._metrics
 
     def computing(self, batch: MiniBatch) -> set[int]:

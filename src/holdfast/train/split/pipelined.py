@@ -30,6 +30,7 @@ from holdfast.train.gradients import Terms
 from holdfast.train.seeds import seed_slice
 from holdfast.train.split.holdings import Holdings
 from holdfast.train.split.model import Pipeline
+from holdfast.train.split.scaling import Scaling
 
 Reach = Callable[[str, int | None], None]
 """Called at a phase, and bucket or slice, of the step, for faults that are due there."""
@@ -63,6 +64,7 @@ class Stages:
         settings: Of the run.
         faults: Flips what is planned.
         altered: Where it is noted what did not arrive here as it was given; see :attr:`World.altered`.
+        scaling: Of the loss, if it is scaled.
     """
 
     def __init__(
@@ -73,6 +75,7 @@ class Stages:
         settings: Settings,
         faults: Injector,
         altered: dict[str, int],
+        scaling: Scaling | None,
     ) -> None:
         self._model = model
         self._holdings = holdings
@@ -80,6 +83,7 @@ class Stages:
         self._settings = settings
         self._faults = faults
         self._altered = altered
+        self._scaling = scaling
         self.mail = Mail(comm, shared_bytes=settings.shared_bytes)
         self._sums: dict[int, tuple[tuple[int, ...], OrderedSum]] = {}
         self._work = _Work()
@@ -170,6 +174,16 @@ class Stages:
         self.mail.send([rank for rank in self._comm.members if rank not in self._comm.here], told)
         return figures
 
+    def share_overflow(self) -> None:
+        """Let every worker know whether some stage has a gradient that is too large, if the loss is scaled: no stage steps then.
+
+        Raises:
+            PeerFailed: if a peer died.
+        """
+        if self._scaling is not None and self._scaling.is_enabled:
+            mine = any(stage.overflows() for stage in self._holdings.held.values())
+            self._scaling.skips = bool(self._comm.maximum((int(mine),))[0])
+
     def share_norms(self) -> None:
         """Let every stage know the norm of the gradient of all: the norm of the norms of the stages.
 
@@ -246,7 +260,7 @@ class Stages:
         stage.buckets.clear()
         stage.buckets.aim(passed.terms)
         if part == self._holdings.now.parts - 1:
-            passed.output.backward()
+            (passed.output if self._scaling is None else self._scaling.scale(passed.output)).backward()
         else:
             passed.output.backward(self._take(batch, number, part + 1, part, back=True))
         if passed.given is not None:

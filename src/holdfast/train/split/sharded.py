@@ -43,6 +43,7 @@ class Shards(Split):
         make_optimizer: Makes the optimizer of a shard from its parameters.
         make_scheduler: Makes its learning-rate scheduler, if there is one.
         schedule: ``"step"`` or ``"epoch"``.
+        scaler: A ``torch.amp.GradScaler``; unscales the gradients of the whole model, which each worker has.
         clip_grad_norm: Largest norm of the mean gradient of the whole model.
         settings: Of the run.
 
@@ -56,6 +57,7 @@ class Shards(Split):
         make_optimizer: MakeOptimizer,
         make_scheduler: MakeScheduler | None,
         schedule: str,
+        scaler: Any,
         clip_grad_norm: float | None,
         settings: Settings,
     ) -> None:
@@ -70,8 +72,8 @@ class Shards(Split):
         self._schedule = schedule
         self._settings = settings
         self._given_away = False
-        super().__init__(shape_of(len(self._shards), 1, settings), self._build, self._drop)
-        self.flow = _Flow(self, schedule, clip_grad_norm, settings)
+        super().__init__(shape_of(len(self._shards), 1, settings), self._build, self._drop, scaler)
+        self.flow = _Flow(self, schedule, scaler, clip_grad_norm, settings)
         self.num_buckets = self.flow.num_buckets
         self.size_bytes = self.flow.size_bytes
         self.device = self.flow.device
@@ -174,6 +176,15 @@ class Shards(Split):
         self._take_back()
         self._take_back_loans()
 
+    def common_buffers(self) -> list[tuple[str, torch.Tensor]]:
+        """See :meth:`Split.common_buffers`: those of the whole model."""
+        return self.flow.buckets.buffers.beginning()
+
+    def remember_buffers(self) -> None:
+        """See :meth:`Split.remember_buffers`."""
+        super().remember_buffers()
+        self.flow.buckets.buffers.begin_step()
+
     def missing_slices(self, batch: MiniBatch) -> dict[int, tuple[int, ...]]:
         """Return the buckets that each lost slice is missing from."""
         return self.flow.missing_slices(batch)
@@ -246,18 +257,20 @@ class _Flow(Replica):
     Args:
         shards: Whose.
         schedule: ``"step"`` or ``"epoch"``.
+        scaler: A ``torch.amp.GradScaler``.
         clip_grad_norm: Largest norm of the mean gradient.
         settings: Of the run.
     """
 
-    def __init__(self, shards: Shards, schedule: str, clip_grad_norm: float | None, settings: Settings) -> None:
-        nobodys = torch.optim.SGD(shards._model.parameters(), lr=0.0)  # only says whose parameters these are
+    def __init__(
+        self, shards: Shards, schedule: str, scaler: Any, clip_grad_norm: float | None, settings: Settings
+    ) -> None:
         super().__init__(
             shards._model,
-            nobodys,
+            _OfShards(shards),
             scheduler=None,
             schedule=schedule,
-            scaler=None,
+            scaler=scaler,
             clip_grad_norm=clip_grad_norm,
             bucket_bytes=settings.bucket_bytes,
             checked=settings.guard_sums,
@@ -269,18 +282,26 @@ class _Flow(Replica):
         return list(self._shards.holdings.held.values())
 
     def _may_write(self) -> bool:
-        return self._clip_grad_norm is not None or any(may_write_gradients(part.optimizer) for part in self._held)
-
-    def _optimize(self) -> None:
-        if self._clip_grad_norm is not None:
-            nn.utils.clip_grad_norm_(self.model.parameters(), self._clip_grad_norm)
-        for part in self._held:
-            for _ in part.own.each():
-                part.optimizer.step()
+        is_written = self._scaler is not None or self._clip_grad_norm is not None
+        return is_written or any(may_write_gradients(part.optimizer) for part in self._held)
 
     def _step_scheduler(self, batch: MiniBatch, metrics: dict[str, float]) -> None:
         for part in self._held:
             part._step_scheduler(batch, metrics)
+
+
+class _OfShards(torch.optim.Optimizer):
+    """What a scaler knows as the optimizer of the whole model: its step is that of the shards that are held here."""
+
+    def __init__(self, shards: Shards) -> None:
+        super().__init__(shards._model.parameters(), {})
+        self._shards = shards
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Run the optimizers of the shards."""
+        for part in self._shards.holdings.held.values():
+            for _ in part.own.each():
+                part.optimizer.step()
 
 
 def _tree(named: dict[str, nn.Parameter]) -> nn.Module:
