@@ -373,7 +373,7 @@ BAD = {
     "show nowhere.pt": "there is no 'nowhere.pt'",
     "show notes.txt": "must end with one of .pt, .pth",
     "show runs/a --step 21": "there is no complete checkpoint of step 21 in runs/a, there are [10, 20, 30]",
-    "show runs/a --step many": "Invalid value for '--step'",
+    "show runs/a --step many": "--step must be a whole number, got 'many'",
     "show memory://a/b.pt": "must be on this machine",
     "show a.pt --step 3": "a.pt is one file",
     "show runs/a/step-00000010 --step 20": "--step chooses from several checkpoints",

@@ -228,7 +228,7 @@ def test_the_launcher_takes_each_line_once_and_none_that_is_half_written(tmp_pat
         (("set", "--lr", "0.5", "--batch-size", "64"), 0, "(train.py): lr=0.5, batch_size=64"),
         (("set",), 2, "error: nothing is asked for"),
         (("scale", "0"), 2, "error: WORKERS must be a whole number from 1 to 1024, got 0"),
-        (("scale", "many"), 2, "error: Invalid value for 'WORKERS'"),
+        (("scale", "many"), 2, "error: WORKERS must be a whole number, got 'many'"),
         (("scale", "3", "--job", "1"), 2, "error: --job must be the number of a launcher that runs"),
     ],
 )

@@ -123,7 +123,7 @@ def test_equivalent_injection_by_a_map_into_a_file_that_holds_a_part(holdfast):
         (["m.h5", "--in-place", "--record", "m.h5"], "m.h5 is there already, and may be needed to take something back"),
         (["m.h5", "--in-place", "--record", "no/r.json"], "cannot write the record no/r.json: No such file or directory"),
         (["m.h5", "--in-place", "--at", "dense"], "at must be, begin or match one of conv/bias, conv/kernel, conv2/kernel, got 'dense'"),
-        (["m.h5", "--in-place", "--flips", "x"], "Invalid value for '--flips'"),
+        (["m.h5", "--in-place", "--flips", "x"], "--flips must be a whole number, got 'x'"),
         (["m.h5", "--in-place", "--bits", "31:30"], "got '31:30'"),
         (["m.h5", "--in-place", "--map", "map.json"], "--map goes with --replay; give a record, or leave it out"),
         (["m.h5", "--in-place", "--replay", "m.h5"], "m.h5 is no text in UTF-8; give a file that --record wrote"),

@@ -48,7 +48,7 @@ BAD = {
         "needs a secret that all nodes share",
     ),
     "no workers": (["-n", "0"], "--workers must be at least 1, got 0"),
-    "workers not a number": (["-n", "two"], "Invalid value for '--workers' / '-n'"),
+    "workers not a number": (["-n", "two"], "--workers must be a whole number, got 'two'"),
     "unknown option": (["--hope"], "No such option: --hope"),
     "rank out of range": (["-n", "2", "--inject", "kill:rank=5,step=1"], "rank must be one of 0..1, got 5"),
     "malformed fault": (["--inject", "kill:rank=1"], "step is missing"),

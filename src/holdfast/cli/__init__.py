@@ -50,6 +50,8 @@ app.command()(inject)
 
 _USAGE_ERROR: type[Exception] = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "UsageError")
 """Typer does not give it a name of its own."""
+_NUMBERS = {"int": "a whole number", "float": "a number"}
+_LIMITS = {"ge": "at least", "gt": "more than", "le": "at most", "lt": "less than"}
 
 
 @app.callback()
@@ -97,6 +99,22 @@ def _exit_code(error: HoldfastError) -> int:
 
 
 def _complain_of_usage(error: Exception) -> NoReturn:
-    message = " ".join(error.format_message().split())  # type: ignore[attr-defined]
+    message = _of_number(error) or " ".join(error.format_message().split())  # type: ignore[attr-defined]
     print(f"error: {message}", file=sys.stderr)
     sys.exit(2)
+
+
+def _of_number(error: Exception) -> str:
+    """Return what is wrong with a value that is no number, or too small or large, as all other messages say it; "" for other errors."""
+    param, find = getattr(error, "param", None), getattr(error.__cause__, "errors", None)
+    if param is None or find is None:
+        return ""
+    wrong = find()[0]
+    kind, limits = wrong["type"].partition("_")[0], wrong.get("ctx", {})
+    allowed = [f"{_LIMITS[name]} {limit}" for name, limit in limits.items() if name in _LIMITS]
+    if not allowed and kind in _NUMBERS:
+        of = " of seconds, without a unit" if param.metavar == "SECONDS" else ""
+        allowed = [f"{_NUMBERS[kind]}{of}"]
+    name = param.opts[0] if param.opts[0].startswith("-") else param.metavar
+    given = wrong["input"] if limits else repr(wrong["input"])
+    return f"{name} must be {allowed[0]}, got {given}" if allowed else ""

@@ -46,8 +46,9 @@ def set_(
 
 
 def _ask(pid: int | None, **changes: Any) -> int:
-    from holdfast.launch.control import advice, ask, find
+    from holdfast.launch.control import advice, ask, check_values, find
 
+    check_values(changes)
     job = find(pid)
     ask(job, **changes)
     print(f"asked job {job.pid} ({job.script}): {', '.join(f'{name}={value}' for name, value in changes.items())}")

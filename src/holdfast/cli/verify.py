@@ -91,7 +91,10 @@ def _replay(
     first = run.first if wanted is None else wanted
     last = run.last if stop is None else stop
     if not run.first <= first <= last <= run.last:
-        msg = f"--from and --to must lie in the steps of {run.name}, {run.first} to {run.last}, in this order, got {first} and {last}"
+        given = " ".join(
+            f"{option} {step}" for option, step in (("--from", wanted), ("--to", stop)) if step is not None
+        )
+        msg = f"--from and --to must lie in the steps of {run.name}, {run.first} to {run.last}, in this order, got {given}"
         raise ConfigError(msg)
     if why := why_not(report, first, last):
         msg = f"{run.name} cannot be done again: {why}"

@@ -95,7 +95,8 @@ def find(pid: int | None = None) -> Running:
         return jobs[0]
     if not all_jobs:
         asked = "" if pid is None else f", and none has the launcher {pid}"
-        _refuse(f"no job of yours runs on this machine{asked} (looked for in {tempfile.gettempdir()})")
+        where = tempfile.gettempdir()
+        _refuse(f"no job of yours runs on this machine{asked} (looked for in {where}); holdfast run starts one")
     there = ", ".join(f"{job.pid} ({job.script})" for job in all_jobs)
     if pid is None:
         _refuse(f"{len(all_jobs)} jobs run: {there}; say which with --job NUMBER")
@@ -154,12 +155,27 @@ def check(changes: Mapping[str, Any], job: Running) -> None:
     Raises:
         ConfigError: if not.
     """
+    if "workers" in changes:
+        _check_workers(changes["workers"], job)
+    check_values(changes)
+    if changes.get("strategy") == "restart":
+        _check_saves("--strategy restart", job)
+    if "checkpoint_every" in changes:
+        _check_saves("--checkpoint-every", job)
+
+
+def check_values(changes: Mapping[str, Any]) -> None:
+    """Make sure that some job could be asked this.
+
+    Raises:
+        ConfigError: if none could.
+    """
     if not changes:
         _refuse("nothing is asked for: give at least one of --lr, --batch-size, --strategy, --checkpoint-every")
     for name, value in changes.items():
         match name:
             case "workers":
-                _check_workers(value, job)
+                _check_number("WORKERS", value, 1, MAX_WORKERS)
             case "lr":
                 if type(value) not in (int, float) or not 0 <= value < math.inf:
                     _refuse(f"--lr must be a finite number of at least 0, got {value!r}")
@@ -172,11 +188,8 @@ def check(changes: Mapping[str, Any], job: Running) -> None:
                     )
                 if value not in _STRATEGIES:
                     _refuse(f"--strategy must be one of {', '.join(_STRATEGIES)}, got {value!r}")
-                if value == "restart":
-                    _check_saves("--strategy restart", job)
             case "checkpoint_every":
                 _check_number("--checkpoint-every", value, 0, _MAX_NUMBER)
-                _check_saves("--checkpoint-every", job)
             case _:
                 _refuse(f"{name} cannot be changed while a job runs; {', '.join(CHANGES)} can")
 

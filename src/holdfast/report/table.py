@@ -171,7 +171,8 @@ def _samples(report: Mapping[str, Any]) -> str:
     if samples["committed"] is None:
         return ""
     rest = [f"{number(samples[key])} {key}" for key in ("lost", "repeated") if samples[key] is not None]
-    return f"samples  {number(samples['committed'])} of {number(samples['planned'])} committed, {listing(rest)}"
+    since = " since the first step of the training" if (report.get("certificate") or {}).get("first_step") else ""
+    return f"samples  {number(samples['committed'])} of {number(samples['planned'])} committed{since}, {listing(rest)}"
 
 
 def _kinds(kinds: Mapping[str, Any] | None) -> str:

@@ -116,8 +116,10 @@ def _late_s(failure: Mapping[str, Any], begun: Sequence[float], step_s: float) -
 
 
 def _starts(records: Sequence[Record]) -> list[float]:
-    """Return how long it took from each start of the job by the launcher until its workers trained: the first alone has
-    nothing in memory yet, so where there were others it does not count."""
+    """Return how long it took from each start of the job by the launcher until its workers trained.
+
+    The first alone has nothing in the page cache yet, so where there were others it does not count.
+    """
     begun = sorted(record.t_s for record in records if isinstance(record, JobRestarted)) or [0.0]
     trained = sorted(record.t_s for record in records if isinstance(record, RunStarted))
     return [after[0] - at for at in begun if (after := [t_s for t_s in trained if t_s > at])]

@@ -29,9 +29,8 @@ def read_losses(directory: Path, metric: str = "loss") -> tuple[dict[str, Any], 
         report = json.loads((directory / "report.json").read_text())
         events = [json.loads(line) for line in (directory / "events.jsonl").read_text().splitlines()]
     except (OSError, ValueError) as error:
-        msg = (
-            f"{directory} must hold report.json and events.jsonl of a run (holdfast run --report {directory}): {error}"
-        )
+        why = f"{Path(error.filename).name}: {error.strerror}" if isinstance(error, OSError) else error
+        msg = f"{directory} must hold report.json and events.jsonl of a run (holdfast run --report {directory}): {why}"
         raise ConfigError(msg) from error
     found = {event["step"]: event["metrics"].get(metric) for event in events if event["event"] == "StepCommitted"}
     losses = [found[step] for step in sorted(found)]

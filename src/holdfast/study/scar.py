@@ -110,7 +110,8 @@ class _Plan:
         wanted, known = self._options.only, {entry.name: entry for entry in ENTRIES}
         for name in wanted:
             if name not in known:
-                msg = f"--only must be one of {', '.join(known)}, got {name!r}"
+                names = ", ".join(f"'{each}'" if " " in each else each for each in known)
+                msg = f"--only must be one of {names}, got {name!r}"
                 raise ConfigError(msg)
             if known[name].from_files and self._options.data is None:
                 msg = f"{name} is run on data from files: say in which directory they are, with --data DIR"
