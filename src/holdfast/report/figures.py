@@ -114,8 +114,8 @@ def _draw_curve(
     axes.set_axisbelow(True)
     axes.margins(x=0.02)
     axes.tick_params(length=3)
-    if name == "loss":
-        axes.set_ylim(bottom=0 if min(heights) >= 0 else None)
+    if name == "loss" and min(heights) >= 0 and 0 < max(heights) < math.inf:
+        axes.set_ylim(0, 1.05 * max(heights))
     for step, ranks in _by_step(failures).items():
         axes.axvline(step, color=style.DEATH, linewidth=0.9, zorder=2)
         if first or len(ranks) <= 4:

@@ -75,10 +75,11 @@ def draw_lanes(axes: Axes, history: History, wall_s: float) -> None:
     """Draw the whole run: bars, recoveries, deaths, workers that came and went."""
     lanes = _prepare(axes, history)
     end_s = max(wall_s, history.records[-1].t_s)
-    axes.set_xlim(0, end_s * 1.005)
+    begin_s = _shown_from_s(history, end_s)
+    axes.set_xlim(begin_s, end_s + 0.005 * (end_s - begin_s))
     _draw_starts(axes, history, lanes)
     _draw_work(axes, history, lanes, end_s)
-    point_s = end_s / (axes.get_window_extent().width * 72 / axes.figure.dpi)
+    point_s = (end_s - begin_s) / (axes.get_window_extent().width * 72 / axes.figure.dpi)
     for failure in history.failures:
         if failure.resumed_s is not None:
             wide = max(failure.resumed_s - failure.t_s, _MIN_SHADE_PT * point_s)
@@ -89,7 +90,15 @@ def draw_lanes(axes: Axes, history: History, wall_s: float) -> None:
             _draw_death(axes, failure, lanes[failure.rank], axes.get_xlim()[1], label=few)
     _draw_silences(axes, history, lanes)
     _draw_comings(axes, history, lanes)
-    axes.set_xlabel("seconds since the start", loc="left")
+    axes.set_xlabel(
+        f"seconds since the start{'; before the left edge workers were starting' if begin_s else ''}", loc="left"
+    )
+
+
+def _shown_from_s(history: History, end_s: float) -> float:
+    """Return where the picture begins: shortly before the training, where starting took longer than all that came after it."""
+    trains_s = min((start.t_s for start in history.of(RunStarted)), default=0.0)
+    return max(0.0, trains_s - 0.1 * (end_s - trains_s)) if trains_s > end_s / 2 else 0.0
 
 
 def draw_legend(axes: Axes, left_in: float, history: History) -> None:
