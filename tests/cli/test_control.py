@@ -72,7 +72,7 @@ def test_the_only_job_is_found(temp):
 
 
 def test_without_a_job_it_says_where_it_looked(temp):
-    assert refusal(find) == f"no job of yours runs on this machine (looked for in {temp})"
+    assert refusal(find) == f"no job of yours runs on this machine (looked for in {temp}); holdfast run starts one"
     assert "and none has the launcher 17 " in refusal(find, 17)
 
 
