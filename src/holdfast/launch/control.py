@@ -155,9 +155,9 @@ def check(changes: Mapping[str, Any], job: Running) -> None:
     Raises:
         ConfigError: if not.
     """
+    check_values(changes)
     if "workers" in changes:
         _check_workers(changes["workers"], job)
-    check_values(changes)
     if changes.get("strategy") == "restart":
         _check_saves("--strategy restart", job)
     if "checkpoint_every" in changes:
@@ -200,7 +200,6 @@ def _check_workers(value: Any, job: Running) -> None:
             f"job {job.pid} ({job.script}) runs with --fabric {job.fabric}, which cannot take in or give up workers; "
             "start it with --fabric gloo"
         )
-    _check_number("WORKERS", value, 1, MAX_WORKERS)
     if value < job.min_workers:
         _refuse(f"WORKERS must be at least {job.min_workers}, because the job runs with --min-workers, got {value}")
 

@@ -95,7 +95,6 @@ def _figures_of(experiment: str, title: str, rows: Sequence[Row]) -> list[tuple[
 
 
 def _intervals(experiment: str, name: str, title: str, rows: Sequence[Row]) -> dict[str, Any]:
-    of = ["whose"] if experiment == CROSSED else ["where", "whose"]
     return _section(
         "intervals",
         f"{name}-harmed",
@@ -103,7 +102,7 @@ def _intervals(experiment: str, name: str, title: str, rows: Sequence[Row]) -> d
         _NOTES.get(experiment, _READ),
         rows,
         by=["what"],
-        series=[*of, *(["width"] if experiment == FORMATS_TRIED else [])],
+        series=["where", "whose", *(["width"] if experiment == FORMATS_TRIED else [])],
         x=["harmed_percent", AXIS],
         interval=["harmed_low", "harmed_high"],
         limits=[-2, 102],
