@@ -275,6 +275,34 @@ def test_leftovers_beside_a_damaged_checkpoint_stay_until_it_is_saved_again(tmp_
     assert len(list(step_dir(tmp_path, 5).iterdir())) == 2
 
 
+def test_what_a_checkpoint_costs_does_not_grow_with_how_many_there_are(tmp_path, monkeypatch):
+    looked = []
+    names = LocalStorage.names
+    monkeypatch.setattr(LocalStorage, "names", lambda self, folder: looked.append(folder) or names(self, folder))
+    engine = Checkpoints(tmp_path)
+    counts = []
+    for step in range(1, 31):
+        looked.clear()
+        engine.write_tensors(step, {"w": torch.ones(1)}, {}).commit(0)
+        assert engine.steps_to_prune() == list(range(1, step + 1))
+        counts.append(len(looked))
+
+    assert counts[-1] == counts[1]
+
+
+def test_leftovers_go_from_a_step_that_was_clean_before_and_is_begun_again(tmp_path):
+    engine = Checkpoints(tmp_path)
+    engine.write_tensors(5, {"w": torch.ones(1)}, {}).commit(0)
+    engine.write_tensors(10, {"w": torch.ones(1)}, {}).commit(0)
+    engine.write_tensors(5, {"w": torch.zeros(1)}, {})  # and who wrote it never completes it
+    assert len(list(step_dir(tmp_path, 5).iterdir())) == 3
+
+    engine.write_tensors(15, {"w": torch.ones(1)}, {}).commit(0)
+
+    assert len(list(step_dir(tmp_path, 5).iterdir())) == 2
+    assert engine.steps_to_prune() == engine.steps() == [5, 10, 15]
+
+
 def test_a_state_that_cannot_be_saved_leaves_nothing_behind(tmp_path):
     saved(tmp_path, 1, 1)
 

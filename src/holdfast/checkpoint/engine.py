@@ -32,6 +32,8 @@ class Checkpoints:
     def __init__(self, url: str | Path, format: str = "safetensors") -> None:
         self._storage = open_storage(url)
         self._format = format
+        self._clean: set[int] = set()
+        """See :class:`~holdfast.checkpoint.save.PendingCheckpoint`."""
 
     @property
     def storage(self) -> Storage:
@@ -45,7 +47,7 @@ class Checkpoints:
 
     def write(self, step: int, content: Content, info: dict[str, Any], token: str = "") -> PendingCheckpoint:
         """See :func:`holdfast.checkpoint.save.write`."""
-        return save.write(self._storage, step, content, info, format=self._format, token=token)
+        return save.write(self._storage, step, content, info, format=self._format, token=token, clean=self._clean)
 
     def write_tensors(self, step: int, state: Any, info: dict[str, Any]) -> PendingCheckpoint:
         """See :func:`holdfast.checkpoint.save.write_tensors`."""
@@ -72,6 +74,13 @@ class Checkpoints:
     def steps(self) -> list[int]:
         """See :func:`holdfast.checkpoint.load.steps`."""
         return load.steps(self._storage)
+
+    def steps_to_prune(self) -> list[int]:
+        """Return the same after each checkpoint that is completed here, without looking into every folder again.
+
+        There may be thousands: what was complete when the one before was completed, and is still there, counts as complete.
+        """
+        return load.steps(self._storage, known=self._clean)
 
     def discard(self, step: int, token: str) -> None:
         """See :func:`holdfast.checkpoint.save.discard`."""

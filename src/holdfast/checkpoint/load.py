@@ -7,7 +7,7 @@ the digest is taken of that memory: nothing that happens to a file later can cha
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -78,15 +78,19 @@ class _Block:
     wanted: str
 
 
-def steps(storage: Where) -> list[int]:
+def steps(storage: Where, known: Container[int] = ()) -> list[int]:
     """Return the steps that have a complete checkpoint, in order. Whether they are intact, it does not look.
+
+    Args:
+        storage: Where checkpoints are.
+        known: Steps that are complete if they are there at all.
 
     Raises:
         CheckpointError: if the storage is there and cannot be listed.
     """
     storage = as_storage(storage)
     found = (step for name in storage.names("") if (step := step_of(name)) is not None)
-    return sorted(step for step in found if MANIFEST_NAME in storage.names(step_folder(step)))
+    return sorted(step for step in found if step in known or MANIFEST_NAME in storage.names(step_folder(step)))
 
 
 def newest_intact(storage: Where, on_damaged: Callable[[int, CheckpointCorrupt], None] | None = None) -> int | None:

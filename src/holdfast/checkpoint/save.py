@@ -16,7 +16,7 @@ import secrets
 import time
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from holdfast import points
@@ -69,12 +69,15 @@ class PendingCheckpoint:
         manifest: What the manifest will say of this worker's part; its generation is not known yet.
         part: Which part.
         parts: How many there are.
+        clean: Steps that are complete with nothing beside them, as far as those who write here know: nobody need look at
+            them again, however many there are.
     """
 
     storage: Storage
     manifest: Manifest
     part: int = 0
     parts: int = 1
+    clean: set[int] = field(default_factory=set)
 
     @property
     def step(self) -> int:
@@ -171,8 +174,10 @@ class PendingCheckpoint:
                 self.storage.remove(f"{self._folder}/{_description(part)}")
             for name in self.storage.names(""):
                 step = step_of(name)
-                if step is not None and step <= self.step:
-                    _remove_attempts(self.storage, step)
+                if step is None or step > self.step or step in self.clean:
+                    continue
+                if _remove_attempts(self.storage, step):
+                    self.clean.add(step)
         except CheckpointError as error:
             text = (
                 f"the checkpoint of step {self.step} is complete, but leftovers beside it could not be removed: {error}"
@@ -188,6 +193,7 @@ def write(
     *,
     format: str = "safetensors",
     token: str = "",
+    clean: set[int] | None = None,
 ) -> PendingCheckpoint:
     """Write the tensors of a checkpoint, or a part of them, and wait until they are safely stored.
 
@@ -198,6 +204,7 @@ def write(
         info: Anything else worth knowing, plain JSON.
         format: One of :data:`~holdfast.checkpoint.formats.FORMATS`.
         token: Tells this attempt at the step from others, the same at all writers: lower-case letters, digits, ``-``.
+        clean: See :class:`PendingCheckpoint`; kept from one checkpoint to the next.
 
     Returns:
         The checkpoint, still to be completed.
@@ -218,6 +225,8 @@ def write(
         msg = f"token must be at most 64 lower-case letters, digits and '-', the first no '-', got {token!r}"
         raise ConfigError(msg)
     check_info(info)
+    clean = set() if clean is None else clean
+    clean.discard(step)  # what this attempt may leave there is to be found
     points.reach("checkpoint.begin")
     if token and _completed_folder(storage, step) == name:
         msg = f"the checkpoint of step {step} was completed with the token {token!r} already; saving it again needs another"
@@ -251,10 +260,10 @@ def write(
             _give_notice(storage, f"{folder}/{_description(part)}")
         raise
     points.reach("checkpoint.tensors")
-    return PendingCheckpoint(storage=storage, manifest=described, part=part, parts=content.parts)
+    return PendingCheckpoint(storage=storage, manifest=described, part=part, parts=content.parts, clean=clean)
 
 
-def write_tensors(storage: Where, step: int, state: Any, info: dict[str, Any], **options: str) -> PendingCheckpoint:
+def write_tensors(storage: Where, step: int, state: Any, info: dict[str, Any], **options: Any) -> PendingCheckpoint:
     """Write all tensors of a state: :func:`take` and :func:`write`, by one writer.
 
     Everything is taken from ``state`` and ``info`` before the call returns; they may change afterwards.
@@ -286,23 +295,28 @@ def _completed_folder(storage: Storage, step: int) -> str | None:
         return None
 
 
-def _remove_attempts(storage: Storage, step: int) -> None:
-    """Remove what attempts at a step have left that nobody will complete; what others put there stays."""
+def _remove_attempts(storage: Storage, step: int) -> bool:
+    """Remove what attempts at a step have left that nobody will complete; what others put there stays.
+
+    Returns:
+        Whether the step is complete and no attempt lies beside it.
+    """
     folder = step_folder(step)
     names = storage.names(folder)
     attempts = [name for name in names if is_data_folder(name) or name == f"{MANIFEST_NAME}.tmp"]
     is_complete = MANIFEST_NAME in names
     if not is_complete and attempts and attempts == names:
         storage.remove(folder)
-        return
+        return False
     if is_complete and len(attempts) < 2:
-        return
+        return True
     kept = _completed_folder(storage, step) if is_complete else ""
     if kept is None:
-        return  # its manifest is damaged, and somebody may want to look at all of it
+        return False  # its manifest is damaged, and somebody may want to look at all of it
     for name in attempts:
         if name != kept:
             storage.remove(f"{folder}/{name}")
+    return is_complete
 
 
 def discard(storage: Where, step: int, token: str) -> None:

@@ -277,8 +277,10 @@ class Keeper:
         """Remove what need not be kept; called beside the loop, when another checkpoint is complete."""
         settings = self._settings
         self._damaged.discard(self._writer.step or 0)  # it was saved again
+        if not settings.keep_last:
+            return
         # What was found damaged is no reason to remove anything, and somebody may want to look at it.
-        good = [step for step in self._checkpoints.steps() if step not in self._damaged]
+        good = [step for step in self._checkpoints.steps_to_prune() if step not in self._damaged]
         for step in to_remove(good, settings.keep_last, settings.keep_every):
             self._checkpoints.remove(step)
 

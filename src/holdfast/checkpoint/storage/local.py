@@ -47,7 +47,7 @@ class LocalStorage:
     def names(self, folder: str) -> list[str]:
         """See :meth:`Storage.names`."""
         try:
-            return sorted(entry.name for entry in (self._root / folder).iterdir())
+            return sorted(os.listdir(self._root / folder))  # a Path for each of thousands takes ten times as long
         except FileNotFoundError:
             return []
         except OSError as error:
