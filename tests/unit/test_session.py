@@ -194,6 +194,22 @@ def test_what_is_registered_goes_back_with_a_step_that_is_taken_back():
     assert counter.count == 7, "once a committed step"
 
 
+@pytest.mark.filterwarnings("ignore:Using backward")
+def test_a_pass_that_makes_a_graph_gives_the_same_gradients():
+    trained = []
+    for makes_graph in (False, True):
+        model, _, session = make(slices=4)
+        for step in session.steps(dataset(), 8, 1):
+            for x, y in step:
+                half = F.cross_entropy(model(x), y) * len(x) / 2
+                half.backward(create_graph=makes_graph)
+                assert not model.weight.grad.requires_grad
+                step.backward(F.cross_entropy(model(x), y) / 2)
+        trained.append(weights(model))
+
+    assert torch.equal(*trained)
+
+
 def test_a_parameter_without_gradient_is_left_alone():
     torch.manual_seed(0)
     model = nn.ModuleDict({"used": nn.Linear(3, 2), "unused": nn.Linear(3, 2)})
