@@ -372,7 +372,7 @@ BAD = {
     "ls runs/a/step-00000020": "is a single checkpoint; name the directory in which it is: runs/a",
     "show nowhere.pt": "there is no 'nowhere.pt'",
     "show notes.txt": "must end with one of .pt, .pth",
-    "show runs/a --step 21": "there is no complete checkpoint of step 21 in runs/a, there are [10, 20, 30]",
+    "show runs/a --step 21": "there is no complete checkpoint of step 21 in runs/a, there are steps 10, 20, 30; ask",
     "show runs/a --step many": "--step must be a whole number, got 'many'",
     "show memory://a/b.pt": "must be on this machine",
     "show a.pt --step 3": "a.pt is one file",
@@ -429,12 +429,34 @@ def test_a_folder_of_dcp_is_read_only_beside_a_manifest(runs, ckpt, printed):
 # --------------------------------------------------------------------------------------------- help, terminals
 
 
-@pytest.mark.parametrize("words", [[], ["--help"]])
-def test_the_commands_are_listed(printed, words):
-    out = printed(*words)
+def test_the_commands_are_listed(printed):
+    out = printed("--help")
 
     assert all(f"\n  {name} " in out for name in COMMANDS)
     assert "..." not in out.split("Commands:")[1]
+
+
+@pytest.mark.parametrize("group", [[], ["ckpt"]])
+def test_a_group_without_a_command_is_wrong_usage_and_shows_which_there_are(capsys, group):
+    said = []
+    for words, code in ((group, 2), ([*group, "--help"], 0)):
+        with pytest.raises(SystemExit) as caught:
+            main(words)
+        assert caught.value.code == code
+        said.append(capsys.readouterr())
+
+    helped, named = said[0].err, " ".join(["holdfast", *group])
+    assert said[0].out == ""
+    assert helped == f"{said[1].out}error: {named} needs a command; those there are stand above\n"
+
+
+def test_of_many_steps_the_first_and_the_last_are_named(ckpt, tmp_path):
+    for step in range(1, 12):
+        write_tensors(tmp_path / "many", step, {}, {}).commit(0)
+
+    _, _, err = ckpt("show", tmp_path / "many", "--step", 77)
+
+    assert "there are steps 1, 2, 3, 4, ..., 8, 9, 10, 11; ask for one that is there" in err
 
 
 @pytest.mark.parametrize("name", COMMANDS)

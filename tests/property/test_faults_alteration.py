@@ -221,7 +221,7 @@ def test_scaling_multiplies_values():
         ({"burst": 2, "mask": "11"}, "burst and mask cannot be given together; choose one"),
         (
             {"burst": 2, "rate": 0.1},
-            "rate is of single bits and does not go with burst; give a count of flips or percent",
+            "rate is of single bits and does not go with burst; give count of flips or percent",
         ),
         ({"scale": float("inf")}, "scale must be finite, got inf; to make values infinite flip bits of their exponent"),
         ({"scale": 2.0, "bits": "sign"}, "scale multiplies whole values and does not go with bits or keep-sign"),

@@ -21,11 +21,14 @@ from holdfast.comm import VirtualCommunicator
 from holdfast.errors import ConfigError
 from holdfast.events import Finished, Recovered, RunStarted, StateHashed, StepCommitted
 from holdfast.faults.plan import FaultPlan, parse
+from holdfast.guard.fingerprint import EVERY_KIND
 from holdfast.links import GENESIS, digest_of_ids, digest_of_parts, link_of
 from holdfast.records import read_run
 from holdfast.report.certified import Certified
 from holdfast.report.files import write_report
 from holdfast.report.parting import compare_runs
+from holdfast.train.hashing import Said, WholeHashes
+from holdfast.train.replica import Replica
 
 
 def plan(*specs):
@@ -134,6 +137,39 @@ def test_a_script_with_two_loops_has_one_certificate(tmp_path):
     assert Certified(found, "it").check() == []
 
 
+class OfWorker1(WholeHashes):
+    """Hashes what worker 1 has of a model, as it does itself where each worker is a process."""
+
+    def __init__(self, replica, comm):
+        super().__init__(replica, comm)
+        self.replica, self.comm = replica, comm
+
+    def window(self, step):
+        numbers = self.replica.own.of_each(self.comm.here, lambda: self._digest.of_step(step, EVERY_KIND))
+        return Said(state=f"{numbers[1]:016x}")
+
+
+@pytest.mark.parametrize("target", ["weights", "optimizer"])
+def test_a_lowest_bit_that_flips_at_who_does_not_lead_is_found_or_nothing_is_left_of_it(tmp_path, monkeypatch, target):
+    """It takes steps to hash all that there is, and until then a bit may be rounded away."""
+    monkeypatch.setattr(Replica, "hashes", lambda replica, comm: OfWorker1(replica, comm))
+
+    def train_flipped(name, flip):
+        folder = tmp_path / name
+        folder.mkdir()
+        train_flip.train(faults=flip, workers=2, guard="off", run_dir=str(folder))
+        found = read_run(folder)
+        return links(found), {(r.sha256, r.state_sha256) for r in found if isinstance(r, Finished)}
+
+    undisturbed, end = train_flipped("quiet", "")
+    flips = [plan(f"flip:rank=1,step=9,target={target},bits=0,seed={seed}") for seed in range(6)]
+    flipped = [train_flipped(str(number), flip) for number, flip in enumerate(flips)]
+
+    assert len(end) == 1
+    assert any(len(ends) == 2 for _, ends in flipped), "of one something is left to the end"
+    assert [ends for made, ends in flipped if made == undisturbed and ends != end] == []
+
+
 def test_the_state_is_hashed_in_turn_and_all_of_it_at_the_ends(quiet):
     steps = [record for record in quiet if isinstance(record, StepCommitted)]
     wholes = [record for record in quiet if isinstance(record, StateHashed)]
@@ -196,10 +232,34 @@ def test_a_bit_that_flips_in_a_part_is_seen_where_the_part_is_hashed_though_noth
     assert (parting.step, parting.what, parting.metrics) == (6, ("state",), {}), "each fourth step is of stage 2"
     assert (parting.same_until, parting.tensors, parting.tensors_step) == (2, ("2.2.weight",), 7)
     assert "part 2: " in parting.where
+    assert parting.workers == (), "of the first run all were right"
+    assert compare_runs(*reversed(runs)).parting.workers == (3,)
     assert runs[1].check() == [], "that is how it was"
     assert runs[1].check_workers()[0].what == (
         "before step 7 workers 2, 3, who hold part 2, had different values in 2.2.weight"
     )
+
+
+def test_of_a_part_that_the_lead_does_not_hold_its_number_is_said_and_who_differs_whoever_writes_last(tmp_path):
+    flip = plan("flip:rank=3,step=3,target=weights,at=2.2.weight,bits=0")
+    flipped = of_split(tmp_path / "flipped", "pipeline", guard="off", faults=flip)
+    at = max(record.step for record in flipped if isinstance(record, StateHashed))
+    first_s = min(record.t_s for record in flipped if isinstance(record, StateHashed) and record.step == at)
+    runs = []
+    for records in (flipped, of_split(tmp_path / "quiet", "pipeline")):
+        told = [
+            dataclasses.replace(r, where="") if isinstance(r, StepCommitted) and not r.whole else r for r in records
+        ]
+        odd = [isinstance(r, StateHashed) and (r.step, r.rank) == (at, 3) for r in told]
+        told = [
+            dataclasses.replace(r, t_s=first_s - 1e-9) if is_odd else r for r, is_odd in zip(told, odd, strict=True)
+        ]
+        runs.append(Certified(told, "it"))
+
+    parting = compare_runs(*runs).parting
+
+    assert (parting.step, parting.where, parting.same_until) == (6, "part 2", 0)
+    assert (parting.tensors, parting.workers) == (("2.2.weight",), (3,))
 
 
 @pytest.mark.parametrize("heard", [True, False], ids=["told", "not told"])

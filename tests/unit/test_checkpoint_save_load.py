@@ -417,14 +417,14 @@ def test_only_complete_steps_are_listed(tmp_path):
 def test_where_nothing_was_saved_there_is_nothing(tmp_path):
     assert steps(tmp_path / "none") == []
     assert newest_intact(tmp_path / "none") is None
-    with pytest.raises(CheckpointMissing, match=r"no complete checkpoint of step 5 in .*, there are none"):
+    with pytest.raises(CheckpointMissing, match=r"no complete checkpoint of step 5 in .*, nor of another"):
         load(tmp_path / "none", 5)
 
 
 def test_a_missing_step_is_answered_with_those_that_there_are(tmp_path):
     saved(tmp_path, 3, 1)
 
-    with pytest.raises(CheckpointMissing, match=r"step 5 in .*, there are \[3\]; ask for one of these"):
+    with pytest.raises(CheckpointMissing, match=r"step 5 in .*, there is step 3; ask for one that is there"):
         load(tmp_path, 5)
 
 

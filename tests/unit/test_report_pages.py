@@ -2,9 +2,11 @@
 
 import dataclasses
 import hashlib
+import itertools
 import math
 import random
 import re
+import statistics
 
 import pytest
 import typer
@@ -35,6 +37,8 @@ from holdfast.report import (
     write_report,
     write_results,
 )
+from holdfast.report.canvas import Canvas
+from holdfast.report.figures import timeline
 from holdfast.report.history import History
 from holdfast.report.lanes import stretches
 
@@ -163,8 +167,27 @@ def test_a_page_of_a_run_shows_every_worker_and_every_failure():
 def test_the_first_recovery_is_enlarged():
     page = render_run(*made_up_report())
 
-    assert any(text.startswith("● known after 6.9 ms") for text in texts(page))
     assert any(text.startswith("milliseconds since the fault") for text in texts(page))
+    assert {"✕ lost", "● a survivor knew, the first after 6.9 ms"} <= set(texts(page)), "each mark is explained"
+    assert any(text.startswith("◆ had decided, the last after 3") for text in texts(page))
+    assert any(text.startswith("┊ step committed, the next after 8") for text in texts(page))
+
+
+def test_no_line_goes_through_the_name_of_a_step(monkeypatch):
+    kept = []
+    monkeypatch.setattr(Canvas, "svg", lambda page, label: kept.append(page.figure) or "")
+    timeline(*made_up_report())
+    kept[0].draw_without_rendering()
+    enlarged = kept[0].axes[1]
+    names = [t.get_window_extent() for t in enlarged.texts if re.fullmatch(r"step \d+", t.get_text())]
+    lines = [
+        line.get_window_extent() for line in enlarged.lines if len({*line.get_xdata()}) == 1 < len(line.get_xdata())
+    ]
+
+    assert len(names) >= 2
+    assert len(lines) >= len(names)
+    assert not [1 for name in names for line in lines if name.y0 < line.y1 and name.x0 <= line.x0 <= name.x1]
+    assert all(one.x1 < other.x0 for one, other in itertools.pairwise(sorted(names, key=lambda name: name.x0)))
 
 
 def made_up_ddp_run(kills=KILLS, steps=STEPS):
@@ -185,7 +208,7 @@ def made_up_ddp_run(kills=KILLS, steps=STEPS):
 def test_an_undisturbed_run_enlarges_nothing():
     page = render_run(*made_up_report(kills=()))
 
-    assert not any("known after" in text for text in texts(page))
+    assert not any("a survivor knew" in text for text in texts(page))
     assert "until a survivor knew" not in page
 
 
@@ -193,6 +216,21 @@ def words_of(page):
     """What a reader sees outside of the pictures, in one line."""
     page = re.sub(r"<svg.*?</svg>|<style>.*?</style>", " ", page, flags=re.DOTALL)
     return " ".join(re.sub(r"<[^>]+>", " ", page).split())
+
+
+def test_the_key_number_of_what_was_learned_says_of_what_it_is():
+    records, wall_s = made_up_run()
+    steps = [record for record in records if isinstance(record, StepCommitted)]
+
+    def said(metrics):
+        own = [dataclasses.replace(r, metrics=metrics) if isinstance(r, Finished) else r for r in records]
+        return words_of(render_run(build_report(own, started=range(4), wall_s=wall_s, seed=0), own))
+
+    mean = statistics.fmean(step.metrics["accuracy"] for step in steps[-20:])
+    assert f"{100 * mean:.2f} % accuracy mean of the last 20 mini-batches" in said(steps[-1].metrics)
+    assert "97.00 % accuracy logged at the end" in said(steps[-1].metrics | {"accuracy": 0.97})
+    assert "91.00 % test accuracy logged at the end" in said(steps[-1].metrics | {"test_accuracy": 0.91})
+    assert "% accuracy of the last mini-batch" in words_of(render_run(made_up_report()[0]))
 
 
 def test_a_page_of_a_torch_distributed_run_claims_nothing_that_is_not_known():

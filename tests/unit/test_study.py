@@ -18,8 +18,20 @@ import pytest
 
 from holdfast.errors import ConfigError
 from holdfast.report import claim_lines, render_study, write_page
+from holdfast.report.study import shown_section
 from holdfast.study import STUDIES, carry_out
-from holdfast.study.base import JOURNAL, MEASURED, NOT_RUN, SHARE, Claim, Options, Pace, Task
+from holdfast.study.base import (
+    JOURNAL,
+    MEASURED,
+    NOT_RUN,
+    SHARE,
+    Claim,
+    Options,
+    Pace,
+    Task,
+    check_parts,
+    parts_left_out,
+)
 from holdfast.study.checkpoint_cost import EVERY, CheckpointCost
 from holdfast.study.checkpoint_cost_claims import hold_claims
 from holdfast.study.checkpoint_cost_page import sections
@@ -165,6 +177,28 @@ def test_the_page_says_where_the_intervals_of_its_study_come_from(tmp_path):
 
     assert "Intervals are counted." in page
     assert "Clopper" not in page
+
+
+def test_a_bar_is_named_by_what_is_not_the_same_in_all():
+    rows = [{"network": "mlp", "workers": workers, "step_s": 1.5} for workers in (11, 12)]
+    section: dict[str, Any] = {"kind": "bars", "title": "Steps", "where": {}, "by": ["network", "workers"]}
+    section |= {"values": [["step_s", "step"]], "unit": "s"}
+
+    def names(shown: dict[str, Any] | None) -> set[str]:
+        assert shown is not None
+        return {text for text in re.findall(r">([^<>]+)</text>", shown["svg"]) if "1" in text and "." not in text}
+
+    assert names(shown_section(section, rows)) == {"11", "12"}
+    assert names(shown_section(section, rows[:1])) == {"mlp 11"}, "one alone has its whole name"
+
+
+def test_a_part_that_is_not_there_is_refused_and_those_not_asked_for_are_said():
+    with pytest.raises(ConfigError, match="--only must be one of cost, spread, got 'goodput'"):
+        check_parts(("cost", "goodput"), ("cost", "spread"))
+    check_parts((), ("cost", "spread"))
+
+    assert parts_left_out(("cost",), ("cost", "spread", "memory")) == ["Parts: spread, memory."]
+    assert parts_left_out((), ("cost", "spread")) == []
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ the digest is taken of that memory: nothing that happens to a file later can cha
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -25,6 +25,9 @@ from holdfast.checkpoint.storage import Reader, Storage, Where, as_storage, step
 from holdfast.errors import CheckpointCorrupt, CheckpointError, CheckpointMissing
 
 _Result = TypeVar("_Result")
+
+_NAMED = 8
+"""So many steps are named one by one; of more, half as many of the first and of the last."""
 
 _scratch = threading.local()
 """Memory of each thread for blocks that are only checked."""
@@ -329,12 +332,19 @@ def _parse(step: int, data: bytes) -> Manifest:
 def _manifest_bytes(storage: Storage, step: int) -> bytes:
     data = storage.read(f"{step_folder(step)}/{MANIFEST_NAME}")
     if data is None:
-        msg = (
-            f"there is no complete checkpoint of step {step} in {storage.url}, there are {steps(storage) or 'none'}; "
-            "ask for one of these"
-        )
+        msg = f"there is no complete checkpoint of step {step} in {storage.url}, {_others(steps(storage))}"
         raise CheckpointMissing(msg)
     return data
+
+
+def _others(there: Sequence[int]) -> str:
+    """Return in words which steps there are instead, of many the first and the last."""
+    if not there:
+        return "nor of another step; name a place that has one"
+    named = [str(step) for step in there]
+    if len(named) > _NAMED:
+        named[_NAMED // 2 : -(_NAMED // 2)] = ["..."]
+    return f"there {'is step' if len(there) == 1 else 'are steps'} {', '.join(named)}; ask for one that is there"
 
 
 def _damaged(storage: Storage, step: int, why: str) -> str:

@@ -21,14 +21,13 @@ from holdfast.cli.report import report
 from holdfast.cli.run import run
 from holdfast.cli.simulate import simulate
 from holdfast.cli.study import study
-from holdfast.cli.tables import clean
+from holdfast.cli.tables import clean, need_command
 from holdfast.cli.verify import verify
 from holdfast.errors import CheckpointCorrupt, CheckpointMissing, ConfigError, HoldfastError, InternalError
 
 app = typer.Typer(
     name="holdfast",
     help="PyTorch training that goes on, to the bit, while workers die.",
-    no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
@@ -54,20 +53,22 @@ _NUMBERS = {"int": "a whole number", "float": "a number"}
 _LIMITS = {"ge": "at least", "gt": "more than", "le": "at most", "lt": "less than"}
 
 
-@app.callback()
+@app.callback(invoke_without_command=True)
 def options(
+    context: typer.Context,
     *,
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
     version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
 ) -> None:
     """Take the options that all commands share."""
+    need_command(context)
 
 
 def main(args: Sequence[str] | None = None) -> NoReturn:
     """Run the command that ``args`` name, and exit: 0 done, 1 failed, 2 wrong usage, 3 damaged data, 4 stopped and saved."""
     words = list(sys.argv[1:] if args is None else args)
     debug = "--debug" in words[:2]  # before the command or right behind it; further on it may be the script's
-    words = [word for place, word in enumerate(words) if place > 1 or word != "--debug"] or ["--help"]
+    words = [word for place, word in enumerate(words) if place > 1 or word != "--debug"]
     if words[:1] == ["--version"]:
         from holdfast import __version__
 

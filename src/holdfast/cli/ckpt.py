@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 
 from holdfast.cli.places import find, find_root, opened
-from holdfast.cli.tables import count, moment, progress, say, size, table, warn
+from holdfast.cli.tables import count, moment, need_command, progress, say, size, table, warn
 from holdfast.errors import CheckpointCorrupt, CheckpointMissing, ConfigError
 
 if TYPE_CHECKING:
@@ -47,8 +47,7 @@ def about(context: typer.Context) -> None:
 
     Example: holdfast ckpt ls runs/a
     """
-    if context.invoked_subcommand is None:
-        print(context.get_help())
+    need_command(context)
 
 
 @ckpt.command("ls")

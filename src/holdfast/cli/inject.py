@@ -55,39 +55,33 @@ def inject(
 
     Example: holdfast inject model.h5 --flips 10 --bits critical --seed 1 --record flips.json -o altered.h5
     """
-    from holdfast.faults.alteration import Alteration
     from holdfast.faults.files import find
     from holdfast.faults.inject import inject as carry_out
+    from holdfast.faults.reading import NotAllowed
 
     options: dict[str, Any] = {
         "flips": flips, "percent": percent, "rate": rate, "probability": probability, "bits": bits, "burst": burst,
         "mask": mask, "scale": scale, "keep-sign": keep_sign, "no-nan": no_nan, "law": law, "seed": seed,
     }  # fmt: skip
-    what: Alteration | Replay
-    if replay is not None:
-        what = _replay(replay, map_, partly, options | {"at": at})
-    else:
-        for name, given in (("--map", map_), ("--partly", partly)):
-            if given:
-                msg = f"{name} goes with --replay; give a record, or leave it out"
-                raise ConfigError(msg)
-        what = Alteration(
-            count=options.pop("flips"),
-            finite=options.pop("no-nan"),
-            keep_sign=options.pop("keep-sign"),
-            **options,
+    try:
+        what = (
+            _alteration(map_, partly, options)
+            if replay is None
+            else _replay(replay, map_, partly, options | {"at": at})
         )
-    with progress(f"altering {file}"):
-        done = carry_out(
-            find(file),
-            what,
-            at=at or (),
-            out=out,
-            in_place=in_place,
-            dry_run=dry_run,
-            keep_digests=keep_digests,
-            record=record,
-        )
+        with progress(f"altering {file}"):
+            done = carry_out(
+                find(file),
+                what,
+                at=at or (),
+                out=out,
+                in_place=in_place,
+                dry_run=dry_run,
+                keep_digests=keep_digests,
+                record=record,
+            )
+    except NotAllowed as error:
+        raise ConfigError(error.named(_option)) from error
     if as_json:
         _print_json(done)
     else:
@@ -95,6 +89,23 @@ def inject(
 
 
 _DEFAULTS: dict[str, Any] = {"probability": 1.0, "bits": "all", "burst": 1, "law": "values", "seed": 0}
+_OPTIONS = {"count": "--flips", "finite": "--no-nan", "keep_sign": "--keep-sign"}
+"""Of fields of an alteration; of the others it is their name."""
+
+
+def _option(name: str) -> str:
+    return _OPTIONS.get(name, f"--{name}")
+
+
+def _alteration(map_: Path | None, partly: bool, options: dict[str, Any]) -> Alteration:
+    from holdfast.faults.alteration import Alteration
+
+    for name, given in (("--map", map_), ("--partly", partly)):
+        if given:
+            msg = f"{name} goes with --replay; give a record, or leave it out"
+            raise ConfigError(msg)
+    fields = {option.removeprefix("--"): name for name, option in _OPTIONS.items()}
+    return Alteration(**{fields.get(name, name): value for name, value in options.items()})
 
 
 def _replay(record: Path, map_: Path | None, partly: bool, options: dict[str, Any]) -> Replay:

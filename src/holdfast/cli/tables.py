@@ -11,6 +11,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+import typer
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -78,6 +80,14 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[object]], indent: int 
 def warn(text: str) -> None:
     """Print a line on stderr."""
     print(clean(text), file=sys.stderr)
+
+
+def need_command(context: typer.Context) -> None:
+    """Show the help of a group of commands on stderr where none of them is named, and exit as for other wrong usage."""
+    if context.invoked_subcommand is None:
+        print(context.get_help(), file=sys.stderr)
+        print(f"error: {context.command_path} needs a command; those there are stand above", file=sys.stderr)
+        raise typer.Exit(2)
 
 
 @contextmanager

@@ -21,6 +21,8 @@ _WRONG = 3
 """The exit code if something is not as it was certified, or does not come out again."""
 _MOST = 10
 """Findings that are printed."""
+_NAMED = 5
+"""Tensors that are named."""
 
 
 def verify(
@@ -170,4 +172,10 @@ def _lines(parting: Parting, source: str) -> list[str]:
         if parting.same_until >= 0:
             since = f"; it was last right before step {parting.same_until}, and what altered it lies in between"
         lines.append(f"  the state in {parting.where}{since}")
+    if parting.workers:
+        whose = f"worker{'s' if len(parting.workers) > 1 else ''} {', '.join(map(str, parting.workers))}"
+        more = f" and {len(parting.tensors) - _NAMED} more" if len(parting.tensors) > _NAMED else ""
+        lines.append(
+            f"  before step {parting.tensors_step} {whose} had other values in {', '.join(parting.tensors[:_NAMED])}{more}"
+        )
     return lines

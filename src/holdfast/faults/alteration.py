@@ -17,8 +17,8 @@ from typing import Any, NoReturn, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from holdfast.errors import ConfigError
 from holdfast.faults.formats import FIELDS, Format, Raw
+from holdfast.faults.reading import NotAllowed
 
 LAWS = ("values", "tensors")
 
@@ -76,7 +76,7 @@ class Alteration:
     One of ``count``, ``percent`` and ``rate`` is given; with none of them, one value is altered.
 
     Raises:
-        ConfigError: if a value is not allowed.
+        NotAllowed: if a value is not allowed.
     """
 
     count: int | None = None
@@ -107,8 +107,8 @@ class Alteration:
 
     def __post_init__(self) -> None:
         if sum(given is not None for given in (self.count, self.percent, self.rate)) > 1:
-            _refuse("one of count of flips, percent and rate is allowed, got more; leave the others out")
-        _check("count of flips", self.count, self.count is None or self.count >= 1, "at least 1")
+            _refuse("one of {count}, {percent} and {rate} is allowed, got more; leave the others out")
+        _check("count", self.count, self.count is None or self.count >= 1, "at least 1")
         _check("percent", self.percent, self.percent is None or 0 < self.percent <= 100, "above 0 and at most 100")
         _check("rate", self.rate, self.rate is None or 0 < self.rate <= 1, "above 0 and at most 1")
         _check("probability", self.probability, 0 < self.probability <= 1, "above 0 and at most 1")
@@ -116,18 +116,17 @@ class Alteration:
         _check("law", self.law, self.law in LAWS, f"one of {', '.join(LAWS)}")
         _check("seed", self.seed, self.seed >= 0, "at least 0")
         if self.scale is not None and not math.isfinite(self.scale):
-            _refuse(f"scale must be finite, got {self.scale}; to make values infinite flip bits of their exponent")
+            _refuse("{scale} must be finite, got {}; to make values infinite flip bits of their exponent", self.scale)
         if self.mask is not None and (not self.mask or set(self.mask) - {"0", "1"} or "1" not in self.mask):
-            _refuse(f"mask must be zeros and ones with a one among them, as 1011, got {self.mask!r}")
-        together = [
-            name for name, given in (("burst", self.burst > 1), ("mask", self.mask), ("scale", self.scale)) if given
-        ]
+            _refuse("{mask} must be zeros and ones with a one among them, as 1011, got {!r}", self.mask)
+        ways = (("{burst}", self.burst > 1), ("{mask}", self.mask), ("{scale}", self.scale))
+        together = [name for name, given in ways if given]
         if len(together) > 1:
             _refuse(f"{' and '.join(together)} cannot be given together; choose one")
         if together and self.rate is not None:
-            _refuse(f"rate is of single bits and does not go with {together[0]}; give a count of flips or percent")
+            _refuse(f"{{rate}} is of single bits and does not go with {together[0]}; give {{count}} or {{percent}}")
         if self.scale is not None and (self.bits != "all" or self.keep_sign):
-            _refuse("scale multiplies whole values and does not go with bits or keep-sign; leave these out")
+            _refuse("{scale} multiplies whole values and does not go with {bits} or {keep_sign}; leave these out")
         self._parse_bits()
 
     @property
@@ -156,8 +155,9 @@ class Alteration:
         ends = (first, last if colon else first)
         if not all(end.isascii() and end.isdigit() and int(end) < 64 for end in ends) or int(ends[0]) > int(ends[1]):
             _refuse(
-                f"bits must be one of {', '.join(FIELDS)}, a number from 0 to 63 or FIRST:LAST, counted from the least "
-                f"significant bit, got {self.bits!r}"
+                "{bits} must be one of {}, a number from 0 to 63 or FIRST:LAST, counted from the least significant bit, got {!r}",
+                ", ".join(FIELDS),
+                self.bits,
             )
         return int(ends[0]), int(ends[1])
 
@@ -252,7 +252,7 @@ class _Sites:
             wanted = 1 if given.count is None else given.count
         if wanted > total:
             what = "bits" if self._by_bit else "values"
-            _refuse(f"count of flips must be at most {total}, the {what} that may be altered, got {wanted}")
+            _refuse("{count} must be at most {}, the {} that may be altered, got {}", total, what, wanted)
         return int(rng.binomial(wanted, given.probability)) if given.probability < 1 else wanted
 
     def draw(
@@ -387,8 +387,8 @@ def _rising(rng: np.random.Generator, count: int, total: int) -> NDArray[np.int6
 
 def _check(name: str, value: object, is_allowed: bool, allowed: str) -> None:
     if not is_allowed:
-        _refuse(f"{name} must be {allowed}, got {value!r}")
+        _refuse(f"{{{name}}} must be {{}}, got {{!r}}", allowed, value)
 
 
-def _refuse(what: str) -> NoReturn:
-    raise ConfigError(what)
+def _refuse(what: str, *values: object) -> NoReturn:
+    raise NotAllowed(what, *values)

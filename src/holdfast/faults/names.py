@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
-from holdfast.errors import ConfigError
+from holdfast.faults.reading import NotAllowed
 
 
 def chosen(named: Mapping[str, Any], patterns: Sequence[str]) -> dict[str, Any]:
@@ -18,13 +18,13 @@ def chosen(named: Mapping[str, Any], patterns: Sequence[str]) -> dict[str, Any]:
             None: all.
 
     Raises:
-        ConfigError: if one of them fits nothing.
+        NotAllowed: if one of them fits nothing.
     """
     for pattern in patterns:
         if not any(_fits(path, pattern) for path in named):
             shown = ", ".join(list(named)[:8]) + (", ..." if len(named) > 8 else "")
-            msg = f"at must be, begin or match one of {shown or 'no name: there is nothing'}, got {pattern!r}"
-            raise ConfigError(msg)
+            msg = "{at} must be, begin or match one of {}, got {!r}"
+            raise NotAllowed(msg, shown or "no name: there is nothing", pattern)
     return {path: what for path, what in named.items() if not patterns or any(_fits(path, p) for p in patterns)}
 
 

@@ -2,10 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from string import Formatter
 from typing import Any, NoReturn
 
 from holdfast.errors import ConfigError
+
+
+class NotAllowed(ConfigError):
+    """A value is not allowed, which its giver may know by another name than we.
+
+    Args:
+        what: What is wrong, the names of values in braces, as ``{keep_sign}``.
+        values: What goes into its empty braces.
+    """
+
+    def __init__(self, what: str, *values: object) -> None:
+        super().__init__(what, *values)
+        self._what, self._values = what, values
+
+    def __str__(self) -> str:
+        return self.named(lambda name: _WORDS.get(name, name.replace("_", "-")))
+
+    def named(self, name_of: Callable[[str], str]) -> str:
+        """Return what is wrong, each value by the name that ``name_of`` returns."""
+        names = {name: name_of(name) for _, name, _, _ in Formatter().parse(self._what) if name}
+        return self._what.format(*self._values, **names)
+
+
+_WORDS = {"count": "count of flips"}
+"""Names that say too little where they stand alone."""
 
 
 def refuse(what: str) -> NoReturn:

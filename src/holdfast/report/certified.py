@@ -64,6 +64,23 @@ class Certified:
                 if record.parts:
                     self._parts.setdefault((record.step, record.part), []).append(record)
 
+    @property
+    def parts(self) -> int:
+        """Parts that the model is split into, 0 where it is not."""
+        return next((records[0].parts for records in self._parts.values()), 0)
+
+    def holders(self, step: int) -> list[StateHashed]:
+        """Return what holders of the parts of a split model hashed before a step; those of one history, as far as their links say."""
+        return [r for (at, _), records in sorted(self._parts.items()) if at == step for r in _alike(records)]
+
+    def digests(self, step: int) -> dict[str, set[str]]:
+        """Return the digests of all tensors before a step, by path: several of one in which those who hold it differ."""
+        found: dict[str, set[str]] = {}
+        for tensors in [holder.tensors for holder in self.holders(step)] or [self.wholes.get(step, {})]:
+            for path, digest in tensors.items():
+                found.setdefault(path, set()).add(digest)
+        return found
+
     def _why_none(self) -> str:
         if not self.lines:
             return f"{self.name} has no records of committed steps: give the folder that `holdfast run --report` wrote"
@@ -189,8 +206,8 @@ class Certified:
 
     @staticmethod
     def _odd_holders(records: Sequence[StateHashed]) -> list[str]:
-        """Return the tensors of a part in which its holders differ; those of one history, as far as their links say."""
-        alike = [record for record in records if record.link == records[-1].link]
+        """Return the tensors of a part in which its holders differ."""
+        alike = _alike(records)
         return [path for path in alike[-1].tensors if len({record.tensors.get(path) for record in alike}) > 1]
 
     def _other_ends(self) -> Iterator[Finding]:
@@ -198,6 +215,11 @@ class Certified:
         if len({(end.sha256, end.state_sha256) for end in ends}) > 1:
             ranks = ", ".join(str(end.rank) for end in ends)
             yield Finding(step=ends[0].step, what=f"step {ends[0].step}: workers {ranks} ended with different states")
+
+
+def _alike(records: Sequence[StateHashed]) -> list[StateHashed]:
+    """Return those of one history, as far as their links say."""
+    return [record for record in records if record.link == records[-1].link]
 
 
 def _link(before: str, line: StepCommitted) -> str:

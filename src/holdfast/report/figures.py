@@ -46,7 +46,7 @@ def timeline(report: Mapping[str, Any], records: Sequence[Record]) -> str:
         draw_legend(main, _LEFT_IN, history)
         if zoomed:
             detail = page.axes(_LEFT_IN, 0.5, width, lanes_in + 0.25)
-            draw_zoom(detail, main, history, zoomed, report["step_s"]["p50"])
+            draw_zoom(detail, _LEFT_IN, main, history, zoomed, report["step_s"]["p50"])
         return page.svg(
             f"Timeline of {count(len(history.ranks), history.worker)}, {count(len(history.failures), 'failure')}"
         )

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
+import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from holdfast.errors import ConfigError
-from holdfast.events import Record
+from holdfast.events import Record, StepCommitted
 from holdfast.records import load_events
 from holdfast.report import words
 from holdfast.report.canvas import kept_in
@@ -22,6 +24,8 @@ if TYPE_CHECKING:
 
 _FEW = 6
 """So many workers are named one by one under a number."""
+_RECENT = 20
+"""Over so many steps the key number of what was learned is a mean: that of a single mini-batch says little."""
 
 
 def render_run(report: Mapping[str, Any], records: Sequence[Record] = (), title: str = "") -> str:
@@ -40,7 +44,7 @@ def render_run(report: Mapping[str, Any], records: Sequence[Record] = (), title:
         .render(
             title=title or _title(report),
             report=report,
-            tiles=_tiles(report),
+            tiles=[*_tiles(report), *_learned(report, records)],
             timeline=timeline(report, records),
             curves=curves(report, records),
             lost_ids=_lost_ids(report),
@@ -148,7 +152,7 @@ def _title(report: Mapping[str, Any]) -> str:
 
 def _tiles(report: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     """Return the key numbers: value, what it is, what to know about it."""
-    failures, samples, metrics = report["failures"], report["samples"], report["metrics"]
+    failures, samples = report["failures"], report["samples"]
     tiles = [(words.number(report["steps"]), "steps committed", f"in {words.seconds(report['wall_s'])}")]
     steps_matter = report["steps"] > 0 or not words.is_distributed(report)
     if steps_matter:
@@ -166,11 +170,38 @@ def _tiles(report: Mapping[str, Any]) -> list[tuple[str, str, str]]:
         tiles.append(_who_finished(report))
     else:
         tiles.append((words.number(samples["committed"]), "samples in the weights", _sample_note(samples)))
-    if "accuracy" in metrics:
-        tiles.append((words.percent(metrics["accuracy"], digits=2), "accuracy", "last logged"))
-    elif "loss" in metrics:
-        tiles.append((words.number(metrics["loss"]), "loss", "last logged"))
     return tiles
+
+
+def _learned(report: Mapping[str, Any], records: Sequence[Record]) -> list[tuple[str, str, str]]:
+    """Return the key number of what was learned: what the script logged behind the last step, else a mean over the last ones."""
+    metrics = report["metrics"]
+    by_number = {r.step: r for r in sorted(records, key=lambda r: r.t_s) if isinstance(r, StepCommitted)}
+    steps = [step for _, step in sorted(by_number.items())]
+    of_steps: dict[str, float | None] = {}
+    for step in steps:
+        of_steps |= {name: value if math.isfinite(value) else None for name, value in step.metrics.items()}
+    at_end = [name for name in metrics if steps and (name not in of_steps or of_steps[name] != metrics[name])]
+    measured = [name for name in at_end if "accuracy" in name.lower() and 0 <= (metrics[name] or 0) <= 1]
+    for name in (*measured, "accuracy", "loss"):
+        if name not in metrics:
+            continue
+        value, note = metrics[name], "of the last mini-batch"
+        recent = [step for step in steps if name in step.metrics][-_RECENT:]
+        if name in at_end:
+            note = "logged at the end"
+        elif len(recent) > 1:
+            value, note = _mean(name, recent), f"mean of the last {len(recent)} mini-batches"
+        shown = words.number(value) if name == "loss" else words.percent(value, digits=2)
+        return [(shown, name.replace("_", " "), note)]
+    return []
+
+
+def _mean(name: str, steps: Sequence[StepCommitted]) -> float | None:
+    """Return the mean of a metric over the samples of some steps, None if it is no number."""
+    weights = [max(step.samples, 1) for step in steps]  # all samples of a step may be lost
+    mean = statistics.fmean([step.metrics[name] for step in steps], weights)
+    return mean if math.isfinite(mean) else None
 
 
 def _slowest(failures: Sequence[Mapping[str, Any]], key: str, what: str) -> tuple[str, str, str]:

@@ -17,11 +17,15 @@ if TYPE_CHECKING:
 
 _BAR = 0.62
 _MIN_SHADE_PT = 2.0
-_NAME_ROOM = 0.13
+_NAME_ROOM = 0.1
 """Share of the width that the name of a step needs."""
 _HEADROOM = 0.95
 """Lanes left free above the first, for the names of the committed steps."""
+_MOST_COMMITS = 24
+"""Of more committed steps only the one that ends a recovery is shown beside it."""
 _EDGE = "white"
+_PAPER = {"facecolor": "white", "edgecolor": "none", "pad": 0.8}
+"""Lies below words, so that no line goes through them."""
 _LETTER_PT = 4.6
 """Width of a letter of the legend, about."""
 
@@ -91,7 +95,9 @@ def draw_lanes(axes: Axes, history: History, wall_s: float) -> None:
     _draw_silences(axes, history, lanes)
     _draw_comings(axes, history, lanes)
     axes.set_xlabel(
-        f"seconds since the start{'; before the left edge workers were starting' if begin_s else ''}", loc="left"
+        f"seconds since the start{'; before the left edge workers were starting' if begin_s else ''}",
+        loc="left",
+        bbox=_PAPER,
     )
 
 
@@ -114,32 +120,41 @@ def draw_legend(axes: Axes, left_in: float, history: History) -> None:
         marks.append(("▶ joined", style.DECIDED))
     if history.of(Left):
         marks.append(("◀ left as it was told to", style.SOFT))
+    _write_legend(axes, left_in, marks)
+
+
+def _write_legend(axes: Axes, left_in: float, marks: Sequence[tuple[str, str]]) -> None:
+    """Write words in their colours in a line above the axes, from so far left of them."""
     place = -left_in * 72
     for words, color in marks:
         axes.annotate(
             words, (0, 1), xycoords="axes fraction", xytext=(place, 7), textcoords="offset points",
-            ha="left", va="bottom", fontsize=9, color=color,
+            ha="left", va="bottom", fontsize=9, color=color, bbox=_PAPER,
         )  # fmt: skip
         place += len(words) * _LETTER_PT + 20
 
 
-def draw_zoom(axes: Axes, main: Axes, history: History, failures: Sequence[Failure], step_s: float | None) -> None:
+def draw_zoom(
+    axes: Axes, left_in: float, main: Axes, history: History, failures: Sequence[Failure], step_s: float | None
+) -> None:
     """Draw one recovery: who knew when, who had decided when, when the next step was committed."""
     lanes = _prepare(axes, history)
     zero_s, end_s = failures[0].t_s, max(f.resumed_s or f.t_s for f in failures)
     took_s = end_s - zero_s
     pad_s = max(0.12 * took_s, min(1.3 * (step_s or 0), 0.5 * took_s))
     axes.set_xlim(zero_s - pad_s, end_s + pad_s * 1.35)
-    axes.set_ylim(top=axes.get_ylim()[1] + _HEADROOM)
+    bottom, top = axes.get_ylim()
+    axes.set_ylim(top=top + _HEADROOM)
+    up_to = (top - bottom) / (top + _HEADROOM - bottom)
     _draw_work(axes, history, lanes, axes.get_xlim()[1])
-    axes.axvspan(zero_s, end_s, color=style.RECOVERY, alpha=0.45, linewidth=0, zorder=1.5)
-    _draw_commits(axes, history, end_s)
+    axes.axvspan(zero_s, end_s, ymax=up_to, color=style.RECOVERY, alpha=0.45, linewidth=0, zorder=1.5)
+    _draw_commits(axes, history, end_s, up_to)
     _draw_survivors(axes, history, failures, lanes)
     _draw_silences(axes, history, lanes)
     for failure in failures:
         _draw_death(axes, failure, lanes[failure.rank], axes.get_xlim()[1], label=True)
     _unit_ticks(axes, zero_s, "the fault" if failures[0].injected else "the first survivor knew")
-    _brackets(axes, failures, zero_s, end_s)
+    _write_legend(axes, left_in, _marks_of_zoom(axes, history, failures, zero_s, end_s))
     _tie(axes, main)
 
 
@@ -196,7 +211,7 @@ def _draw_death(axes: Axes, failure: Failure, lane: int, right_s: float, *, labe
     axes.annotate(
         words, (failure.t_s, lane), xytext=(-9 if flip else 9, 0), textcoords="offset points",
         ha="right" if flip else "left", va="center_baseline", color=style.DEATH, fontsize=8.5, zorder=7,
-        bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.75, "pad": 0.8},
+        bbox=_PAPER,
     )  # fmt: skip
 
 
@@ -224,26 +239,30 @@ def _draw_comings(axes: Axes, history: History, lanes: dict[int, int]) -> None:
         _mark(axes, left.t_s, lanes[left.rank], "<", style.SOFT, size=9)
 
 
-def _draw_commits(axes: Axes, history: History, end_s: float) -> None:
+def _draw_commits(axes: Axes, history: History, end_s: float, up_to: float) -> None:
+    """Draw when steps were committed, as lines up to a share of the height; their names stand above them, where no line goes."""
     left, right = axes.get_xlim()
     shown = [c for c in history.commits if left <= c.t_s <= right]
-    for commit in shown if len(shown) <= 24 else [c for c in shown if c.t_s == end_s]:
-        axes.axvline(commit.t_s, color=style.INK, linewidth=0.8, linestyle=(0, (1, 2)), zorder=3)
-    _name_commits(axes, shown if len(shown) <= 8 else [c for c in shown if c.t_s == end_s])
-
-
-def _name_commits(axes: Axes, commits: Sequence[StepCommitted]) -> None:
-    left, right = axes.get_xlim()
-    named_s = -math.inf
-    for commit in commits:
-        if commit.t_s - named_s < _NAME_ROOM * (right - left):
-            continue
-        named_s = commit.t_s
-        flip = commit.t_s > left + 0.9 * (right - left)
+    if len(shown) > _MOST_COMMITS:
+        shown = [c for c in shown if c.t_s == end_s]
+    for commit in shown:
+        axes.axvline(commit.t_s, ymax=up_to, color=style.INK, linewidth=0.8, linestyle=(0, (1, 2)), zorder=3)
+    room_s = _NAME_ROOM * (right - left)
+    for commit in _named(shown, end_s, room_s):
         axes.annotate(
-            f"step {commit.step}", (commit.t_s, 1), xycoords=("data", "axes fraction"), xytext=(-4 if flip else 4, -3),
-            textcoords="offset points", ha="right" if flip else "left", va="top", fontsize=8.5, color=style.SOFT, zorder=7,
+            f"step {commit.step}", (commit.t_s, up_to), xycoords=("data", "axes fraction"), xytext=(0, 1),
+            textcoords="offset points", ha="right" if commit.t_s > right - room_s / 3 else "center", va="bottom",
+            fontsize=8.5, color=style.SOFT, zorder=7,
         )  # fmt: skip
+
+
+def _named(commits: Sequence[StepCommitted], end_s: float, room_s: float) -> list[StepCommitted]:
+    """Return the commits that have room for their names; the one at ``end_s`` has it before all others."""
+    named = [commit for commit in commits if commit.t_s == end_s][:1]
+    for commit in commits:
+        if all(abs(commit.t_s - other.t_s) >= room_s for other in named):
+            named.append(commit)
+    return named
 
 
 def _draw_survivors(axes: Axes, history: History, failures: Sequence[Failure], lanes: dict[int, int]) -> None:
@@ -273,24 +292,25 @@ def _unit_ticks(axes: Axes, zero_s: float, zero: str) -> None:
     axes.set_xlabel(f"{unit} since {zero}: the first recovery, enlarged", loc="left")
 
 
-def _brackets(axes: Axes, failures: Sequence[Failure], zero_s: float, end_s: float) -> None:
-    """Write above the lanes how long it took until somebody knew, all had decided, and the next step was in."""
+def _marks_of_zoom(
+    axes: Axes, history: History, failures: Sequence[Failure], zero_s: float, end_s: float
+) -> list[tuple[str, str]]:
+    """Return what the marks mean, and how long it took until somebody knew, all had decided, and the next step was in."""
+    left, right = axes.get_xlim()
     known = min((f.known_s for f in failures if f.known_s is not None and f.injected), default=None)
     decided = failures[0].decided_s
-    decision = "job started again" if failures[0].decision == "restart" else "◆ decided"
-    marks = [(t, f"{words} {seconds(t - zero_s)}", color) for t, words, color in (
-        (known, "● known after", style.SEEN),
-        (decided, f"{decision} after", style.DECIDED),
-        (end_s, "┊ next step committed after", style.INK),
-    ) if t is not None]  # fmt: skip
-    place = 0.0
-    for _, words, color in marks:
-        axes.annotate(
-            words, (place, 1), xycoords="axes fraction", xytext=(0, 6), textcoords="offset points",
-            ha="left", va="bottom", fontsize=9, color=color, fontweight="bold",
-            bbox={"facecolor": "white", "edgecolor": "none", "pad": 1},
-        )  # fmt: skip
-        place += 0.27
+    marks = [("✕ lost", style.DEATH)]
+    if any(left <= fenced.t_s and fenced.t_s - fenced.silent_s <= right for fenced in history.of(WorkerFenced)):
+        marks.append(("╌ no sign of life", style.DEATH))
+    if failures[0].known_s is not None:
+        first = "" if known is None else f", the first after {seconds(known - zero_s)}"
+        marks.append((f"● a survivor knew{first}", style.SEEN))
+    if decided is not None:
+        took = seconds(decided - zero_s)
+        again = failures[0].decision == "restart"
+        words = f"job started again after {took}" if again else f"◆ had decided, the last after {took}"
+        marks.append((words, style.DECIDED))
+    return [*marks, (f"┊ step committed, the next after {seconds(end_s - zero_s)}", style.INK)]
 
 
 def _tie(axes: Axes, main: Axes) -> None:

@@ -26,6 +26,7 @@ class Parting:
         same_until: The last step before which that part of the state was hashed, and was the same; -1 if there is none.
         tensors: Those of them that differ, where both runs hashed all tensors before that step, or before a later one.
         tensors_step: Which step that is, -1 for none.
+        workers: Of a model that is split, those of the first run who had values in them then that nobody had in the other.
         metrics: Those that differ, with both values.
     """
 
@@ -35,6 +36,7 @@ class Parting:
     same_until: int = -1
     tensors: tuple[str, ...] = ()
     tensors_step: int = -1
+    workers: tuple[int, ...] = ()
     metrics: Mapping[str, tuple[float | None, float | None]]
 
 
@@ -78,7 +80,7 @@ def _describe(one: Certified, other: Certified, step: int, what: tuple[str, ...]
     a, b = one.steps[step], other.steps[step]
     names = [*a.metrics, *(name for name in b.metrics if name not in a.metrics)]
     values = {name: (a.metrics.get(name), b.metrics.get(name)) for name in names}
-    where = (a.where or b.where) if "state" in what else ""
+    where = (a.where or b.where or _part(one, step)) if "state" in what else ""
     tensors_step, tensors = _tensors(one, other, step)
     return Parting(
         step=step,
@@ -87,8 +89,14 @@ def _describe(one: Certified, other: Certified, step: int, what: tuple[str, ...]
         same_until=max(_same_before(one, other, step, where), default=-1) if where else -1,
         tensors=tensors,
         tensors_step=tensors_step,
+        workers=_workers(one, other, tensors_step),
         metrics={name: pair for name, pair in values.items() if pair[0] != pair[1]} if "metrics" in what else {},
     )
+
+
+def _part(run: Certified, step: int) -> str:
+    """Return the part of a split model that a step hashes a window of; in the records of a lead that does not hold it no more stands."""
+    return f"part {step % run.parts}" if run.parts else ""
 
 
 def _same_before(one: Certified, other: Certified, step: int, where: str) -> Iterator[int]:
@@ -105,11 +113,22 @@ def _where(line: StepCommitted, other: Certified, step: int) -> str:
 def _tensors(one: Certified, other: Certified, step: int) -> tuple[int, tuple[str, ...]]:
     """Return the first step from ``step`` on before which both hashed all tensors and some differ, and which."""
     for at in sorted(number for number in one.wholes if number in other.wholes and number >= step):
-        a, b = one.wholes[at], other.wholes[at]
+        a, b = one.digests(at), other.digests(at)
         paths = [*a, *(path for path in b if path not in a)]
         if odd := tuple(path for path in paths if a.get(path) != b.get(path)):
             return at, odd
     return -1, ()
+
+
+def _workers(one: Certified, other: Certified, step: int) -> tuple[int, ...]:
+    """Return the holders of parts, of the first run, who had values before a step that nobody had in the second."""
+    known = other.digests(step)
+    odd = {
+        r.rank
+        for r in one.holders(step)
+        if any(digest not in known.get(path, ()) for path, digest in r.tensors.items())
+    }
+    return tuple(sorted(odd))
 
 
 def _at_the_end(one: Certified, other: Certified, last: int) -> Parting | None:
@@ -120,7 +139,9 @@ def _at_the_end(one: Certified, other: Certified, last: int) -> Parting | None:
     if (ends[0].sha256, ends[0].state_sha256) == (ends[1].sha256, ends[1].state_sha256):
         return None
     step, tensors = _tensors(one, other, last + 1)
-    return Parting(step=last + 1, what=(), tensors=tensors, tensors_step=step, metrics={})
+    return Parting(
+        step=last + 1, what=(), tensors=tensors, tensors_step=step, workers=_workers(one, other, step), metrics={}
+    )
 
 
 def different_settings(runs: Sequence[Certified], reports: Sequence[Mapping[str, Any]]) -> dict[str, tuple[Any, Any]]:

@@ -28,7 +28,7 @@ _NAMES_IN = 1.9
 _BAR_IN = 0.3
 _LEGEND_COLUMNS, _LEGEND_ROW_IN = 4, 0.22
 _MARK_IN, _LETTER_IN = 0.6, 0.075
-"""What an entry of a legend takes beside its letters, and a letter at most."""
+"""What an entry of a legend takes beside its letters; and a letter, of any words, at most."""
 _KEY_IN = 2.1
 
 
@@ -38,12 +38,12 @@ def stacked_bars(section: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) 
     With ``range``, a line goes from the least sum of a group's rows to the greatest. With ``whole`` all bars are as long as that
     many, which is then not written behind each.
     """
-    groups = grouped(rows, section["by"])
+    groups = _told_apart(rows, section["by"])
     if not any(row.get(key) for row in rows for key, _ in section["values"]):
         return ""
-    height = _BAR_IN * len(groups)
+    height, names_in = _BAR_IN * len(groups), max(_NAMES_IN, _LETTER_IN * max(map(len, groups)))
     with canvas(height + 1.0) as page:
-        axes = page.axes(_NAMES_IN, 0.55, WIDTH_IN - _NAMES_IN - 0.6, height)
+        axes = page.axes(names_in, 0.55, WIDTH_IN - names_in - 0.6, height)
         ends = [0.0] * len(groups)
         for (key, name), color in zip(section["values"], _PALETTE, strict=False):
             sizes = [middle([row.get(key) for row in group]) or 0.0 for group in groups.values()]
@@ -65,7 +65,7 @@ def stacked_bars(section: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) 
                 va="center",
                 color=style.SOFT,
             )
-        axes.set_yticks(range(len(groups)), [" ".join(key) for key in groups])
+        axes.set_yticks(range(len(groups)), list(groups))
         axes.set_ylim(len(groups) - 0.5, -0.5)
         axes.set_xlim(0, section.get("whole"))
         axes.set_xlabel(section["unit"])

@@ -4,8 +4,8 @@ A study says under ``page`` how its rows are shown, section by section:
 
 * ``table``: rows that agree in ``by`` are one line; a column is ``[key, heading, unit]``, numbers are medians; where they are
   texts or counts of something, a fourth word says of what: ``[key, heading, "text", "iterations"]``;
-* ``bars``: a bar for each group in ``by``, stacked from the medians of ``values``, ``[key, name]`` each; ``range`` adds that of
-  the rows' sums;
+* ``bars``: a bar for each group in ``by``, named by what of it is not the same in all, stacked from the medians of ``values``,
+  ``[key, name]`` each; ``range`` adds that of the rows' sums;
 * ``lines``: a line for each group in ``series`` over ``x``; rows that are not ``measured`` are hollow;
 * ``points``: a point for each row at ``x`` and ``y``, with its ``interval``, coloured by ``series``;
 * ``intervals``: a line for each group in ``by``, on it a point for each row, at ``x``, with its ``interval``;

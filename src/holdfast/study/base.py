@@ -12,7 +12,7 @@ import os
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -138,6 +138,28 @@ class Study(Protocol):
     def page(self, rows: Sequence[Row]) -> list[dict[str, Any]]:
         """Return the sections of the page; :func:`holdfast.report.study.render_study` says what a section may be."""
         ...
+
+
+def check_parts(only: Sequence[str], known: Collection[str]) -> None:
+    """Make sure that all parts of a study that are asked for are there.
+
+    Args:
+        only: What was given with ``--only``.
+        known: What there is.
+
+    Raises:
+        ConfigError: if one is not.
+    """
+    for name in only:
+        if name not in known:
+            msg = f"--only must be one of {', '.join(known)}, got {name!r}"
+            raise ConfigError(msg)
+
+
+def parts_left_out(only: Sequence[str], known: Collection[str]) -> list[str]:
+    """Return in a sentence which parts of a study are not done because others were asked for; none if all are done."""
+    missing = [name for name in known if only and name not in only]
+    return [f"Parts: {', '.join(missing)}."] if missing else []
 
 
 def carry_out(study: Study, options: Options, say: Callable[[str], None] = lambda _: None) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from holdfast.errors import ConfigError
-from holdfast.study.base import EXTRAPOLATED, MEASURED, NOT_RUN, Claim, Options, Row, Task
+from holdfast.study.base import EXTRAPOLATED, MEASURED, NOT_RUN, Claim, Options, Row, Task, check_parts
 from holdfast.study.checkpoint_cost_claims import hold_claims
 from holdfast.study.checkpoint_cost_page import sections
 from holdfast.study.frameworks import FRAMEWORKS, WorkerFailed
@@ -341,10 +341,7 @@ class _Plan:
 def _chosen(options: Options) -> tuple[str, ...]:
     """Return the frameworks; Holdfast's own formats stand beside PyTorch's, whose states they hold."""
     wanted = options.only or (_QUICK if options.quick else tuple(FRAMEWORKS))
-    for name in wanted:
-        if name not in FRAMEWORKS:
-            msg = f"--only must be one of {', '.join(FRAMEWORKS)}, got {name!r}"
-            raise ConfigError(msg)
+    check_parts(wanted, FRAMEWORKS)
     return tuple(name for name in FRAMEWORKS if name in wanted or (name == "holdfast" and "torch" in wanted))
 
 

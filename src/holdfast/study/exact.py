@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from holdfast.errors import ConfigError
-from holdfast.study.base import Claim, Options, Row, Task
+from holdfast.study.base import Claim, Options, Row, Task, check_parts, parts_left_out
 from holdfast.study.exact_claims import hold_claims
 from holdfast.study.exact_cost import NETWORKS, QUICK_NETWORK, cost_tasks, memory_tasks
 from holdfast.study.exact_goodput import goodput_tasks
@@ -67,8 +67,7 @@ class Exact:
         told = ["Sums between hosts: all workers share the memory of this one."]
         if not options.data:
             told.append(f"{', '.join(one.name for one in READ)}: give its files with --data.")
-        if missing := [name for name in ONLY if options.only and name not in options.only]:
-            told.append(f"Parts: {', '.join(missing)}.")
+        told += parts_left_out(options.only, ONLY)
         if options.quick:
             told.append(
                 "All but one network, two workers with one and four slices each, two ways to divide the work after a kill with one run each, one short training."
@@ -90,10 +89,7 @@ def _check(options: Options) -> None:
     Raises:
         ConfigError: if it is not.
     """
-    for name in options.only:
-        if name not in ONLY:
-            msg = f"--only must be one of {', '.join(ONLY)}, got {name!r}"
-            raise ConfigError(msg)
+    check_parts(options.only, ONLY)
     if options.data is not None and not options.data.is_dir():
         msg = f"--data must be a directory, got {str(options.data)!r}, which is none"
         raise ConfigError(msg)

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from holdfast.errors import ConfigError
-from holdfast.study.base import NOT_RUN, Claim, Options, Row, Task
+from holdfast.study.base import NOT_RUN, Claim, Options, Row, Task, check_parts, parts_left_out
 from holdfast.study.campaign import run_campaign
 from holdfast.study.campaign_plan import Campaign, Cell, Stop
 from holdfast.study.campaign_table import each_row
@@ -68,8 +68,7 @@ class Guard:
     def left_out(self, options: Options) -> list[str]:
         """See :meth:`Study.left_out`."""
         told = ["Flips in models that are split: --guard heal is refused for them."]
-        if missing := [name for name in ONLY if options.only and name not in options.only]:
-            told.append(f"Parts: {', '.join(missing)}.")
+        told += parts_left_out(options.only, ONLY)
         if options.quick:
             told.append(
                 "All bits but the critical one, 4 workers, other optimizers and networks, nearly all of the clean steps; "
@@ -87,10 +86,7 @@ class Guard:
 
 
 def _check(options: Options) -> None:
-    for name in options.only:
-        if name not in ONLY:
-            msg = f"--only must be one of {', '.join(ONLY)}, got {name!r}"
-            raise ConfigError(msg)
+    check_parts(options.only, ONLY)
     for option, given in (("--network", options.model), ("--data", options.data)):
         if given:
             msg = f"{option} is not for the study of the guard, which has small networks of its own on digits; got {str(given)!r}"

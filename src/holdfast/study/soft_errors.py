@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.errors import ConfigError
-from holdfast.study.base import Claim, Options, Row, Task
+from holdfast.study.base import Claim, Options, Row, Task, check_parts
 from holdfast.study.campaign import run_campaign
 from holdfast.study.campaign_plan import Campaign, Stop
 from holdfast.study.campaign_table import each_row
@@ -111,10 +111,7 @@ class _Plan:
     def __init__(self, options: Options) -> None:
         self._options = options
         known = PLATFORMS if options.quick else (*PLATFORMS, *EXPERIMENTS)
-        for name in options.only:
-            if name not in known:
-                msg = f"--only must be one of {', '.join(known)}, got {name!r}"
-                raise ConfigError(msg)
+        check_parts(options.only, known)
         if options.model and options.model not in NETWORKS:
             msg = f"--network must be one of {', '.join(NETWORKS)}, got {options.model!r}"
             raise ConfigError(msg)

@@ -110,14 +110,13 @@ def _intervals(experiment: str, name: str, title: str, rows: Sequence[Row]) -> d
 
 
 def _bars(name: str, title: str, rows: Sequence[Row]) -> dict[str, Any]:
-    differ = [key for key in ("where", "whose", "what", "width") if len({row[key] for row in rows}) > 1]
     return _section(
         "bars",
         f"{name}-outcomes",
         f"{title}: outcomes",
         "RWC: restart without change. AccR: accuracy below by more than 5 points. NaN: a loss or a weight is not finite. TF: the training failed.",
         rows,
-        by=differ or ["what"],
+        by=["where", "whose", "what", "width"],
         values=[[f"{outcome}_percent", outcome] for outcome in OUTCOMES],
         unit="% of trainings",
         whole=100,

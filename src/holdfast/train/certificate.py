@@ -16,12 +16,10 @@ from typing import TYPE_CHECKING
 
 from holdfast.errors import InternalError
 from holdfast.events import Progress
-from holdfast.guard import RotatingDigest
-from holdfast.guard.fingerprint import EVERY_KIND
-from holdfast.links import WHOLE_EVERY, digest_of_figures, digest_of_ids, digest_of_parts, digest_of_tensors, link_of
+from holdfast.links import WHOLE_EVERY, digest_of_figures, digest_of_ids, digest_of_parts, link_of
 from holdfast.train.batches import MiniBatch
+from holdfast.train.hashing import Hashed
 from holdfast.train.replica import Replica
-from holdfast.train.split.hashing import Hashed, PartHashes, hash_tensors
 from holdfast.train.world import World
 
 if TYPE_CHECKING:
@@ -60,12 +58,7 @@ class Certificate:
     def __init__(self, world: World, replica: Replica | Pipelined | Shards) -> None:
         self._world = world
         self._replica = replica
-        self._hashes: RotatingDigest | PartHashes
-        if isinstance(replica, Replica):
-            buffers = replica.buckets.buffers.beginning()
-            self._hashes = RotatingDigest(replica.model, replica.optimizer, buffers=buffers)
-        else:
-            self._hashes = PartHashes(replica, world.comm)
+        self._hashes = replica.hashes(world.comm)
         self._known = (-1, "")
         self._tensors: list[Hashed] = []
         self._brings: tuple[int, ...] = ()
@@ -74,14 +67,10 @@ class Certificate:
     def begin(self, step: int) -> None:
         """Hash a part of the state, before anything of an attempt at ``step`` changes it."""
         whole = step % WHOLE_EVERY == 0
-        self._tensors = self._everything() if whole else []
-        if isinstance(self._hashes, PartHashes):
-            self._known = (-1, "")  # the closing sum says it
-            self._brings = self._hashes.said(self._tensors) if whole else self._hashes.window(step)
-        elif whole:
-            self._known = (step, digest_of_tensors(self._tensors[0].tensors))
-        else:
-            self._known = (step, f"{self._hashes.of_step(step, EVERY_KIND):016x}")
+        self._tensors = self._hashes.everything() if whole else []
+        said = self._hashes.said(self._tensors) if whole else self._hashes.window(step)
+        self._brings = said.brings
+        self._known = (step, said.state) if said.state else (-1, "")  # the closing sum says it
 
     # -- of a split model: what others must hear
 
@@ -108,7 +97,7 @@ class Certificate:
             num_buckets: Buckets of a step; it has one sum more.
         """
         for other in known.values():
-            if isinstance(self._hashes, PartHashes) and other.completed // (num_buckets + 1) > step:
+            if self._brings and other.completed // (num_buckets + 1) > step:
                 self._hear(step, other.heard)
 
     def _hear(self, step: int, heard: int) -> None:
@@ -162,13 +151,5 @@ class Certificate:
 
     def hash_end(self) -> list[Hashed]:
         """Return digests of all tensors that this worker has, when no step is in progress."""
-        if isinstance(self._replica, Replica):
-            self._replica.buckets.buffers.begin_step()
-        else:
-            self._replica.remember_buffers()
-        return self._everything()
-
-    def _everything(self) -> list[Hashed]:
-        if isinstance(self._hashes, PartHashes):
-            return self._hashes.everything()
-        return [Hashed(rank=min(self._world.comm.here), tensors=hash_tensors(self._hashes))]
+        self._hashes.remember_buffers()
+        return self._hashes.everything()

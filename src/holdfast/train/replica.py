@@ -17,6 +17,7 @@ from holdfast.train.batches import MiniBatch
 from holdfast.train.eager import Eager, Spent
 from holdfast.train.flips import optimizer_state, weights
 from holdfast.train.gradients import Buckets, Terms
+from holdfast.train.hashing import WholeHashes
 from holdfast.train.optimizers import may_write_gradients
 from holdfast.train.own import OwnStates
 from holdfast.train.state import clone, model_sha256, model_tensors, state_sha256
@@ -139,6 +140,10 @@ class Replica:
 
     def take_homes(self, homes: Any) -> None:
         """Hear, as a newcomer, who holds which part."""
+
+    def hashes(self, comm: Communicator) -> WholeHashes:
+        """Return what is certified of the state, as the living hash it."""
+        return WholeHashes(self, comm)
 
     def make_equal(self, comm: Communicator) -> None:
         """Give everybody the lowest worker's model, unless all are equal already.

@@ -32,8 +32,8 @@ from holdfast.events import (
 from holdfast.train.batches import MiniBatch, Plan
 from holdfast.train.certificate import Link
 from holdfast.train.eager import Eager
+from holdfast.train.hashing import Hashed
 from holdfast.train.ledger import Account
-from holdfast.train.split.hashing import Hashed
 from holdfast.train.world import Rebuilding, World
 
 

@@ -18,6 +18,7 @@ from holdfast.settings import Settings
 from holdfast.train.batches import MiniBatch
 from holdfast.train.replica import Replica, Stateful
 from holdfast.train.split.backups import Backups
+from holdfast.train.split.hashing import PartHashes
 from holdfast.train.split.holdings import Holdings, Restore
 from holdfast.train.split.model import Pipeline
 from holdfast.train.split.pipelined import Reach, Stages, chain_of
@@ -62,6 +63,10 @@ class Split:
     def _comm(self) -> Communicator:
         assert self._world is not None, "the model is not connected"
         return self._world.comm
+
+    def hashes(self, comm: Communicator) -> PartHashes:
+        """See :meth:`Replica.hashes`."""
+        return PartHashes(self, comm)
 
     def begin_loop(self) -> None:
         """Look at the parameters, where they are now."""

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 from weakref import WeakKeyDictionary
 
-import xxhash
 from torch import nn
 
 from holdfast.comm import Communicator
 from holdfast.guard import RotatingDigest
-from holdfast.guard.fingerprint import EVERY_KIND, raw
+from holdfast.guard.fingerprint import EVERY_KIND
 from holdfast.links import number_of_tensors, said_of_part
+from holdfast.train.hashing import Hashed, Said, hash_tensors
 from holdfast.train.replica import Replica
 
 if TYPE_CHECKING:
@@ -22,25 +21,8 @@ if TYPE_CHECKING:
 _Looked = TypeVar("_Looked")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Hashed:
-    """Digests of all tensors of a part, as one worker has it; as :class:`~holdfast.events.StateHashed` has them.
-
-    Args:
-        rank: Who.
-        tensors: Digests by path.
-        part: Which, -1 where the model is not split.
-        parts: How many there are, 0 where it is not.
-    """
-
-    rank: int
-    tensors: dict[str, str]
-    part: int = -1
-    parts: int = 0
-
-
 class PartHashes:
-    """Hashes what this process has of a split model.
+    """Hashes what this process has of a split model; see :class:`~holdfast.train.hashing.WholeHashes`.
 
     In each step it is a window of one part, in the next one of another part, so that a rotation is as long as that of a
     model that is not split. Buffers that all workers have count as one more part.
@@ -57,10 +39,10 @@ class PartHashes:
         self._parts = self._split + bool(body.common_buffers())
         self._digests: WeakKeyDictionary[Replica, RotatingDigest] = WeakKeyDictionary()
 
-    def window(self, step: int) -> tuple[int, ...]:
-        """Return what this process brings to the closing sum of a step: of the window of that step."""
+    def window(self, step: int) -> Said:
+        """Return what the window of a step says, which is of one part."""
         part, number = self._place(step)
-        return said_of_part(self._look(part, lambda digest: digest.of_step(number, EVERY_KIND)).values())
+        return Said(brings=said_of_part(self._look(part, lambda digest: digest.of_step(number, EVERY_KIND)).values()))
 
     def everything(self) -> list[Hashed]:
         """Return digests of all tensors that are here; those of workers that this process plays once, where they are the same."""
@@ -75,18 +57,22 @@ class PartHashes:
                     found.append(Hashed(rank=rank, tensors=named, part=part, parts=self._parts))
         return found
 
-    def said(self, everything: Sequence[Hashed]) -> tuple[int, ...]:
-        """Return what it brings to the closing sum of a step before which everything is hashed."""
+    def said(self, everything: Sequence[Hashed]) -> Said:
+        """Return what a step says before which everything is hashed."""
         numbers: list[list[int]] = [[] for _ in range(self._parts)]
         for hashed in everything:
             numbers[hashed.part].append(number_of_tensors(hashed.tensors))
-        return tuple(number for of_part in numbers for number in said_of_part(of_part))
+        return Said(brings=tuple(number for of_part in numbers for number in said_of_part(of_part)))
 
     def where(self, step: int) -> str:
         """Return which windows are those of a step, for people; "" if nobody here has the part."""
         part, number = self._place(step)
         name = f"part {part}: " if part < self._split else ""
         return next((name + where for where in self._look(part, lambda digest: digest.where(number)).values()), "")
+
+    def remember_buffers(self) -> None:
+        """See :meth:`Split.remember_buffers`."""
+        self._body.remember_buffers()
 
     def _place(self, step: int) -> tuple[int, int]:
         """Return the part of which a step hashes a window, and which one."""
@@ -106,8 +92,3 @@ class PartHashes:
             digest = self._digests[held] = RotatingDigest(held.model, held.optimizer, buffers=buffers)
         holders = self._body.holdings.now.holders(part)
         return held.own.of_each([rank for rank in here if rank in holders], lambda: look(digest))
-
-
-def hash_tensors(digest: RotatingDigest) -> dict[str, str]:
-    """Return the digest of each tensor that there is, by path."""
-    return {path: xxhash.xxh3_64_hexdigest(raw(tensor)) for path, tensor in digest.tensors()}
