@@ -111,13 +111,16 @@ def test_a_quick_study_of_resilience_sets_real_processes_beside_logical_ones(tmp
     assert done.returncode == 0, done.stderr
     assert "give their files with --data" in done.stderr
     results = json.loads((tmp_path / "results.json").read_text())
-    assert {row["status"] for row in results["rows"]} == {"measured"}
-    points = {row["strategy"]: row for row in results["rows"] if row["part"] == "point"}
-    assert {name: (row["same"], row["decisions"]) for name, row in points.items()} == {
-        "rollback": (True, "redo"),
-        "forward": (False, "continue"),
-        "restart": (True, "load"),
+    assert {row["status"] for row in results["rows"] if row["part"] != "update"} == {"measured"}
+    points = {(row["strategy"], row["update"]): row for row in results["rows"] if row["part"] == "point"}
+    assert {name: (row["same"], row["decisions"], row["undone"]) for name, row in points.items()} == {
+        ("rollback", "lazy"): (True, "redo", 0),
+        ("rollback", "eager"): (True, "redo", 3 * 2),  # two buckets at each of three survivors
+        ("forward", "lazy"): (False, "continue", 0),
+        ("restart", "lazy"): (True, "load", 0),
     }
+    crossed = [row for row in results["rows"] if row["part"] == "update"]
+    assert {row["undo_s"] > 0 for row in crossed if row["strategy"] == "rollback" and row["averaged"]} == {True}
     kept = [row for row in results["rows"] if row["part"] == "case" and row["batch"] == "global"]
     assert {row["strategy"] for row in kept if row["same"] == 0} == {"forward"}
     assert all(row["same"] == row["seeds"] for row in kept if row["strategy"] != "forward")

@@ -23,7 +23,7 @@ from holdfast.simulate import (
 )
 from holdfast.simulate.outcome import COUNTS
 from holdfast.simulate.reading import Spell
-from holdfast.simulate.scenario import MODELS, STRATEGIES
+from holdfast.simulate.scenario import MODELS, STRATEGIES, UPDATES
 
 
 def some(*values):
@@ -43,6 +43,9 @@ costs = st.builds(
     straggle=some(0, 0.1),
     sum_s=some(0.5, 2),
     sum_hop_s=some(0, 0.1),
+    update_s=some(0, 0.3, 4),
+    copy_s=some(0, 0.2),
+    undo_s=some(0, 0.7),
     detect_s=some(0, 0.2, 5),
     regroup_s=some(0, 1),
     regroup_hop_s=some(0, 0.3),
@@ -99,8 +102,9 @@ def scenarios(draw):
     cluster, job = draw(clusters), draw(jobs)
     least = draw(st.integers(1, cluster.total))
     start = draw(st.none() | st.integers(least, cluster.total))
+    update = draw(some(*UPDATES)) if job.model == "replicated" else "lazy"
     failures = draw(st.lists(sources, max_size=2).map(lambda many: Failures(tuple(many))) | traces)
-    return Scenario(cluster, replace(job, min_workers=least, start_workers=start), draw(costs), failures)
+    return Scenario(cluster, replace(job, min_workers=least, start_workers=start, update=update), draw(costs), failures)
 
 
 def agree(scenario, seed, repetitions=2):

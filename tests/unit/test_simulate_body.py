@@ -117,6 +117,27 @@ def test_an_application_that_was_built_again_is_not_built_twice():
     assert spent(outcome)[0] == {"detect": 2, "regroup": 4, "lost": 8, "restart": 20, "load": 4 + 30}
 
 
+def test_what_was_loaded_is_not_loaded_again_when_somebody_dies_while_all_save_to_stop():
+    # Four are needed: the second death leaves three, who load until 183 and then save; the third one meets them saving.
+    outcome = run(scripted(AT_133, (1, 150, 150), (2, 185, 185), strategy="restart", min_workers=4, horizon_s=400))
+
+    assert (outcome.parts_ns["load"], outcome.decisions[0][1]) == (44e9, "stop")
+    assert outcome.decisions[0][2]["LoadCheckpoint"] == 2
+
+
+def test_nothing_is_lost_to_a_checkpoint_that_nobody_has_begun_to_load():
+    outcome = run(scripted(AT_133, strategy="reinit", reinit_from="checkpoint", horizon_s=150))  # built until 156
+
+    assert spent(outcome) == ({"detect": 1, "regroup": 2, "restart": 14}, 150)
+
+
+def test_nobody_is_let_in_where_somebody_is_dead_whom_nobody_misses_before_time_is_up():
+    # Worker 4 comes while all save, until 105; worker 0 dies meanwhile, and would be missed at 111.
+    outcome = run(scripted((4, 0, 100), (0, 101, 101), costs=replace(COSTS, spawn_s=0), horizon_s=110))
+
+    assert (spent(outcome), outcome.joins, outcome.failures) == (({}, 110), 0, 1)
+
+
 def test_deaths_together_are_one_failure():
     cluster = Cluster(workers=3, spares=2, workers_per_node=2, nodes_per_rack=1)
 
@@ -173,10 +194,90 @@ def test_who_is_not_there_at_the_beginning_joins_later():
     assert spent(outcome) == ({"rejoin": 5}, 13 + 5 + 19 * 10 + 5)
 
 
+UPDATING = replace(COSTS, update_s=1.2, copy_s=0.3, undo_s=0.9)
+"""With three buckets a sum takes 1 s, and an update of a bucket 0.4 s, 0.5 s with its copy."""
+
+
+@pytest.mark.parametrize(
+    ("update", "costs", "exposed_s"),
+    [
+        ("lazy", UPDATING, 1.2),
+        ("eager", UPDATING, 0.5),  # of the last bucket: the others are updated beside sums
+        (
+            "eager",
+            replace(UPDATING, update_s=6, copy_s=0),
+            4,
+        ),  # from the first sum on, 2 s each: two of the 6 lie beside sums
+    ],
+)
+def test_an_eager_update_is_waited_for_as_far_as_it_is_not_hidden_beside_sums(update, costs, exposed_s):
+    scenario = scripted(update=update, costs=costs, buckets=3)
+
+    outcome = run(scenario)
+
+    assert spent(outcome) == ({}, UNDISTURBED_S + 20 * exposed_s)
+    assert (outcome.goodput, scenario.full_step_s) == (
+        pytest.approx(1 - 5 / (UNDISTURBED_S + 20 * exposed_s)),
+        10 + exposed_s,
+    )
+
+
+@pytest.mark.parametrize(
+    ("update", "strategy", "into_s", "lost", "undone"),
+    [
+        ("eager", "rollback", 8.2, 8.2, 2 / 3),  # two of three sums are in
+        ("eager", "rollback", 3, 6, 0),
+        ("eager", "rollback", 9.2, 9.5, 1),  # all wait for the last update, and miss somebody in the closing sum
+        ("eager", "forward", 8.2, 0, 0),
+        ("eager", "forward", 9.2, 0, 0),  # the closing sum is all that is left
+        ("eager", "restart", 8.2, 10.5 * 2 + 8.2, 0),  # a checkpoint goes over it
+        ("lazy", "rollback", 8.2, 8.2, 0),
+        ("lazy", "rollback", 10.6, 6, 0),  # the step is closed: somebody is missed in the first sum of the next one
+        ("lazy", "forward", 10.6, 0, 0),
+    ],
+)
+def test_updates_are_taken_back_where_there_are_any(update, strategy, into_s, lost, undone):
+    step_s = 10.5 if update == "eager" else 11.2
+    at = 12 * step_s + 5 + into_s
+
+    outcome = run(scripted((0, at, at), update=update, strategy=strategy, costs=UPDATING, buckets=3))
+
+    expected = {"detect": 1, "regroup": 2 + 0.9 * undone, "lost": lost, "load": 30 * (strategy == "restart")}
+    parts, total_s = spent(outcome)
+    assert parts == pytest.approx({part: value for part, value in expected.items() if value})
+    # What is gone on with begins anew with the sum that failed, and 0.2 s of that were over.
+    again_s = 0.2 if (update, strategy, into_s) == ("eager", "forward", 8.2) else 0
+    assert total_s == pytest.approx(20 * step_s + 5 + sum(parts.values()) + again_s)
+
+
+def test_updates_that_something_was_loaded_over_are_not_taken_back():
+    # The second death leaves too few: they load until 213, and save to stop; the third one makes them discard a step that they have not begun.
+    deaths = ((0, 139.2, 139.2), (1, 180, 180), (2, 215, 215))
+
+    outcome = run(
+        scripted(*deaths, update="eager", strategy="reinit", costs=UPDATING, buckets=3, min_workers=4, horizon_s=400)
+    )
+
+    assert (outcome.parts_ns["regroup"], outcome.decisions[0][2]["DiscardStep"]) == (6e9, 1)
+
+
+def test_who_dies_after_the_last_closing_sum_is_not_missed():
+    at = 20 * 11.2 + 5 - 0.1
+
+    outcome = run(scripted((0, at, at), costs=UPDATING, buckets=3))
+
+    assert spent(outcome) == ({}, 20 * 11.2 + 5)
+
+
 @pytest.mark.parametrize(
     ("wrong", "says"),
     [
         (lambda: Job(strategy="hope", steps=1), "strategy must be one of rollback, forward"),
+        (lambda: Job(steps=1, update="soon"), "update must be one of lazy, eager, got 'soon'"),
+        (
+            lambda: Job(steps=1, update="eager", model="split"),
+            "update eager needs a model that every worker has all of, got model split",
+        ),
         (lambda: Job(), "a job needs steps, horizon_s, or both"),
         (lambda: Job(steps=0), "steps must be at least 1, got 0"),
         (lambda: Costs(load_s=-1), "load_s must be at least 0 and at most 1e"),

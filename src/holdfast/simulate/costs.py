@@ -30,13 +30,16 @@ class Costs:
         slice_s: One worker computes the gradients of one slice.
         straggle: A step waits for the slowest: standard deviation of a worker's time over its mean. Times are taken to be
             normal, so the slowest of ``m`` takes ``1 + straggle * E[largest of m normal numbers]`` times the mean.
-        sum_s: All sums of a step, and the optimizer: what does not depend on ``n``.
+        sum_s: All sums of a step, and the optimizer if ``update_s`` does not say it: what does not depend on ``n``.
         sum_hop_s: Latency: ``sum_hop_s * log2(n)`` for all sums of a step.
         sum_bytes: Gradients of a step; with ``link_bytes_per_s`` they take ``2 (n-1)/n * sum_bytes / link_bytes_per_s``
             (reduce-scatter and allgather: Thakur, Rabenseifner and Gropp, IJHPCA 19(1), 2005).
         link_bytes_per_s: Of one worker's link, ``> 0``.
         steps_s: Measured steps, as ``(members, seconds)``: in the place of the formula of the whole step. Straight lines lie
             between them, and beyond the ends it stays as it is. The sums keep their formula, and the rest is computing.
+        update_s: The optimizer updates all buckets of a step, where that is not in the step already: it is added.
+        copy_s: With updates that are eager, the undo copies of all buckets of a step.
+        undo_s: All buckets of a step are put back; of fewer, their share of it.
         detect_s: From a death to the last survivor that knows, once survivors wait in a sum.
         regroup_s: From there until all know everybody's progress: revoke, agree, shrink, agree, share, agree.
         regroup_hop_s: More of that: ``regroup_hop_s * log2(n)``.
@@ -61,6 +64,9 @@ class Costs:
     sum_bytes: float = 0.0
     link_bytes_per_s: float = math.inf
     steps_s: tuple[tuple[int, float], ...] = ()
+    update_s: float = 0.0
+    copy_s: float = 0.0
+    undo_s: float = 0.0
     detect_s: float = 0.0
     regroup_s: float = 0.0
     regroup_hop_s: float = 0.0
@@ -133,12 +139,28 @@ class Costs:
             return whole - sums, sums
         return self.slice_s * _share(scenario, seats) * (1 + self.straggle * _slowest(self.straggle, seats)), sums
 
+    def exposed_s(self, scenario: Scenario) -> Seconds:
+        """Return how long all wait for the optimizer in a step, by the number of members.
+
+        Updates that are lazy come after the closing sum. Eager ones come one after the other, each no earlier than its sum, beside
+        the sums that follow; what is left when the last of these is in lies before the closing sum.
+
+        Returns:
+            An array of shape ``(total + 1,)``, seconds.
+        """
+        _, sums = self.step_parts_s(scenario)
+        if scenario.job.update == "lazy":
+            return np.full_like(sums, self.update_s)
+        buckets = scenario.job.buckets
+        one, each = (self.update_s + self.copy_s) / buckets, sums / (buckets + 1)
+        return np.maximum(one, buckets * one - (buckets - 1) * each)
+
     def table(self, scenario: Scenario) -> Mapping[str, Ticks]:
         """Return all that the simulators need, by the number of members.
 
         Returns:
-            Arrays of shape ``(total + 1,)``, nanoseconds: ``compute``, ``sums``, ``regroup``, ``weight`` (what a step counts, in
-            shares of ``1/workers`` of a full one).
+            Arrays of shape ``(total + 1,)``, nanoseconds: ``compute``, ``sums``, ``exposed``, ``regroup``, ``weight`` (what a step
+            counts, in shares of ``1/workers`` of a full one).
         """
         members = np.maximum(np.arange(scenario.cluster.total + 1), 1)
         seats = np.minimum(members, scenario.cluster.workers)
@@ -147,6 +169,7 @@ class Costs:
         return {
             "compute": _ticks(compute),
             "sums": np.maximum(_ticks(sums), 1),
+            "exposed": _ticks(self.exposed_s(scenario)),
             "regroup": _ticks(self.regroup_s + self.regroup_hop_s * np.log2(members)),
             "weight": seats if scenario.job.batch == "local" else whole,
         }

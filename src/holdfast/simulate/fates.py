@@ -44,6 +44,7 @@ class Fate:
         restart: Building the application again, nanoseconds.
         load: Loading a checkpoint, or restoring parts.
         save: Saving, before all stop.
+        undo: Taking the updates of all buckets back, before any of these.
         discards: The step in progress is lost.
         goes_back: All since the newest checkpoint is lost.
         loads: Whoever meets next finds all loading.
@@ -54,6 +55,7 @@ class Fate:
     restart: int
     load: int
     save: int
+    undo: int
     discards: bool
     goes_back: bool
     loads: bool
@@ -87,12 +89,15 @@ def _rules(scenario: Scenario) -> Rules:
 def _fate(scenario: Scenario, rules: Rules, case: Case, enough: bool) -> Fate:
     costs, from_snapshot = scenario.costs, scenario.job.reinit_from == "snapshot" and not rules.split
     meeting = _failed(rules, case)
-    restart = load = save = 0
+    restart = load = save = undo = 0
     discards = loads = rebuilds = stops = False
     while not (meeting.is_over or meeting.has_stopped):
         match meeting.open:
             case DiscardStep():
-                discards = True
+                discards, undo = (
+                    True,
+                    ticks(costs.undo_s) if case is Case.STEP and scenario.job.update == "eager" else 0,
+                )
             case Reinitialise():
                 restart, rebuilds = ticks(costs.rebuild_s), True
             case LoadCheckpoint():
@@ -107,6 +112,7 @@ def _fate(scenario: Scenario, rules: Rules, case: Case, enough: bool) -> Fate:
         restart=restart,
         load=load,
         save=save,
+        undo=undo,
         discards=discards or keeps,
         goes_back=loads and not keeps,
         loads=loads,

@@ -6,7 +6,7 @@ the next outage, or the end of one. What comes out is that of the event body to 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -48,7 +48,7 @@ class Lockstep:
         self._welcome, table = welcome(scenario), fates(scenario)
         self._fates = {
             name: np.array([getattr(table[case, enough], name) for case in Case for enough in (False, True)])
-            for name in ("restart", "load", "save", "discards", "goes_back", "loads", "goes_on", "stops")
+            for name in ("restart", "load", "save", "undo", "discards", "goes_back", "loads", "goes_on", "stops")
         }
         self._calendar = Calendar(histories, ticks(costs.spawn_s))
         total = scenario.cluster.total
@@ -65,7 +65,7 @@ class Lockstep:
         self.available, self.members, self.members_since = np.full(number, total), zeros(), zeros()
         self.admitted, self.admitting = np.full(number, _NOBODY), np.full(number, _NOBODY)
         self.joiners, self.killed, self.sums = zeros(), zeros(), zeros()
-        self.case, self.fate, self.regroup = zeros(), zeros(), zeros()
+        self.case, self.fate, self.regroup, self.undo, self.ends = zeros(), zeros(), zeros(), zeros(), zeros()
         self.is_down, self.snapshot = np.ones(number, dtype=bool), np.zeros(number, dtype=bool)
         self.joining, self.at_once = np.zeros(number, dtype=bool), np.zeros(number, dtype=bool)
         self.parts = {part: zeros() for part in PARTS}
@@ -150,10 +150,12 @@ class Lockstep:
 
     def _resume(self, i: Ticks, now: Ticks, sums: Ticks | None = None) -> None:
         members, into = self.members[i], np.zeros_like(now)
-        compute, rest = self._table["compute"][members], self._table["sums"][members]
+        compute, rest, exposed = (self._table[name][members] for name in ("compute", "sums", "exposed"))
+        buckets, eager = self._scenario.job.buckets, self._scenario.job.update == "eager"
+        last = compute - -buckets * rest // (buckets + 1)
         if sums is not None:
-            going_on = np.maximum(compute - -sums * rest // (self._scenario.job.buckets + 1), 1)
-            into = np.where(sums >= 0, going_on, 0)
+            going_on = np.maximum(compute - -sums * rest // (buckets + 1), 1)
+            into = np.where(sums >= 0, np.where(eager & (sums == buckets), last + exposed, going_on), 0)
         self.phase[i], self.since[i], self.killed[i] = _RUN, now, 0
         self.snapshot[i], self.is_down[i], self.joining[i] = False, False, False
         self._strides.begin(
@@ -163,6 +165,8 @@ class Lockstep:
             into=into,
             compute=compute,
             sums=rest,
+            waits=last if eager else compute + rest,
+            exposed=exposed,
             hold=self._save,
             behind=self._behind,
             weight=self._table["weight"][members],
@@ -173,8 +177,9 @@ class Lockstep:
         ends, left = np.full(len(i), self._horizon), self._progress.left(i)
         if left is not None:
             ends = self._strides.until_step(i, left)
+        self.ends[i] = np.minimum(ends, self._horizon)
         if not self._relaunches:
-            lets_in = self.available[i] > self.members[i]
+            lets_in = (self.available[i] > self.members[i]) & (self.killed[i] == 0)
             if lets_in.any():
                 ends[lets_in] = np.minimum(ends[lets_in], self._strides.boundary(i[lets_in], now[lets_in]))
         self.wake[i] = ends
@@ -196,6 +201,8 @@ class Lockstep:
             self._spend_start(i[starts], now[starts])
         if (meets := phase == _MEET).any():
             self._break_off(i[meets], now[meets])
+        if not notices.all():
+            self._plan(i[~notices], now[~notices])
         i, now = i[notices], now[notices]
         self._progress.spoil(i)
         self.phase[i], self.admitting[i], self.joining[i], self.at_once[i] = _DETECT, _NOBODY, False, False
@@ -205,10 +212,13 @@ class Lockstep:
         strides, buckets = self._strides, self._scenario.job.buckets
         place = there = strides.at(i, now)
         missed = now
+        if (waiting := strides.waiting(i, place)).any():
+            missed = now + waiting
+            there = strides.at(i, missed)
         if not self._split:
-            rest, there = strides.missed(i, place)
-            missed = now + rest
-        notices = missed < self._horizon
+            rest, there = strides.missed(i, there)
+            missed = missed + rest
+        notices = missed < self.ends[i]
         if not notices.all():
             i, now, missed = i[notices], now[notices], missed[notices]
             place, there = (Places(*(column[notices] for column in one)) for one in (place, there))
@@ -216,7 +226,8 @@ class Lockstep:
         self._progress.add(i, missed, there)
         self.since[i] = missed
         compute = strides.compute[i]
-        done = np.minimum((there.into - compute) * (buckets + 1) // (strides.step[i] - compute), buckets)
+        sums = strides.step[i] - compute - (strides.waited[i] - strides.waits[i])
+        done = np.minimum((there.into - compute) * (buckets + 1) // sums, buckets)
         self.sums[i], self.case[i] = np.where(there.into >= compute, done, -1), Case.STEP
         return notices
 
@@ -228,28 +239,31 @@ class Lockstep:
         i, now = i[~gone], now[~gone]
         enough = self.members[i] >= self._scenario.job.min_workers
         fate = self.case[i] * 2 + enough
-        takes = self._table["regroup"][self.members[i]]
+        self.fate[i], self.phase[i], self.regroup[i] = fate, _MEET, self._table["regroup"][self.members[i]]
+        self.undo[i] = self._fates["undo"][fate] * np.maximum(self.sums[i], 0) // self._scenario.job.buckets
+        takes = self.regroup[i] + self.undo[i]
         for segment in _SEGMENTS[1:]:
             takes = takes + self._fates[segment][fate]
-        self.fate[i], self.phase[i], self.regroup[i] = fate, _MEET, self._table["regroup"][self.members[i]]
         self.wake[i], self.at_once[i] = now + takes, takes == 0
 
     # -- meetings
 
     def _break_off(self, i: Ticks, now: Ticks) -> None:
         """Somebody died in a meeting: it begins anew."""
-        decided = self._has_decided(i, now)
+        decided, loading, loaded = self._reached(i, now)
         self._spend_meeting(i, now)
-        self._take_effect(i[decided])
+        self._take_effect(i[decided], loading[decided])
         self._progress.settle_pending(i, now)
-        loads = decided & self._fates["loads"][self.fate[i]]
-        case = np.where(self.joining[i], Case.BOUNDARY, self.case[i])
-        self.case[i] = np.where(loads, Case.LOADING, case)
+        loads = self._fates["loads"][self.fate[i]]
+        case = np.where(decided & loads, Case.LOADING, self.case[i])
+        self.case[i] = np.where(self.joining[i] | (loaded & loads), Case.BOUNDARY, case)
 
-    def _has_decided(self, i: Ticks, now: Ticks) -> npt.NDArray[np.bool_]:
-        regroup = self.regroup[i]
-        decided: npt.NDArray[np.bool_] = ~self.joining[i] & ((now - self.since[i] > regroup) | (regroup == 0))
-        return decided
+    def _reached(self, i: Ticks, now: Ticks) -> Iterator[npt.NDArray[np.bool_]]:
+        """Yield who has decided, who has come to loading, and who is past it, if there is anything to load."""
+        fate, reached = self.fate[i], np.zeros_like(now)
+        for takes in (self.regroup[i], self.undo[i] + self._fates["restart"][fate], self._fates["load"][fate]):
+            reached = reached + takes
+            yield ~self.joining[i] & ((now - self.since[i] > reached) | (reached == 0))
 
     def _spend_meeting(self, i: Ticks, now: Ticks) -> None:
         if (joins := self.joining[i]).any():
@@ -257,22 +271,22 @@ class Lockstep:
         i, left = i[~joins], (now - self.since[i])[~joins]
         self.since[i] = now[~joins]
         for segment in _SEGMENTS:
-            takes = self.regroup[i] if segment == "regroup" else self._fates[segment][self.fate[i]]
+            takes = self.regroup[i] + self.undo[i] if segment == "regroup" else self._fates[segment][self.fate[i]]
             spent = np.minimum(left, takes)
             self.parts[segment][i] += spent
             left -= spent
 
-    def _take_effect(self, i: Ticks) -> None:
-        """Lose what a decision loses; what a snapshot holds is lost no more."""
+    def _take_effect(self, i: Ticks, loading: npt.NDArray[np.bool_]) -> None:
+        """Lose what a decision loses, and those what they go back over who have come to loading; what a snapshot holds is lost no more."""
         fate = {name: self._fates[name][self.fate[i]] for name in ("discards", "goes_back", "loads")}
         self._progress.discard(i[fate["discards"]])
-        self._progress.go_back(i[fate["goes_back"] & ~self.snapshot[i]])
+        self._progress.go_back(i[fate["goes_back"] & loading & ~self.snapshot[i]])
         self.snapshot[i] |= fate["loads"] & ~fate["goes_back"]
 
     def _leave_meeting(self, i: Ticks, now: Ticks) -> None:
         joins = self.joining[i]
         self._spend_meeting(i, now)
-        self._take_effect(i[~joins])
+        self._take_effect(i[~joins], ~joins[~joins])
         if joins.any():
             self._let_in(i[joins], now[joins])
         i, now = i[~joins], now[~joins]
@@ -349,9 +363,9 @@ class Lockstep:
             self._spend_start(i[starts], now[starts])
         if (meets := phase == _MEET).any():
             some, at = i[meets], now[meets]
-            decided = self._has_decided(some, at)
+            decided, loading, _ = self._reached(some, at)
             self._spend_meeting(some, at)
-            self._take_effect(some[decided])
+            self._take_effect(some[decided], loading[decided])
         self._close_books(i, now)
 
     def _close_books(self, i: Ticks, now: Ticks) -> None:
@@ -360,7 +374,7 @@ class Lockstep:
 
     def _sweep(self) -> Sweep:
         progress, workers = self._progress, self._scenario.cluster.workers
-        full = int(self._table["compute"][workers] + self._table["sums"][workers])
+        full = sum(int(self._table[part][workers]) for part in ("compute", "sums", "exposed"))
         ideal = [weight * full // workers for weight in progress.weight.tolist()]  # more than 64 bits on the way
         return Sweep(
             parts_ns=self.parts

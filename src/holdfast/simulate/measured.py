@@ -11,13 +11,15 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from holdfast.errors import ConfigError
-from holdfast.events import CheckpointSaved, JobRestarted, Record, RunStarted, StepCommitted
+from holdfast.events import CheckpointSaved, JobRestarted, Record, RunStarted, StepCommitted, UpdatedEagerly
 from holdfast.records import load_events
 
 _APART = {"LoadCheckpoint": "load_s", "Rehome": "rehome_s"}
 """Orders of a recovery that are costs of their own. What survivors build again, or give to a newcomer, the report says apart."""
 _MANY = {"recovery": "recoveries", "start of the job": "starts of the job"}
 _NOT_MEETING = {*_APART, "Reinitialise", "Welcome"}
+_INSIDE = {"waited_s": "step_s", "discard_s": "regroup_s"}
+"""What eager updates take, and what it was measured as a part of."""
 
 
 class Measured(NamedTuple):
@@ -39,12 +41,27 @@ class MeasuredRun:
     Args:
         directory: Where they are.
         workers: That the run was started with.
-        costs: By their names in :class:`holdfast.simulate.Costs`; and ``step_s``, the whole step, and ``state_bytes``.
+        costs: By their names in :class:`holdfast.simulate.Costs`; and ``step_s``, the whole step, and ``state_bytes``. Where updates
+            were eager, ``step_s`` and ``regroup_s`` have ``waited_s`` and ``discard_s`` in them: waiting for updates, taking them back.
     """
 
     directory: Path
     workers: int
     costs: Mapping[str, Measured]
+
+    def apart(self) -> dict[str, float]:
+        """Return the costs with nothing in two of them: steps and regrouping without eager updates, which are costs of their own."""
+        return updates_apart({name: one.value for name, one in self.costs.items()})
+
+
+def updates_apart(costs: Mapping[str, float]) -> dict[str, float]:
+    """Return costs as :attr:`MeasuredRun.costs` has them without those of eager updates in others."""
+    found = dict(costs)
+    for part, whole in _INSIDE.items():
+        inside = found.pop(part, 0.0)
+        if whole in found:
+            found[whole] = max(0.0, found[whole] - inside)
+    return found
 
 
 def read_measured(directory: Path) -> MeasuredRun:
@@ -81,6 +98,9 @@ def _costs(report: Mapping[str, Any], records: Sequence[Record]) -> Iterable[tup
     yield from _median("regroup_s", "recovery", meetings)
     for order, name in _APART.items():
         yield from _median(name, "recovery", [one[order] for one in times if order in one])
+    if eager := [record for record in records if isinstance(record, UpdatedEagerly) and record.steps]:
+        yield from _updates(eager)
+        yield from _median("discard_s", "recovery", [one["DiscardStep"] for one in times if "DiscardStep" in one])
     built = [one["snapshot_s"] + one["rebuild_s"] + one["load_s"] for one in report.get("reinitialised", ())]
     yield from _median("rebuild_s", "rebuilding", built)
     yield from _median("rejoin_s", "newcomer", _known(report.get("joined", ()), "held_s"))
@@ -88,6 +108,16 @@ def _costs(report: Mapping[str, Any], records: Sequence[Record]) -> Iterable[tup
     yield from _median("save_s", "checkpoint", [record.seconds for record in saves])
     yield from _median("state_bytes", "checkpoint", [record.size_bytes for record in saves])
     yield from _median("restart_s", "start of the job", _starts(records))
+
+
+def _updates(workers: Sequence[UpdatedEagerly]) -> Iterable[tuple[str, Measured]]:
+    """Yield what eager updates of all buckets of a step took, those of steps that were taken back counted by their buckets."""
+    buckets = [(one.buckets - one.undone) / one.steps for one in workers]
+    pairs = list(zip(workers, buckets, strict=True))
+    yield from _median("update_s", "worker", [one.update_s / one.buckets * number for one, number in pairs])
+    yield from _median("copy_s", "worker", [one.copy_s / one.buckets * number for one, number in pairs])
+    yield from _median("waited_s", "worker", [one.waited_s / one.steps for one in workers])
+    yield from _median("undo_s", "worker", [one.undo_s / one.undone * number for one, number in pairs if one.undone])
 
 
 def _recoveries(failures: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]]:

@@ -18,6 +18,9 @@ checkpoint once as many as before are there. That is what a launcher without fau
 MODELS = ("replicated", "mirrored", "split")
 """Who holds the model: everybody; of each part more than one; of each part one, so that it is lost with its holder."""
 
+UPDATES = ("lazy", "eager")
+"""When the optimizer runs: after the closing sum; or bucket by bucket, beside the sums that follow."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
@@ -37,6 +40,7 @@ class Job:
         model: One of :data:`MODELS`.
         reinit_from: ``reinit`` goes on from a ``"snapshot"`` taken at the failure, or from the ``"checkpoint"``; where the model
             is not replicated, always from the latter.
+        update: One of :data:`UPDATES`; eager ones need a model that is replicated.
 
     Raises:
         ConfigError: if a value is not allowed.
@@ -54,6 +58,7 @@ class Job:
     buckets: int = 1
     model: str = "replicated"
     reinit_from: str = "snapshot"
+    update: str = "lazy"
 
     def __post_init__(self) -> None:
         check_choice("strategy", self.strategy, STRATEGIES)
@@ -61,6 +66,10 @@ class Job:
         check_choice("batch", self.batch, ("global", "local"))
         check_choice("model", self.model, MODELS)
         check_choice("reinit_from", self.reinit_from, ("snapshot", "checkpoint"))
+        check_choice("update", self.update, UPDATES)
+        if self.update == "eager" and self.model != "replicated":
+            msg = f"update eager needs a model that every worker has all of, got model {self.model}: use update lazy"
+            raise ConfigError(msg)
         check_range("save_every", self.save_every, 0, most=10**9)
         for name in ("min_workers", "buckets"):
             check_range(name, getattr(self, name), 1)
@@ -118,7 +127,7 @@ class Scenario:
     def full_step_s(self) -> float:
         """What a step takes when everybody is there, seconds."""
         compute, sums = self.costs.step_parts_s(self)
-        return float(compute[-1] + sums[-1])
+        return float(compute[-1] + sums[-1] + self.costs.exposed_s(self)[-1])
 
     @property
     def horizon_s(self) -> float:

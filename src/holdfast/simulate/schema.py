@@ -96,6 +96,7 @@ class Policies(Table):
     buckets: int = 1
     model: str = ""
     reinit_from: str = ""
+    update: str = ""
 
 
 class JobTable(Policies):
@@ -130,6 +131,9 @@ class CostsTable(Table):
     sum_bytes: Bytes = 0.0
     link_bytes_per_s: Speed = 0.0
     steps_s: Pairs = ()
+    update_s: Seconds = 0.0
+    copy_s: Seconds = 0.0
+    undo_s: Seconds = 0.0
     detect_s: Seconds = 0.0
     regroup_s: Seconds = 0.0
     regroup_hop_s: Seconds = 0.0

@@ -39,6 +39,8 @@ class Stretch:
         into: How much of that is done.
         step: What a step takes.
         compute: Before its first sum.
+        waits: From so far into a step on, all wait for the optimizer,
+        waited: and until so far.
         every: Steps of a cycle.
         hold: How long training is held for a checkpoint.
         lag: From the end of the hold until the checkpoint is complete.
@@ -50,6 +52,8 @@ class Stretch:
     into: int
     step: int
     compute: int
+    waits: int
+    waited: int
     every: int
     hold: int
     lag: int
@@ -82,6 +86,21 @@ class Stretch:
             saves,
             number * self.step + into - offset,
         )
+
+    def missed(self, now: int, *, computing: bool) -> int:
+        """Return when somebody is missed who dies at ``now``: who waits for the optimizer, or computes, comes to a sum first.
+
+        Args:
+            now: When; not before ``start``.
+            computing: They miss somebody also while they compute.
+        """
+        place = self.at(now)
+        if self.waits <= place.into < self.waited:
+            now += self.waited - place.into
+            place = self.at(now)
+        if computing or place.into >= self.compute:
+            return now
+        return now + place.hold_left + self.compute - place.into
 
     def until_step(self, step: int) -> int:
         """Return when ``step`` steps are done; no checkpoint follows the last."""

@@ -35,10 +35,10 @@ class Strides:
         self._every, self._buckets = every, buckets
         self.start, self.first, self.step, self.compute, self.weight = (np.zeros(number, np.int64) for _ in range(5))
         self._into, self._hold, self._lag = (np.zeros(number, np.int64) for _ in range(3))
-        self._before, self._works, self._cycle = (np.zeros(number, np.int64) for _ in range(3))
+        self._before, self._works, self._cycle, self.waits, self.waited = (np.zeros(number, np.int64) for _ in range(5))
 
-    def begin(self, i: Ticks, *, start: Ticks, first: Ticks, into: Ticks, compute: Ticks, sums: Ticks, hold: int,
-              behind: int, weight: Ticks) -> None:  # fmt: skip
+    def begin(self, i: Ticks, *, start: Ticks, first: Ticks, into: Ticks, compute: Ticks, sums: Ticks, waits: Ticks,
+              exposed: Ticks, hold: int, behind: int, weight: Ticks) -> None:  # fmt: skip
         """Begin the stretches of the histories ``i``.
 
         Args:
@@ -47,12 +47,15 @@ class Strides:
             first: The step that is in progress then.
             into: How much of that is done.
             compute: A step takes this before its first sum.
-            sums: And this from there on.
+            sums: And this for all of them.
+            waits: So far into a step all wait for the optimizer,
+            exposed: and for so long.
             hold: How long training is held for a checkpoint.
             behind: How long after that it is written; the next one waits for it.
             weight: What a step counts.
         """
-        step, every = compute + sums, self._every
+        step, every = compute + sums + exposed, self._every
+        self.waits[i], self.waited[i] = waits, waits + exposed
         self.start[i], self.first[i], self._into[i], self.weight[i] = start, first, into, weight
         self.step[i], self.compute[i] = step, compute
         if every:
@@ -92,6 +95,11 @@ class Strides:
         ran = elapsed.copy()
         ran[late] -= (cycles + 1) * hold + np.where(holds, hold - hold_left[late], 0)
         return Places(first + number, into, hold_left, saves, ran)
+
+    def waiting(self, i: Ticks, place: Places) -> Ticks:
+        """Return how long those at ``place`` still wait for the optimizer, 0 for those who do not."""
+        waits = (self.waits[i] <= place.into) & (place.into < self.waited[i])
+        return np.where(waits, self.waited[i] - place.into, 0)
 
     def missed(self, i: Ticks, place: Places) -> tuple[Ticks, Places]:
         """Return how long it takes from ``place`` until those who compute come to their first sum, and where they are then.

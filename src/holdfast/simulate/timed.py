@@ -86,6 +86,8 @@ class Body:
         self._horizon = ticks(scenario.horizon_s)
         self._progress = Progress(None if job.steps is None else job.steps * self._workers)
         self._compute, self._sums = table["compute"].tolist(), table["sums"].tolist()
+        self._exposed, self._undo = table["exposed"].tolist(), ticks(costs.undo_s)
+        self._eager = job.update == "eager"
         self._regroup, self._weight = table["regroup"].tolist(), table["weight"].tolist()
         self._detect, self._save, self._behind = (
             ticks(costs.detect_s),
@@ -100,10 +102,11 @@ class Body:
             Welcome: (ticks(costs.rejoin_s), "rejoin"),
             SaveAndStop: (self._save + self._behind, "save"),
         }
-        self._full = self._compute[self._workers] + self._sums[self._workers]
+        self._full = sum(part[self._workers] for part in (self._compute, self._sums, self._exposed))
         self._fleet = Fleet(scenario.cluster.total, outages, ticks(costs.spawn_s))
         self._heap = [(start, _DOWN, number) for number, start in enumerate(outages.start.tolist())]  # sorted: a heap
         self._members, self._members_since, self._member_ns, self._joiners, self._killed = 0, 0, 0, 0, 0
+        self._ends = self._horizon
         self._phase, self._since, self._turn = _Phase.WAIT, 0, 0
         self._is_down, self._snapshot, self._finished = True, False, False
         self._stretch: Stretch | None = None
@@ -188,18 +191,23 @@ class Body:
     def _resume(self, now: int, sums: int | None = None) -> None:
         """Train from here: a step is begun, or gone on with where so many of its sums are done."""
         compute, rest, into = self._compute[self._members], self._sums[self._members], 0
+        exposed, last = self._exposed[self._members], compute - -self._rules.buckets * rest // (self._rules.buckets + 1)
+        step, waits = compute + rest + exposed, last if self._eager else compute + rest
         if sums is not None:
-            into = max(1, compute - -sums * rest // (self._rules.buckets + 1))
+            updated = self._eager and sums == self._rules.buckets
+            into = last + exposed if updated else max(1, compute - -sums * rest // (self._rules.buckets + 1))
         self._phase, self._since, self._killed = _Phase.RUN, now, 0
         self._meeting, self._snapshot, self._is_down = None, False, False
         self._stretch = Stretch(
             start=now,
             first=self._progress.step,
             into=into,
-            step=compute + rest,
+            step=step,
             compute=compute,
+            waits=waits,
+            waited=waits + exposed,
             every=self._every,
-            hold=self._save + max(0, self._behind - self._every * (compute + rest)),
+            hold=self._save + max(0, self._behind - self._every * step),
             lag=max(self._behind, compute - -rest // (self._rules.buckets + 1)),
             weight=self._weight[self._members],
         )
@@ -211,7 +219,9 @@ class Body:
         ends, left = self._horizon, self._progress.left(self._stretch.weight)
         if left is not None:
             ends = self._stretch.until_step(self._stretch.first + left)
-        if self._fleet.available > self._members and not self._relaunches:
+        self._ends = min(ends, self._horizon)
+        # Where somebody is dead whom nobody misses before time is up, nobody is let in any more.
+        if self._fleet.available > self._members and not self._relaunches and not self._killed:
             ends = min(ends, self._stretch.boundary(now))
         self._wake(ends)
 
@@ -228,6 +238,7 @@ class Body:
         match self._phase:
             case _Phase.RUN:
                 if not self._stop_training(now):
+                    self._plan(now)
                     return
             case _Phase.START:
                 self._spend_start(now)
@@ -239,18 +250,17 @@ class Body:
         self._wake(max(now, self._since) + self._detect)
 
     def _stop_training(self, now: int) -> bool:
-        """Let survivors train until they miss somebody in a sum; return whether they do before time is up."""
+        """Let survivors train until they miss somebody in a sum; return whether they do before all is done, or time is up."""
         assert self._stretch is not None
-        stretch, place, missed = self._stretch, self._stretch.at(now), now
-        if not self._rules.split and place.into < stretch.compute:
-            missed = now + place.hold_left + stretch.compute - place.into
-        if missed >= self._horizon:
+        stretch, missed = self._stretch, self._stretch.missed(now, computing=self._rules.split)
+        if missed >= self._ends:
             return False
         place = self._progress.add_broken_off(stretch, now, missed)
         self._stretch, self._since = None, missed
         self._sums_done = None
         if place.into >= stretch.compute:
-            done = (place.into - stretch.compute) * (self._rules.buckets + 1) // (stretch.step - stretch.compute)
+            sums = stretch.step - stretch.compute - (stretch.waited - stretch.waits)
+            done = (place.into - stretch.compute) * (self._rules.buckets + 1) // sums
             self._sums_done = min(done, self._rules.buckets)
         return True
 
@@ -269,7 +279,7 @@ class Body:
 
     def _admit(self, now: int) -> None:
         """Let in all who wait."""
-        self._meeting = Meeting(self._rules, self._progress.step)
+        self._meeting, self._sums_done = Meeting(self._rules, self._progress.step), None
         self._meeting.change()
         self._fleet.admitting, self._joiners = now, self._fleet.available - self._members
         self._phase = _Phase.MEET
@@ -297,9 +307,13 @@ class Body:
         price, part = self._prices.get(type(meeting.open), (0, "regroup"))
         if isinstance(meeting.open, Shrink):  # with all that is agreed on
             price = self._regroup[self._members]
+        elif isinstance(meeting.open, DiscardStep) and self._eager:
+            price = self._undo * (self._sums_done or 0) // self._rules.buckets
         return price, "rejoin" if meeting.decision == "grow" else part
 
     def _take_effect(self, order: Action) -> None:
+        if isinstance(order, Reinitialise | LoadCheckpoint):
+            self._sums_done = None  # nothing is left of them that could be taken back
         match order:
             case Reinitialise() if self._from_snapshot:
                 self._progress.discard()

@@ -135,7 +135,7 @@ def _with_costs(table: CostsTable, cluster: Cluster, job: Job, down: Down, folde
     """Return the scenario with the costs of the table: those that were measured, and before them those that are written."""
     measured: dict[str, float] = {}
     if table.from_report:
-        measured = {name: one.value for name, one in read_measured(folder / table.from_report).costs.items()}
+        measured = read_measured(folder / table.from_report).apart()
     given = table.given("from_report", "step_s", *_STORAGE)
     says_step = {"slice_s", "steps_s"} & set(given)
     if table.step_s is not None and says_step:
@@ -158,7 +158,7 @@ def _with_costs(table: CostsTable, cluster: Cluster, job: Job, down: Down, folde
 
 
 def of_step(cluster: Cluster, job: Job, costs: Costs, down: Down, step_s: float | None) -> Scenario:
-    """Return the scenario in which a step takes ``step_s`` when all are there; what is not sums is computing.
+    """Return the scenario in which a step takes ``step_s`` when all are there, and ``update_s`` is not in it; what is not sums is computing.
 
     Args:
         cluster: The machines.

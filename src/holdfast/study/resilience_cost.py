@@ -63,14 +63,14 @@ def costs_of(costs: Costs) -> dict[str, float]:
     return {name: value for name, value in asdict(costs).items() if isinstance(value, float) and 0 < value < _NEVER_S}
 
 
-def overhead(case: Case, steps: int, seeds: Sequence[int], costs: Costs = STATED) -> Row:
+def overhead(case: Case, steps: int, seeds: Sequence[int], costs: Costs = STATED, update: str = "lazy") -> Row:
     """Return how much longer a training of so many steps takes than with nothing lost, nobody gone and nothing saved.
 
     ``overhead`` counts only time in which nothing was done that lasts; ``longer`` also that steps are slower, or more of
     them, with fewer workers. Both are percent of the undisturbed time, with the ends of the interval where moments are drawn.
     """
     chosen = seeds if case.moment == SPREAD else seeds[:1]
-    found = [_one(case, steps, seed, costs) for seed in chosen]
+    found = [_one(case, steps, seed, costs, update) for seed in chosen]
     row: Row = {}
     for name in ("overhead", "longer"):
         values = [one[name] for one in found]
@@ -80,10 +80,11 @@ def overhead(case: Case, steps: int, seeds: Sequence[int], costs: Costs = STATED
     return row | {name: statistics.fmean(one[name] for one in found) for name in ("lost_s", "held_s")}
 
 
-def _one(case: Case, steps: int, seed: int, costs: Costs) -> dict[str, float]:
+def _one(case: Case, steps: int, seed: int, costs: Costs, update: str) -> dict[str, float]:
     if case.what in (REMOVAL, ADDITION):
         return _planned(case, steps, seed, costs)
-    outcome, undisturbed_s = _simulated(case, steps, seed, costs), _undisturbed_s(case, steps, costs)
+    outcome = simulated(case, steps, seed, costs, update)
+    undisturbed_s = steps * _scenario(case, steps, costs, Planned(()), update).full_step_s
     return _compared({part: ns / _NS for part, ns in outcome.parts_ns.items()}, outcome.total_ns / _NS, undisturbed_s)
 
 
@@ -93,7 +94,8 @@ def _planned(case: Case, steps: int, seed: int, costs: Costs) -> dict[str, float
     The simulator has only failures, so what they cost more is left out.
     """
     failed = replace(case, what={REMOVAL: FAILURE, ADDITION: REPLACED}[case.what], strategy="rollback")
-    outcome, undisturbed_s = _simulated(failed, steps, seed, costs), _undisturbed_s(case, steps, costs)
+    outcome = simulated(failed, steps, seed, costs)
+    undisturbed_s = steps * _scenario(case, steps, costs, Planned(())).full_step_s
     parts = {part: ns / _NS for part, ns in outcome.parts_ns.items()}
     spared_s = parts["lost"] + parts["detect"]
     parts |= {"lost": 0.0, "detect": 0.0}
@@ -110,7 +112,7 @@ def _compared(parts: dict[str, float], total_s: float, undisturbed_s: float) -> 
     }
 
 
-def _scenario(case: Case, steps: int, costs: Costs, failures: Planned) -> Scenario:
+def _scenario(case: Case, steps: int, costs: Costs, failures: Planned, update: str = "lazy") -> Scenario:
     job = Job(
         strategy=case.strategy,
         steps=steps,
@@ -118,26 +120,25 @@ def _scenario(case: Case, steps: int, costs: Costs, failures: Planned) -> Scenar
         split="even",
         batch=case.batch,
         buckets=_BUCKETS,
+        update=update,
     )
     return Scenario(Cluster(workers=case.workers), job, costs, failures)
 
 
-def _undisturbed_s(case: Case, steps: int, costs: Costs) -> float:
-    return steps * _scenario(case, steps, costs, Planned(())).full_step_s
-
-
-def _simulated(case: Case, steps: int, seed: int, costs: Costs) -> Outcome:
-    empty = _scenario(case, steps, costs, Planned(()))
+def simulated(case: Case, steps: int, seed: int, costs: Costs, update: str = "lazy") -> Outcome:
+    """Return what comes of a training of so many steps."""
+    empty = _scenario(case, steps, costs, Planned(()), update)
     compute_s, sums_s = (float(part[-1]) for part in costs.step_parts_s(empty))
-    back_s = GAP * steps * (compute_s + sums_s) if case.what == REPLACED else None
+    step_s = empty.full_step_s
+    back_s = GAP * steps * step_s if case.what == REPLACED else None
     shares = case.shares(seed)
     if case.moment == SPREAD:
-        undisturbed_s = steps * (compute_s + sums_s)
+        undisturbed_s = steps * step_s
         moments = [(share * undisturbed_s, rank, 1) for share, rank in zip(shares, case.victims(seed), strict=True)]
     else:  # all at once, where the accuracy has them; who it is makes no difference here
         step = max(1, int(shares[0] * steps))
         into_s = compute_s + case.averaged * sums_s if case.averaged else compute_s / 2
-        saves = (step - 1) // case.every if case.every else 0
-        moments = [(step * (compute_s + sums_s) + saves * costs.save_s + into_s, 0, case.count)]
+        saves = step // case.every if case.every else 0
+        moments = [(step * step_s + saves * costs.save_s + into_s, 0, case.count)]
     failures: dict[str, Any] = {"failures": tuple(sorted(moments)), "back_s": back_s}
-    return simulate(_scenario(case, steps, costs, Planned(**failures)))
+    return simulate(_scenario(case, steps, costs, Planned(**failures), update))

@@ -7,6 +7,8 @@ from typing import Any
 
 from holdfast.study.base import MEASURED, NOT_RUN, Row
 from holdfast.study.resilience_cases import FAILURE, FORWARD, RESTART, SPREAD
+from holdfast.study.resilience_claims import is_usual
+from holdfast.study.resilience_updates import EAGER
 
 _TRADE = (
     "Accuracy: trainings by logical workers, means of paired differences from the undisturbed training with the same seed, 95 % intervals; positive is worse. "
@@ -20,15 +22,18 @@ def sections(rows: Sequence[Row]) -> list[dict[str, Any]]:
     cases = [_shown(row) for row in rows if row["part"] == "case" and row["status"] == MEASURED]
     points = [_real(row) for row in rows if row["part"] == "point" and row["status"] == MEASURED]
     networks = list(dict.fromkeys(row["network"] for row in cases))
+    usual = [row for row in points if is_usual(row)]
     return [
-        *[_trade(name, [row for row in cases if row["network"] == name], points) for name in networks],
-        *([] if networks else [_trade("real processes", [], points)]),
+        *[_trade(name, [row for row in cases if row["network"] == name], usual) for name in networks],
+        *([] if networks else [_trade("real processes", [], usual)]),
         *[_averaged(name, [row for row in cases if row["network"] == name]) for name in networks],
         _strategies(cases),
         _policies(cases),
         _moments(cases),
         _planned(cases),
         _points(points),
+        _updates([row for row in rows if row["part"] == "update"]),
+        _updated([row for row in rows if row["part"] == "real" and row["status"] == MEASURED]),
         _modes(rows),
         _undisturbed(rows),
         _section("table", "not-run", "Not run", "", [row for row in rows if row["status"] == NOT_RUN],
@@ -163,7 +168,7 @@ def _points(points: Sequence[Row]) -> dict[str, Any]:
         "table",
         "real",
         "Real processes",
-        "Four processes train the small network on digits, one is killed by SIGKILL in step 23 of 48. Simulated: with costs measured in the other runs of the same strategy, "
+        "Four processes train the small network on digits, one is killed by SIGKILL in step 23 of 48. Simulated: with costs measured in the other runs of the same strategy and update, "
         "or in the same one if there is no other.",
         [row | {"same_bits": row["same"]} for row in points],
         by=["happens"],
@@ -173,6 +178,60 @@ def _points(points: Sequence[Row]) -> dict[str, Any]:
             ["accuracy_loss", "accuracy lost, points", "number"],
             ["same_bits", "same bits", "truth"],
             ["decisions", "decided", "text"],
+            ["repetition", "runs", "count"],
+        ],
+    )
+
+
+def _updates(rows: Sequence[Row]) -> dict[str, Any]:
+    stated = ", ".join(
+        f"{name} {1000 * rows[0][f'cost_{key}']:g} ms"
+        for name, key in (("updating", "update_s"), ("copying", "copy_s"), ("taking back", "undo_s"))
+        if rows
+    )
+    return _section(
+        "table",
+        "updates",
+        "Eager updates beside lazy ones, simulated",
+        "A bucket is updated as soon as its sum is in, beside the sums that follow, after a copy; a step that is discarded takes these updates back. "
+        f"Stated for all buckets of a step of about a second: {stated}. Copies: what a worker holds besides, of this network with momentum.",
+        [
+            row
+            | {
+                "when": "drawn moments" if row["moment"] == SPREAD else f"{100 * row['averaged']:g} % averaged",
+                "happens": row["strategy"] + (f", every {row['every']} steps" if row["every"] else ""),
+            }
+            for row in rows
+        ],
+        by=["network", "workers", "count", "happens", "when"],
+        columns=[
+            ["lazy_s", "training, lazy", "s"],
+            ["eager_s", "training, eager", "s"],
+            ["shorter_percent", "shorter, %", "number"],
+            ["undo_s", "taking back", "ms"],
+            ["copy_bytes", "copies", "MB"],
+        ],
+        folded=True,
+    )
+
+
+def _updated(rows: Sequence[Row]) -> dict[str, Any]:
+    return _section(
+        "table",
+        "updated",
+        "Eager updates beside lazy ones, real processes",
+        "All that eager updates took, of all buckets of a step; waited: what of it did not lie beside sums. Held by the kill: from the step before to the end of the one that it struck.",
+        [row for row in rows if row.get("update") == EAGER or row["averaged"] or not row["strategy"]],
+        by=["happens"],
+        columns=[
+            ["step_s", "step", "ms"],
+            ["more_s", "held by the kill", "ms"],
+            ["cost_update_s", "updates", "ms"],
+            ["cost_copy_s", "copies", "ms"],
+            ["cost_waited_s", "waited", "ms"],
+            ["cost_undo_s", "taking back", "ms"],
+            ["undone", "buckets taken back", "number"],
+            ["copy_bytes", "copies", "MB"],
             ["repetition", "runs", "count"],
         ],
     )

@@ -76,6 +76,13 @@ def _data(network: Network, data: Path | None) -> tuple[Any, Any, tuple[int, ...
     return train, test, dataset.shape, dataset.num_classes
 
 
+def fresh(network: Network, data: Path | None, seed: int, device: str = "cpu") -> torch.nn.Module:
+    """Return the network as it is before the first step."""
+    _, _, shape, classes = _data(network, data)
+    more: dict[str, Any] = _GPT if network.name == "gpt" else {"image": shape[:2]}
+    return make_model(network.name, classes, seed=seed, device=device, **more)
+
+
 def train(network: Network, data: Path | None, seed: int, case: Case | None) -> Ended:
     """Train a new network, and return what came of it.
 
@@ -85,10 +92,9 @@ def train(network: Network, data: Path | None, seed: int, case: Case | None) -> 
         seed: Of its weights, the order of its samples, and who is lost when.
         case: What happens; None: nothing.
     """
-    samples, test, shape, classes = _data(network, data)
+    samples, test, _, _ = _data(network, data)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    more: dict[str, Any] = _GPT if network.name == "gpt" else {"image": shape[:2]}
-    model = make_model(network.name, classes, seed=seed, device=device, **more)
+    model = fresh(network, data, seed, device)
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0  # what is drawn depends on who is computed together, and would hide what a failure does
@@ -210,7 +216,4 @@ def trials(network: Network, data: Path | None, seed: int, cases: list[Case]) ->
 
 def _begin(network: Network, data: Path | None, seed: int) -> torch.Tensor:
     """Return the weights that a training begins with."""
-    _, _, shape, classes = _data(network, data)
-    more: dict[str, Any] = _GPT if network.name == "gpt" else {"image": shape[:2]}
-    model = make_model(network.name, classes, seed=seed, **more)
-    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+    return torch.cat([parameter.detach().flatten() for parameter in fresh(network, data, seed).parameters()])
