@@ -25,7 +25,7 @@ from holdfast.comm.base import Communicator
 from holdfast.comm.memory import Opened, free_bytes, host_id
 from holdfast.comm.outbox import MAX_DIMS, Inbox, Outbox
 from holdfast.comm.shared import DTYPES, ORDERED_STORES
-from holdfast.comm.waiting import patience, wait_until, waiting
+from holdfast.comm.waiting import AMONG_MANY, patience, wait_until, waiting
 from holdfast.errors import InternalError, PeerFailed, ScriptError
 
 _NO_TABLE = -1
@@ -53,7 +53,7 @@ class Mail:
         self._inboxes: dict[int, Inbox] = {}
         self._readers: frozenset[int] = frozenset()
         self._kept: defaultdict[tuple[int, int], deque[torch.Tensor]] = defaultdict(deque)
-        self._patience = 1
+        self._patience = AMONG_MANY
 
     def begin(self) -> None:
         """Begin an attempt of a step: forget all messages. All members together, once each attempt.

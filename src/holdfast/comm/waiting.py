@@ -10,12 +10,30 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from typing import NamedTuple
 
 _NAP_S = 2e-5
-_LOOK_AFTER = 10
-"""Naps between two looks for deaths: about a millisecond."""
-_PATIENCE = 200
-"""How often a worker that has a core of its own looks before it naps."""
+"""The first nap; the system makes some 75 microseconds of it."""
+_LOOK_AFTER_S = 2e-4
+"""So long naps together, as they are asked for, between two looks for deaths: about a millisecond."""
+
+
+class Patience(NamedTuple):
+    """How to wait.
+
+    Args:
+        looks: How often to look before it is time to nap.
+        longest_nap_s: Each nap is an eighth longer than the one before, up to this, seconds.
+    """
+
+    looks: int
+    longest_nap_s: float
+
+
+AMONG_FEW = Patience(200, _NAP_S)
+"""With a core for everybody, waiting takes none from those who compute."""
+AMONG_MANY = Patience(1, 5e-4)
+"""Everyone who wakes up takes the core from somebody who computes, and what is in its cache: the longer the wait, the fewer times."""
 
 
 class Waiting:
@@ -44,28 +62,30 @@ waiting = Waiting()
 """Of this process."""
 
 
-def patience(processes: int) -> int:
-    """Return how often to look, among so many processes, before it is time to nap.
-
-    With a core for everybody, waiting takes none from those who compute, unless this thread waits beside one.
-    """
+def patience(processes: int) -> Patience:
+    """Return how to wait among so many processes; a thread beside the main one may wait beside one that computes."""
     alone = threading.current_thread() is threading.main_thread()
-    return _PATIENCE if alone and processes <= len(os.sched_getaffinity(0)) else 1
+    return AMONG_FEW if alone and processes <= len(os.sched_getaffinity(0)) else AMONG_MANY
 
 
-def wait_until(is_so: Callable[[], object], look: Callable[[], None], patience: int) -> None:
+def wait_until(is_so: Callable[[], object], look: Callable[[], None], patience: Patience) -> None:
     """Return when ``is_so`` returns something true.
 
     Args:
         is_so: Looks at memory that others write.
         look: Called every millisecond or so; raises if nobody will write it any more.
-        patience: How often to look before it is time to nap.
+        patience: How.
     """
+    looks, longest_nap_s = patience
+    nap_s, since_look_s = _NAP_S, 0.0
     while not is_so():
-        patience -= 1
-        if patience > 0:
+        looks -= 1
+        if looks > 0:
             time.sleep(0)
-        else:
-            time.sleep(_NAP_S)
-            if patience % _LOOK_AFTER == 0:
-                look()
+            continue
+        time.sleep(nap_s)
+        since_look_s += nap_s
+        nap_s = min(1.125 * nap_s, longest_nap_s)
+        if since_look_s >= _LOOK_AFTER_S:
+            look()
+            since_look_s = 0.0
