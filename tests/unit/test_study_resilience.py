@@ -15,7 +15,7 @@ from holdfast.errors import ConfigError
 from holdfast.report import render_study
 from holdfast.study import resilience_claims as claims
 from holdfast.study.base import MEASURED, NOT_RUN, Claim, Journal, Options
-from holdfast.study.resilience import Resilience
+from holdfast.study.resilience import Resilience, _estimate
 from holdfast.study.resilience_cases import ADDITION, FORWARD, MIDDLE, QUICK, REPLACED, RESTART, ROLLBACK, Case, cases
 from holdfast.study.resilience_claims import hold_claims
 from holdfast.study.resilience_cost import STATED, overhead, simulated
@@ -346,3 +346,23 @@ def test_what_a_journal_of_before_holds_is_done_under_the_same_names_but_for_wha
 def test_what_there_is_not_is_refused(options, message, tmp_path):
     with pytest.raises(ConfigError, match=message):
         Resilience().settings(Options(out=tmp_path, **options))
+
+
+def test_what_comes_of_the_order_of_adding_is_no_loss_of_accuracy():
+    assert _estimate("accuracy_loss", [5e-16, 4e-16, 3e-16]) == {
+        "accuracy_loss": 0,
+        "accuracy_loss_low": 0,
+        "accuracy_loss_high": 0,
+    }
+
+
+def test_settings_are_in_words():
+    settings = {"quick": True, "data": False, "only": [], "network": "", "trainings a case": {"mlp": 4, "cnn": 30}}
+
+    page = render_study({"study": "resilience", "settings": settings, "rows": [], "claims": []})
+
+    assert re.findall(r"<dt>(.*?)</dt><dd>(.*?)</dd>", page) == [
+        ("quick", "yes"),
+        ("data", "no"),
+        ("trainings a case", "mlp 4, cnn 30"),
+    ]

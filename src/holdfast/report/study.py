@@ -42,7 +42,7 @@ def render_study(results: Mapping[str, Any]) -> str:
     from holdfast.report.html import environment
 
     shown = [shown_section(section, results["rows"]) for section in results.get("page", ())]
-    settings = {name: _listed(value) for name, value in results["settings"].items()}
+    settings = {name: text for name, value in results["settings"].items() if (text := _listed(value))}
     return (
         environment()
         .get_template("study.html")
@@ -168,7 +168,11 @@ def row_id(section: str, values: Sequence[str]) -> str:
 
 
 def _listed(value: Any) -> str:
-    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name} {part}" for name, part in value.items())
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return ", ".join(map(str, value)) if isinstance(value, list) else _name(value)
 
 
 def _name(value: Any) -> str:

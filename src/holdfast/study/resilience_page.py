@@ -49,7 +49,7 @@ def _shown(row: Row) -> Row:
     averaged = f", {100 * row['averaged']:g} % averaged" if row["strategy"] == FORWARD else ""
     every = f", every {row['every']} steps" if row["strategy"] == RESTART else ""
     texts = {
-        name: f"{row[key]:.3g} [{row[f'{key}_low']:.3g}, {row[f'{key}_high']:.3g}]".replace(" ", "\N{NO-BREAK SPACE}")
+        name: f"{row[key]:.2g} [{row[f'{key}_low']:.2g}, {row[f'{key}_high']:.2g}]".replace(" ", "\N{NO-BREAK SPACE}")
         for name, key in (("accuracy_shown", "accuracy_loss"), ("loss_shown", "loss_more"))
     }
     percent = {"distance_percent": 100 * row["distance"], "lost_percent": 100 * row["lost_share"]}
