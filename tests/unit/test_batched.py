@@ -39,11 +39,13 @@ def train(kind: Any, dtype: torch.dtype = torch.float64, **settings: Any) -> tup
     """Train by a session or by batched workers; return all weights, and what trained them."""
     forget_sessions()
     kills = settings.pop("kills", ())
+    before_step = settings.pop("before_step", lambda trainer: None)
     faults = FaultPlan(tuple(map(parse, kills))).to_json() if kills else ""
     model, optimizer = made(dtype)
     fabric = {"fabric": "virtual"} if kind is holdfast.Session else {}
     trainer = kind(model, optimizer, workers=WORKERS, faults=faults, bucket_bytes=1, seed=3, **fabric, **settings)
     for step in trainer.steps(data(), BATCH, EPOCHS):
+        before_step(trainer)
         for x, y in step:
             step.backward(F.cross_entropy(model(x.to(dtype)), y))
     return torch.cat([p.detach().flatten() for p in model.parameters()]), trainer
@@ -102,6 +104,30 @@ def test_restart_goes_back_to_the_newest_checkpoint_that_was_stable():
     # That of step 9 is not stable before the first sum of step 9: all go back to that of 6, and the second time to that of 9.
     assert batched.decisions == [Decision(5, "load", 3), Decision(9, "load", 4), Decision(9, "load", 1)]
     assert (batched.account().lost, batched.account().repeated) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("settings", "begin"),
+    [
+        ({"strategy": "rollback"}, 5),
+        ({"strategy": "forward", "batch": "local", "rescale": "original"}, 5),
+        ({"strategy": "restart", "checkpoint_every": 2}, 4),
+        ({"strategy": "restart", "checkpoint_every": 3}, 3),
+    ],
+    ids=lambda settings: str(settings),
+)
+def test_what_begins_where_the_undisturbed_training_was_ends_as_the_whole_does(settings, begin):
+    kills = ["kill:rank=1,step=6", "kill:rank=2,step=9,phase=allreduce,bucket=2"]
+    kept = {}
+    train(Batched, before_step=lambda training: kept.setdefault(training.step, training.snapshot()))
+
+    whole, disturbed = train(Batched, kills=kills, **settings)
+    weights, batched = train(Batched, kills=kills, begin=kept[begin], **settings)
+
+    assert torch.equal(weights, whole)
+    assert batched.decisions == disturbed.decisions
+    assert len(batched.decisions) == 2
+    assert batched.account() == disturbed.account()
 
 
 def test_who_leaves_and_who_comes_as_planned_cost_no_sample_and_no_step():

@@ -21,7 +21,7 @@ from holdfast.study.resilience_claims import hold_claims
 from holdfast.study.resilience_cost import STATED, overhead, simulated
 from holdfast.study.resilience_jobs import REALS, STEP, Real, _time, compare, measure
 from holdfast.study.resilience_page import sections
-from holdfast.study.resilience_training import fresh, trials
+from holdfast.study.resilience_training import fresh, train, trials
 from holdfast.study.resilience_updates import EAGER, LAZY, UPDATING, cross
 from holdfast.train.eager import UndoCopy
 
@@ -42,6 +42,23 @@ def test_trainings_differ_from_the_undisturbed_one_where_something_was_lost_and_
     assert [row["distance"] == 0 for row in rows] == [True] * 4 + [False] * 4
     assert [row["lost"] > 0 for row in rows] == [False] * 4 + [True] * 3 + [False]
     assert all(row["redone"] > 0 for row in rows[:2])
+
+
+@pytest.mark.parametrize("count", [1, 4])
+def test_a_training_that_goes_on_from_the_undisturbed_one_ends_as_one_from_the_beginning(count):
+    tried = [one for one in cases(dataclasses.replace(SMALL, workers=(16,)), quick=False) if one.count == count]
+
+    _, *rows = trials(SMALL, None, 5, tried)
+
+    assert {one.strategy for one in tried} == {ROLLBACK, FORWARD, RESTART}
+    undisturbed = train(SMALL, None, 5, None)
+    for one, row in zip(tried, rows, strict=True):
+        whole = train(SMALL, None, 5, one)
+        assert (row["lost"], row["redone"], row["steps"]) == (whole.lost, whole.redone, whole.steps)
+        assert row["same"] == torch.equal(whole.weights, undisturbed.weights)
+        assert (row["distance"] == 0) == row["same"]
+        assert row["accuracy"] == undisturbed.accuracy - whole.accuracy
+        assert row["loss"] == whole.loss - undisturbed.loss
 
 
 def test_who_is_lost_when_is_the_same_for_all_that_is_compared():
@@ -340,6 +357,11 @@ def test_what_a_journal_of_before_holds_is_done_under_the_same_names_but_for_wha
     [
         ({"only": ("imagined",)}, "--only must be one of simulated, modes, real, got 'imagined'"),
         ({"model": "vgg16"}, r"--network must be one of mlp, cnn \(more with --data\), got 'vgg16'"),
+        ({"model": "resnet18"}, r"--network must be one of mlp, cnn \(more with --data\), got 'resnet18'"),
+        (
+            {"model": "vgg16", "data": Path()},
+            "one of mlp, cnn, alexnet-narrow, resnet18-narrow, gpt-small, alexnet, resnet18, gpt, got",
+        ),
         ({"repetitions": 1}, "--repetitions must be at least 2"),
     ],
 )

@@ -320,6 +320,17 @@ def test_no_way_to_cut_has_a_cheaper_dearest_stage():
         assert ours == pytest.approx(min(max(sum(each[a:b]) for a, b in itertools.pairwise(way)) for way in ways))
 
 
+@pytest.mark.parametrize("name", ["alexnet", "resnet18", "resnet50"])
+def test_a_narrow_network_has_the_layers_of_the_published_one(name):
+    published, narrow = (make_model(name, 10, image=(1, 28), device="meta", width=width) for width in (64, 16))
+
+    assert size(published) == size(make_model(name, 10, image=(1, 28), device="meta"))
+    assert [key for key, _ in narrow.named_parameters()] == [key for key, _ in published.named_parameters()]
+    ratio = size(published) / size(narrow)
+    assert 14 < ratio < 16  # a quarter of the channels on both sides of nearly every layer
+    assert make_model(name, 10, image=(1, 28), width=4)(torch.zeros(2, 1, 28, 28)).shape == (2, 10)
+
+
 # -- bad input
 
 
@@ -334,7 +345,10 @@ def test_no_way_to_cut_has_a_cheaper_dearest_stage():
         ),
         (lambda: make_model("mlp", image=(1, 8, 8)), r"must be \(channels, side\), .* got \(1, 8, 8\)"),
         (lambda: make_model("gpt", image=(1, 8)), r"gpt reads text: leave image out, got \(1, 8\)"),
-        (lambda: make_model("resnet18", aux=True), "options of resnet18 are: none; got 'aux'"),
+        (lambda: make_model("resnet18", aux=True), "options of resnet18 are: width; got 'aux'"),
+        (lambda: make_model("vgg16", width=8), "options of vgg16 are: none; got 'width'"),
+        (lambda: make_model("resnet18", width=0), "width must be at least 1, got 0"),
+        (lambda: make_model("alexnet", width=0), "width must be at least 1, got 0"),
         (lambda: make_model("gpt", depth=2), "options of gpt are: context, layers, heads, width, dropout; got 'depth'"),
         (lambda: make_model("gpt", layers=0), "layers must be at least 1, got 0"),
         (lambda: make_model("gpt", heads=5), r"width must be a multiple of heads \(5\), got 384"),

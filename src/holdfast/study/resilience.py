@@ -18,7 +18,7 @@ from holdfast.errors import ConfigError
 from holdfast.simulate import Estimate
 from holdfast.study.base import MEASURED, Claim, Journal, Options, Row, Task, check_parts, parts_left_out
 from holdfast.study.pool import Workers
-from holdfast.study.resilience_cases import INSIDE, QUICK, READ, Case, Network, cases
+from holdfast.study.resilience_cases import INSIDE, QUICK, READ, WIDE, Case, Network, cases
 from holdfast.study.resilience_claims import hold_claims
 from holdfast.study.resilience_cost import STATED, costs_of, overhead
 from holdfast.study.resilience_jobs import QUICK_REALS, REALS, compare, measure
@@ -89,8 +89,9 @@ class Resilience:
         """See :meth:`Study.left_out`."""
         told: list[str] = []
         if not options.data:
-            names = ", ".join(f"{network.name} on {network.dataset}" for network in READ)
-            told.append(f"{names}: give their files with --data.")
+            told.append(f"{_named(READ)}: give their files with --data.")
+        if not options.quick and options.model not in [network.name for network in WIDE]:
+            told.append(f"{_named(WIDE)}: days on a CPU; ask for one with --data and --network.")
         told += parts_left_out(options.only, ONLY)
         if options.quick:
             told.append(
@@ -121,12 +122,18 @@ def _networks(options: Options) -> list[Network]:
         msg = "--repetitions must be at least 2 for the study of resilience, got 1: one training says nothing of how far it is off"
         raise ConfigError(msg)
     chosen = QUICK if options.quick else (*INSIDE, *(READ if options.data else ()))
+    if options.data and options.model and not options.quick:
+        chosen += WIDE
     found = [network for network in chosen if options.model in ("", network.name)]
     if not found:
         names = ", ".join(network.name for network in chosen)
         msg = f"--network must be one of {names}{'' if options.data else ' (more with --data)'}, got {options.model!r}"
         raise ConfigError(msg)
     return found
+
+
+def _named(networks: Sequence[Network]) -> str:
+    return ", ".join(f"{network.name} on {network.dataset}" for network in networks)
 
 
 def _seeds(network: Network, options: Options) -> int:

@@ -14,6 +14,7 @@ FAILURE, REMOVAL, REPLACED, ADDITION = WHATS = (
     "failure, then addition",
     "removal, then addition",
 )
+ALL, SOME, FEW = "all", "some", "few"
 EARLY, MIDDLE, LATE, SPREAD = MOMENTS = ("early", "middle", "late", "spread")
 
 _SHARE = {EARLY: 0.1, MIDDLE: 0.5, LATE: 0.9}
@@ -27,7 +28,9 @@ class Network:
     """A network, and what it is trained on.
 
     Args:
-        name: As :func:`holdfast.workloads.make_model` knows it.
+        name: What it is called here.
+        model: As :func:`holdfast.workloads.make_model` knows it.
+        shape: Its options, by name.
         dataset: Its data.
         batch: Samples of a step, a multiple of all numbers of workers.
         steps: That a training has.
@@ -35,11 +38,13 @@ class Network:
         workers: Numbers of workers that are tried.
         seeds: Trainings of each case.
         bucket_bytes: Of a sum.
-        full: All cases are tried, otherwise some.
+        tried: :data:`ALL` cases, :data:`SOME` or :data:`FEW`.
         tested: So many samples of the test set are looked at.
     """
 
     name: str
+    model: str
+    shape: tuple[tuple[str, float], ...] = ()
     dataset: str
     batch: int
     steps: int
@@ -47,7 +52,7 @@ class Network:
     workers: tuple[int, ...]
     seeds: int
     bucket_bytes: int = 1
-    full: bool = False
+    tried: str = SOME
     tested: int = 10_000
 
 
@@ -102,34 +107,48 @@ class Case:
         return random.Random(f"{seed}/{self.workers}/{self.count}/{self.moment}")
 
 
+def _gpt(context: int, layers: int, width: int) -> tuple[tuple[str, float], ...]:
+    return tuple({"context": context, "layers": layers, "heads": 4, "width": width, "dropout": 0.0}.items())
+
+
 QUICK = (
-    Network(name="mlp", dataset="digits", batch=512, steps=40, learning_rate=0.1, workers=(16, 512), seeds=4),
+    Network(name="mlp", model="mlp", dataset="digits", batch=512, steps=40, learning_rate=0.1, workers=(16, 512), seeds=4),
 )  # fmt: skip
 INSIDE = (
-    Network(name="mlp", dataset="digits", batch=1024, steps=40, learning_rate=0.1,
-            workers=(4, 16, 64, 256, 1024), seeds=30, full=True),
-    Network(name="cnn", dataset="digits", batch=256, steps=60, learning_rate=0.05, workers=(4, 16, 64, 256), seeds=30),
+    Network(name="mlp", model="mlp", dataset="digits", batch=1024, steps=40, learning_rate=0.1,
+            workers=(4, 16, 64, 256, 1024), seeds=30, tried=ALL),
+    Network(name="cnn", model="cnn", dataset="digits", batch=256, steps=60, learning_rate=0.05,
+            workers=(4, 16, 64, 256), seeds=30),
 )  # fmt: skip
 READ = (
-    Network(name="alexnet", dataset="fashion", batch=1024, steps=300, learning_rate=0.02,
-            workers=(4, 64, 1024), seeds=30, tested=2000),
-    Network(name="resnet18", dataset="fashion", batch=1024, steps=120, learning_rate=0.05,
-            workers=(4, 64, 1024), seeds=30, tested=2000),
-    Network(name="gpt", dataset="shakespeare", batch=256, steps=300, learning_rate=0.1,
-            workers=(4, 64, 256), seeds=30, tested=200),
+    Network(name="alexnet-narrow", model="alexnet", shape=(("width", 8),), dataset="fashion", batch=64, steps=60,
+            learning_rate=0.05, workers=(4, 64), seeds=30, tried=FEW, tested=1000),
+    Network(name="resnet18-narrow", model="resnet18", shape=(("width", 8),), dataset="fashion", batch=64, steps=60,
+            learning_rate=0.05, workers=(4, 64), seeds=30, tried=FEW, tested=1000),
+    Network(name="gpt-small", model="gpt", shape=_gpt(context=64, layers=2, width=64), dataset="shakespeare", batch=64,
+            steps=60, learning_rate=0.1, workers=(4, 64), seeds=30, tried=FEW, tested=100),
 )  # fmt: skip
-"""By ``--data``: hours on a CPU, which is for those who have a GPU."""
+"""By ``--data``: narrow enough for a CPU."""
+WIDE = (
+    Network(name="alexnet", model="alexnet", dataset="fashion", batch=1024, steps=300, learning_rate=0.02,
+            workers=(4, 64, 1024), seeds=30, tested=2000),
+    Network(name="resnet18", model="resnet18", dataset="fashion", batch=1024, steps=120, learning_rate=0.05,
+            workers=(4, 64, 1024), seeds=30, tested=2000),
+    Network(name="gpt", model="gpt", shape=_gpt(context=128, layers=4, width=128), dataset="shakespeare", batch=256,
+            steps=300, learning_rate=0.1, workers=(4, 64, 256), seeds=30, tested=200),
+)  # fmt: skip
+"""By ``--data`` and their name alone: days on a CPU, which is for those who have a GPU."""
 
 
 def cases(network: Network, *, quick: bool) -> list[Case]:
     """Return what is tried with a network."""
-    found = _quick(network) if quick else _all(network) if network.full else _some(network)
-    return list(dict.fromkeys(found))
+    yielded = {ALL: _all, SOME: _some, FEW: _few}[network.tried]
+    return list(dict.fromkeys(_quick(network) if quick else yielded(network)))
 
 
 def network_of(name: str) -> Network:
     """Return a network of the whole study by its name."""
-    return next(network for network in (*INSIDE, *READ) if network.name == name)
+    return next(network for network in (*INSIDE, *READ, *WIDE) if network.name == name)
 
 
 def _counts(workers: int) -> list[int]:
@@ -146,6 +165,18 @@ def _some(network: Network) -> Iterator[Case]:
     for workers in network.workers:
         for count in _counts(workers):
             yield from _around(workers, count, averaged=(0.0, 0.5), everies=(5, 20))
+
+
+def _few(network: Network) -> Iterator[Case]:
+    for workers in network.workers:
+        how = {"workers": workers, "count": _counts(workers)[-1]}
+        yield Case(strategy=ROLLBACK, **how)  # type: ignore[arg-type]
+        yield Case(strategy=RESTART, every=5, **how)  # type: ignore[arg-type]
+        for averaged in (0.0, 0.5, 1.0):
+            yield Case(strategy=FORWARD, averaged=averaged, **how)  # type: ignore[arg-type]
+        for rescale in ("survivors", "original"):
+            yield Case(strategy=FORWARD, averaged=0.5, batch="local", rescale=rescale, **how)  # type: ignore[arg-type]
+        yield Case(strategy=ROLLBACK, what=ADDITION, moment=MIDDLE, batch="local", **how)  # type: ignore[arg-type]
 
 
 def _all(network: Network) -> Iterator[Case]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,10 +14,9 @@ from torch.utils.data import TensorDataset
 from holdfast.faults.plan import Fault, FaultPlan
 from holdfast.study.base import Row
 from holdfast.study.resilience_cases import ADDITION, FAILURE, GAP, REMOVAL, REPLACED, Case, Network
-from holdfast.train.batched import Batched, Change
+from holdfast.train.batched import Batched, Change, Snapshot
 from holdfast.workloads import load_dataset, loss_of, make_model
 
-_GPT = {"context": 128, "layers": 4, "heads": 4, "width": 128, "dropout": 0.0}
 _CHUNK = 500
 """Samples that are tested at a time."""
 
@@ -79,11 +78,19 @@ def _data(network: Network, data: Path | None) -> tuple[Any, Any, tuple[int, ...
 def fresh(network: Network, data: Path | None, seed: int, device: str = "cpu") -> torch.nn.Module:
     """Return the network as it is before the first step."""
     _, _, shape, classes = _data(network, data)
-    more: dict[str, Any] = _GPT if network.name == "gpt" else {"image": shape[:2]}
-    return make_model(network.name, classes, seed=seed, device=device, **more)
+    more: dict[str, Any] = dict(network.shape) | ({} if network.model == "gpt" else {"image": shape[:2]})
+    return make_model(network.model, classes, seed=seed, device=device, **more)
 
 
-def train(network: Network, data: Path | None, seed: int, case: Case | None) -> Ended:
+def train(
+    network: Network,
+    data: Path | None,
+    seed: int,
+    case: Case | None,
+    *,
+    begin: Snapshot | None = None,
+    before_step: Callable[[Batched], None] | None = None,
+) -> Ended:
     """Train a new network, and return what came of it.
 
     Args:
@@ -91,6 +98,8 @@ def train(network: Network, data: Path | None, seed: int, case: Case | None) -> 
         data: Where datasets are that are read from files.
         seed: Of its weights, the order of its samples, and who is lost when.
         case: What happens; None: nothing.
+        begin: What the training that nothing happens to has come to, no later than :func:`_undisturbed` says. None: the beginning.
+        before_step: Called with the training before each step.
     """
     samples, test, _, _ = _data(network, data)
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -99,10 +108,12 @@ def train(network: Network, data: Path | None, seed: int, case: Case | None) -> 
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0  # what is drawn depends on who is computed together, and would hide what a failure does
     optimizer = torch.optim.SGD(model.parameters(), lr=network.learning_rate, momentum=0.9)
-    trainer = _trainer(network, model, optimizer, seed, case)
+    trainer = _trainer(network, model, optimizer, seed, case, begin)
     for step in trainer.steps(samples, network.batch):
         if step.samples < network.batch // 2:
             break  # what is left over where mini-batches shrank: so few samples would count as much as a whole step's
+        if before_step:
+            before_step(trainer)
         for x, y in step:
             step.backward(loss_of(model(x.to(device)), y.to(device)))
     accuracy, loss = _test(model, test, device)
@@ -118,7 +129,9 @@ def train(network: Network, data: Path | None, seed: int, case: Case | None) -> 
     )
 
 
-def _trainer(network: Network, model: Any, optimizer: Any, seed: int, case: Case | None) -> Batched:
+def _trainer(
+    network: Network, model: Any, optimizer: Any, seed: int, case: Case | None, begin: Snapshot | None
+) -> Batched:
     if case is None:
         return Batched(model, optimizer, seed=seed, bucket_bytes=network.bucket_bytes)
     settings = {
@@ -138,9 +151,19 @@ def _trainer(network: Network, model: Any, optimizer: Any, seed: int, case: Case
         model,
         optimizer,
         changes=list(_changes(case, happening, network.steps)),
+        begin=begin,
         faults=faults,
         **settings,
     )
+
+
+def _undisturbed(case: Case, seed: int, steps: int) -> int:
+    """Return up to which step a training is, in all that it keeps, the one that nothing happens to.
+
+    Of checkpoints there must be the one that a failure in that step goes back to where the newest does not count yet.
+    """
+    first = min(step for _, step in _happening(case, seed, steps))
+    return max(0, first // case.every - 1) * case.every if case.every else first
 
 
 def _is_failure(case: Case) -> bool:
@@ -193,12 +216,20 @@ def trials(network: Network, data: Path | None, seed: int, cases: list[Case]) ->
     undisturbed training moved them.
     """
     torch.set_num_threads(1)
-    undisturbed = train(network, data, seed, None)
+    found: dict[str, Ended] = {}
+
+    def train_those_that_part(trainer: Batched) -> None:
+        """What they have in common with the undisturbed one is not computed again."""
+        part = [case for case in cases if _undisturbed(case, seed, network.steps) == trainer.step]
+        begin = trainer.snapshot() if part else None
+        found.update((case.key, train(network, data, seed, case, begin=begin)) for case in part)
+
+    undisturbed = train(network, data, seed, None, before_step=train_those_that_part)
     begun = _begin(network, data, seed)
     moved = float((undisturbed.weights - begun).norm())
     rows: list[Row] = [{"case": "", "accuracy": undisturbed.accuracy, "loss": undisturbed.loss}]
     for case in cases:
-        ended = train(network, data, seed, case)
+        ended = found[case.key]
         rows.append(
             {
                 "case": case.key,

@@ -70,14 +70,24 @@ from holdfast.train.seeds import seed_slice
 from holdfast.train.state import clone, model_tensors
 from holdfast.train.step import Step
 
-__all__ = ["STRATEGIES", "Batched", "Change", "Decision"]
+__all__ = ["STRATEGIES", "Batched", "Change", "Decision", "Snapshot"]
 
 STRATEGIES = ("rollback", "forward", "restart")
 """Those that have something to do here; ``reinit`` trains as ``rollback`` does, and ``partial`` is for split models."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Saved:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot:
+    """A copy of all that a training has come to.
+
+    Args:
+        step: Steps that are in the weights.
+        cursor: How far the plan has been used up.
+        model: All parameters and buffers by name.
+        optimizer: Its state.
+        ledger: Its state.
+    """
+
     step: int
     cursor: Cursor
     model: dict[str, torch.Tensor]
@@ -101,6 +111,8 @@ class Batched:
         model: Trained in place, on any device.
         optimizer: Of its parameters.
         changes: Workers that leave or come as planned.
+        begin: Where it goes on: :meth:`snapshot` of a training with the same data, seed and ``batch_size``, in which nothing has
+            happened yet. None: at the first step.
         **settings: Fields of :class:`holdfast.settings.Settings`; that count ``workers``, ``spares``, ``strategy``, ``slices``, ``split``,
             ``batch``, ``rescale``, ``min_workers``, ``checkpoint_every`` (in memory), ``bucket_bytes``, ``seed`` and ``faults``,
             of which there may be kills in a pass or a sum.
@@ -110,7 +122,13 @@ class Batched:
     """
 
     def __init__(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, *, changes: Sequence[Change] = (), **settings: Any
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        changes: Sequence[Change] = (),
+        begin: Snapshot | None = None,
+        **settings: Any,
     ) -> None:
         self._settings = Settings(**settings)
         if self._settings.strategy not in STRATEGIES:
@@ -137,9 +155,10 @@ class Batched:
         self._dead: set[int] = set()
         self._change: Change | None = None
         self._stopped = self._met = False
-        self._saved: list[_Saved] = []
+        self._saved: list[Snapshot] = []
         self._groups: list[tuple[int, int]] = []
         self._kept: list[torch.Tensor | None] = []
+        self._begin_at = begin
 
     @property
     def num_buckets(self) -> int:
@@ -182,9 +201,11 @@ class Batched:
             batch=settings.batch,
         )
         self._ledger = Ledger(self._plan)
+        if self._begin_at is not None:
+            self._set(self._begin_at)
         self._recut()
         if settings.strategy == "restart":
-            self._save()
+            self._saved.append(self.snapshot())
         strategy = make_strategy(settings.strategy, min_workers=settings.min_workers)
         protocol = Protocol(strategy, self.num_buckets)
         event: Event = Started()
@@ -336,7 +357,7 @@ class Batched:
         self.step += 1
         every = self._settings.checkpoint_every
         if every and self.step % every == 0 and self._settings.strategy == "restart":
-            self._save()
+            self._saved.append(self.snapshot())  # which counts when its step is stable
 
     def begin_slice(self, batch: MiniBatch, number: int) -> Any:
         """Return the inputs of a group."""
@@ -411,11 +432,22 @@ class Batched:
 
     # -- checkpoints
 
-    def _save(self) -> None:
-        """Keep the state; it counts when its step is stable."""
-        model = {name: tensor.clone() for name, tensor in model_tensors(self.model)}
-        ledger = clone(self._ledger.state_dict())
-        self._saved.append(_Saved(self.step, self._cursor, model, clone(self.optimizer.state_dict()), ledger))
+    def snapshot(self) -> Snapshot:
+        """Return a copy of the state as it is after ``step`` steps; also while the next one is in progress, before it is computed."""
+        return Snapshot(
+            step=self.step,
+            cursor=self._cursor,
+            model={name: tensor.clone() for name, tensor in model_tensors(self.model)},
+            optimizer=clone(self.optimizer.state_dict()),
+            ledger=clone(self._ledger.state_dict()),
+        )
+
+    def _set(self, snapshot: Snapshot) -> None:
+        for name, tensor in model_tensors(self.model):
+            tensor.copy_(snapshot.model[name])
+        self.optimizer.load_state_dict(clone(snapshot.optimizer))
+        self._ledger.load_state_dict(clone(snapshot.ledger))
+        self.step, self._cursor, self._attempt = snapshot.step, snapshot.cursor, None
 
     def _publish(self, stable_step: int) -> None:
         stable = [saved for saved in self._saved if saved.step <= stable_step + 1]
@@ -428,11 +460,7 @@ class Batched:
         saved, self._saved = self._saved[0], self._saved[:1]
         reached = self.step + (self._attempt is not None)
         self._decide("load", reached - saved.step)
-        for name, tensor in model_tensors(self.model):
-            tensor.copy_(saved.model[name])
-        self.optimizer.load_state_dict(clone(saved.optimizer))
-        self._ledger.load_state_dict(clone(saved.ledger))
-        self.step, self._cursor, self._attempt = saved.step, saved.cursor, None
+        self._set(saved)
         return saved.step
 
 

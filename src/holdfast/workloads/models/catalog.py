@@ -66,7 +66,8 @@ def make_model(
             left as it was.
         device: Where the weights go, however they are drawn on the CPU; None: torch's default device. ``"meta"``:
             shapes only.
-        **options: ``aux`` of :func:`~holdfast.workloads.models.googlenet.googlenet`; ``context``, ``layers``,
+        **options: ``aux`` of :func:`~holdfast.workloads.models.googlenet.googlenet`; ``width`` of
+            :func:`~holdfast.workloads.models.vision.alexnet`, ``resnet18`` and ``resnet50``; ``context``, ``layers``,
             ``heads``, ``width`` and ``dropout`` of :func:`~holdfast.workloads.models.gpt.gpt`.
 
     Raises:
