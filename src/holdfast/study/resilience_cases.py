@@ -121,12 +121,12 @@ INSIDE = (
             workers=(4, 16, 64, 256), seeds=30),
 )  # fmt: skip
 READ = (
-    Network(name="alexnet-narrow", model="alexnet", shape=(("width", 8),), dataset="fashion", batch=64, steps=60,
-            learning_rate=0.05, workers=(4, 64), seeds=30, tried=FEW, tested=1000),
+    Network(name="alexnet-narrow", model="alexnet", shape=(("width", 16),), dataset="fashion", batch=64, steps=240,
+            learning_rate=0.05, workers=(64,), seeds=30, tried=FEW, tested=1000),
     Network(name="resnet18-narrow", model="resnet18", shape=(("width", 8),), dataset="fashion", batch=64, steps=60,
-            learning_rate=0.05, workers=(4, 64), seeds=30, tried=FEW, tested=1000),
-    Network(name="gpt-small", model="gpt", shape=_gpt(context=64, layers=2, width=64), dataset="shakespeare", batch=64,
-            steps=60, learning_rate=0.1, workers=(4, 64), seeds=30, tried=FEW, tested=100),
+            learning_rate=0.1, workers=(64,), seeds=30, tried=FEW, tested=1000),
+    Network(name="gpt-small", model="gpt", shape=_gpt(context=128, layers=2, width=32), dataset="shakespeare", batch=64,
+            steps=60, learning_rate=0.3, workers=(64,), seeds=30, tried=FEW, tested=100),
 )  # fmt: skip
 """By ``--data``: narrow enough for a CPU."""
 WIDE = (
