@@ -15,7 +15,7 @@ from holdfast.errors import ConfigError
 from holdfast.report import render_study
 from holdfast.study import resilience_claims as claims
 from holdfast.study.base import MEASURED, NOT_RUN, Claim, Journal, Options
-from holdfast.study.resilience import Resilience, _estimate
+from holdfast.study.resilience import Resilience, _estimate, _together
 from holdfast.study.resilience_cases import ADDITION, FORWARD, MIDDLE, QUICK, REPLACED, RESTART, ROLLBACK, Case, cases
 from holdfast.study.resilience_claims import hold_claims
 from holdfast.study.resilience_cost import STATED, overhead, simulated
@@ -161,6 +161,39 @@ def test_a_small_loss_is_judged_by_its_interval(low, high, holds):
     row = case_row(FORWARD, accuracy_loss=(low + high) / 2, accuracy_loss_low=low, accuracy_loss_high=high)
 
     assert claim([row], claims.SMALL_LOSS).holds is holds
+
+
+@pytest.mark.parametrize(("means", "holds"), [((0.3, 0.5), True), ((0.1, -0.1), None), ((-0.3, -0.5), False)])
+def test_whether_forward_loses_is_judged_over_seeds_and_networks_not_over_cases(means, holds):
+    rows = [
+        {"part": "together", "status": MEASURED, "network": name, "cases": 84, "seeds": 30} for name in ("mlp", "cnn")
+    ]
+    for row, mean in zip(rows, means, strict=True):
+        for name in ("accuracy_loss", "loss_more"):
+            row |= {name: mean, f"{name}_low": mean - 0.3, f"{name}_high": mean + 0.3}
+
+    found = claim(rows, claims.NOT_BETTER)
+
+    assert found.holds is holds
+    assert found.ours == pytest.approx(sum(means) / 2)
+    assert found.ci is not None
+    assert found.ci[1] - found.ci[0] == pytest.approx(0.6 / 2**0.5)
+    assert found.found.startswith("mean of 168 cases, 2 networks. Of the test loss: ")
+
+
+def test_cases_that_have_their_seeds_in_common_count_as_one_a_seed():
+    lossy = [case(FORWARD, count=count).key for count in (1, 4)]
+    rows = [case_row(FORWARD, count=count, case=key) for count, key in zip((1, 4), lossy, strict=True)]
+    kept = case_row(ROLLBACK, case="kept")
+    found = {
+        key: [{"accuracy": seed + more, "loss": 0.0} for seed in (1.0, 3.0)]
+        for key, more in zip(lossy, (0, 2), strict=True)
+    }
+
+    (row,) = _together({}, [*rows, kept], found | {"kept": [{"accuracy": 0.0, "loss": 0.0}] * 2})
+
+    assert (row["cases"], row["seeds"], row["accuracy_loss"]) == (2, 2, 3.0)
+    assert row["accuracy_loss_high"] - row["accuracy_loss_low"] == pytest.approx(2 * 12.706, rel=1e-3)  # of 2 and 4
 
 
 def test_strategies_are_compared_where_all_else_is_alike():
@@ -334,7 +367,7 @@ def test_trainings_that_were_done_are_not_done_again(tmp_path):
 
     rows = [row for task in Resilience().tasks(options) for row in task.run([])]
 
-    rows = [row for row in rows if row["part"] != "update"]
+    rows = [row for row in rows if row["part"] not in ("update", "together")]
     assert {row["seeds"] for row in rows} == {2}
     assert len(rows) == len(tried)
     assert rows[1]["accuracy_loss"] == 1.5

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -19,7 +19,7 @@ from holdfast.simulate import Estimate
 from holdfast.study.base import MEASURED, Claim, Journal, Options, Row, Task, check_parts, parts_left_out
 from holdfast.study.pool import Workers
 from holdfast.study.resilience_cases import INSIDE, QUICK, READ, WIDE, Case, Network, cases
-from holdfast.study.resilience_claims import hold_claims
+from holdfast.study.resilience_claims import hold_claims, is_lossy
 from holdfast.study.resilience_cost import STATED, costs_of, overhead
 from holdfast.study.resilience_jobs import QUICK_REALS, REALS, compare, measure
 from holdfast.study.resilience_modes import VARIANTS, compare_modes
@@ -46,8 +46,8 @@ class Resilience:
         "learning, CCGrid 2022"
     )
     intervals = (
-        "Intervals are 95 % intervals: of a case Student's t over paired seeds; of ratios of cases, and of real runs, by "
-        "bootstrap over them; of shares Wilson's."
+        "Intervals are 95 % intervals: of a case, and of all cases together, Student's t over paired seeds; of ratios of cases by bootstrap over "
+        "the cases, which have their seeds in common; of real runs by bootstrap over them; of shares Wilson's."
     )
     task_s, quick_task_s = 92.0, 6.0
 
@@ -210,14 +210,25 @@ def _sum_up(options: Options, network: Network, seeds: Sequence[int], _: Sequenc
     ]
     for case in cases(network, quick=options.quick):
         mine = by_case[case.key]
-        row: Row = {"part": "case", **case.columns(), "seeds": len(mine)}
+        row: Row = {"part": "case", "case": case.key, **case.columns(), "seeds": len(mine)}
         for name, key in (("accuracy", "accuracy_loss"), ("loss", "loss_more"), ("distance", "distance")):
             row |= _estimate(key, [one[name] for one in mine])
         for name in ("lost", "redone", "steps"):
             row[name] = statistics.fmean(one[name] for one in mine)
         row["same"] = sum(one["same"] for one in mine)
         rows.append(about | row | overhead(case, network.steps, seeds))
-    return rows
+    return [*rows, *_together(about, rows, by_case)]
+
+
+def _together(about: Row, rows: Sequence[Row], by_case: Mapping[str, Sequence[Row]]) -> list[Row]:
+    """Return what forward costs over all cases: they have their seeds in common, so only these are independent."""
+    lossy = [by_case[row["case"]] for row in rows if row["part"] == "case" and is_lossy(row)]
+    if not lossy:
+        return []
+    row: Row = {"part": "together", "cases": len(lossy), "seeds": len(lossy[0])}
+    for name, key in (("accuracy", "accuracy_loss"), ("loss", "loss_more")):
+        row |= _estimate(key, [statistics.fmean(one[name] for one in alike) for alike in zip(*lossy, strict=True)])
+    return [about | row]
 
 
 def _estimate(name: str, values: Sequence[float]) -> Row:

@@ -5,11 +5,12 @@ The paper is known here by its abstract; no numbers of it are at hand. So what i
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Sequence
 
 from holdfast.study.base import MEASURED, Claim, Row
-from holdfast.study.resilience_cases import ADDITION, FORWARD, REPLACED, RESTART, ROLLBACK, SPREAD
+from holdfast.study.resilience_cases import ADDITION, FAILURE, FORWARD, REPLACED, RESTART, ROLLBACK, SPREAD
 from holdfast.study.resilience_jobs import TAKEN_BACK
 from holdfast.study.resilience_updates import EAGER, LAZY
 from holdfast.study.stats import bootstrap, wilson
@@ -60,8 +61,9 @@ def hold_claims(rows: Sequence[Row], seed: int) -> list[Claim]:
         _bits(RESTART, [row for row in keeps if row["strategy"] == RESTART]),
         _bits(FORWARD, [row for row in whole if row["rescale"] == "survivors"]),
         _small([row for row in forward if row["rescale"] == "survivors"]),
-        _not_better([row for row in forward if row["rescale"] == "survivors"], seed),
-        _ratio(MORE, _READING, _pairs(forward, _averaged(0.5), _averaged(0.0), "averaged"), "distance", seed, lambda r: r <= 1),
+        _not_better([row for row in rows if row["part"] == "together"]),
+        _ratio(MORE, _READING, _pairs(forward, _averaged(0.5), _averaged(0.0), "averaged"), "distance", seed, lambda r: r <= 1,
+               by="moment"),
         _ratio(RESCALE, _READING, _pairs(forward, _rescaled("survivors"), _rescaled("original"), "rescale"), "distance", seed,
                lambda r: r <= 1),
         _ratio(ORDER, _ABSTRACT, _pairs(_spread(keeps), _nothing_averaged, _is(ROLLBACK)), "overhead_percent", seed,
@@ -118,22 +120,30 @@ def _small(rows: Sequence[Row]) -> Claim:
     )
 
 
-def _not_better(rows: Sequence[Row], seed: int) -> Claim:
+def is_lossy(row: Row) -> bool:
+    """Return whether in a case something is lost that rollback and restart keep, and the mini-batch keeps its size."""
+    is_forward = row["strategy"] == FORWARD and row["what"] == FAILURE and row["averaged"] < 1
+    return bool(is_forward and (row["batch"], row["rescale"]) == ("global", "survivors"))
+
+
+def _not_better(rows: Sequence[Row]) -> Claim:
     if not rows:
         return Claim(claim=NOT_BETTER, source=_READING, found=_NOT_CHECKED)
-    losses = [row["accuracy_loss"] for row in rows]
-    low, high = bootstrap([losses], lambda groups: statistics.fmean(groups[0]), seed)
+    ours, low, high = _mean_of(rows, "accuracy_loss")
     holds = True if low > 0 else False if high < 0 else None
-    told = f"mean of {len(rows)} cases; their weights differ from the undisturbed ones in all but {sum(row['same'] == row['seeds'] for row in rows)}"
-    return Claim(
-        claim=NOT_BETTER,
-        source=_READING,
-        ours=statistics.fmean(losses),
-        ci=(low, high),
-        holds=holds,
-        found=told,
-        unit="points",
+    more, more_low, more_high = _mean_of(rows, "loss_more")
+    told = (
+        f"mean of {sum(row['cases'] for row in rows):,} cases, {len(rows)} networks. "
+        f"Of the test loss: {more:.2g} [{more_low:.2g}, {more_high:.2g}] more"
     )
+    return Claim(claim=NOT_BETTER, source=_READING, ours=ours, ci=(low, high), holds=holds, found=told, unit="points")
+
+
+def _mean_of(rows: Sequence[Row], name: str) -> tuple[float, float, float]:
+    """Return the mean of a column over networks, which are independent of each other, and its interval."""
+    mean = statistics.fmean(row[name] for row in rows)
+    half = math.hypot(*((row[f"{name}_high"] - row[f"{name}_low"]) / 2 for row in rows)) / len(rows)
+    return mean, mean - half, mean + half
 
 
 # ---------------------------------------------------------------------------------------------
@@ -196,9 +206,14 @@ def _ratio(
     is_so: Callable[[float], bool],
     *,
     all_of_them: bool = False,
+    by: str = "",
 ) -> Claim:
-    """Return a claim of the ratio of a column, the median over pairs of cases; or of every pair, where it is computed."""
-    ratios = [one[name] / other[name] for one, other in pairs if other[name]]
+    """Return a claim of the ratio of a column, the median over pairs of cases; or of every pair, where it is computed.
+
+    With ``by`` it says the median of each group of that column, too.
+    """
+    pairs = [(one, other) for one, other in pairs if other[name]]
+    ratios = [one[name] / other[name] for one, other in pairs]
     if not ratios:
         return Claim(claim=claim, source=source, found=_NOT_CHECKED)
     low, high = bootstrap([ratios], lambda groups: statistics.median(groups[0]), seed)
@@ -207,6 +222,11 @@ def _ratio(
     if not all_of_them:
         holds = is_so(ours) if is_so(low) == is_so(high) else None
     told = f"median of {len(ratios)} pairs of cases, {min(ratios):.3g} to {max(ratios):.3g}; so in {holding}"
+    if by:
+        groups: dict[str, list[float]] = {}
+        for (one, _), ratio in zip(pairs, ratios, strict=True):
+            groups.setdefault(one[by], []).append(ratio)
+        told += "; " + ", ".join(f"{group} {statistics.median(some):.3g}" for group, some in groups.items())
     return Claim(claim=claim, source=source, ours=ours, ci=(low, high), holds=holds, found=told)
 
 
