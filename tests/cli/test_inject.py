@@ -113,6 +113,16 @@ def test_equivalent_injection_by_a_map_into_a_file_that_holds_a_part(holdfast):
         np.testing.assert_array_equal(np.ascontiguousarray(altered).view("u4"), npz["0.weight"].view("u4"))
 
 
+def test_a_copy_leaves_other_files_beside_it_alone(holdfast):
+    Path("out.h5.tmp").write_text("somebody's")
+
+    code, _, _ = holdfast("inject", "m.h5", "--flips", 1, "-o", "out.h5")
+
+    assert code == 0
+    assert Path("out.h5.tmp").read_text() == "somebody's"
+    assert sorted(path.name for path in Path().glob("out.h5*")) == ["out.h5", "out.h5.tmp"]
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [

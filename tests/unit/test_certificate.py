@@ -433,6 +433,32 @@ def test_runs_with_and_without_faults_are_the_same_to_the_last_step(tmp_path, qu
     assert f"same to the last step ({reference.STEPS} steps, sha256 " in out
 
 
+@pytest.mark.parametrize(
+    ("harm", "said"),
+    [
+        (lambda quiet, ends: [r for r in quiet if not (isinstance(r, StepCommitted) and r.step == 5)], "B  step 5: its line is missing"),
+        (
+            lambda quiet, ends: [dataclasses.replace(r, sha256="0" * 64) if r is ends[2] else r for r in quiet],
+            f"B  step {reference.STEPS}: workers 0, 1, 2, 3 ended with different states",
+        ),
+        (lambda quiet, ends: [dataclasses.replace(r, link="0" * 32) if r is ends[2] else r for r in quiet], "B  worker 2 had another state"),
+    ],
+    ids=["gap", "other end", "other state"],
+)  # fmt: skip
+def test_runs_whose_records_do_not_hold_are_not_called_the_same(tmp_path, quiet, capsys, harm, said):
+    ends = [record for record in quiet if isinstance(record, Finished)]
+    folders = write(tmp_path / "a", quiet), write(tmp_path / "b", harm(quiet, ends))
+
+    code, out = run_command(capsys, "diff-runs", *folders)
+    told = json.loads(run_command(capsys, "diff-runs", *folders, "--json")[1])
+
+    assert code == 3
+    assert said in out
+    assert "as far as such records tell: same to " in out
+    assert told["same"] is False
+    assert [bool(found) for found in told["findings"]] == [False, True]
+
+
 def test_runs_with_different_seeds_part_at_the_first_step(tmp_path, quiet, capsys):
     other = records_of(tmp_path / "run", workers=4, seed=8)
 

@@ -25,6 +25,7 @@ from holdfast.checkpoint import (
     write_tensors,
 )
 from holdfast.checkpoint.blocks import BLOCK_BYTES
+from holdfast.checkpoint.inventory import examine_all
 from holdfast.checkpoint.save import remove
 from holdfast.checkpoint.storage.local import LocalStorage
 from holdfast.errors import CheckpointCorrupt, CheckpointError, CheckpointMissing, ConfigError
@@ -628,6 +629,25 @@ def test_a_reader_whose_step_is_removed_while_it_reads_finds_the_newer_one(tmp_p
         saved(tmp_path, 10, 1)
 
     assert told == []
+
+
+def test_who_looks_for_damage_finds_none_where_a_writer_was_faster(tmp_path):
+    saved(tmp_path, 10, 1)
+
+    manifest, damage = find_damage(_Overtaken(tmp_path, ".safetensors", lambda: saved(tmp_path, 10, 2)), 10)
+
+    assert (manifest.info["value"], damage) == (2, [])
+    with pytest.raises(CheckpointMissing, match="there is no complete checkpoint of step 10"):
+        find_damage(_Overtaken(tmp_path, ".safetensors", lambda: remove(tmp_path, 10)), 10)
+
+
+def test_what_is_removed_while_all_are_looked_at_is_left_out(tmp_path):
+    saved(tmp_path, 10, 1)
+    saved(tmp_path, 20, 2)
+
+    found = examine_all(_Overtaken(tmp_path, ".safetensors", lambda: remove(tmp_path, 10)), lambda step: None)
+
+    assert [(one.step, one.damage) for one in found] == [(20, ())]
 
 
 class _Overtaken(LocalStorage):

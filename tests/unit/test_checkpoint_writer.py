@@ -400,6 +400,24 @@ def test_info_that_cannot_be_saved_is_told_too(either, tmp_path):
     assert all_names(tmp_path) == []
 
 
+def test_a_manifest_that_arrives_after_nobody_waits_for_it_finds_its_tensors(places, storage, tmp_path, monkeypatch):
+    late = []
+
+    def put(path, data):
+        late.append((path, data))
+        raise CheckpointError("cannot write: no answer") from TimeoutError()
+
+    writer = Writer(places, background=True)
+    monkeypatch.setattr(storage, "put", put)
+    writer.begin(5, take(state_of(7)), {}, **TOKEN)
+    writer.commit(0)
+
+    assert str(outcome(writer).error) == "cannot write: no answer"
+    assert newest_intact(tmp_path) is None
+    LocalStorage(tmp_path).put(*late[0])
+    assert same(load(tmp_path, 5).state, state_of(7))
+
+
 def test_a_storage_that_never_answers_is_an_error_and_no_hang(writer, storage, monkeypatch):
     monkeypatch.setattr(writer_module, "_LIMIT_S", 0.1)
     storage.gate.clear()

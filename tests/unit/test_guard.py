@@ -238,6 +238,17 @@ def test_flips_are_healed_to_the_bits_of_the_undisturbed_run_and_are_there_other
     assert "CorruptionFound" in names
 
 
+@pytest.mark.parametrize("struck", [(0, 1, 2), (1, 2)])
+def test_nobody_is_named_where_several_computed_otherwise(tmp_path, struck):
+    flips = [FLIP.format(rank, 6, "weights", "30", "1.weight") for rank in struck]
+    quiet, _, _ = train(tmp_path / "off", "off")
+    state, _, records = train(tmp_path / "heal", "heal", *flips)
+
+    (healed,) = [r for r in records if type(r).__name__ == "CorruptionHealed"]
+    assert state == quiet
+    assert healed.ranks == ()
+
+
 def test_a_learning_rate_that_is_too_high_is_found_once_and_training_goes_on(tmp_path):
     state, records, found = train(tmp_path, "heal", lr=1e18)
     diverged, _, _ = train(tmp_path / "off", "off", lr=1e18)

@@ -88,4 +88,5 @@ class Checkpoints:
 
     def remove(self, step: int) -> None:
         """Remove a step: its manifest first, so that nobody ever finds half of it."""
+        self._clean.discard(step)
         save.remove(self._storage, step)

@@ -87,6 +87,24 @@ def examine(storage: Storage, step: int, *, read_all: bool = True) -> Examined:
     )
 
 
+def examine_all(storage: Storage, now: Callable[[int], None], *, read_all: bool = True) -> list[Examined]:
+    """Look at all checkpoints, in order; those that a running job removes meanwhile are left out.
+
+    Args:
+        storage: Where they are.
+        now: Is told of each step before it is looked at.
+        read_all: Every byte, not only the manifests.
+    """
+    found = []
+    for step in steps(storage):
+        now(step)
+        try:
+            found.append(examine(storage, step, read_all=read_all))
+        except CheckpointMissing:
+            continue
+    return found
+
+
 def attempts(storage: Storage) -> list[Attempt]:
     """Return all attempts that were not completed, oldest step first."""
     found: list[tuple[int, str]] = []

@@ -161,7 +161,11 @@ def find_damage(storage: Where, step: int) -> tuple[Manifest, list[Damage]]:
         CheckpointMissing: if there is no complete checkpoint of this step.
     """
     storage = as_storage(storage)
-    manifest = read_manifest(storage, step)
+    manifest, _, damage = _settled(storage, step, lambda manifest: (None, _all_damage(storage, manifest)))
+    return manifest, damage
+
+
+def _all_damage(storage: Storage, manifest: Manifest) -> list[Damage]:
     gone = {name: why for name in manifest.files if (why := _why_gone(storage, manifest, name))}
     damage = [
         Damage(tensor="", file=name, start=0, end=manifest.files[name].size_bytes, what=why)
@@ -175,7 +179,7 @@ def find_damage(storage: Where, step: int) -> tuple[Manifest, list[Damage]]:
             what = f"tensor {path!r} ({entry.dtype}, shape {list(entry.shape)}), bytes {piece.offset} to {end} of {piece.file}: {gone[piece.file]}"
             damage.append(Damage(tensor=path, file=piece.file, start=piece.offset, end=end, what=what))
     files = {name: file for name, file in manifest.files.items() if name not in gone}
-    return manifest, damage + _read_files(storage, replace(manifest, files=files, tensors=tensors), lambda _: {})[1]
+    return damage + _read_files(storage, replace(manifest, files=files, tensors=tensors), lambda _: {})[1]
 
 
 def _why_gone(storage: Storage, manifest: Manifest, name: str) -> str:
@@ -300,20 +304,38 @@ def read_manifest(storage: Where, step: int) -> Manifest:
 def _read(
     storage: Storage, step: int, read: Callable[[Manifest], tuple[_Result, list[Damage]]]
 ) -> tuple[Manifest, _Result]:
-    """Return the manifest of a step and what ``read`` makes of it; who is overtaken by a writer reads again."""
+    """Return the manifest of a step and what ``read`` makes of it, if that finds no damage."""
+    manifest, result, damage = _settled(storage, step, read)
+    if damage:
+        why = damage[0].what + (f"; {len(damage)} places are damaged in all" if len(damage) > 1 else "")
+        raise CheckpointCorrupt(_damaged(storage, step, why))
+    return manifest, result
+
+
+def _settled(
+    storage: Storage, step: int, look: Callable[[Manifest], tuple[_Result, list[Damage]]]
+) -> tuple[Manifest, _Result, list[Damage]]:
+    """Return the manifest of a step, and what ``look`` makes of it and finds damaged; who is overtaken by a writer looks again.
+
+    Raises:
+        CheckpointCorrupt: if the manifest is damaged, or ``look`` raises that.
+        CheckpointMissing: if there is no complete checkpoint of this step, or none any more.
+    """
     data = _manifest_bytes(storage, step)
     while True:
+        wrong: CheckpointCorrupt | None = None
         try:
             manifest = _parse(step, data)
-            result, damage = read(manifest)
+            result, damage = look(manifest)
             if not damage:
-                return manifest, result
-            why = damage[0].what + (f"; {len(damage)} places are damaged in all" if len(damage) > 1 else "")
+                return manifest, result, []
         except CheckpointCorrupt as error:
-            why = str(error)
+            wrong = error
         again = _manifest_bytes(storage, step)
         if again == data:
-            raise CheckpointCorrupt(_damaged(storage, step, why))
+            if wrong is not None:
+                raise CheckpointCorrupt(_damaged(storage, step, str(wrong))) from wrong
+            return manifest, result, damage
         # Saved anew while we read: the old tensors are gone, and nothing is damaged.
         data = again
 

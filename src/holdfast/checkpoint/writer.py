@@ -248,6 +248,8 @@ class Writer:
 
     def _clear_away(self, job: _Job) -> None:
         """Make room: what was written of a checkpoint that cannot be completed might fill the disk."""
+        if job.error is not None and isinstance(job.error.__cause__, TimeoutError):
+            return  # the manifest may still arrive, and what it names must be there then
         if job.token and job.content.part == 0:
             try:
                 self._checkpoints.discard(job.step, job.token)

@@ -63,15 +63,11 @@ def ls(
 
     Example: holdfast ckpt ls runs/a
     """
-    from holdfast.checkpoint.inventory import attempts, examine
-    from holdfast.checkpoint.load import steps
+    from holdfast.checkpoint.inventory import attempts, examine_all
 
     storage = find_root(directory)
-    found = []
     with progress(f"looking into {storage.url}") as now:
-        for step in steps(storage):
-            now(f"reading step {step}")
-            found.append(examine(storage, step, read_all=not fast))
+        found = examine_all(storage, lambda step: now(f"reading step {step}"), read_all=not fast)
         unfinished = attempts(storage)
     if as_json:
         rows = [_described(examined) for examined in found]
@@ -194,18 +190,18 @@ def verify(path: _Path, *, everything: _All = False, as_json: _Json = False) -> 
 
     Example: holdfast ckpt verify runs/a/step-00000020
     """
-    from holdfast.checkpoint.inventory import examine
-    from holdfast.checkpoint.load import steps
+    from holdfast.checkpoint.inventory import examine, examine_all
 
     if Path(path).is_file() and Path(path).name != "manifest.json":
         msg = f"{path} is a file of another program, which has no digests; name a checkpoint, or a directory of them"
         raise ConfigError(msg)
     storage, named = find(path)
-    found = []
     with progress(f"looking into {storage.url}") as now:
-        for step in [named] if named is not None else steps(storage):
-            now(f"reading step {step}")
-            found.append(examine(storage, step))
+        if named is None:
+            found = examine_all(storage, lambda step: now(f"reading step {step}"))
+        else:
+            now(f"reading step {named}")
+            found = [examine(storage, named)]
     if not found:
         msg = f"there is no complete checkpoint in {storage.url}; name a directory that has one"
         raise CheckpointMissing(msg)

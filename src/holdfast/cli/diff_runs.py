@@ -14,10 +14,11 @@ from holdfast.cli.tables import count, progress, say
 
 if TYPE_CHECKING:
     from holdfast.checkpoint.compare import Spot
-    from holdfast.report.certified import Certified
+    from holdfast.report.certified import Certified, Finding
     from holdfast.report.parting import Compared, Parting
 
 _MOST_TENSORS = 5
+_WRONG = 3
 _MODEL = "replica/"
 """What the paths of the model and the optimizer begin with in a checkpoint."""
 
@@ -32,7 +33,8 @@ def diff_runs(
 
     Compares the certified steps in events.jsonl: samples, metrics, and digests of the state, so what failed in a run and how often makes no
     difference. Where both have saved the state behind the step at which they part, the first value that differs is looked up
-    there. Ends with 0 if they are the same as far as both go, with 1 if they part.
+    there. Ends with 0 if they are the same as far as both go, with 1 if they part, with 3 if they do not but the records of one do not
+    hold, or its workers did not have one state.
 
     Example: holdfast diff-runs undisturbed eleven-faults
     """
@@ -53,11 +55,14 @@ def diff_runs(
         )
         raise ConfigError(msg)
     spot = None if compared.parting is None else _look_into_checkpoints(runs, compared.parting)
+    findings = [run.check() or run.check_workers() for run in runs]
     if as_json:
-        print(json.dumps(_as_dict(compared, settings, spot), indent=1))
+        print(json.dumps(_as_dict(compared, settings, spot, findings), indent=1))
     else:
-        _show(compared, runs, settings, spot)
-    return int(compared.parting is not None)
+        _show(compared, runs, settings, spot, findings)
+    if compared.parting is not None:
+        return 1
+    return _WRONG if any(findings) else 0
 
 
 def _look_into_checkpoints(runs: Sequence[Certified], parting: Parting) -> tuple[int, Spot] | None:
@@ -92,17 +97,21 @@ def _show(
     runs: list[Certified],
     settings: Mapping[str, tuple[Any, Any]],
     spot: tuple[int, Spot] | None,
+    findings: Sequence[Sequence[Finding]],
 ) -> None:
     for letter, run in zip("AB", runs, strict=True):
         said = f"{letter}  {run.name}: steps {run.first} to {run.last}"
         say(said + (", whose certificate begins there anew" if run.begins_anew else ""))
     for name, values in settings.items():
         say(f"different {name}: {values[0]} / {values[1]}")
-    for letter, run in zip("AB", runs, strict=True):
-        for finding in (*run.check(), *run.twice()[:1]):
+    for letter, run, found in zip("AB", runs, findings, strict=True):
+        for finding in (*found, *run.twice()[:1]):
             say(f"{letter}  {finding.what}", "bold red")
     if compared.parting is None:
-        say(_same(compared, runs), "green")
+        if any(findings):
+            say(f"as far as such records tell: {_same(compared, runs)}")
+        else:
+            say(_same(compared, runs), "green")
         return
     parting = compared.parting
     before = (
@@ -155,11 +164,15 @@ def _value(value: float | None) -> str:
 
 
 def _as_dict(
-    compared: Compared, settings: Mapping[str, tuple[Any, Any]], spot: tuple[int, Spot] | None
+    compared: Compared,
+    settings: Mapping[str, tuple[Any, Any]],
+    spot: tuple[int, Spot] | None,
+    findings: Sequence[Sequence[Finding]],
 ) -> dict[str, Any]:
     parting = compared.parting
     return {
-        "same": parting is None,
+        "same": parting is None and not any(findings),
+        "findings": [[dataclasses.asdict(finding) for finding in found] for found in findings],
         "first_step": compared.first,
         "same_to": compared.last if parting is None else parting.step - 1,
         "different_settings": {name: list(values) for name, values in settings.items()},

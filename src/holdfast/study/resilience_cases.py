@@ -112,7 +112,7 @@ def _gpt(context: int, layers: int, width: int) -> tuple[tuple[str, float], ...]
 
 
 QUICK = (
-    Network(name="mlp", model="mlp", dataset="digits", batch=512, steps=40, learning_rate=0.1, workers=(16, 512), seeds=4),
+    Network(name="mlp", model="mlp", dataset="digits", batch=512, steps=30, learning_rate=0.1, workers=(16, 512), seeds=3),
 )  # fmt: skip
 INSIDE = (
     Network(name="mlp", model="mlp", dataset="digits", batch=1024, steps=40, learning_rate=0.1,

@@ -27,6 +27,8 @@ from holdfast.train.world import World
 
 _SHORTEST_ROTATION = 32
 """Steps between two states that are kept, at least: of a small model it would cost more to copy than to train."""
+_NOBODY = 1 << 30
+"""Larger than any rank."""
 _MOST_TIMES_BACK = 3
 """Going back so often to one state, without getting past it for good, is no soft error."""
 
@@ -84,8 +86,8 @@ class Watch:
         self._went_back_to = -1
         self._source = ""
         self._times_back = 0
-        self._verdict: tuple[int, ...] = ()
-        self._own_fault = 0
+        self._verdict: tuple[int, ...] | None = None
+        self._odd: set[int] = set()
 
     @property
     def altered(self) -> bool:
@@ -101,8 +103,8 @@ class Watch:
         for number, terms in self._replica.terms.items():
             figures = terms.flat[-1][self._replica.buckets.layouts[-1].figures_at :][: 2 * MAX_METRICS]
             differs = self._computed.note(batch.step, number, (terms.flat[0], figures))
-            if differs and not self._verdict:
-                self._own_fault = max(self._own_fault, batch.owners[number] + 1)
+            if differs and self._verdict is None:
+                self._odd.add(batch.owners[number])
 
     def brings(self, step: int, *, is_last: bool) -> tuple[int, ...]:
         """Return what this worker brings to the closing sum of a step, a maximum; of everybody the same number of numbers.
@@ -124,7 +126,10 @@ class Watch:
         self._window = EVERYTHING if is_last else step
         numbers = self._replica.own.of_each(self._world.comm.here, lambda: digest.of_step(self._window)).values()
         said = max(numbers), max(~number for number in numbers)
-        return said if self._ranging is None else (*said, self._ranging.look(step), self._own_fault)
+        if self._ranging is None:
+            return said
+        odd = self._odd  # the largest and the smallest rank: who alone computed otherwise than before was at fault
+        return (*said, self._ranging.look(step), max(odd, default=-1), ~min(odd, default=_NOBODY))
 
     def hears(self, step: int, said: tuple[int, ...]) -> bool:
         """Hear the maxima of what all brought; return whether the step is not closed, and all go back or do it again.
@@ -149,9 +154,11 @@ class Watch:
         if differ and self._policy == "stop":
             msg = f"the replicas differ before step {step}: a worker computed wrong bits, or its weights were changed by hand"
             raise ReplicasDiffer(msg)
-        suspect, fault = more or (0, 0)
-        if fault and not self._verdict:
-            self._verdict, self._own_fault = (fault - 1,), 0
+        suspect, highest, lowest = more or (0, -1, ~_NOBODY)
+        if highest >= 0 and self._verdict is None:
+            # Several had the same wrong state, or one of them made all wrong: that tells nobody who it was.
+            self._verdict = (highest,) if highest == ~lowest else ()
+            self._odd.clear()
         found = self._ranging is not None and self._ranging.hears(suspect)
         if self._heals and differ:
             self._check_is_soft(step)
@@ -271,9 +278,10 @@ class Watch:
         is_training = self._ranging is not None and self._ranging.is_training
         if self._world.is_lead:
             self._scribe.corruption_healed(
-                self._verdict, self._found_at, self._went_back_to, self._source, is_training=is_training
+                self._verdict or (), self._found_at, self._went_back_to, self._source, is_training=is_training
             )
-        self._source, self._verdict, self._own_fault = "", (), 0
+        self._source, self._verdict = "", None
+        self._odd.clear()
 
     # -- going back
 
@@ -300,7 +308,8 @@ class Watch:
         assert self._digest is not None
         step = self._world.step
         self._went_back_to, self._source = step, source
-        self._verdict, self._own_fault = (), 0
+        self._verdict = None
+        self._odd.clear()
         self._computed.go_back(step)
         if self._ranging is not None:
             self._ranging.went_back(self._found_at)

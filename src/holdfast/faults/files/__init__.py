@@ -7,6 +7,7 @@ looked at. What HDF5 has packed is unpacked chunk by chunk, and only the chunks 
 from __future__ import annotations
 
 import os
+import secrets
 import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -69,8 +70,7 @@ def copied(target: Target, out: Path) -> Iterator[FileValues]:
             if out.exists():
                 msg = f"{out} is there already; name a new file, or remove it"
                 raise ConfigError(msg)
-            draft = out.with_name(f"{out.name}.tmp")
-            draft.unlink(missing_ok=True)
+            draft = out.with_name(f"{out.name}.{secrets.token_hex(4)}.tmp")
             stack.callback(draft.unlink, missing_ok=True)
             _copy(target.path, draft)
             with ExitStack() as inner:
