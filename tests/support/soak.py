@@ -44,6 +44,8 @@ NUM_BUCKETS = 3
 LIMIT_S = 170
 HANG_S = 2
 NODE_S = 4
+GRACE_S = 90
+"""To save and stop: who is stuck in a checkpoint is found after 30 times the limit for others."""
 KINDS = ("kill",) * 5 + ("oom", "segfault", "hang", "hang", "gil", "deadlock", "spin", "slow", "leave")
 UNWATCHED_KINDS = (*ENDS, "slow")
 """Where the launcher is killed: nobody is left to find who is stuck."""
@@ -119,6 +121,7 @@ def draw(seed, folder, fabric=None):
     options += ["-n", workers, "--spares", spares, *(["--respawn"] if respawn else [])]
     options += ["--mirror", rng.choice((1, 1, 2))] if split else []
     options += ["--strategy", "rollback" if split else rng.choice(("rollback", "rollback", "restart"))]
+    options += ["--grace", GRACE_S] if struck == signal.SIGTERM else []
     kinds = UNWATCHED_KINDS if struck == signal.SIGKILL else KINDS
     of_parts = tuple(
         phase for phase in SPLIT_PHASES if phase != "mirror"

@@ -227,6 +227,17 @@ def test_one_worker_that_computes_or_moves_is_enough_to_wait(judge, busy):
     assert judge.verdict(80.0, running=True) is None
 
 
+def test_those_who_waited_for_one_that_was_stuck_have_as_long_again_to_go_on_without_it(judge):
+    waiting = {rank: at("allreduce") for rank in (1, 2)}
+    judge.watch(waiting | {0: at("checkpoint")}, 10.0)
+    judge.hear(ended(0, -9))
+
+    judge.watch(waiting, 70.5)
+    assert judge.verdict(71.0, running=True) is None
+    judge.watch(waiting, 130.0)
+    assert isinstance(judge.verdict(131.0, running=True), Lost)
+
+
 def in_vain(count):
     """Where a worker is that has recovered so often and moves on all the time."""
     return replace(at("recovery", beats=100 + count), in_vain=count)

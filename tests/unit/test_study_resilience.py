@@ -207,6 +207,20 @@ def test_strategies_are_compared_where_all_else_is_alike():
     assert (restart.holds, restart.ours) == (True, 3.0)
 
 
+@pytest.mark.parametrize(("counts", "holds"), [((1,), None), ((1, 4), None), ((1, 4, 16), True)])
+def test_a_pair_of_cases_or_two_decide_nothing(counts, holds):
+    rows = [
+        case_row(FORWARD, count=count, averaged=averaged, distance=1.0 - averaged / 2)
+        for count in counts
+        for averaged in (0.0, 0.5)
+    ]
+
+    found = claim(rows, claims.MORE)
+
+    assert found.ours == 0.75
+    assert (found.holds, found.ci is not None) == (holds, holds is True)
+
+
 def test_runs_with_eager_updates_say_nothing_of_strategies_and_lazy_ones_nothing_of_taking_back():
     lazy = [point(ROLLBACK, 10.0), point(FORWARD, 7.0, 9.0)] * 3
     eager = [

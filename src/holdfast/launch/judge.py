@@ -185,6 +185,7 @@ class Judge:
                 start.failed.append(record)
             case WorkerEnded():
                 start.ended[record.rank] = record
+                start.quiet.clear()  # who waited for it can go on now, and has as long again
                 if record.exit_code < 0 and record.rank not in self.killed:
                     self._note_death(record, position)
 

@@ -85,8 +85,7 @@ def workers_lines(section: Mapping[str, Any], rows: Sequence[Mapping[str, Any]])
     with canvas(3.9) as page:
         axes = page.axes(0.6, 0.55, WIDTH_IN - 0.6 - _KEY_IN, 3.1)
         for place, (name, group) in enumerate(grouped(rows, section["series"]).items()):
-            look = {"color": _PALETTE[place % len(_PALETTE)], "marker": _MARKS[place % len(_MARKS)], "markersize": 5.5}
-            _draw_series(axes, section, " ".join(name), group, look)
+            _draw_series(axes, section, " ".join(name), group, _look(place, 5.5))
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
         axes.xaxis.set_major_formatter(lambda x, _: f"{x:g}")
@@ -97,6 +96,12 @@ def workers_lines(section: Mapping[str, Any], rows: Sequence[Mapping[str, Any]])
         axes.tick_params(length=0, which="both")
         axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1.0), frameon=False, fontsize=9)
         return page.svg(html.escape(section["title"]))
+
+
+def _look(place: int, size: float) -> dict[str, Any]:
+    """Return how the series at a place is marked: in another colour than the one before, and no two alike in both."""
+    rounds, color = divmod(place, len(_PALETTE))
+    return {"color": _PALETTE[color], "marker": _MARKS[(place + rounds) % len(_MARKS)], "markersize": size}
 
 
 def _draw_series(
@@ -132,15 +137,9 @@ def scattered(section: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> 
         if band := section.get("band"):
             axes.axhspan(*band, color=style.WORK_LIGHT, alpha=0.35, linewidth=0)
         for place, (name, group) in enumerate(grouped(rows, section["series"]).items()):
-            look: dict[str, Any] = {
-                "color": _PALETTE[place % len(_PALETTE)],
-                "marker": _MARKS[place % len(_MARKS)],
-                "markersize": 5,
-            }
             points = [row[x] for row in group], [row[y] for row in group]
-            axes.errorbar(
-                *points, yerr=_ends(section, group, y), linestyle="", label=" ".join(name), linewidth=1, **look
-            )
+            ends, look = _ends(section, group, y), _look(place, 5)
+            axes.errorbar(*points, yerr=ends, linestyle="", label=" ".join(name), linewidth=1, **look)
         for place, (name, xs, ys) in enumerate(section.get("curves", ())):
             axes.plot(xs, ys, color=style.INK, linewidth=1.2, linestyle=("-", "--", ":")[place % 3], label=name)
         for row in rows:
@@ -181,15 +180,11 @@ def interval_lines(section: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]
         if band := section.get("band"):
             axes.axvspan(*band, color=style.WORK_LIGHT, alpha=0.35, linewidth=0)
         for place, (name, group) in enumerate(series.items()):
-            look: dict[str, Any] = {
-                "color": _PALETTE[place % len(_PALETTE)],
-                "marker": _MARKS[place % len(_MARKS)],
-                "markersize": 4,
-            }
             aside = 0.7 * ((place + 0.5) / len(series) - 0.5)
             lines = [groups.index(" ".join(key)) + aside for key in (_key(row, section["by"]) for row in group)]
             points = [row[x] for row in group], lines
-            axes.errorbar(*points, xerr=_ends(section, group, x), linestyle="", label=name, linewidth=1, **look)
+            ends, look = _ends(section, group, x), _look(place, 4)
+            axes.errorbar(*points, xerr=ends, linestyle="", label=name, linewidth=1, **look)
         axes.set_yticks(range(len(groups)), groups)
         axes.set_ylim(len(groups) - 0.5, -0.5)
         axes.set_xlim(*section.get("limits", (None, None)))

@@ -23,7 +23,7 @@ SMALL = 1.0
 """Points of accuracy: less is a small loss."""
 GOODPUT_PERCENT = 5.0
 _RUNS = 3
-"""Of real runs, for an interval."""
+"""Of real runs, or pairs of cases, for an interval."""
 
 BITS = {
     ROLLBACK: "Rollback equals the undisturbed training, to the bit, where the mini-batch keeps its size",
@@ -216,18 +216,18 @@ def _ratio(
     ratios = [one[name] / other[name] for one, other in pairs]
     if not ratios:
         return Claim(claim=claim, source=source, found=_NOT_CHECKED)
-    low, high = bootstrap([ratios], lambda groups: statistics.median(groups[0]), seed)
+    ci = None if len(ratios) < _RUNS else bootstrap([ratios], lambda groups: statistics.median(groups[0]), seed)
     ours, holding = statistics.median(ratios), sum(map(is_so, ratios))
     holds: bool | None = holding == len(ratios)
     if not all_of_them:
-        holds = is_so(ours) if is_so(low) == is_so(high) else None
+        holds = is_so(ours) if ci is not None and is_so(ci[0]) == is_so(ci[1]) else None
     told = f"median of {len(ratios)} pairs of cases, {min(ratios):.3g} to {max(ratios):.3g}; so in {holding}"
     if by:
         groups: dict[str, list[float]] = {}
         for (one, _), ratio in zip(pairs, ratios, strict=True):
             groups.setdefault(one[by], []).append(ratio)
         told += "; " + ", ".join(f"{group} {statistics.median(some):.3g}" for group, some in groups.items())
-    return Claim(claim=claim, source=source, ours=ours, ci=(low, high), holds=holds, found=told)
+    return Claim(claim=claim, source=source, ours=ours, ci=ci, holds=holds, found=told)
 
 
 # ---------------------------------------------------------------------------------------------

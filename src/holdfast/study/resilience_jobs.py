@@ -21,6 +21,7 @@ from holdfast.study.resilience_cases import FORWARD, RESTART, ROLLBACK, Case
 from holdfast.study.resilience_cost import overhead
 from holdfast.study.resilience_updates import EAGER, LAZY
 
+MODEL = "mlp"
 WORKERS, EPOCHS, BATCH, STEPS = 4, 4, 128, 48
 KILLED, STEP = 2, 23
 EVERY = 5
@@ -59,7 +60,7 @@ class Real:
             words += ["--inject", f"kill:rank={KILLED},step={STEP}{where}"]
         if self.strategy == RESTART:
             words += ["--checkpoint-dir", folder / "saved", "--checkpoint-every", EVERY]
-        words += [script.__file__, "--model", "mlp", "--epochs", EPOCHS, "--batch-size", BATCH]
+        words += [script.__file__, "--model", MODEL, "--epochs", EPOCHS, "--batch-size", BATCH]
         return [str(word) for word in [*words, "--bucket-bytes", _BUCKET_BYTES]]
 
 

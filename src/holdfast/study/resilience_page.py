@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
+from itertools import groupby
 from typing import Any
 
+import numpy as np
+
+from holdfast.simulate import Estimate
 from holdfast.study.base import MEASURED, NOT_RUN, Row
 from holdfast.study.resilience_cases import FAILURE, FORWARD, RESTART, SPREAD
 from holdfast.study.resilience_claims import is_usual
+from holdfast.study.resilience_jobs import MODEL
 from holdfast.study.resilience_updates import EAGER
 
 _TRADE = (
     "Accuracy: trainings by logical workers, means of paired differences from the undisturbed training with the same seed, 95 % intervals; positive is worse. "
     "Time: simulated with stated costs, and only what is held, lost or done again; with fewer workers steps are slower besides, the same for all strategies. "
-    "Each point is a number of workers and of failures at drawn moments. What is called real are four processes, one of them killed, measured on this machine."
+    "Each point is a number of workers and of failures at drawn moments. "
 )
+_TRADE_REAL = " What is called real are four processes, one of them killed, measured on this machine: mean and median of all runs."
 
 
 def sections(rows: Sequence[Row]) -> list[dict[str, Any]]:
@@ -24,7 +31,10 @@ def sections(rows: Sequence[Row]) -> list[dict[str, Any]]:
     networks = list(dict.fromkeys(row["network"] for row in cases))
     usual = [row for row in points if is_usual(row)]
     return [
-        *[_trade(name, [row for row in cases if row["network"] == name], usual) for name in networks],
+        *[
+            _trade(name, [row for row in cases if row["network"] == name], usual if name == MODEL else [])
+            for name in networks
+        ],
         *([] if networks else [_trade("real processes", [], usual)]),
         *[_averaged(name, [row for row in cases if row["network"] == name]) for name in networks],
         _strategies(cases),
@@ -69,12 +79,12 @@ def _is_plain(row: Row) -> bool:
 def _trade(name: str, cases: Sequence[Row], points: Sequence[Row]) -> dict[str, Any]:
     plain = [row for row in cases if _is_plain(row) and (row["batch"], row["rescale"]) == ("global", "survivors")]
     chosen = [row | {"status": "simulated"} for row in plain if row["averaged"] < 1]
-    real = [row | {"accuracy_loss_low": None, "accuracy_loss_high": None} for row in points]
+    real = [_together(list(runs)) for _, runs in groupby(sorted(points, key=_happens), _happens)]
     return _section(
         "points",
         f"trade-off-{name}",
         f"Accuracy against time: {name}",
-        _TRADE,
+        _TRADE + (_TRADE_REAL if real else ""),
         [*chosen, *real],
         series=["happens"],
         x=["overhead_percent", "time held, lost or done again, % of the undisturbed run"],
@@ -82,6 +92,18 @@ def _trade(name: str, cases: Sequence[Row], points: Sequence[Row]) -> dict[str, 
         interval=["accuracy_loss_low", "accuracy_loss_high"],
         log=["x"],
     )
+
+
+def _happens(row: Row) -> str:
+    return str(row["happens"])
+
+
+def _together(runs: Sequence[Row]) -> Row:
+    """Return a point for runs of one job: the mean of what they lost, and the median of their time."""
+    lost = np.array([row["accuracy_loss"] for row in runs])
+    low, high = Estimate.of(lost)[1:3] if len(runs) > 1 else (None, None)
+    found = {"accuracy_loss": float(lost.mean()), "accuracy_loss_low": low, "accuracy_loss_high": high}
+    return runs[0] | found | {"overhead_percent": statistics.median(row["overhead_percent"] for row in runs)}
 
 
 def _averaged(name: str, cases: Sequence[Row]) -> dict[str, Any]:
