@@ -81,6 +81,27 @@ def test_workers_that_get_stuck_are_found_ended_and_done_without(fabric, stuck, 
     assert report["samples"] == {"planned": 406, "committed": 406, "lost": 0, "repeated": 0}
 
 
+@pytest.mark.parametrize("fabric", [pytest.param("ulfm", marks=pytest.mark.soak), "gloo"])
+def test_who_waited_for_one_that_is_stuck_in_a_checkpoint_longer_than_a_stall_takes_goes_on_without_it(
+    fabric, tmp_path
+):
+    report = run_report(
+        tmp_path,
+        *("-n", 3, "--fabric", fabric, "--hang-timeout", 0.5, "--stall-timeout", 10, "--max-restarts", 0),
+        *("--checkpoint-dir", tmp_path / "checkpoints", "--checkpoint-every", 2),
+        *inject("spin:rank=0,step=4,phase=checkpoint"),
+        *(SCRIPT, "mlp", "sgd"),
+    )
+
+    (fenced,) = of_kind(report, "WorkerFenced")
+    assert fenced["rank"] == 0
+    assert fenced["silent_s"] >= 15
+    assert "in checkpoint of step" in fenced["reason"]
+    assert exit_codes(report) == {0: -9, 1: 0, 2: 0}
+    assert report["replicas"]["state_sha256"] == reference_hash("mlp", "sgd")
+    assert report["samples"] == {"planned": 406, "committed": 406, "lost": 0, "repeated": 0}
+
+
 def test_ranks_of_an_unmodified_ddp_script_that_stop_or_keep_pythons_lock_are_done_without(tmp_path):
     report = run_report(
         tmp_path,
