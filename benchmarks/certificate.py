@@ -1,6 +1,6 @@
 """What the certificate costs: the same session with it and without.
 
-    python benchmarks/certificate.py [--workers 2] [--models mlp] [--blocks 30] [--steps 256] [--json FILE]
+    python benchmarks/certificate.py [--workers 2] [--models mlp] [--kind whole] [--blocks 30] [--steps 256] [--json FILE]
 
 =======  ==============================================================================================================
 variant  what runs besides the training
@@ -11,27 +11,39 @@ with     a window of the weights, of the optimizer's state and of the buffers is
 
 Both write their records to a file, as under the launcher, train in the same processes and take turns, block by block, in another
 order each time. A block is as long as it takes to hash everything once, and counts by its mean step. The ratio is taken within a
-round; the interval is that of the median of these ratios.
+round; the interval is that of the median of these ratios. ``--kind sharded`` or ``pipeline`` does the same with the model split over
+the workers, each part mirrored at one other.
 """
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import torch
+from models import JOBS, loss_of, make_model
+from split import MICRO_BATCHES, loss, stages_of
 from turns import connect_each, leave, make_parser, run_jobs, show_turns, take_turns, train
 
+import holdfast
+from holdfast.comm import Communicator
+
 VARIANTS = ("without", "with")
+KINDS = ("whole", "sharded", "pipeline")
 WARM_UP_STEPS = 20
 
 
 def main() -> None:
     """Start the jobs, print their tables."""
-    options = make_parser(__doc__, steps=256).parse_args()
+    parser = make_parser(__doc__, steps=256)
+    parser.add_argument("--kind", choices=KINDS, default="whole")
+    options = parser.parse_args()
     if options.work:
         work(options)
-    for model, workers, found in run_jobs(options):
-        show_turns(model, workers, found["blocks"], dict.fromkeys(VARIANTS, "without"))
+    for model, workers, found in run_jobs(options, "--kind", options.kind):
+        show_turns(model, workers, found["blocks"], dict.fromkeys(VARIANTS, "without"), f"{options.kind}, ")
 
 
 def work(options: argparse.Namespace) -> None:
@@ -42,10 +54,35 @@ def work(options: argparse.Namespace) -> None:
         run_dir = Path(options.work).with_name(variant)
         run_dir.mkdir(exist_ok=True)
         certifies = variant == "with"
-        running[variant] = train(
-            name, comm, guard="off", certificate=certifies, run_dir=str(run_dir), hang_timeout_s=0.0
-        )
+        settings = {"guard": "off", "certificate": certifies, "run_dir": str(run_dir), "hang_timeout_s": 0.0}
+        begin = train if options.kind == "whole" else train_sharded if options.kind == "sharded" else train_pipeline
+        running[variant] = begin(name, comm, **settings)
     leave(options, comms["with"], {"blocks": take_turns(options, running, comms, WARM_UP_STEPS)})
+
+
+def train_sharded(name: str, comm: Communicator, **settings: Any) -> Iterator[None]:
+    """Train as :func:`~turns.train` does, in shards."""
+    job, model, samples = JOBS[name], make_model(name), JOBS[name].samples * len(comm.members)
+    session = holdfast.Session(holdfast.Sharded(model), optimizer_of(name), comm=comm, **settings)
+    for step in session.steps(job.data(samples * 4, None), samples, epochs=1_000_000, shuffle=False):
+        for x, y in step:
+            step.backward(loss_of(model, x, y))
+        yield
+
+
+def train_pipeline(name: str, comm: Communicator, **settings: Any) -> Iterator[None]:
+    """Train as :func:`~turns.train` does, one stage a worker."""
+    job, samples = JOBS[name], JOBS[name].samples * len(comm.members)
+    pipeline = holdfast.Pipeline(stages_of(make_model(name), len(comm.members)), loss)
+    session = holdfast.Session(pipeline, optimizer_of(name), comm=comm, slices=MICRO_BATCHES, **settings)
+    for step in session.steps(job.data(samples * 4, None), samples, epochs=1_000_000, shuffle=False):
+        step.compute()
+        yield
+
+
+def optimizer_of(name: str) -> Any:
+    """Return what makes the optimizer of a part."""
+    return lambda parameters: torch.optim.SGD(parameters, lr=JOBS[name].learning_rate, momentum=0.9)
 
 
 if __name__ == "__main__":
