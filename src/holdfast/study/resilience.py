@@ -28,7 +28,7 @@ from holdfast.study.resilience_training import trials
 from holdfast.study.resilience_updates import cross
 
 SIMULATED, MODES, REAL = ONLY = ("simulated", "modes", "real")
-_MODE_SEEDS, _QUICK_MODE_SEEDS = 30, 3
+_MODE_SEEDS, _QUICK_MODE_SEEDS = 30, 2
 _REAL_RUNS = 5
 _BLOCK = 6
 """Seeds of a task."""

@@ -112,7 +112,7 @@ def _gpt(context: int, layers: int, width: int) -> tuple[tuple[str, float], ...]
 
 
 QUICK = (
-    Network(name="mlp", model="mlp", dataset="digits", batch=512, steps=30, learning_rate=0.1, workers=(16, 512), seeds=3),
+    Network(name="mlp", model="mlp", dataset="digits", batch=512, steps=30, learning_rate=0.1, workers=(16, 512), seeds=4),
 )  # fmt: skip
 INSIDE = (
     Network(name="mlp", model="mlp", dataset="digits", batch=1024, steps=40, learning_rate=0.1,
@@ -157,8 +157,7 @@ def _counts(workers: int) -> list[int]:
 
 def _quick(network: Network) -> Iterator[Case]:
     for workers in network.workers:
-        for count in (4, 64) if workers > 64 else (4,):
-            yield from _around(workers, count, averaged=(0.0, 0.5), everies=(5,))
+        yield from _around(workers, 16 if workers > 64 else 4, averaged=(0.0, 0.5), everies=(5,))
 
 
 def _some(network: Network) -> Iterator[Case]:
