@@ -19,13 +19,14 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
+from operator import methodcaller
 from pathlib import Path
 from typing import Any
 
 import torch
-from models import JOBS, loss_of, make_model
+from models import JOBS, make_model
 from split import MICRO_BATCHES, loss, stages_of
-from turns import connect_each, leave, make_parser, run_jobs, show_turns, take_turns, train
+from turns import by_slices, connect_each, leave, make_parser, run_jobs, show_turns, steps_of, take_turns, train
 
 import holdfast
 from holdfast.comm import Communicator
@@ -55,34 +56,26 @@ def work(options: argparse.Namespace) -> None:
         run_dir.mkdir(exist_ok=True)
         certifies = variant == "with"
         settings = {"guard": "off", "certificate": certifies, "run_dir": str(run_dir), "hang_timeout_s": 0.0}
-        begin = train if options.kind == "whole" else train_sharded if options.kind == "sharded" else train_pipeline
-        running[variant] = begin(name, comm, **settings)
+        is_whole = options.kind == "whole"
+        running[variant] = (
+            train(name, comm, **settings) if is_whole else train_split(options.kind, name, comm, **settings)
+        )
     leave(options, comms["with"], {"blocks": take_turns(options, running, comms, WARM_UP_STEPS)})
 
 
-def train_sharded(name: str, comm: Communicator, **settings: Any) -> Iterator[None]:
-    """Train as :func:`~turns.train` does, in shards."""
-    job, model, samples = JOBS[name], make_model(name), JOBS[name].samples * len(comm.members)
-    session = holdfast.Session(holdfast.Sharded(model), optimizer_of(name), comm=comm, **settings)
-    for step in session.steps(job.data(samples * 4, None), samples, epochs=1_000_000, shuffle=False):
-        for x, y in step:
-            step.backward(loss_of(model, x, y))
-        yield
+def train_split(kind: str, name: str, comm: Communicator, **settings: Any) -> Iterator[None]:
+    """Train as :func:`~turns.train` does, in shards, or one stage a worker."""
+    model = make_model(name)
 
+    def optimizer(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters, lr=JOBS[name].learning_rate, momentum=0.9)
 
-def train_pipeline(name: str, comm: Communicator, **settings: Any) -> Iterator[None]:
-    """Train as :func:`~turns.train` does, one stage a worker."""
-    job, samples = JOBS[name], JOBS[name].samples * len(comm.members)
-    pipeline = holdfast.Pipeline(stages_of(make_model(name), len(comm.members)), loss)
-    session = holdfast.Session(pipeline, optimizer_of(name), comm=comm, slices=MICRO_BATCHES, **settings)
-    for step in session.steps(job.data(samples * 4, None), samples, epochs=1_000_000, shuffle=False):
-        step.compute()
-        yield
-
-
-def optimizer_of(name: str) -> Any:
-    """Return what makes the optimizer of a part."""
-    return lambda parameters: torch.optim.SGD(parameters, lr=JOBS[name].learning_rate, momentum=0.9)
+    if kind == "sharded":
+        session = holdfast.Session(holdfast.Sharded(model), optimizer, comm=comm, **settings)
+        return steps_of(session, name, comm, by_slices(model))
+    pipeline = holdfast.Pipeline(stages_of(model, len(comm.members)), loss)
+    session = holdfast.Session(pipeline, optimizer, comm=comm, slices=MICRO_BATCHES, **settings)
+    return steps_of(session, name, comm, methodcaller("compute"))
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from typing import Any, NoReturn
 import torch
 from common import ROOT, ratio, spread, table, write_json
 from models import JOBS, loss_of, make_model, make_optimizer
+from torch import nn
 
 import holdfast
 from holdfast.comm import Communicator, connect
@@ -97,12 +98,29 @@ def train(name: str, comm: Communicator, **settings: Any) -> Iterator[None]:
         comm: Of this variant alone.
         settings: Of its session.
     """
-    job, model, samples = JOBS[name], make_model(name), JOBS[name].samples * len(comm.members)
+    model = make_model(name)
     session = holdfast.Session(model, make_optimizer(name, model), comm=comm, **settings)
+    return steps_of(session, name, comm, by_slices(model))
+
+
+def steps_of(
+    session: holdfast.Session, name: str, comm: Communicator, compute: Callable[[holdfast.Step], None]
+) -> Iterator[None]:
+    """Train a session of a job for ever; each step is computed as ``compute`` does."""
+    job, samples = JOBS[name], JOBS[name].samples * len(comm.members)
     for step in session.steps(job.data(samples * 4, None), samples, epochs=1_000_000, shuffle=False):
+        compute(step)
+        yield
+
+
+def by_slices(model: nn.Module) -> Callable[[holdfast.Step], None]:
+    """Return what computes a step of a model, slice by slice."""
+
+    def compute(step: holdfast.Step) -> None:
         for x, y in step:
             step.backward(loss_of(model, x, y))
-        yield
+
+    return compute
 
 
 def take_turns(

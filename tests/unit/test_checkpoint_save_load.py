@@ -304,6 +304,16 @@ def test_leftovers_go_from_a_step_that_was_clean_before_and_is_begun_again(tmp_p
     assert engine.steps_to_prune() == engine.steps() == [5, 10, 15]
 
 
+def test_a_step_that_was_removed_and_begun_by_another_writer_does_not_count_as_complete(tmp_path):
+    engine = Checkpoints(tmp_path)
+    for step in (5, 10):
+        engine.write_tensors(step, {"w": torch.ones(1)}, {}).commit(0)
+    engine.remove(5)
+    write_tensors(tmp_path, 5, {"w": torch.zeros(1)}, {})  # and never completes it
+
+    assert engine.steps_to_prune() == [10]
+
+
 def test_a_state_that_cannot_be_saved_leaves_nothing_behind(tmp_path):
     saved(tmp_path, 1, 1)
 

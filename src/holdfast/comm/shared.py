@@ -217,7 +217,8 @@ class SharedSum:
         places = slice(start, start + len(values))
         self._words[self._me, places] = values
         self._meet()
-        return [int(value) for value in self._words[:, places].max(0)]
+        largest: list[int] = self._words[:, places].max(0).tolist()
+        return largest
 
     def result(self, span: Span) -> torch.Tensor:
         """Return the sum that was made last; it is whole once *anybody* has completed it."""

@@ -15,7 +15,7 @@ from holdfast.study.frameworks import WORKERS
 from holdfast.study.guard_cost import NO_MPIRUN, mpirun_words
 from holdfast.study.parallelism_jobs import ended, own_environment
 from holdfast.study.stats import bootstrap, median
-from holdfast.study.workers.exact_cost import ANY_ORDER, CERTIFICATE, DDP, FOLD, TREE, VARIANTS, WHOLE
+from holdfast.study.workers.exact_cost import ANY_ORDER, CERTIFICATE, DDP, FOLD, PLAIN, TREE, VARIANTS, WHOLE
 
 NETWORKS = ("mlp", "cnn", "gpt")
 QUICK_NETWORK = "cnn"
@@ -25,6 +25,8 @@ SHARES = (1, 2, 4, 8)
 """Slices of a worker."""
 _MORE_SLICES = tuple(variant for variant in VARIANTS if variant != CERTIFICATE)
 """What takes turns where a worker has several slices: what the certificate costs does not depend on them."""
+_ROUNDS_OF_ONE = 60
+"""Blocks of each variant where a worker has one slice: there differences are looked for that are as small as the noise."""
 _START_S = 240.0
 _ROUND_S = 60.0
 """A round of all variants may take so long, on a busy machine."""
@@ -75,7 +77,9 @@ def cost_tasks(networks: Sequence[str], seed: int, *, quick: bool) -> list[Task]
         ]
     else:
         found = [
-            Timed(network=name, workers=workers, share=share, variants=VARIANTS if share == 1 else _MORE_SLICES)
+            Timed(network=name, workers=workers, share=share, rounds=_ROUNDS_OF_ONE)
+            if share == 1
+            else Timed(network=name, workers=workers, share=share, variants=_MORE_SLICES)
             for name in networks
             for workers in (2, 4)
             for share in SHARES
@@ -120,7 +124,7 @@ def _time(timed: Timed, seed: int, _: Sequence[Row]) -> list[Row]:
 
 
 def cost_rows(about: Row, blocks: dict[str, list[float]], seed: int) -> list[Row]:
-    """Return a row of each variant: its step, and its ratios to others'.
+    """Return a row of each variant: its step, and its ratios to others' within a round, which may be slower than the others altogether.
 
     Args:
         about: What all rows have.
@@ -131,21 +135,12 @@ def cost_rows(about: Row, blocks: dict[str, list[float]], seed: int) -> list[Row
     rows: list[Row] = []
     for variant, times in blocks.items():
         row = about | {"status": MEASURED, "variant": variant, "step_s": median(times), "any_order": quickest}
-        for name, base in (("any", quickest), ("fold", FOLD), ("ddp", DDP), ("whole", WHOLE)):
-            low, high = paired_interval(times, blocks[base], seed)
-            row |= {f"to_{name}": median(times) / median(blocks[base]), f"to_{name}_low": low, f"to_{name}_high": high}
+        for name, base in (("any", quickest), ("fold", FOLD), ("plain", PLAIN), ("ddp", DDP), ("whole", WHOLE)):
+            ratios = [time / other for time, other in zip(times, blocks[base], strict=True)]
+            low, high = bootstrap([ratios], lambda drawn: median(drawn[0]), seed)
+            row |= {f"to_{name}": median(ratios), f"to_{name}_low": low, f"to_{name}_high": high}
         rows.append(row)
     return rows
-
-
-def paired_interval(times: Sequence[float], base: Sequence[float], seed: int) -> tuple[float, float]:
-    """Return the 95 % interval of the ratio of two medians, by bootstrap over rounds, in which both were measured."""
-
-    def ratio(drawn: Sequence[Sequence[float]]) -> float:
-        places = [int(place) for place in drawn[0]]
-        return median([times[place] for place in places]) / median([base[place] for place in places])
-
-    return bootstrap([range(len(times))], ratio, seed)
 
 
 def _weigh(timed: Timed, _: Sequence[Row]) -> list[Row]:

@@ -9,7 +9,7 @@ from holdfast.study.base import MEASURED, NOT_RUN, Row
 from holdfast.study.exact_claims import LARGEST_RATIO, imbalances
 from holdfast.study.exact_goodput import SAMPLE_S, WORKERS
 from holdfast.study.exact_spread import NOTHING, spreads
-from holdfast.study.workers.exact_cost import ALONE, CERTIFICATE, DDP, FOLD, MEMORY, MPI, ORDERED, TREE
+from holdfast.study.workers.exact_cost import ALONE, CERTIFICATE, DDP, FOLD, MEMORY, MPI, ORDERED, PLAIN, TREE
 
 _NAMES = {
     FOLD: "in order, fold",
@@ -17,10 +17,11 @@ _NAMES = {
     CERTIFICATE: "in order, fold, certificate",
     MEMORY: "any order, shared memory",
     MPI: "any order, MPI Allreduce",
+    PLAIN: "plain loop, MPI Allreduce",
     DDP: "DDP on Gloo",
 }
 """What variants are called; the others keep their names."""
-_CURVE = (FOLD, TREE, MEMORY, MPI, DDP, ALONE)
+_CURVE = (FOLD, TREE, MEMORY, MPI, PLAIN, DDP, ALONE)
 _ASIDE = 0.1
 """How far apart in x the points of one number of slices are drawn."""
 _SEED = 0
@@ -62,7 +63,9 @@ def _with_interval(row: Row, name: str, digits: int = 3) -> str:
 
 
 def _shown(row: Row) -> Row:
-    texts = {f"{name}_shown": _with_interval(row, name) for name in ("to_any", "to_ddp", "to_whole", "to_fold")}
+    texts = {
+        f"{name}_shown": _with_interval(row, name) for name in ("to_any", "to_plain", "to_ddp", "to_whole", "to_fold")
+    }
     place = {"place": f"{row['network']}, {row['workers']} workers, {row['slices']} slices"}
     return row | texts | place | {"summed": _NAMES.get(row["variant"], row["variant"])}
 
@@ -72,7 +75,7 @@ def _against_any(cost: Sequence[Row]) -> dict[str, Any]:
         "intervals",
         "against-any-order",
         "A step with sums in order against the same slices summed in any order",
-        "Ratio of medians over paired blocks, 95 % intervals; against the quicker of two ways to sum in any order. Shaded: up to 1.03. "
+        "Median of ratios within a round of blocks, 95 % intervals; against the quicker of two ways in which the same session sums in any order. Shaded: up to 1.03. "
         "With one slice a worker, what is summed in any order through shared memory is the same work: there the points show how exactly this is measured.",
         [row for row in cost if row["variant"] in ORDERED],
         by=["place"],
@@ -115,6 +118,7 @@ def _steps(cost: Sequence[Row]) -> dict[str, Any]:
         columns=[
             ["step_s", "step", "ms"],
             ["to_any_shown", "to any order", "text"],
+            ["to_plain_shown", "to a plain loop", "text"],
             ["to_ddp_shown", "to DDP", "text"],
             ["to_whole_shown", "to one slice a worker, no sum", "text"],
             ["rounds", "blocks", "number"],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from holdfast.study.resilience_updates import EAGER
 _TRADE = (
     "Accuracy: trainings by logical workers, means of paired differences from the undisturbed training with the same seed, 95 % intervals; positive is worse. "
     "Time: simulated with stated costs, and only what is held, lost or done again; with fewer workers steps are slower besides, the same for all strategies. "
-    "Each point is a number of workers and of failures at drawn moments. "
+    "Each point is a number of workers and of failures at drawn moments."
 )
 _TRADE_REAL = " What is called real are four processes, one of them killed, measured on this machine: mean and median of all runs."
 
@@ -79,7 +80,8 @@ def _is_plain(row: Row) -> bool:
 def _trade(name: str, cases: Sequence[Row], points: Sequence[Row]) -> dict[str, Any]:
     plain = [row for row in cases if _is_plain(row) and (row["batch"], row["rescale"]) == ("global", "survivors")]
     chosen = [row | {"status": "simulated"} for row in plain if row["averaged"] < 1]
-    real = [_together(list(runs)) for _, runs in groupby(sorted(points, key=_happens), _happens)]
+    happens = itemgetter("happens")
+    real = [_together(list(runs)) for _, runs in groupby(sorted(points, key=happens), happens)]
     return _section(
         "points",
         f"trade-off-{name}",
@@ -92,10 +94,6 @@ def _trade(name: str, cases: Sequence[Row], points: Sequence[Row]) -> dict[str, 
         interval=["accuracy_loss_low", "accuracy_loss_high"],
         log=["x"],
     )
-
-
-def _happens(row: Row) -> str:
-    return str(row["happens"])
 
 
 def _together(runs: Sequence[Row]) -> Row:

@@ -277,9 +277,13 @@ class StepBuffers:
         self._constants = [place for place in found.values() if place[3].numel() > self.MAX_NUMEL]
         self._versions = [buffer._version for *_, buffer in self._constants]
         self._paths = [path for path, *_, b in found.values() if b.numel() <= self.MAX_NUMEL]
-        self._start = [b.detach().clone() for *_, b in self._places]
-        self.dtype = torch.float64 if any(b.dtype == torch.float64 for *_, b in self._places) else torch.float32
-        self.numel = sum(b.numel() + 1 for *_, b in self._places)
+        buffers = [b for *_, b in self._places]
+        self._start = [b.detach().clone() for b in buffers]
+        self._flat_start = torch.empty(0)
+        self.dtype = torch.float64 if any(b.dtype == torch.float64 for b in buffers) else torch.float32
+        self._sizes = [b.numel() for b in buffers]
+        self._buffer_of = torch.repeat_interleave(torch.tensor(self._sizes, dtype=torch.int64))
+        self.numel = sum(self._sizes) + len(buffers)
 
     def beginning(self) -> list[tuple[str, torch.Tensor]]:
         """Return the names of the buffers, and where they are remembered as they were when the step in progress began."""
@@ -287,14 +291,13 @@ class StepBuffers:
 
     def begin_step(self) -> None:
         """Remember where the step begins."""
-        for start, buffer in zip(self._start, self._collected(), strict=True):
-            start.copy_(buffer)
+        _copy(self._start, self._collected())
+        self._flat_start = torch.empty(0)
         self._versions = [buffer._version for *_, buffer in self._constants]
 
     def rewind(self) -> None:
         """Go back to the beginning of the step."""
-        for start, buffer in zip(self._start, self._collected(), strict=True):
-            buffer.copy_(start)
+        _copy(self._collected(), self._start)
 
     def lend(self) -> None:
         """Let the next forward pass start from the beginning of the step with buffers of its own.
@@ -305,34 +308,42 @@ class StepBuffers:
             module._buffers[name] = start.clone()
 
     def give(self, figures: torch.Tensor) -> None:
-        """Write what a slice made of the buffers, each with a flag that says whether it changed it.
+        """Write what a slice made of the buffers, and behind it of each how many of its numbers it changed.
 
         Raises:
             ScriptError: if a forward pass changed a buffer that is taken for a constant.
         """
         self._check_constants()
-        at = 0
-        for start, buffer in zip(self._start, self._collected(), strict=True):
-            value = buffer if buffer.is_floating_point() else buffer.long() - start.long()
-            figures[at : at + buffer.numel()].copy_(value.reshape(-1))
-            at += buffer.numel()
-            figures[at] = _NOTHING if _same_bits(buffer, start) else 1.0
-            at += 1
+        if not self._places:
+            return
+        values, changes = figures.split((len(self._buffer_of), len(self._places)))
+        if not len(self._flat_start):
+            self._buffer_of = self._buffer_of.to(figures.device)
+            self._flat_start = torch.empty_like(values)
+            self._flatten(self._start, self._flat_start)
+        self._flatten(self._collected(), values)
+        is_other = _bits(values) != _bits(self._flat_start)
+        changes.zero_().index_add_(0, self._buffer_of, is_other.to(changes.dtype))
+
+    def _flatten(self, buffers: Sequence[torch.Tensor], into: torch.Tensor) -> None:
+        """Put all numbers in a row; of integer buffers by how much they are higher than at the beginning of the step."""
+        values = (
+            buffer if buffer.is_floating_point() else buffer.long() - start.long()
+            for buffer, start in zip(buffers, self._start, strict=True)
+        )
+        torch.cat([value.flatten() for value in values], out=into)
 
     def take(self, figures: torch.Tensor, num_slices: int) -> None:
         """Set the buffers from the sum of what ``num_slices`` slices gave."""
-        at = 0
-        for start, buffer in zip(self._start, self._collected(), strict=True):
-            mean = (figures[at : at + buffer.numel()] / num_slices).view_as(buffer)
-            at += buffer.numel()
-            changed = figures[at].item() > 0
-            at += 1
-            if not changed:
-                buffer.copy_(start)
-            elif buffer.is_floating_point():
-                buffer.copy_(mean)
-            else:
-                buffer.copy_(start.long() + mean.round().long())
+        if not self._places:
+            return
+        values, changes = figures.split((len(self._buffer_of), len(self._places)))
+        means = (values / num_slices).split(self._sizes)
+        ends = [
+            start if not changed else mean.view_as(start) if start.is_floating_point() else _advanced(start, mean)
+            for start, mean, changed in zip(self._start, means, changes.tolist(), strict=True)
+        ]
+        _copy(self._collected(), ends)
 
     def _collected(self) -> list[torch.Tensor]:
         """Return the buffers; one that the forward pass replaced by a new tensor is moved into the old one."""
@@ -353,9 +364,20 @@ class StepBuffers:
                 raise ScriptError(msg)
 
 
-def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Compare bit by bit: a NaN equals itself, and the signs of zeros count."""
-    return torch.equal(a.detach().reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
+def _copy(into: list[torch.Tensor], values: list[torch.Tensor]) -> None:
+    """Copy each value into its tensor; a call for each would take longer than the copies."""
+    if into:
+        torch._foreach_copy_(into, values)
+
+
+def _advanced(start: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
+    """Return integers that are higher by a mean change, rounded."""
+    return start.long() + mean.view_as(start).round().long()
+
+
+def _bits(flat: torch.Tensor) -> torch.Tensor:
+    """Return numbers to be compared bit by bit: a NaN equals itself, and the signs of zeros count."""
+    return flat.view(torch.int64 if flat.dtype == torch.float64 else torch.int32)
 
 
 def _views(bucket: Bucket, flat: torch.Tensor) -> list[torch.Tensor]:

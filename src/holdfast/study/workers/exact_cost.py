@@ -1,4 +1,4 @@
-"""Times steps of one training whose slices are summed in order, in any order, by DDP, and not at all, as a script that ``mpirun`` starts.
+"""Times steps of one training whose slices are summed in order, in any order, by a plain loop, by DDP, and not at all, as a script that ``mpirun`` starts.
 
 All variants train in the same processes and take turns, block by block, in another order each time. They begin with the same
 weights and go through the same mini-batches cut into the same slices; after the first steps their weights are compared, so
@@ -26,17 +26,18 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import holdfast
+from holdfast.testing.unordered import sum_unordered
 from holdfast.workloads import loss_of, make_model, make_optimizer
 
 FOLD, TREE, CERTIFICATE = ORDERED = ("fold", "tree", "fold, certificate")
 MPI, MEMORY = ANY_ORDER = ("MPI Allreduce", "shared memory")
-DDP, ALONE, WHOLE = "DDP", "no sum", "no sum, one slice a worker"
-VARIANTS = (*ORDERED, *ANY_ORDER, DDP, ALONE, WHOLE)
+PLAIN, DDP, ALONE, WHOLE = "plain loop, MPI Allreduce", "DDP", "no sum", "no sum, one slice a worker"
+VARIANTS = (*ORDERED, *ANY_ORDER, PLAIN, DDP, ALONE, WHOLE)
 
 _WARM_UP_STEPS = 3
 _MOST_STEPS = 40
-_BATCHES = 2
-"""Mini-batches that there are; they are gone through again and again."""
+_BATCHES = {"mlp": 2, "cnn": 16, "gpt": 16}
+"""Mini-batches that there are, for each network; they are gone through again and again."""
 _TOLERANCE = 1e-3
 """Largest distance between two variants' weights after the first steps, as a share of how far training has moved them."""
 
@@ -53,7 +54,7 @@ class Training:
     def __init__(self, options: argparse.Namespace, rank: int, slices: int) -> None:
         self.batch, self.workers, self.slices = options.batch, options.workers, slices
         self.model = _make(options.network)
-        self.dataset = _noise(options.network, _BATCHES * options.batch)
+        self.dataset = _noise(options.network, _BATCHES[options.network] * options.batch)
         for module in self.model.modules():
             if isinstance(module, nn.Dropout):
                 module.p = 0.0  # what is drawn would hide whether all sum the same
@@ -65,7 +66,7 @@ class Training:
         """Yield the samples of each slice of this worker."""
         size = self.batch // self.slices
         count = self.slices // self.workers
-        first = step % _BATCHES * self.batch + self._rank * count * size
+        first = step * self.batch % len(self.dataset) + self._rank * count * size
         for start in range(first, first + count * size, size):
             index = torch.arange(start, start + size)
             yield tuple(tensor[index] for tensor in self.dataset.tensors)
@@ -113,13 +114,17 @@ def ordered(training: Training, **settings: Any) -> Iterator[None]:
             step.backward(loss_of(training.model(x), y))
 
 
-def through_memory(training: Training) -> Iterator[None]:
-    """Let each worker add up its own slices, and a session only the workers' sums: the same memory, another order.
+def unordered(training: Training, add: Callable[[torch.Tensor], None] | None = None) -> Iterator[None]:
+    """Let each worker add up its own slices, and a session only the workers' sums: the same session, another order.
 
     Gradients of further backward passes are added to where the session wants that of the first.
+
+    Args:
+        training: What to train.
+        add: Sums over workers; default: as sums in order do, through the same memory.
     """
     count = training.slices // training.workers
-    for step in _session_steps(training, slices=training.workers):
+    for step in _session_steps(training, add, slices=training.workers):
         yield
         for x, y in step:
             pieces = list(zip(x.chunk(count), y.chunk(count), strict=True))
@@ -129,13 +134,17 @@ def through_memory(training: Training) -> Iterator[None]:
             step.backward(loss_of(training.model(piece), labels) / count)
 
 
-def _session_steps(training: Training, **settings: Any) -> Iterator[Any]:
+def _session_steps(
+    training: Training, add: Callable[[torch.Tensor], None] | None = None, **settings: Any
+) -> Iterator[Any]:
     settings = {"certificate": False} | settings
     session = holdfast.Session(training.model, training.optimizer, fabric="ulfm", guard="off", **settings)
+    if add is not None:
+        sum_unordered(session, add)
     return session.steps(training.dataset, training.batch, epochs=1_000_000_000, shuffle=False)
 
 
-def any_order(training: Training, add: Callable[[torch.Tensor], None]) -> Iterator[None]:
+def plain(training: Training, add: Callable[[torch.Tensor], None]) -> Iterator[None]:
     """Train as a plain loop does: gradients of the slices are added up in one vector, which ``add`` makes the sum over workers."""
     parameters = list(training.model.parameters())
     flat = torch.zeros(sum(parameter.numel() for parameter in parameters))
@@ -221,14 +230,17 @@ class Race:
         if variant in ORDERED:
             order, certified = variant.split(",")[0], variant == CERTIFICATE
             return ordered(training, order=order, certificate=certified), None
-        if variant == MEMORY:
-            return through_memory(training), None
-        if variant == MPI:
-            return any_order(training, lambda flat: self._comm.Allreduce(self._sum_in_place, flat.numpy())), None
+        if variant in ANY_ORDER:
+            return unordered(training, self._allreduce if variant == MPI else None), None
+        if variant == PLAIN:
+            return plain(training, self._allreduce), None
         if variant == DDP:
             wrapped = self._wrap(training)
             return ddp(training, wrapped), wrapped
-        return any_order(training, lambda _: None), None
+        return plain(training, lambda _: None), None
+
+    def _allreduce(self, flat: torch.Tensor) -> None:
+        self._comm.Allreduce(self._sum_in_place, flat.numpy())
 
     def _wrap(self, training: Training) -> nn.parallel.DistributedDataParallel:
         store = f"file://{self._options.out}.store"
