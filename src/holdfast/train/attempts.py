@@ -85,11 +85,11 @@ class Attempts:
         number, times = self._count
         self._count = (batch.step, times + 1 if number == batch.step else 0)
         self._alter_state(batch.step)
-        if not self._replica.num_buckets:
-            self._sum.open()  # no sum of all workers would, before the closing one
         if isinstance(self._replica, Shards):  # between stages it is a part of the way forward
             self._reach("handover", None)
-        self._replica.begin_step()
+        self._replica.begin_step()  # first of all that can fail: the step is taken back to here
+        if not self._replica.num_buckets:
+            self._sum.open()  # no sum of all workers would, before the closing one
         self._scribe.mark("forward")
         for rank in self._world.comm.here:
             self._world.faults.reach("forward", batch.step, rank)

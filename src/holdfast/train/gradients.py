@@ -331,7 +331,7 @@ class StepBuffers:
             buffer if buffer.is_floating_point() else buffer.long() - start.long()
             for buffer, start in zip(buffers, self._start, strict=True)
         )
-        torch.cat([value.flatten() for value in values], out=into)
+        torch.cat([value.detach().flatten().to(into.device) for value in values], out=into)
 
     def take(self, figures: torch.Tensor, num_slices: int) -> None:
         """Set the buffers from the sum of what ``num_slices`` slices gave."""
