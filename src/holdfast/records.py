@@ -83,13 +83,23 @@ def load_events(directory: Path) -> list[Record]:
     if not path.is_file():
         return []
     records = []
-    for number, line in enumerate(path.read_text().splitlines(), start=1):
+    for number, line in enumerate(path.read_bytes().splitlines(), start=1):
         try:
-            records.append(record_from_dict(json.loads(line)))
+            records.append(_checked(record_from_dict(json.loads(line))))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             msg = f"{path}, line {number}: not a record of this version of Holdfast ({error})"
             raise ConfigError(msg) from error
     return sorted(records, key=lambda r: r.t_s)
+
+
+def _checked(record: Record) -> Record:
+    """Return a record that can be put in order; a file may have been altered."""
+    for name, kinds in (("t_s", (int, float)), ("step", (int,)), ("rank", (int,))):
+        value = getattr(record, name, 0)
+        if not isinstance(value, kinds):
+            msg = f"{name} is {value!r}, no number"
+            raise TypeError(msg)
+    return record
 
 
 def read_run(run_dir: Path) -> list[Record]:

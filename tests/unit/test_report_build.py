@@ -445,10 +445,19 @@ def test_a_damaged_report_is_one_clear_error(tmp_path, text, message):
         load_report(tmp_path)
 
 
-def test_a_damaged_event_is_named_by_its_line(tmp_path):
+@pytest.mark.parametrize(
+    "line",
+    [
+        b'{"event": "Unheard"}\n',
+        b'{"event": "StepCommitted", "t_s": 1.0, \xff',
+        b'{"event": "WorkerEnded", "t_s": "soon", "rank": 1, "returncode": -9}\n',
+        b'{"event": "WorkerEnded", "t_s": 1.0, "rank": null, "returncode": -9}\n',
+    ],
+)
+def test_a_damaged_event_is_named_by_its_line(tmp_path, line):
     write_report(one_kill(), tmp_path, started=range(4), wall_s=3.0, seed=3)
-    with (tmp_path / "events.jsonl").open("a") as file:
-        file.write('{"event": "Unheard"}\n')
+    with (tmp_path / "events.jsonl").open("ab") as file:
+        file.write(line)
 
     with pytest.raises(ConfigError, match=f"line {len(one_kill()) + 1}: not a record"):
         load_events(tmp_path)

@@ -162,6 +162,20 @@ def test_a_gradient_scaler_changes_nothing_in_float32():
     assert torch.equal(weights(model), weights(plain)), "a power of two scales without rounding"
 
 
+def test_a_gradient_scaler_leaves_out_a_step_without_any_gradient():
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    session = holdfast.Session(model, optimizer, scaler=torch.amp.GradScaler("cpu"), workers=2, clip_grad_norm=1.0)
+    start = weights(model).clone()
+
+    for step in session.steps(TensorDataset(torch.ones(4, 3)), 2, epochs=1):
+        for (x,) in step:
+            step.backward(x.requires_grad_().mean())
+
+    assert session.step == 2
+    assert torch.equal(weights(model), start)
+
+
 def test_clipping_bounds_the_step():
     model, _, session = make(lr=1.0, clip_grad_norm=1e-3)
     start = weights(model).clone()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 
 from holdfast.cli.places import find, find_root, opened
-from holdfast.cli.tables import count, moment, need_command, progress, say, size, table, warn
+from holdfast.cli.tables import count, in_json, moment, need_command, progress, say, size, table, warn
 from holdfast.errors import CheckpointCorrupt, CheckpointMissing, ConfigError
 
 if TYPE_CHECKING:
@@ -254,7 +253,7 @@ def diff(
         names = {"a": a.name, "b": b.name}
         kinds = {"a": a.kind, "b": b.kind}
     if as_json:
-        _print_json({**names, "identical": found.is_identical, **_plain(dataclasses.asdict(found))})
+        _print_json({**names, "identical": found.is_identical, **dataclasses.asdict(found)})
         return 0
     for letter, name in names.items():
         say(f"{letter}  {name} ({kinds[letter]})")
@@ -423,18 +422,7 @@ def prune(
 
 
 def _print_json(value: Mapping[str, Any]) -> None:
-    print(json.dumps(value, indent=1, allow_nan=False))
-
-
-def _plain(value: Any) -> Any:
-    """Return a value with ``"inf"`` for what JSON has no number for."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    return value
+    print(in_json(value))
 
 
 def _first(rows: Sequence[_Row], everything: bool) -> tuple[Sequence[_Row], int]:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from holdfast.cli.tables import count, progress, say
+from holdfast.cli.tables import count, in_json, progress, say
 
 if TYPE_CHECKING:
     from holdfast.checkpoint.compare import Spot
@@ -57,7 +56,7 @@ def diff_runs(
     spot = None if compared.parting is None else _look_into_checkpoints(runs, compared.parting)
     findings = [run.check() or run.check_workers() for run in runs]
     if as_json:
-        print(json.dumps(_as_dict(compared, settings, spot, findings), indent=1))
+        print(in_json(_as_dict(compared, settings, spot, findings)))
     else:
         _show(compared, runs, settings, spot, findings)
     if compared.parting is not None:

@@ -5,11 +5,14 @@ Where there is none, lines are as long as they need to be, and hold nothing but 
 
 from __future__ import annotations
 
+import dataclasses
+import json
+import math
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -20,6 +23,23 @@ _PIPE_WIDTH = 100_000
 """Nothing is cut or folded where no terminal has a width."""
 
 _STYLES = {"intact": "green", "DAMAGED": "bold red", "identical": "green", "not read": "dim"}
+
+
+def in_json(value: Any) -> str:
+    """Return a value as JSON that every reader takes: dataclasses as objects, what JSON has no number for as ``"inf"`` or ``"nan"``."""
+    return json.dumps(_plain(value), indent=1, allow_nan=False)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return _plain(dataclasses.asdict(value))
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value
 
 
 def size(num_bytes: float | None) -> str:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from holdfast.cli.tables import count, say, warn
+from holdfast.cli.tables import count, in_json, say, warn
 from holdfast.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -73,7 +72,7 @@ def verify(
             if not as_json:
                 _show_replay(replay)
     if as_json:
-        print(json.dumps(told | {"verified": not wrong}, indent=1, default=dataclasses.asdict))
+        print(in_json(told | {"verified": not wrong}))
     return _WRONG if wrong else 0
 
 

@@ -350,6 +350,8 @@ class Replica:
             self._optimize_one(copy.deepcopy(self._scaler) if more else self._scaler)
 
     def _optimize_one(self, scaler: Any) -> None:
+        if scaler is not None and not self._gradients():
+            return  # a scaler refuses what an optimizer takes for nothing to do
         if scaler is not None and self._clip_grad_norm is not None:
             scaler.unscale_(self.optimizer)
         if self._clip_grad_norm is not None:
