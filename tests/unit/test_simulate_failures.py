@@ -199,6 +199,12 @@ def test_interruptions_are_counted_by_cause(tmp_path):
         ("spot", "0,add,a\n1,vanish,a\n", "line 2: vanish a: add who is not there, remove who is"),
         ("spot", "5,add,a\n1,add,b\n", "line 2: time goes back"),
         ("sizes", "2021-12-11, 11:00:00, 2\n2021-12-11, 10:00:00, 2\n", "line 2: time goes back"),
+        ("sizes", "2021-12-11, 11:00:00, 1\n2021-12-11, 12:00:00, -1\n", "line 2: -1 machines"),
+        (
+            "lanl",
+            "System,nodes,nodenumz,Prob Started,Prob Fixed\n20,4,1,1/2/2003 10:00,1/1/2003 10:00\n",
+            "holds no outage",
+        ),
         ("lanl", "a,b\n", "has no column System, nodes"),
         ("table", "unit,start_s,end_s\nx,one,2\n", "line 2: could not convert"),
         ("infinitehbd", "{", "is not a list of fault starts and ends"),
@@ -212,6 +218,16 @@ def test_what_cannot_be_read_is_refused(tmp_path, kind, text, says):
 
     with pytest.raises(ConfigError, match=says):
         read_trace(path, kind)
+
+
+def test_a_packed_trace_that_is_damaged_within_is_refused(tmp_path):
+    path = tmp_path / "trace.gz"
+    packed = bytearray(gzip.compress(b"unit,start_s,end_s" * 100))
+    packed[10:14] = b"\xff\xff\xff\xff"  # behind the header
+    path.write_bytes(packed)
+
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_trace(path, "table")
 
 
 def test_what_a_reader_does_not_take_is_refused(tmp_path):

@@ -77,6 +77,7 @@ class Places:
             link=None if shared is None else temporary / f"{prefix}run",
         )
         if places.link is not None:
+            places.link.unlink(missing_ok=True)  # of a launcher before, which had the same number and was killed
             places.link.symlink_to(run_dir)
         places.log_dir.mkdir(parents=True, exist_ok=True)
         for old in (*places.log_dir.glob("rank-*.log"), places.log_dir / "mpirun.log"):

@@ -66,8 +66,9 @@ def main(seconds: float, names: Sequence[str]) -> int:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # meant for the launcher: this process ends when that has
     devices = [_Device.of(name) for name in names]
+    done: list[bool] = []
     try:
-        done = [_try(device.cut, f"cut {device.name}") for device in devices]
+        done += [_try(device.cut, f"cut {device.name}") for device in devices]
         if all(done):
             print("cut", flush=True)  # noqa: T201 - the launcher waits for it
             select.select([sys.stdin], [], [], seconds or None)
@@ -79,7 +80,7 @@ def main(seconds: float, names: Sequence[str]) -> int:
 def _try(act: Callable[[], None], what: str) -> bool:
     try:
         act()
-    except subprocess.SubprocessError as error:
+    except (OSError, subprocess.SubprocessError) as error:  # one that cannot be healed must not keep the others cut off
         why = getattr(error, "stderr", None) or str(error).encode()
         print(f"holdfast: could not {what}: {why.decode().strip()}", file=sys.stderr)  # noqa: T201 - of our own
         return False

@@ -8,6 +8,7 @@ import io
 import json
 import lzma
 import zipfile
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
@@ -47,6 +48,10 @@ class Read(NamedTuple):
     span_s: float
 
 
+_DAMAGED = (lzma.LZMAError, zlib.error, zipfile.BadZipFile)
+"""What packed files raise that are not whole."""
+
+
 def open_text(path: Path) -> io.TextIOBase:
     """Return what is in a file, unpacked.
 
@@ -62,7 +67,7 @@ def open_text(path: Path) -> io.TextIOBase:
         elif path.suffix == ".zip":
             with zipfile.ZipFile(io.BytesIO(data)) as archive:
                 data = archive.read(archive.namelist()[0])
-    except (OSError, EOFError, lzma.LZMAError, zipfile.BadZipFile, IndexError) as error:
+    except (OSError, EOFError, IndexError, RuntimeError, *_DAMAGED) as error:  # zipfile raises bare RuntimeErrors, too
         msg = f"{path} cannot be read: {error}"
         raise ConfigError(msg) from error
     return io.StringIO(data.decode("utf-8", errors="replace"), newline="")
@@ -124,7 +129,7 @@ def read_lanl(path: Path, system: int = 20) -> Read:
         for unit, start, end in spells
         if end >= start
     )
-    return Read(counted, units, max(spell.end_s for spell in counted) + 1)
+    return Read(counted, units, max((spell.end_s for spell in counted), default=0.0) + 1)
 
 
 def read_spot(path: Path) -> Read:
@@ -166,6 +171,9 @@ def read_sizes(path: Path) -> Read:
         try:
             day, time, count = (part.strip() for part in line.split(","))
             sizes.append((datetime.fromisoformat(f"{day} {time}"), int(count)))
+            if sizes[-1][1] < 0:
+                msg = f"{count} machines"
+                raise ValueError(msg)
         except ValueError as error:
             raise _bad_line(path, number, error) from error
         if len(sizes) > 1 and sizes[-1][0] < sizes[-2][0]:
