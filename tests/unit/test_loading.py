@@ -71,6 +71,27 @@ def test_what_is_loaded_ahead_is_what_is_needed_though_slices_change_hands_and_s
     ahead.close()
 
 
+def test_what_was_planned_is_forgotten_when_the_same_slices_hold_other_samples():
+    size = 2
+
+    def cut(first):
+        for step in range(first, 40):
+            slices = tuple(np.arange(size * (2 * step + n), size * (2 * step + n + 1)) % 64 for n in range(2))
+            yield MiniBatch(step=step, epoch=0, full_size=2 * size, slices=slices, owners={0: 0, 1: 1}, after=None)
+
+    ahead = Loading(Source(Numbers(), num_workers=2), lambda batch: cut(batch.step + 1), lambda _: [0])
+    held = []
+    for step in range(20):
+        size = 2 if step < 3 else 3
+        batch = next(cut(step))
+        numbers, _, _ = ahead(3, batch, 0)
+        assert numbers.tolist() == batch.slices[0].tolist()
+        held.append(len(ahead._ready))
+    ahead.close()
+
+    assert max(held[10:]) <= 4, "what nobody will ask for piles up"
+
+
 def test_the_generators_are_the_same_after_loading_here_and_elsewhere():
     batch, ahead = next(batches()), loading([0])
     drawn = []

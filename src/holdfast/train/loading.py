@@ -123,7 +123,7 @@ class Loading:
         self._queue = _Queue()
         self._loader: Iterator[tuple[_Wanted, Any]] | None = None
         self._ready: list[tuple[_Wanted, Any]] = []
-        self._planned: tuple[int, tuple[int, ...]] = (-1, ())
+        self._planned: tuple[int, tuple[int, ...], tuple[int, ...]] = (-1, (), ())
         self._processes: list[BaseProcess] = []
         self._restarts = 0
 
@@ -142,7 +142,7 @@ class Loading:
     def close(self) -> None:
         """End the processes; they start again when they are needed."""
         self._loader = None  # the last reference to it
-        self._queue, self._ready, self._planned = _Queue(), [], (-1, ())
+        self._queue, self._ready, self._planned = _Queue(), [], (-1, (), ())
 
     def _take(self, seed: int, batch: MiniBatch, wanted: _Wanted) -> Any:
         """Return what was loaded ahead, or wait for it."""
@@ -160,11 +160,14 @@ class Loading:
                 self._ready.append((known, inputs))
 
     def _plan(self, seed: int, batch: MiniBatch, wanted: _Wanted) -> None:
-        """Say what follows, where that is not what was said before: at first, and when somebody has died or come."""
-        mine = tuple(self._mine(batch))
-        step, before = self._planned
-        self._planned = (batch.step, mine)
-        if mine == before and step in (batch.step, batch.step - 1):
+        """Say what follows, where that is not what was said before: at first, and when somebody has died or come.
+
+        The same slices may hold other samples than before, where a mini-batch is cut anew: then their sizes are others.
+        """
+        mine, sizes = tuple(self._mine(batch)), tuple(map(len, batch.slices))
+        step, *before = self._planned
+        self._planned = (batch.step, mine, sizes)
+        if before == [mine, sizes] and step in (batch.step, batch.step - 1):
             return
         self._queue.first.clear()
         known = [*self._queue.outstanding, *(one for one, _ in self._ready)]
