@@ -19,7 +19,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 SAMPLES, BATCH, EPOCHS, SLICES, SEED = 203, 32, 2, 4, 7
 STEPS = EPOCHS * -(-SAMPLES // BATCH)
 MODELS, OPTIMIZERS = ("mlp", "cnn"), ("sgd", "adam")
-FEATURES = ("augment", "loaders", "clip", "scaler", "ema", "scheduler", "evaluate")
+FEATURES = ("augment", "loaders", "clip", "scaler", "ema", "average", "scheduler", "evaluate")
 """What a training may have besides. Loaders and evaluation leave no trace, so nothing here knows of them."""
 LARGEST_NORM, DECAY = 0.5, 0.9
 
@@ -89,12 +89,20 @@ def key(*parts):
     return int.from_bytes(hashlib.blake2b(text, digest_size=4).digest(), "little")
 
 
-def state_hash(model, optimizer):
-    """sha256 over parameters and buffers in path order, then the optimizer's state by number and name."""
+def model_hash(model):
+    """sha256 over parameters and buffers in path order."""
     digest = hashlib.sha256()
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     for name in sorted(tensors):
         digest.update(tensors[name].detach().numpy().tobytes())
+    return digest
+
+
+def state_hash(model, optimizer, average=None):
+    """That of the model, then of an average that the session keeps, then the optimizer's state by number and name."""
+    digest = model_hash(model)
+    if average is not None:
+        digest.update(model_hash(average).digest())
     state = optimizer.state_dict()["state"]
     for number in sorted(state):
         for name in sorted(state[number]):
@@ -124,7 +132,7 @@ def train(model_name, optimizer_name, features=(), slices=SLICES):
     optimizer = make_optimizer(optimizer_name, model)
     scheduler = make_scheduler(optimizer) if "scheduler" in features else None
     scaler = make_scaler() if "scaler" in features else None
-    ema = make_ema(model) if "ema" in features else None
+    ema = make_ema(model) if {"ema", "average"} & set(features) else None
     step = 0
     for epoch in range(EPOCHS):
         order = torch.randperm(SAMPLES, generator=torch.Generator().manual_seed(key("order", SEED, epoch)))
@@ -174,5 +182,5 @@ def train(model_name, optimizer_name, features=(), slices=SLICES):
                 ema.update_parameters(model)
             step += 1
     assert step == STEPS
-    state = state_hash(model, optimizer)
-    return state if ema is None else (state, ema_hash(ema))
+    state = state_hash(model, optimizer, ema if "average" in features else None)
+    return (state, ema_hash(ema)) if "ema" in features else state

@@ -21,7 +21,7 @@ class OwnNoise(reference.Noisy):
 
     def __getitem__(self, number):
         x, y = super().__getitem__(number)
-        return x + 0.01 * (os.getpid() % 97), y
+        return x + 1e-5 * os.getpid(), y
 
 
 def train(model_name, optimizer_name, raise_at=-1, pause=0.0, features=(), broken="", **session_arguments):
@@ -43,11 +43,13 @@ def train(model_name, optimizer_name, raise_at=-1, pause=0.0, features=(), broke
     scheduler = reference.make_scheduler(optimizer) if "scheduler" in features else None
     scaler = reference.make_scaler() if "scaler" in features else None
     ema = reference.make_ema(model) if "ema" in features else None
+    average = reference.make_ema(model) if "average" in features else None
     session = holdfast.Session(
         model,
         optimizer,
         scheduler=None if broken == "scheduler" else scheduler,
         scaler=None if broken == "scaler" else scaler,
+        average=average,
         clip_grad_norm=reference.LARGEST_NORM if "clip" in features and broken != "clip" else None,
         **({"seed": reference.SEED, "slices": reference.SLICES, "bucket_bytes": 4096} | session_arguments),
     )
@@ -69,6 +71,8 @@ def train(model_name, optimizer_name, raise_at=-1, pause=0.0, features=(), broke
             ema.update_parameters(model)
         if broken == "scheduler":
             scheduler.step()
+        if broken == "average" and session.world_size < 4:
+            average.update_parameters(model)
         if "evaluate" in features and step.number % 3 == 0:
             evaluate(model)
             if broken == "evaluate" and session.world_size < 4:
@@ -83,7 +87,7 @@ def train(model_name, optimizer_name, raise_at=-1, pause=0.0, features=(), broke
     if ema is not None:
         ema.update_parameters(model)
         session.log(ema=reference.ema_hash(ema))
-    return session, reference.state_hash(model, optimizer)
+    return session, reference.state_hash(model, optimizer, average)
 
 
 def evaluate(model):

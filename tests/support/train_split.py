@@ -1,6 +1,8 @@
 """A model that is split over workers, as a script: ``train_split.py pipeline|sharded|whole [--no-recovery]``."""
 
 import argparse
+import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -23,8 +25,11 @@ class Stage(nn.Sequential):
     """Computes in lower precision, where the features say so."""
 
     features = ()
+    dies_evaluating = False
 
     def forward(self, x):
+        if self.dies_evaluating and not self.training:
+            os.kill(os.getpid(), signal.SIGKILL)
         with reference.lower_precision(self.features):
             return super().forward(x)
 
@@ -56,14 +61,34 @@ def note(session, step, folder):
         torch.save(held.state_dict(), folder / f"part-{part}-step-{step.number}-{step.attempt}.pt")
 
 
+def evaluate(session, step, model, options):
+    """Return the loss of all samples, before the step; nothing where a worker dies meanwhile."""
+    x, y = reference.data()
+    if options.kind == "pipeline":
+        Stage.dies_evaluating = (step.number, session.rank) == (3, options.dies_evaluating)
+        found = step.evaluate(TensorDataset(x, y), 16, averaged="average" in options.features and step.number % 2 == 0)
+        return None if found is None else found["loss"]
+    with torch.no_grad():
+        found = float(F.cross_entropy(model.module.eval()(x), y))
+    model.module.train()
+    return found
+
+
+def trained_with(features):
+    """What a session is told of the features."""
+    return {
+        "clip_grad_norm": reference.LARGEST_NORM if "clip" in features else None,
+        "scheduler": reference.make_scheduler if "scheduler" in features else None,
+        "scaler": reference.make_scaler() if "scaler" in features else None,
+        "average": reference.make_ema if "average" in features else None,
+    }
+
+
 def main(options):
     """Train; called again after a failure under reinit."""
     make = {"sgd": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9), "adam": lambda p: torch.optim.Adam(p, lr=1e-3)}
     data = reference.Noisy() if "augment" in options.features else TensorDataset(*reference.data())
-    settings = {"seed": reference.SEED, "slices": 4, "bucket_bytes": 4096}
-    settings["clip_grad_norm"] = reference.LARGEST_NORM if "clip" in options.features else None
-    settings["scheduler"] = reference.make_scheduler if "scheduler" in options.features else None
-    settings["scaler"] = reference.make_scaler() if "scaler" in options.features else None
+    settings = {"seed": reference.SEED, "slices": 4, "bucket_bytes": 4096} | trained_with(options.features)
     if options.kind == "pipeline":
         Stage.features = options.features
         model = holdfast.Pipeline(stages(), loss)
@@ -76,6 +101,10 @@ def main(options):
         else:
             optimizer = optimizer(module.parameters())
         session = holdfast.Session(model, optimizer, **settings)
+    ema = reference.make_ema(module) if "ema" in options.features else None
+    if ema is not None:
+        session.register(ema=ema)
+    evaluated = 0.0
     loaders = {"num_workers": 1 if "loaders" in options.features else 0}
     for step in session.steps(data, reference.BATCH, reference.EPOCHS, **loaders):
         time.sleep(options.pause)
@@ -83,6 +112,10 @@ def main(options):
             wait_for(Path(options.wait_for[1]))
         if options.note:
             note(session, step, options.note)
+        if ema is not None and step.number:
+            ema.update_parameters(module)
+        if "evaluate" in options.features and step.number % 3 == 0:
+            evaluated = evaluate(session, step, model, options)
         if options.kind == "pipeline":
             step.compute()
             continue
@@ -92,6 +125,10 @@ def main(options):
                 value, figures = loss(output, y)
             step.backward(value)
             step.log(**figures)
+    if ema is not None:
+        ema.update_parameters(module)
+        session.log(ema=reference.ema_hash(ema))
+    session.log(evaluated=evaluated or 0.0)
     if session.is_lead:
         whole = model.module if options.kind == "pipeline" else module
         x, y = reference.data()
@@ -111,6 +148,7 @@ if __name__ == "__main__":
     parser.add_argument("--note", type=Path, metavar="DIR", help="write the parts down there before every step")
     parser.add_argument("--features", type=lambda text: tuple(text.split(",")) if text else (), default=())
     parser.add_argument("--shards", type=int, default=4)
+    parser.add_argument("--dies-evaluating", type=int, default=-1, metavar="RANK", help="of the stages, in step 3")
     parser.add_argument("--no-recovery", action="store_true")
     parsed = parser.parse_args()
     if parsed.no_recovery:

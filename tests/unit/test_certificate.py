@@ -11,6 +11,7 @@ import torch.nn.functional as F
 import train_flip
 import train_split
 from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import TensorDataset
 from train_reference import train
 
@@ -181,6 +182,25 @@ def test_the_state_is_hashed_in_turn_and_all_of_it_at_the_ends(quiet):
     assert "1.num_batches_tracked[0:1] .. 1.running_var[0:8]" in steps[3].where, "buffers, too"
 
 
+@pytest.mark.parametrize("kind", ["whole", "pipeline", "sharded"])
+def test_an_average_that_the_session_keeps_is_hashed_with_what_it_is_of(tmp_path, kind):
+    runs = []
+    for decay in (0.9, 0.90001):
+
+        def average(module, decay=decay):
+            return AveragedModel(module, multi_avg_fn=get_ema_multi_avg_fn(decay))
+
+        of_split(tmp_path / str(decay), kind, average=average)
+        runs.append(Certified(read_run(tmp_path / str(decay)), str(decay)))
+
+    parting = compare_runs(*runs).parting
+
+    assert (parting.what, parting.metrics) == (("state",), {}), "the weights are the same"
+    assert all("average/" in name for name in parting.tensors), "and each has its own name"
+    assert parting.tensors
+    assert runs[0].check() == runs[0].check_workers() == []
+
+
 def of_split(folder, kind, **how):
     folder.mkdir()
     module = reference.make_model("cnn")
@@ -188,7 +208,10 @@ def of_split(folder, kind, **how):
     if kind == "pipeline":
         model = holdfast.Pipeline(train_split.stages(), train_split.loss)
     settings = {"slices": 4, "workers": 4, "run_dir": str(folder)} | how
-    session = holdfast.Session(model, lambda parameters: torch.optim.SGD(parameters, lr=0.05), **settings)
+    optimizer = lambda parameters: torch.optim.SGD(parameters, lr=0.05)  # noqa: E731
+    if kind == "whole":
+        model, optimizer, settings["average"] = module, optimizer(module.parameters()), settings["average"](module)
+    session = holdfast.Session(model, optimizer, **settings)
     for step in session.steps(TensorDataset(*reference.data()), reference.BATCH):
         if kind == "pipeline":
             step.compute()

@@ -1,11 +1,14 @@
 """A pipeline, with virtual workers: the bits of a plain loop, what is lost and what comes back, and what errors say."""
 
+import copy
+
 import numpy as np
 import pytest
 import torch
 from reference import key
 from torch import nn
 from torch.nn import functional as F
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import TensorDataset
 
 import holdfast
@@ -89,12 +92,20 @@ def make_scaler():
     return torch.amp.GradScaler("cpu", init_scale=2.0**120, growth_factor=1.7, growth_interval=1)
 
 
-def plainly(stages, make_optimizer, make_scheduler=None, schedule="step", largest_norm=None, scaler=None):
-    """The judge: stages and optimizers after training in plain torch, written without Holdfast."""
+def make_average(module):
+    return AveragedModel(module, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+
+
+def plainly(
+    stages, make_optimizer, make_scheduler=None, schedule="step", largest_norm=None, scaler=None, averages=None
+):
+    """The judge: stages and optimizers, and ``averages`` of the stages, after training in plain torch, written without Holdfast."""
     x, y = dataset().tensors
     modules = [made(stages, part) for part in range(len(stages))]
     optimizers = [make_optimizer(module.parameters()) for module in modules]
     schedulers = [make_scheduler(optimizer) for optimizer in optimizers] if make_scheduler else []
+    averages = [] if averages is None else averages
+    averages += map(make_average, modules)
     step = 0
     for epoch in range(EPOCHS):
         order = torch.randperm(SAMPLES, generator=torch.Generator().manual_seed(key("order", SEED, epoch)))
@@ -142,6 +153,8 @@ def plainly(stages, make_optimizer, make_scheduler=None, schedule="step", larges
             for scheduler in schedulers if schedule == "step" or first + BATCH >= SAMPLES else ():
                 plateau = isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
                 scheduler.step(*([loss_sum / len(ids)] if plateau else []))
+            for average, module in zip(averages, modules, strict=True):
+                average.update_parameters(module)
     return modules, optimizers
 
 
@@ -156,11 +169,13 @@ def begin(
     loss=loss_of,
     largest_norm=None,
     scaler=None,
+    average=None,
     **settings,
 ):
     make_scheduler, schedule = SCHEDULERS[scheduler]
     model = holdfast.Pipeline(stages, loss)
     options = {"scheduler": make_scheduler, "schedule": schedule, "clip_grad_norm": largest_norm, "scaler": scaler}
+    options["average"] = average
     settings = {"workers": 4, "slices": SLICES, "seed": SEED, "bucket_bytes": 512} | settings
     return model, holdfast.Session(model, OPTIMIZERS[optimizer], **options, **settings)
 
@@ -187,8 +202,7 @@ def check_bits(
     modules, optimizers = plainly(stages, OPTIMIZERS[optimizer], *SCHEDULERS[scheduler], largest_norm, scaler)
     expected = nn.Sequential(*modules).state_dict()
     got = model.module.state_dict()
-    assert got.keys() == expected.keys()
-    assert [name for name in got if not torch.equal(got[name], expected[name])] == []
+    check_same(got, expected)
     held = session._replica.holdings.held
     for part, plain in enumerate(optimizers):
         mine, its = held[part].optimizer.state_dict(), plain.state_dict()
@@ -260,6 +274,80 @@ def test_all_stages_take_a_step_that_is_scaled_or_none_does(tmp_path, monkeypatc
     train(session)
     with pytest.raises(AssertionError):
         check_bits(model, session, stages, largest_norm=largest_norm, scaler=make_scaler())
+
+
+def test_the_average_of_the_weights_goes_where_the_stages_go(tmp_path, monkeypatch):
+    strikes = faults("kill:rank=1,step=1,phase=optimizer", "kill:rank=2,step=3,phase=backward")
+    kept = {"checkpoint_dir": str(tmp_path), "checkpoint_every": 2, "average": make_average}
+    _, session = begin(**kept, faults=strikes, min_workers=3)
+    with pytest.raises(TooFewWorkers):
+        train(session)
+
+    model, session = begin(**kept, workers=2, resume=True)
+    train(session)
+
+    averages = []
+    plainly(STAGES["awkward"], OPTIMIZERS["adam"], averages=averages)
+    expected = nn.Sequential(*(average.module for average in averages)).state_dict()
+    check_bits(model, session)
+    check_same(model.averaged.state_dict(), expected)
+
+    monkeypatch.setattr(Stage, "_update_average", lambda stage: None)
+    model, session = begin(average=make_average)
+    train(session)
+    with pytest.raises(AssertionError):
+        check_same(model.averaged.state_dict(), expected)
+
+
+# -- evaluation in between
+
+
+def plain_figures(modules, batch_size):
+    """Means over the samples, computed by one that has all stages."""
+    x, y = dataset().tensors
+    whole, totals = copy.deepcopy(nn.Sequential(*modules)).eval(), {"loss": 0.0, "accuracy": 0.0}
+    with torch.no_grad():
+        for inputs, labels in zip(x.split(batch_size), y.split(batch_size), strict=True):
+            loss, more = loss_of(whole(inputs), labels)
+            for name, value in {"loss": loss, **more}.items():
+                totals[name] += float(value) * len(labels)
+    return {name: total / SAMPLES for name, total in totals.items()}
+
+
+@pytest.mark.parametrize("workers", [1, 4, 7])
+def test_an_evaluation_gives_the_figures_of_the_whole_model_and_leaves_no_trace(workers):
+    model, session = begin(workers=workers, average=make_average)
+    held, losses = session._replica.holdings.held, []
+
+    for step in session.steps(dataset(), BATCH, EPOCHS):
+        found = step.evaluate(dataset(), 2)
+        averaged = step.evaluate(dataset(), 30, averaged=True)
+        assert found == plain_figures([stage.model for stage in held.values()], 2)
+        assert averaged == plain_figures([stage.average.module for stage in held.values()], 30)
+        step.compute()
+        assert step.evaluate(dataset(), 2) == found, "the step is not committed yet"
+        losses += [found["loss"], averaged["loss"]]
+
+    check_bits(model, session)
+    assert all(module.training for stage in held.values() for module in stage.model.modules())
+    assert len(set(losses)) > STEPS, "another model in each step, and another average"
+
+
+def test_an_evaluation_that_cannot_be_is_refused():
+    for said, evaluate in (
+        ("at least 1 sample and a batch_size of at least 1, got 23 and 0", lambda step: step.evaluate(dataset(), 0)),
+        ("at least 1 sample and a batch_size of at least 1, got 0 and 5", lambda step: step.evaluate([], 5)),
+        ("needs an average: give the session one", lambda step: step.evaluate(dataset(), 5, averaged=True)),
+        ("needs a dataset of tuples", lambda step: step.evaluate(torch.zeros(3, 1, 6, 6), 5)),
+    ):
+        _, session = begin()
+        with pytest.raises(ScriptError, match=said):
+            train(session, compute=evaluate)
+
+
+def check_same(got, expected):
+    assert got.keys() == expected.keys()
+    assert [name for name in got if not torch.equal(got[name], expected[name])] == []
 
 
 @pytest.mark.parametrize("scheduler", ["step", "epoch", "plateau"])

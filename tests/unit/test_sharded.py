@@ -7,10 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import TensorDataset
 
 import holdfast
-from holdfast.errors import CheckpointError, ConfigError, ScriptError, StateLost
+from holdfast.errors import CheckpointError, ConfigError, ScriptError, StateLost, TooFewWorkers
 from holdfast.faults.plan import FaultPlan, parse
 
 SAMPLES = 30
@@ -173,6 +174,51 @@ def test_a_scaler_leaves_the_same_steps_out():
     assert made[0].state_dict() == made[1].state_dict()
 
 
+@pytest.mark.parametrize("name", ["mixed", "tied"])
+def test_the_average_of_the_weights_is_that_of_the_replicated_model(tmp_path, name):
+    def train_with(model, average, **settings):
+        wraps, make_optimizer = isinstance(model, holdfast.Sharded), OPTIMIZERS["adam"]
+        module = model.module if wraps else model
+        optimizer = make_optimizer if wraps else make_optimizer(model.parameters())
+        session = holdfast.Session(model, optimizer, average=average, workers=3, slices=3, **settings)
+        train(module, session)
+        return state_by_name(module, [])
+
+    module = make(name)
+    average = make_average(module)
+    train_with(module, average)
+    strikes = faults("kill:rank=1,step=2,phase=optimizer", "kill:rank=0,step=5,phase=backward")
+    kept = {"checkpoint_dir": str(tmp_path), "checkpoint_every": 3}
+    spread = holdfast.Sharded(make(name), shards=2)
+    with pytest.raises(TooFewWorkers):
+        train_with(spread, make_average, faults=strikes, min_workers=2, **kept)
+    spread = holdfast.Sharded(make(name), shards=2)
+    train_with(spread, make_average, resume=True, **kept)
+
+    module = make(name)
+    plain = plainly_averaged(module, OPTIMIZERS["adam"](module.parameters()))
+    check_equal(state_by_name(plain, []), state_by_name(average.module, []))
+    check_equal(state_by_name(plain, []), state_by_name(spread.averaged, []))
+    assert not torch.equal([*spread.averaged.parameters()][-1], [*spread.module.parameters()][-1])
+
+
+def make_average(module):
+    return AveragedModel(module, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+
+
+def plainly_averaged(model, optimizer):
+    """Train, and update an average where the script does it: in the loop, when the step before is committed."""
+    average = make_average(model)
+    session = holdfast.Session(model, optimizer, workers=3, slices=3)
+    for step in session.steps(dataset(), 8, 2):
+        if step.number:
+            average.update_parameters(model)
+        for x, y in step:
+            step.backward(F.cross_entropy(model(x), y))
+    average.update_parameters(model)
+    return average.module
+
+
 @pytest.mark.parametrize("schedule", ["step", "epoch"])
 @pytest.mark.parametrize(
     "scheduler",
@@ -286,6 +332,8 @@ def session_of(model=None, optimizer=OPTIMIZERS["sgd"], **arguments):
         ("shards must be from 1 to 6, .* or 0, got 7", lambda: holdfast.Sharded(make("odd"), shards=7)),
         ("shards must be from 1 to 6, .* or 0, got -1", lambda: holdfast.Sharded(make("odd"), shards=-1)),
         ("7 workers cannot each hold a shard of 6 tensors .*shards=6", lambda: session_of(workers=7)),
+        ("Sharded needs a function that makes an average .* got an average", lambda: session_of(average=make_average(make("odd")))),
+        ("average must be a .*AveragedModel of the model, got function", lambda: holdfast.Session(make("odd"), OPTIMIZERS["sgd"](make("odd").parameters()), average=make_average)),
         ("needs a function .* got an optimizer", lambda: session_of(optimizer=OPTIMIZERS["sgd"](make("odd").parameters()))),
         ("strategy must be rollback, restart, reinit or partial for a Sharded model, got forward", lambda: session_of(strategy="forward")),
     ],

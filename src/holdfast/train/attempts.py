@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 
 from holdfast.comm import OrderedSum
@@ -22,6 +24,9 @@ from holdfast.train.split.body import Pipelined
 from holdfast.train.split.sharded import Shards
 from holdfast.train.step import StagedStep, Step
 from holdfast.train.world import STOP, World
+
+_BESIDE = -2
+"""Where the numbers of micro-batches that are evaluated begin, and go down: slices have those from 0 on, what is outside of them -1."""
 
 
 class Attempts:
@@ -50,6 +55,7 @@ class Attempts:
         self._place = place
         self._scribe = scribe
         self._sum = total
+        self._source = source
         self._loading = Loading(source, lambda batch: place.ahead(batch, world.comm.members), self._loads)
         self.batch: MiniBatch | None = None
         """Of the step in progress."""
@@ -168,7 +174,33 @@ class Attempts:
             PeerFailed: if somebody died.
         """
         self._staged.compute(batch, self._place.plan.seed, self._fetcher(batch), self._reach)
-        self._staged.rest(self._world.comm.here)
+        self.between_slices(batch)
+
+    def evaluate(self, batch: MiniBatch, dataset: Any, batch_size: int, *, averaged: bool) -> dict[str, float]:
+        """Return means over a dataset, with the stages as they are before the step.
+
+        Raises:
+            PeerFailed: if somebody died.
+            ScriptError: if an argument is not allowed.
+        """
+        if batch_size < 1 or len(dataset) < 1:
+            msg = f"step.evaluate needs at least 1 sample and a batch_size of at least 1, got {len(dataset)} and {batch_size}"
+            raise ScriptError(msg)
+        source, seed = dataclasses.replace(self._source, dataset=dataset), self._place.plan.seed
+        parts = np.array_split(np.arange(len(dataset)), range(batch_size, len(dataset), batch_size))
+
+        def load(number: int) -> Any:
+            self._scribe.mark("forward")  # this worker gets further
+            return source.load(seed, batch.step, _BESIDE - number, parts[number])
+
+        figures = self._staged.evaluate(
+            list(map(len, parts)),
+            load,
+            lambda number, part: seed_slice(seed, batch.step, _BESIDE - number, part),
+            averaged=averaged,
+        )
+        self.between_slices(batch)
+        return figures
 
     def _fetcher(self, batch: MiniBatch) -> Callable[[int], Any]:
         def get(number: int) -> Any:

@@ -402,15 +402,6 @@ class Batched:
         msg = "training with all slices at once cannot be stopped from inside a step; give fewer epochs"
         raise ConfigError(msg)
 
-    def compute(self, batch: MiniBatch) -> None:
-        """Refuse: no model is split here.
-
-        Raises:
-            ConfigError: always.
-        """
-        msg = "there is nothing to compute by stages with all slices at once; iterate over the step"
-        raise ConfigError(msg)
-
     @property
     def _is_whole(self) -> bool:
         """Whether all samples of the step are in all of its sums."""

@@ -58,7 +58,7 @@ class WholeHashes:
     def __init__(self, replica: Replica, comm: Communicator) -> None:
         self._buffers = replica.buckets.buffers
         self._comm = comm
-        self._digest = RotatingDigest(replica.model, replica.optimizer, buffers=self._buffers.beginning())
+        self._digest = RotatingDigest(replica.model, replica.optimizer, buffers=replica.beside())
 
     def window(self, step: int) -> Said:
         """Return what the window of a step says."""

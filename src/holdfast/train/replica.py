@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 
 from holdfast.checkpoint.parts import Wanted
 from holdfast.clock import Clock
@@ -21,6 +22,7 @@ from holdfast.train.hashing import WholeHashes
 from holdfast.train.optimizers import may_write_gradients
 from holdfast.train.own import OwnStates
 from holdfast.train.state import clone, model_sha256, model_tensors, state_sha256
+from holdfast.train.welcome import take_lowest
 
 
 class Stateful(Protocol):
@@ -46,6 +48,8 @@ class Replica:
         scaler: A ``torch.amp.GradScaler``; unscales after the sum.
         clip_grad_norm: Largest norm of the summed, averaged gradient.
         bucket_bytes: See :class:`~holdfast.train.gradients.Buckets`.
+        checked: See there, too.
+        average: Of the weights; updated after each step.
 
     Raises:
         ConfigError: if the optimizer holds parameters that are not the model's.
@@ -62,6 +66,7 @@ class Replica:
         clip_grad_norm: float | None,
         bucket_bytes: int,
         checked: bool = False,
+        average: AveragedModel | None = None,
     ) -> None:
         mine = {id(p) for p in model.parameters()}
         if any(id(p) not in mine for group in optimizer.param_groups for p in group["params"]):
@@ -72,6 +77,7 @@ class Replica:
         self._scheduler = scheduler
         self._schedule = schedule
         self._scaler = scaler
+        self.average = average
         self._clip_grad_norm = clip_grad_norm
         self.registered: dict[str, Stateful] = {}
         self.buckets = Buckets(model, bucket_bytes, checked=checked)
@@ -146,25 +152,28 @@ class Replica:
         return WholeHashes(self, comm)
 
     def make_equal(self, comm: Communicator) -> None:
-        """Give everybody the lowest worker's model, unless all are equal already.
+        """Give everybody the lowest worker's state, unless all are equal already.
 
         Raises:
+            CheckpointError: if it came damaged.
             PeerFailed: if somebody died meanwhile.
         """
-        digest = int(model_sha256(self.model)[:15], 16)
-        high, low = comm.maximum((digest, ~digest))
-        if high == ~low:
-            return
-        tensors = [tensor for _, tensor in model_tensors(self.model)]
-        staged = [tensor.clone(memory_format=torch.contiguous_format) for tensor in tensors]
-        for whole in staged:
-            comm.broadcast(whole, comm.members[0])
-        for tensor, whole in zip(tensors, staged, strict=True):  # all or nothing: the giver may die half-way
-            tensor.copy_(whole)
+        state = take_lowest(comm, self.state_dict())
+        if state is not None:
+            self.load_state_dict(state, keeps=True)
 
     def sha256s(self, here: Sequence[int]) -> dict[int, tuple[str, str]]:
         """Return by worker the sha256 of its model, and that of its model and its optimizer's state."""
-        return self.own.of_each(here, lambda: (model_sha256(self.model), state_sha256(self.model, self.optimizer)))
+        return self.own.of_each(here, lambda: (model_sha256(self.model), self.state_sha256()))
+
+    def state_sha256(self) -> str:
+        """Return the sha256 of the model, of the average of its weights, and of its optimizer's state."""
+        return state_sha256(self.model, self.optimizer, self.average)
+
+    def beside(self) -> list[tuple[str, torch.Tensor]]:
+        """Return what there is besides weights and the optimizer's state, by name, as it is when a step begins, not copied."""
+        average = () if self.average is None else model_tensors(self.average)
+        return [*self.buckets.buffers.beginning(), *((f"average/{name}", tensor) for name, tensor in average)]
 
     # -- what may be altered
 
@@ -336,6 +345,7 @@ class Replica:
             self._optimize()
         self._reset()
         self._step_scheduler(batch, metrics)
+        self._update_average()
         return metrics
 
     def _may_write(self) -> bool:
@@ -395,6 +405,10 @@ class Replica:
         else:
             self._scheduler.step()
 
+    def _update_average(self) -> None:
+        if self.average is not None:
+            self.average.update_parameters(self.model)
+
     def set_learning_rate(self, value: float) -> None:
         """Go on with another learning rate in all parameter groups; a scheduler goes on from it."""
         for group in self.optimizer.param_groups:
@@ -405,8 +419,9 @@ class Replica:
             self._scheduler.base_lrs = [value] * len(self._scheduler.base_lrs)
 
     def model_state(self) -> dict[str, Any]:
-        """Return all of the model and nothing else, not copied."""
-        return {"model": self.model.state_dict(), "transient": self._transient()}
+        """Return all of the model, and the average of its weights if there is one, and nothing else, not copied."""
+        average = {} if self.average is None else {"average": self.average.state_dict()}
+        return {"model": self.model.state_dict(), "transient": self._transient(), **average}
 
     def load_model_state(self, state: dict[str, Any]) -> None:
         """Take over what :meth:`model_state` returned elsewhere."""
@@ -414,6 +429,8 @@ class Replica:
         self.model.load_state_dict(state["model"])
         for name, buffer in self._transient().items():
             buffer.copy_(state["transient"][name])
+        if self.average is not None:
+            self.average.load_state_dict(state["average"])
 
     # -- the state as a whole
 
@@ -462,4 +479,6 @@ class Replica:
             parts["scheduler"] = self._scheduler
         if self._scaler is not None:
             parts["scaler"] = self._scaler
+        if self.average is not None:
+            parts["average"] = self.average
         return parts | {f"registered.{name}": thing for name, thing in self.registered.items()}

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn, optim
+from torch.optim.swa_utils import AveragedModel
 
 from holdfast import notice, points
 from holdfast.clock import SystemClock
@@ -40,6 +41,7 @@ from holdfast.train.replica import Replica, Stateful
 from holdfast.train.run import Run
 from holdfast.train.sharing import choose_slices
 from holdfast.train.split.body import Pipelined
+from holdfast.train.split.makers import Makers
 from holdfast.train.split.model import Pipeline, Sharded
 from holdfast.train.split.sharded import Shards
 from holdfast.train.step import Step
@@ -70,6 +72,9 @@ class Session:
             a function that makes one for an optimizer.
         schedule: ``"step"`` or ``"epoch"``: how often.
         scaler: A ``torch.amp.GradScaler``. For a model that is split: one for all of it; a part takes a step if all do.
+        average: A ``torch.optim.swa_utils.AveragedModel`` of the model; the session updates it, after each optimizer
+            step. For a model that is split: a function that makes one from the module of a part; the whole is in
+            :attr:`Pipeline.averaged` or :attr:`Sharded.averaged` when training is over.
         clip_grad_norm: Largest norm of the mean gradient; of a Pipeline it is the norm of the norms of its stages.
         total_steps: Steps of the whole script, for scripts that call :meth:`steps` more than once; it only serves to
             refuse a planned fault that could never strike.
@@ -88,6 +93,7 @@ class Session:
         scheduler: Any = None,
         schedule: str = "step",
         scaler: Any = None,
+        average: AveragedModel | Callable[[nn.Module], AveragedModel] | None = None,
         clip_grad_norm: float | None = None,
         total_steps: int | None = None,
         comm: Communicator | None = None,
@@ -104,6 +110,7 @@ class Session:
             scheduler=scheduler,
             schedule=schedule,
             scaler=scaler,
+            average=average,
             clip_grad_norm=clip_grad_norm,
         )
         note_session(self._settings, is_split=self._replica.is_split)
@@ -381,6 +388,7 @@ def _make_body(
     scheduler: Any,
     schedule: str,
     scaler: Any,
+    average: AveragedModel | Callable[[nn.Module], AveragedModel] | None,
     clip_grad_norm: float | None,
 ) -> Replica | Pipelined | Shards:
     """Return what trains the model.
@@ -393,6 +401,9 @@ def _make_body(
         if not isinstance(optimizer, optim.Optimizer):
             msg = f"optimizer must be a torch.optim.Optimizer of the model's parameters, got {type(optimizer).__name__}"
             raise ConfigError(msg)
+        if average is not None and not isinstance(average, AveragedModel):
+            msg = f"average must be a torch.optim.swa_utils.AveragedModel of the model, got {type(average).__name__}"
+            raise ConfigError(msg)
         if settings.update == "eager":
             check_eager(optimizer, scaler=scaler, clip_grad_norm=clip_grad_norm)
         return Replica(
@@ -404,6 +415,7 @@ def _make_body(
             clip_grad_norm=clip_grad_norm,
             bucket_bytes=settings.bucket_bytes,
             checked=settings.guard_sums,
+            average=average,
         )
     if settings.update == "eager":
         msg = f"update eager needs a model that every worker has all of, got a {kind}: use update lazy"
@@ -411,9 +423,19 @@ def _make_body(
     if isinstance(optimizer, optim.Optimizer):
         msg = f"a {kind} needs a function that makes an optimizer from the parameters of a part, as lambda p: torch.optim.Adam(p); got an optimizer"
         raise ConfigError(msg)
+    if isinstance(average, nn.Module):
+        msg = f"a {kind} needs a function that makes an average of the weights of a part, as lambda module: AveragedModel(module); got an average"
+        raise ConfigError(msg)
+    makers = Makers(
+        optimizer=optimizer,
+        scheduler=scheduler,
+        schedule=schedule,
+        average=average,
+        bucket_bytes=settings.bucket_bytes,
+    )
     if isinstance(model, Sharded):
-        return Shards(model, optimizer, scheduler, schedule, scaler, clip_grad_norm, settings)
-    return Pipelined(model, optimizer, scheduler, schedule, scaler, clip_grad_norm, settings)
+        return Shards(model, makers, scaler, clip_grad_norm, settings)
+    return Pipelined(model, makers, scaler, clip_grad_norm, settings)
 
 
 def _check_arguments(dataset: Any, batch_size: int, epochs: int, *, num_workers: int, prefetch_factor: int) -> None:

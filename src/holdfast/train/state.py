@@ -29,12 +29,14 @@ def model_sha256(model: nn.Module) -> str:
     return str(_model_hash(model).hexdigest())
 
 
-def state_sha256(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
-    """Return the sha256 over the model's bytes and then the optimizer's.
+def state_sha256(model: nn.Module, optimizer: torch.optim.Optimizer, average: nn.Module | None = None) -> str:
+    """Return the sha256 over the model's bytes, those of an average of its weights, and then the optimizer's.
 
     The optimizer's: by number of the parameter, then by name; tensors as they are, numbers as float64.
     """
     digest = _model_hash(model)
+    if average is not None:
+        digest.update(_model_hash(average).digest())
     for value in _optimizer_values(optimizer):
         digest.update(_bytes(value) if isinstance(value, torch.Tensor) else struct.pack("<d", float(value)))
     return str(digest.hexdigest())

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, NoReturn, Protocol
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn, Protocol, TypeVar
 
 import torch
 
 from holdfast.errors import PeerFailed, ScriptError
 from holdfast.train.batches import MiniBatch
+
+_Made = TypeVar("_Made")
 
 
 class SliceWork(Protocol):
@@ -34,8 +36,16 @@ class SliceWork(Protocol):
         """Remember that training ends with this step."""
         ...
 
+
+class StagedWork(SliceWork, Protocol):
+    """What the session does besides, for a model whose slices go through the stages of several workers."""
+
     def compute(self, batch: MiniBatch) -> None:
-        """Compute the stages of a model that is split."""
+        """Compute the stages that are this worker's."""
+        ...
+
+    def evaluate(self, batch: MiniBatch, dataset: Any, batch_size: int, *, averaged: bool) -> dict[str, float]:
+        """Return means over a dataset."""
         ...
 
 
@@ -157,6 +167,11 @@ class Step:
 class StagedStep(Step):
     """One step of a :class:`~holdfast.Pipeline`: its slices go through the stages of several workers."""
 
+    def __init__(self, work: StagedWork, batch: MiniBatch, mine: list[int], attempt: int) -> None:
+        super().__init__(work, batch, mine, attempt)
+        self._stages = work
+        self._computed = False
+
     def __iter__(self) -> Iterator[Any]:
         """Refuse: no worker sees a whole slice.
 
@@ -181,12 +196,34 @@ class StagedStep(Step):
             msg = f"step.compute was called twice in step {self.number}"
             raise ScriptError(msg)
         self._computed = True
+        if self.failure is None:
+            self._try(lambda: self._stages.compute(self._batch))
+
+    def evaluate(self, dataset: Any, batch_size: int, *, averaged: bool = False) -> dict[str, float] | None:
+        """Evaluate the model as it is before this step; every worker must, at the same place of its loop.
+
+        Args:
+            dataset: Anything with ``len`` and ``[]``, of tuples as those of the training; the same at every worker.
+            batch_size: Samples that go through the stages together, ``>= 1``.
+            averaged: Evaluate the average of the weights that the session keeps.
+
+        Returns:
+            Means over the dataset of the loss and of what else the Pipeline's loss returns, the same bits at every worker and
+            with any number of them; None after a failure: the session yields the same step again.
+
+        Raises:
+            ScriptError: if an argument is not allowed, or there is no average.
+        """
+        if self.failure is not None:
+            return None
+        return self._try(lambda: self._stages.evaluate(self._batch, dataset, batch_size, averaged=averaged))
+
+    def _try(self, work: Callable[[], _Made]) -> _Made | None:
         try:
-            self._work.compute(self._batch)
+            return work()
         except PeerFailed as failure:
             self.failure = failure.with_traceback(None)
-
-    _computed = False
+            return None
 
     def check_computed(self) -> None:
         """Make sure that the script computed the step.

@@ -67,6 +67,43 @@ def take_state(comm: Communicator, newcomers: Sequence[int]) -> tuple[Any, dict[
     return unflatten(tensors, header["skeleton"]), header["info"]
 
 
+def take_lowest(comm: Communicator, state: dict[str, Any]) -> dict[str, Any] | None:
+    """Return the state of the lowest member, where members have different ones; None where all are equal, and there.
+
+    Args:
+        comm: Of all who have a state; they call this together.
+        state: By name. What cannot be saved under one of them is everybody's own.
+
+    Raises:
+        CheckpointError: if what came is not what was given.
+        PeerFailed: if somebody died.
+    """
+    given = {name: value for name, value in state.items() if _can_be_saved(value)}
+    leaves, skeleton = flatten(given)
+    digest = xxhash.xxh3_64(json.dumps([skeleton, list(leaves)]).encode())
+    for leaf in leaves.values():
+        if isinstance(leaf, torch.Tensor):
+            digest.update(tensor_bytes(leaf.detach().cpu().contiguous()))
+    number = digest.intdigest() >> 2
+    high, low = comm.maximum((number, ~number))
+    if high == ~low:
+        return None
+    lowest, *others = comm.members
+    if lowest in comm.here:
+        give_state(comm, others, given, {})
+        return None
+    taken, _ = take_state(comm, others)
+    return {**state, **taken}
+
+
+def _can_be_saved(state: Any) -> bool:
+    try:
+        flatten(state)
+    except CheckpointError:
+        return False
+    return True
+
+
 def pack_state(state: Any) -> tuple[dict[str, Any], Packed]:
     """Return what is to be said of a state before it is given, plain JSON, and what is given.
 

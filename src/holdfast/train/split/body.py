@@ -20,16 +20,15 @@ from holdfast.train.replica import Replica, Stateful
 from holdfast.train.split.backups import Backups
 from holdfast.train.split.hashing import PartHashes
 from holdfast.train.split.holdings import Holdings, Restore
+from holdfast.train.split.makers import Makers
 from holdfast.train.split.model import Pipeline
 from holdfast.train.split.pipelined import Reach, Stages, chain_of
 from holdfast.train.split.rows import in_row
 from holdfast.train.split.scaling import Scaling, Stage
 from holdfast.train.split.transfer import give, take
 from holdfast.train.state import clone, model_sha256
+from holdfast.train.welcome import take_lowest
 from holdfast.train.world import World
-
-MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
-MakeScheduler = Callable[[torch.optim.Optimizer], Any]
 
 
 class Split:
@@ -179,9 +178,17 @@ class Split:
         self._digests = {}
 
     def make_equal(self, comm: Communicator) -> None:
-        """Begin with the parts as they were made, the same at all who hold them; see :meth:`Holdings.make_equal`."""
+        """Begin with the parts as they were made, the same at all who hold them, and with what all have as the lowest has it.
+
+        Raises:
+            CheckpointError: if it came damaged.
+            PeerFailed: if somebody died meanwhile.
+        """
         self.holdings.begin(comm.members, comm.here, None)
         self.holdings.make_equal(comm)
+        state = take_lowest(comm, self.shared_state())
+        if state is not None:
+            self.load_shared_state(state)
         self._digests = {}
 
     def homes(self) -> Any:
@@ -292,9 +299,7 @@ class Pipelined(Split):
 
     Args:
         model: What the user gave.
-        make_optimizer: Makes the optimizer of a stage from its parameters.
-        make_scheduler: Makes its learning-rate scheduler, if there is one.
-        schedule: ``"step"`` or ``"epoch"``.
+        makers: Make what trains a stage.
         scaler: A ``torch.amp.GradScaler``; see :class:`~holdfast.train.split.scaling.Scaling`.
         clip_grad_norm: Largest norm of the norms of the stages.
         settings: Of the run.
@@ -307,9 +312,7 @@ class Pipelined(Split):
     def __init__(
         self,
         model: Pipeline,
-        make_optimizer: MakeOptimizer,
-        make_scheduler: MakeScheduler | None,
-        schedule: str,
+        makers: Makers,
         scaler: Any,
         clip_grad_norm: float | None,
         settings: Settings,
@@ -318,9 +321,7 @@ class Pipelined(Split):
             msg = "strategy must be rollback, restart, reinit or partial for a Pipeline, got forward: a step cannot go on without a stage"
             raise ConfigError(msg)
         self._model = model
-        self._make_optimizer = make_optimizer
-        self._make_scheduler = make_scheduler
-        self._schedule = schedule
+        self._makers = makers
         self._clip_grad_norm = clip_grad_norm
         self._settings = settings
         self._rows: dict[int, torch.Tensor] = {}
@@ -338,20 +339,8 @@ class Pipelined(Split):
             raise ConfigError(msg)
         if self.holdings.shape.lazy:  # backups are made of rows
             self._rows[part] = in_row(list(module.parameters()))
-        optimizer = self._make_optimizer(module.parameters())
-        if not isinstance(optimizer, torch.optim.Optimizer):
-            msg = f"the function that makes the optimizer of a stage must return a torch.optim.Optimizer, got {type(optimizer).__name__}"
-            raise ConfigError(msg)
-        scheduler = None if self._make_scheduler is None else self._make_scheduler(optimizer)
-        stage = Stage(
-            module,
-            optimizer,
-            scheduler=scheduler,
-            schedule=self._schedule,
-            scaler=None,
-            clip_grad_norm=self._clip_grad_norm,
-            bucket_bytes=self._settings.bucket_bytes,
-            checked=self._settings.guard_sums,
+        stage = self._makers.part(
+            Stage, "stage", module, clip_grad_norm=self._clip_grad_norm, checked=self._settings.guard_sums
         )
         stage.scaling = self._scaling
         return stage
@@ -439,6 +428,17 @@ class Pipelined(Split):
         """Compute the stages that are this worker's; see :meth:`Stages.compute`."""
         self._stages.compute(batch, seed, fetch, reach)
 
+    def evaluate(
+        self,
+        sizes: Sequence[int],
+        load: Callable[[int], Any],
+        seed: Callable[[int, int], None],
+        *,
+        averaged: bool,
+    ) -> dict[str, float]:
+        """Return the figures of other samples; see :meth:`Stages.evaluate`."""
+        return self._stages.evaluate(sizes, load, seed, averaged=averaged)
+
     def finish_step(self, batch: MiniBatch, reach: Reach) -> None:
         """Sum the gradients; see :meth:`Stages.sum`."""
         self._stages.sum(batch, reach)
@@ -487,7 +487,7 @@ class Pipelined(Split):
         """
         comm, homes = self._comm, self.holdings.now
         own = self.holdings.sha256s()
-        modules, sha256s = [], []
+        parts, sha256s = [], []
         for part in range(self._model.parts):
             giver = homes.holders(part)[0]
             takers = [rank for rank in comm.members if rank not in homes.holders(part)]
@@ -497,13 +497,15 @@ class Pipelined(Split):
                     if taker not in comm.here:
                         give(comm, taker, state)
             if part in self.holdings.held:
-                modules.append(self.holdings.held[part].model)
+                parts.append(self.holdings.held[part])
                 sha256s.append(own[part])
             else:
                 state = take(comm, giver)
                 made = self._build(part)
                 made.load_model_state(state["part"])
-                modules.append(made.model)
+                parts.append(made)
                 sha256s.append(state["sha256"])
-        self._model.module = torch.nn.Sequential(*modules)
+        self._model.module = torch.nn.Sequential(*(part.model for part in parts))
+        averages = [part.average.module for part in parts if part.average is not None]
+        self._model.averaged = torch.nn.Sequential(*averages) if averages else None
         self._note_sha256s(self._model.module, sha256s)

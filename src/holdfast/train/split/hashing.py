@@ -88,7 +88,6 @@ class PartHashes:
             return {}
         digest = self._digests.get(held)
         if digest is None:
-            buffers = held.buckets.buffers.beginning()
-            digest = self._digests[held] = RotatingDigest(held.model, held.optimizer, buffers=buffers)
+            digest = self._digests[held] = RotatingDigest(held.model, held.optimizer, buffers=held.beside())
         holders = self._body.holdings.now.holders(part)
         return held.own.of_each([rank for rank in here if rank in holders], lambda: look(digest))

@@ -13,7 +13,7 @@ from holdfast.errors import InternalError
 from holdfast.recovery.homes import Homes, Restoration, Shape, first_homes, gifts, new_homes, restorations
 from holdfast.train.replica import Replica
 from holdfast.train.split.transfer import give, take
-from holdfast.train.state import clone, state_sha256
+from holdfast.train.state import clone
 
 Build = Callable[[int], Replica]
 Restore = Callable[[int], dict[str, Any]]
@@ -153,7 +153,7 @@ class Holdings:
 
     def sha256s(self) -> dict[int, str]:
         """Return, by part that is held here, the sha256 over its weights and its optimizer's state."""
-        return {part: state_sha256(held.model, held.optimizer) for part, held in self.held.items()}
+        return {part: held.state_sha256() for part, held in self.held.items()}
 
     def _transfer(self, comm: Communicator, part: int, giver: int, taker: int) -> dict[str, Any] | None:
         """Take part in giving a part; return it where it arrives."""

@@ -44,6 +44,8 @@ class Pipeline:
         self.loss = loss
         self.module: nn.Module | None = None
         """The whole model, once training is over."""
+        self.averaged: nn.Module | None = None
+        """The whole model with the average of its weights, once training is over, if the session keeps one."""
         if not self._stages:
             msg = "a Pipeline must have at least 1 stage, got none"
             raise ConfigError(msg)
@@ -89,6 +91,8 @@ class Sharded:
             msg = f"shards must be from 1 to {count}, the tensors of parameters of the model, or 0, got {shards}"
             raise ConfigError(msg)
         self.module = model
+        self.averaged: nn.Module | None = None
+        """A copy of the model with the average of its weights, once training is over, if the session keeps one."""
         self.shards = shards
 
     def cut(self, shards: int) -> list[list[str]]:

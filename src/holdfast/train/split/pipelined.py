@@ -28,6 +28,7 @@ from holdfast.train.checking import note_altered
 from holdfast.train.flips import watch
 from holdfast.train.gradients import Terms
 from holdfast.train.seeds import seed_slice
+from holdfast.train.split.evaluating import Evaluation, checked, loss_of
 from holdfast.train.split.holdings import Holdings
 from holdfast.train.split.model import Pipeline
 from holdfast.train.split.scaling import Scaling
@@ -156,6 +157,27 @@ class Stages:
                     self._faults.carry_out(due, message)
             sums[rank] += 1
 
+    def evaluate(
+        self,
+        sizes: Sequence[int],
+        load: Callable[[int], Any],
+        seed: Callable[[int, int], None],
+        *,
+        averaged: bool,
+    ) -> dict[str, float]:
+        """Return the figures of other samples; see :class:`~holdfast.train.split.evaluating.Evaluation`."""
+        evaluation = Evaluation(
+            model=self._model,
+            holdings=self._holdings,
+            comm=self._comm,
+            mail=self.mail,
+            sizes=sizes,
+            load=lambda number: checked(load(number)),
+            seed=seed,
+            averaged=averaged,
+        )
+        return evaluation.figures()
+
     def share_figures(self, batch: MiniBatch) -> dict[str, float]:
         """Return the figures of the step, which one who computes the last stage, of some slice, tells all others.
 
@@ -215,7 +237,7 @@ class Stages:
         targets: Sequence[Any] = ()
         given = None
         if part == 0 or last:
-            first, *targets = _checked(fetch(number))
+            first, *targets = checked(fetch(number))
         if part == 0:
             inputs = first
         else:
@@ -240,12 +262,8 @@ class Stages:
         self._work.passed[number, part] = _Passed(given, output, terms)
 
     def _loss(self, output: torch.Tensor, targets: Sequence[Any]) -> tuple[torch.Tensor, dict[str, Any]]:
-        made = self._model.loss(output, *targets)
-        loss, more = made if isinstance(made, tuple) else (made, {})
-        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-            msg = "the loss of a Pipeline must return a scalar, the mean over the micro-batch"
-            raise ScriptError(msg)
-        metrics = {"loss": loss.detach(), **{name: value for name, value in more.items() if name != "loss"}}
+        loss, more = loss_of(self._model, output, targets)
+        metrics = {"loss": loss.detach(), **more}
         names = tuple(metrics)
         if self._work.figures not in ((), names):
             msg = f"every micro-batch must log the same figures: {', '.join(names)}, and before {', '.join(self._work.figures)}"
@@ -339,10 +357,3 @@ def _check_output(output: Any, part: int) -> None:
     if not output.requires_grad:
         msg = f"what stage {part} of a Pipeline returns does not depend on its parameters as far as autograd knows: a detach or no_grad?"
         raise ScriptError(msg)
-
-
-def _checked(inputs: Any) -> Sequence[Any]:
-    if isinstance(inputs, list | tuple) and len(inputs) > 0 and isinstance(inputs[0], torch.Tensor):
-        return inputs
-    msg = f"a Pipeline needs a dataset of tuples, the first stage's input first, got {type(inputs).__name__}"
-    raise ScriptError(msg)

@@ -7,6 +7,7 @@ holder put it; nobody has a copy. It may not be written, and is taken back when 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +22,8 @@ from holdfast.train.batches import MiniBatch
 from holdfast.train.optimizers import may_write_gradients
 from holdfast.train.replica import Replica
 from holdfast.train.split.backups import Backups
-from holdfast.train.split.body import MakeOptimizer, MakeScheduler, Split, shape_of
+from holdfast.train.split.body import Split, shape_of
+from holdfast.train.split.makers import Makers
 from holdfast.train.split.model import Sharded
 from holdfast.train.split.rows import in_row, places
 from holdfast.train.world import World
@@ -40,9 +42,7 @@ class Shards(Split):
 
     Args:
         model: What the user gave.
-        make_optimizer: Makes the optimizer of a shard from its parameters.
-        make_scheduler: Makes its learning-rate scheduler, if there is one.
-        schedule: ``"step"`` or ``"epoch"``.
+        makers: Make what trains a shard.
         scaler: A ``torch.amp.GradScaler``; unscales the gradients of the whole model, which each worker has.
         clip_grad_norm: Largest norm of the mean gradient of the whole model.
         settings: Of the run.
@@ -54,9 +54,7 @@ class Shards(Split):
     def __init__(
         self,
         model: Sharded,
-        make_optimizer: MakeOptimizer,
-        make_scheduler: MakeScheduler | None,
-        schedule: str,
+        makers: Makers,
         scaler: Any,
         clip_grad_norm: float | None,
         settings: Settings,
@@ -64,16 +62,15 @@ class Shards(Split):
         if settings.strategy == "forward":
             msg = "strategy must be rollback, restart, reinit or partial for a Sharded model, got forward: a step cannot go on while a shard has no home"
             raise ConfigError(msg)
+        self._given = model
         self._model = model.module
         self._parameters = dict(model.module.named_parameters())
         self._shards = [_Shard(names, []) for names in model.cut(model.shards or settings.workers)]
-        self._make_optimizer = make_optimizer
-        self._make_scheduler = make_scheduler
-        self._schedule = schedule
+        self._makers = makers
         self._settings = settings
         self._given_away = False
         super().__init__(shape_of(len(self._shards), 1, settings), self._build, self._drop, scaler)
-        self.flow = _Flow(self, schedule, scaler, clip_grad_norm, settings)
+        self.flow = _Flow(self, makers.schedule, scaler, clip_grad_norm, settings)
         self.num_buckets = self.flow.num_buckets
         self.size_bytes = self.flow.size_bytes
         self.device = self.flow.device
@@ -96,19 +93,7 @@ class Shards(Split):
                 in_row([p for p in mine if p.dtype == dtype]) for dtype in dict.fromkeys(p.dtype for p in mine)
             ]
         tree = _tree({name: self._parameters[name] for name in shard.names})
-        optimizer = self._make_optimizer(tree.parameters())
-        if not isinstance(optimizer, torch.optim.Optimizer):
-            msg = f"the function that makes the optimizer of a shard must return a torch.optim.Optimizer, got {type(optimizer).__name__}"
-            raise ConfigError(msg)
-        return Replica(
-            tree,
-            optimizer,
-            scheduler=None if self._make_scheduler is None else self._make_scheduler(optimizer),
-            schedule=self._schedule,
-            scaler=None,
-            clip_grad_norm=None,
-            bucket_bytes=self._settings.bucket_bytes,
-        )
+        return self._makers.part(Replica, "shard", tree, clip_grad_norm=None, checked=False)
 
     def _drop(self, part: int) -> None:
         self._shards[part].rows = []
@@ -126,10 +111,6 @@ class Shards(Split):
             msg = "a shard of the model is lost with its holders, and there is no checkpoint: the job must begin again"
             raise StateLost(msg)
         super().make_equal(comm)
-        for _, buffer in self._model.named_buffers():
-            whole = buffer.detach().clone()
-            comm.broadcast(whole, comm.members[0])
-            buffer.copy_(whole)
 
     # -- a step
 
@@ -212,6 +193,22 @@ class Shards(Split):
                 for name in shard.names:
                     self._parameters[name].data = self._parameters[name].data.clone()
         self._note_sha256s(self._model, self._gather_sha256s())
+        if self._makers.average is not None:
+            self._given.averaged = self._gather_averages()
+
+    def _gather_averages(self) -> nn.Module:
+        comm, homes = self._comm, self.holdings.now
+        whole = copy.deepcopy(self._model)
+        averaged = dict(whole.named_parameters())
+        for part, shard in enumerate(self._shards):
+            giver = homes.holders(part)[0]
+            held = self.holdings.held.get(part)
+            own = {} if held is None or held.average is None else dict(held.average.module.named_parameters())
+            for name in shard.names:
+                if giver in comm.here:
+                    self._mail.send([rank for rank in comm.members if rank not in comm.here], own[name])
+                averaged[name].data.copy_(own[name] if giver in comm.here else self._mail.receive(giver))
+        return whole
 
     def _gather_sha256s(self) -> list[str]:
         comm, homes, own = self._comm, self.holdings.now, self.holdings.sha256s()
@@ -288,6 +285,10 @@ class _Flow(Replica):
     def _step_scheduler(self, batch: MiniBatch, metrics: dict[str, float]) -> None:
         for part in self._held:
             part._step_scheduler(batch, metrics)
+
+    def _update_average(self) -> None:
+        for part in self._held:
+            part._update_average()
 
 
 class _OfShards(torch.optim.Optimizer):
