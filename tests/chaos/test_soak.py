@@ -19,9 +19,9 @@ pytestmark = [
 
 RUNS = int(os.environ.get("HOLDFAST_SOAK_RUNS", "300"))
 FIRST_SEED = int(os.environ.get("HOLDFAST_SOAK_SEED", "1000"))
-FEW = (10, 44, 64, 85, 113)
-"""Two deaths, one of them of the lead; a lost node of two; a launcher that is killed, and one that is told to stop, of a
-pipeline; a shard that is lost with its mirror. Both fabrics."""
+FEW = (24, 77, 85, 108, 113)
+"""A launcher that is killed, of a pipeline that goes on with another number of workers; a lost node of two, and sums in a tree; a launcher that
+is told to stop; two deaths, one of them of the lead; shards that are lost with their mirrors. Both fabrics."""
 
 
 def check(seed, folder):
@@ -45,7 +45,13 @@ def test_a_campaign_holds_all_that_can_be_drawn(tmp_path):
     for model, features in soak.FEATURES.items():
         assert {one for plan in plans if plan.case[0] == model for one in plan.features} == set(features)
     assert {workers for plan in plans for _, workers in plan.scaled} == set(range(1, 9))
-    assert {plan.slices for plan in plans} == {4, 7, 8}
+    assert {plan.case[0] for plan in plans if plan.scaled} == {*soak.reference.MODELS, *soak.SPLIT}
+    assert {plan.slices for plan in plans} == {4, 7, 8, 0}
+    assert {plan.fabric for plan in plans} == set(soak.FABRICS)
+    said = {word for plan in plans for word in (*plan.options, *plan.more)}
+    assert {"tree", "auto", "auto:1", "reinit", "restart", "rollback", "rebalance", "replace"} <= said
+    struck = [plan for plan in plans if plan.struck]
+    assert any(plan.resumed[-2] != plan.option("-n") for plan in struck), "some go on with another number of workers"
     words = " ".join(fault for plan in plans for fault in plan.faults)
     drawn = {*soak.KINDS, *PHASES[1:], *SPLIT_PHASES, "nodeloss"} - {"mirror"}
     assert [what for what in sorted(drawn) if what not in words] == []

@@ -124,8 +124,24 @@ def ema_hash(ema):
     return int(digest.hexdigest()[:12], 16)
 
 
-def train(model_name, optimizer_name, features=(), slices=SLICES):
-    """Train, and return the hash of the state; with an average of the weights, its hash, too."""
+def in_tree(terms, first, size):
+    """The sum of tensors by number, those from ``first`` on halved and halved again; None of nothing."""
+    if size == 1:
+        return terms.get(first)
+    left, right = in_tree(terms, first, size // 2), in_tree(terms, first + size // 2, size // 2)
+    return left if right is None else right if left is None else left + right
+
+
+def in_order(terms):
+    total = None
+    for number in sorted(terms):
+        total = terms[number] if total is None else total + terms[number]
+    return total
+
+
+def train(model_name, optimizer_name, features=(), slices=SLICES, order="fold"):
+    """Train, and return the hash of the state; with an average of its own, that one's hash, too."""
+    add = in_order if order == "fold" else functools.partial(in_tree, first=0, size=1 << (slices - 1).bit_length())
     torch.set_num_threads(1)
     x, y = data()
     model = make_model(model_name)
@@ -135,12 +151,12 @@ def train(model_name, optimizer_name, features=(), slices=SLICES):
     ema = make_ema(model) if {"ema", "average"} & set(features) else None
     step = 0
     for epoch in range(EPOCHS):
-        order = torch.randperm(SAMPLES, generator=torch.Generator().manual_seed(key("order", SEED, epoch)))
+        visited = torch.randperm(SAMPLES, generator=torch.Generator().manual_seed(key("order", SEED, epoch)))
         for first in range(0, SAMPLES, BATCH):
-            ids = order[first : first + BATCH]
+            ids = visited[first : first + BATCH]
             optimizer.zero_grad()
             start = [b.clone() for b in model.buffers()]
-            ends = []
+            ends, gradients = {}, {}
             for number in range(slices):
                 part = ids[number * len(ids) // slices : (number + 1) * len(ids) // slices]
                 if not len(part):
@@ -156,16 +172,18 @@ def train(model_name, optimizer_name, features=(), slices=SLICES):
                     loss = F.cross_entropy(model(inputs), labels)
                 total = loss * len(part)
                 (total if scaler is None else scaler.scale(total)).backward()
-                ends.append([b.clone() for b in model.buffers()])
+                ends[number] = [b.clone() for b in model.buffers()]
+                if order == "tree":  # autograd adds in order
+                    gradients[number] = [p.grad for p in model.parameters()]
+                    optimizer.zero_grad()
             for i, (buffer, begin) in enumerate(zip(model.buffers(), start, strict=True)):
                 if buffer.is_floating_point():
-                    total = ends[0][i]
-                    for end in ends[1:]:
-                        total = total + end[i]
-                    buffer.copy_(total / len(ends))
+                    buffer.copy_(add({number: end[i] for number, end in ends.items()}) / len(ends))
                 else:
                     buffer.copy_(begin + 1)
-            for parameter in model.parameters():
+            for i, parameter in enumerate(model.parameters()):
+                if order == "tree":
+                    parameter.grad = add({number: mine[i] for number, mine in gradients.items()})
                 parameter.grad /= len(ids)
             if "clip" in features:
                 if scaler is not None:

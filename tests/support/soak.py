@@ -6,9 +6,9 @@
 
 A plan draws a model, whole at every worker or split, an optimizer, what a training may have besides (clipping, a scaler, processes
 that load, ...), a strategy that promises the bits, the fabric, 2 to 8
-workers, spares, whether the dead are replaced, and one to four faults: deaths of several kinds, workers that get stuck, are
+workers, spares, whether the dead are replaced, how slices are cut and added, what is done about slow workers, and one to four faults: deaths of several kinds, workers that get stuck, are
 slow, or are told to leave; in any phase, also at once, during recovery, while somebody joins, and while a checkpoint is
-written. Some are told to go on with more or fewer workers. Some plans strike the launcher in the middle, by SIGTERM or SIGKILL, and resume; some have two launchers, and the node
+written. Some are told to go on with more or fewer workers. Some plans strike the launcher in the middle, by SIGTERM or SIGKILL, and resume, some with another number of workers; some have two launchers, and the node
 of the second is lost. The judge is one hash, and the account of all samples.
 """
 
@@ -42,6 +42,7 @@ FEATURES = dict.fromkeys(reference.MODELS, reference.FEATURES) | {
     "sharded": reference.FEATURES,
 }
 """What a training may have besides, by model."""
+FABRICS = ("ulfm",) * 4 + ("gloo",) * 5 + ("virtual",)
 NUM_BUCKETS = 3
 LIMIT_S = 170
 HANG_S = 2
@@ -79,16 +80,45 @@ class Plan:
 
     @property
     def slices(self):
-        """Of each mini-batch."""
+        """Of each mini-batch; 0: as many as the job finds to be good."""
         if self.case[0] in SPLIT:
             return reference.SLICES
-        return random.Random(f"slices of {self.seed}").choice((reference.SLICES, reference.SLICES, 7, 8))
+        return random.Random(f"slices of {self.seed}").choice((reference.SLICES, reference.SLICES, 7, 8, 0))
+
+    @property
+    def order(self):
+        """In which slices are added."""
+        return random.Random(f"order of {self.seed}").choice(("fold", "fold", "fold", "tree"))
+
+    @property
+    def more(self):
+        """Options that were not drawn with the rest; they go before those."""
+        rng = random.Random(f"more of {self.seed}")
+        words = ["--order", self.order, *([] if self.slices else ["--slices", rng.choice(("auto", "auto:1"))])]
+        if self.nodes == 1 and rng.random() < 0.15:
+            words += ["--strategy", "reinit", *(["--reinit-from", "checkpoint"] if self.case[0] in SPLIT else [])]
+        slow = rng.choice(("warn", "warn", "rebalance", "replace"))
+        has_others = self.option("--spares") != "0" or "--respawn" in self.options
+        if self.case[0] not in SPLIT and self.nodes == 1 and (slow != "replace" or has_others):
+            words += ["--stragglers", slow, "--straggler-factor", "1.5"]
+        return tuple(words)
+
+    def option(self, name):
+        """What is said of an option; "" if nothing."""
+        return self.options[self.options.index(name) + 1] if name in self.options else ""
+
+    @property
+    def resumed(self):
+        """Options with which it goes on after its launcher was struck."""
+        rng = random.Random(f"resumed of {self.seed}")
+        workers = rng.choice((self.option("-n"), str(rng.randint(1, 6))))
+        return (*self.options, *self.more, "-n", workers, "--resume")
 
     @property
     def scaled(self):
         """With how many workers it is told to go on, and after how many commits."""
         rng = random.Random(f"scale of {self.seed}")
-        if self.fabric != "gloo" or self.nodes > 1 or self.struck or self.case[0] in SPLIT or rng.random() < 0.3:
+        if self.fabric != "gloo" or self.nodes > 1 or self.struck or rng.random() < 0.3:
             return ()
         return tuple((at, rng.randint(1, 8)) for at in sorted(rng.sample(range(2, 12), rng.choice((1, 2)))))
 
@@ -110,9 +140,11 @@ class Plan:
 def draw(seed, folder, fabric=None):
     """Return the plan of a seed."""
     rng = random.Random(seed)
-    fabric = fabric or rng.choice(("ulfm", "gloo"))
+    fabric = fabric or rng.choice(FABRICS)
     saves = ["--checkpoint-dir", Path(folder) / "checkpoints", "--checkpoint-every", rng.choice((2, 5))]
     options = ["--fabric", fabric, "--hang-timeout", HANG_S, *saves]
+    if fabric == "virtual":
+        return _draw_virtual(rng, seed, options)
     if fabric == "gloo" and rng.random() < 0.2:
         return _draw_nodes(rng, seed, options)
     split = rng.random() < 0.35
@@ -133,6 +165,24 @@ def draw(seed, folder, fabric=None):
         seed, case, fabric, tuple(map(str, options)), tuple(_faults(rng, workers + spares, kinds, phases, buckets)),
         pause=0.4 if respawn else 0.1 if struck else 0.0, struck=struck, struck_at=rng.randrange(2, 10),
     )  # fmt: skip
+
+
+def _draw_virtual(rng, seed, options):
+    """Return a plan of workers that one process plays: of deaths alone, and nothing strikes the launcher."""
+    split = rng.random() < 0.35
+    case = (rng.choice(SPLIT if split else reference.MODELS), rng.choice(reference.OPTIMIZERS))
+    workers, spares = rng.choice((2, 3, 5, 8)), rng.choice((0, 1))
+    options += [
+        "-n",
+        workers,
+        "--spares",
+        spares,
+        "--strategy",
+        "rollback" if split else rng.choice(("rollback", "restart")),
+    ]
+    phases = ("forward", "backward", "allreduce", "optimizer", "recovery")
+    faults = _faults(rng, workers + spares, ("kill",), phases, (None,))
+    return Plan(seed, case, "virtual", tuple(map(str, options)), tuple(faults), pause=0.0)
 
 
 def _draw_nodes(rng, seed, options):
@@ -169,17 +219,29 @@ def _faults(rng, workers, kinds, phases, buckets):
 
 
 @functools.cache
-def split_hash(model, optimizer, features=()):
+def split_hash(model, optimizer, features=(), order="fold"):
     """What one worker ends with that has the whole model, part after part; see :func:`split_end`."""
     with tempfile.TemporaryDirectory() as folder:
         features = f"--features={','.join(features)}"
-        words = ("-n", 1, "--fabric", "virtual", SPLIT_SCRIPT, model, "--optimizer", optimizer, features)
+        words = (
+            "-n",
+            1,
+            "--fabric",
+            "virtual",
+            "--order",
+            order,
+            SPLIT_SCRIPT,
+            model,
+            "--optimizer",
+            optimizer,
+            features,
+        )
         return split_end(run_report(folder, *words, timeout=LIMIT_S))
 
 
 def split_end(report):
     """The hash of the weights, averages and optimizers of all parts, and what the script said of its own average and evaluation."""
-    return report["replicas"]["state_sha256"], report["metrics"].get("ema"), report["metrics"]["evaluated"]
+    return report["replicas"]["state_sha256"], report["metrics"].get("ema"), report["metrics"].get("evaluated")
 
 
 def run(plan, folder):
@@ -191,13 +253,16 @@ def run(plan, folder):
     elif plan.scaled:
         report = _run_scaled(plan, Path(folder))
     else:
-        report = run_report(folder, *plan.options, *plan.injected, *plan.script, timeout=LIMIT_S)
+        report = run_report(folder, *plan.options, *plan.more, *plan.injected, *plan.script, timeout=LIMIT_S)
     if plan.case[0] in SPLIT:
-        found, wanted = split_end(report), split_hash(*plan.case, plan.features)
+        found, wanted = split_end(report), split_hash(*plan.case, plan.features, plan.order)
     else:
-        found, wanted = report["replicas"]["state_sha256"], reference_hash(*plan.case, plan.features, plan.slices)
+        slices = next(event["slices"] for event in report["_events"] if event["event"] == "RunStarted")
+        assert slices == (plan.slices or slices)
+        found = report["replicas"]["state_sha256"]
+        wanted = reference_hash(*plan.case, plan.features, slices, plan.order)
         found = (found, int(report["metrics"]["ema"])) if "ema" in plan.features else found
-    assert found == wanted, "the run ended with other bits"
+    assert found == wanted, f"the run ended with other bits, {found} instead of {wanted}"
     assert report["replicas"]["identical"] is True, "the replicas differ"
     assert report["samples"] == {"planned": 406, "committed": 406, "lost": 0, "repeated": 0}, report["samples"]
     return report
@@ -231,7 +296,7 @@ def _run_struck(plan, folder):
     if code == 0:  # training was over before the signal came
         return _report(folder)
     assert code == (4 if plan.struck == signal.SIGTERM else -signal.SIGKILL), f"exit {code}\n{_said(folder)}"
-    return run_report(folder / "resumed", *plan.options, "--resume", *plan.script, timeout=LIMIT_S)
+    return run_report(folder / "resumed", *plan.resumed, *plan.script, timeout=LIMIT_S)
 
 
 def _run_scaled(plan, folder):
@@ -254,7 +319,7 @@ def _run_scaled(plan, folder):
 
 def _start(plan, folder, *more):
     (folder / "t").mkdir(parents=True)
-    words = ("run", "--report", folder / "report", *plan.options, *more, *plan.script)
+    words = ("run", "--report", folder / "report", *plan.options, *plan.more, *more, *plan.script)
     with (folder / "output").open("wb") as output:
         return subprocess.Popen(
             [sys.executable, "-m", "holdfast", *map(str, words)],
@@ -303,7 +368,7 @@ def describe(plan, report):
     struck = f"{signal.Signals(plan.struck).name}@{plan.struck_at}" if plan.struck else "no"
     return (
         f"SOAK seed={plan.seed} model={plan.case[0]} with={','.join(plan.features) or 'nothing'} fabric={plan.fabric} nodes={plan.nodes} launcher-struck={struck} "
-        f"slices={plan.slices} scaled={','.join(str(workers) for _, workers in plan.scaled) or 'no'} "
+        f"slices={plan.slices or 'auto'} order={plan.order} {' '.join(plan.more)} scaled={','.join(str(workers) for _, workers in plan.scaled) or 'no'} "
         f"lost={len(report['failures'])} joined={joined} left={left} fenced={fenced} restarts={report['restarts']}"
     )
 
@@ -314,18 +379,18 @@ def main():
     parser.add_argument("--seed", type=int, default=1, help="of the first plan")
     parser.add_argument("--runs", type=int, help="how many; one, if no time is given")
     parser.add_argument("--minutes", type=float, help="no run is begun after so long")
-    parser.add_argument("--fabric", choices=("ulfm", "gloo"))
+    parser.add_argument("--fabric", choices=sorted(set(FABRICS)))
     options = parser.parse_args()
     runs = options.runs or (1 if options.minutes is None else 1 << 30)
     ends_s = time.monotonic() + 60 * (options.minutes or 1e9)
-    done, failed, restarts = 0, [], {"ulfm": [0, 0], "gloo": [0, 0]}
+    done, failed, restarts = 0, [], {fabric: [0, 0] for fabric in FABRICS}
     for seed in range(options.seed, options.seed + runs):
         if time.monotonic() > ends_s:
             break
         with tempfile.TemporaryDirectory() as folder:
             plan = draw(seed, folder, options.fabric)
             case = " ".join([*plan.case, *plan.features, *(f"scale@{at}={workers}" for at, workers in plan.scaled)])
-            print(f"seed {seed}: {case} {' '.join([*plan.options, *plan.injected])}", flush=True)
+            print(f"seed {seed}: {case} {' '.join([*plan.options, *plan.more, *plan.injected])}", flush=True)
             try:
                 report = run(plan, folder)
             except Exception as error:

@@ -116,6 +116,21 @@ def turn_undo_off():
     UndoCopy.put_back = UndoCopy.forget
 
 
+def main(options):
+    """Train; called again after a failure under reinit."""
+    session, state = train(
+        options.model,
+        options.optimizer,
+        raise_at=options.raise_at,
+        pause=options.pause,
+        features=options.features,
+        broken=options.broken,
+        slices=options.slices or None,
+    )
+    if session.is_lead:
+        print(f"state {state}")
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("model", choices=reference.MODELS)
@@ -123,7 +138,7 @@ if __name__ == "__main__":
     parser.add_argument("--no-recovery", action="store_true")
     parser.add_argument("--no-undo", action="store_true")
     parser.add_argument("--pause", type=float, default=0.0, help="seconds before each step, for newcomers to come in")
-    parser.add_argument("--slices", type=int, default=reference.SLICES)
+    parser.add_argument("--slices", type=int, default=reference.SLICES, help="0: as the job says")
     parser.add_argument("--features", type=lambda text: tuple(text.split(",")) if text else (), default=())
     parser.add_argument("--broken", choices=reference.FEATURES, default="")
     parser.add_argument("--raise-at", type=int, default=-1, help="the lowest worker raises in this step")
@@ -132,14 +147,4 @@ if __name__ == "__main__":
         turn_recovery_off()
     if options.no_undo:
         turn_undo_off()
-    session, state = train(
-        options.model,
-        options.optimizer,
-        raise_at=options.raise_at,
-        pause=options.pause,
-        features=options.features,
-        broken=options.broken,
-        slices=options.slices,
-    )
-    if session.is_lead:
-        print(f"state {state}")
+    holdfast.reinit(lambda: main(options))

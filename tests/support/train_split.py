@@ -104,7 +104,7 @@ def main(options):
     ema = reference.make_ema(module) if "ema" in options.features else None
     if ema is not None:
         session.register(ema=ema)
-    evaluated = 0.0
+    evaluated = None
     loaders = {"num_workers": 1 if "loaders" in options.features else 0}
     for step in session.steps(data, reference.BATCH, reference.EPOCHS, **loaders):
         time.sleep(options.pause)
@@ -128,7 +128,8 @@ def main(options):
     if ema is not None:
         ema.update_parameters(module)
         session.log(ema=reference.ema_hash(ema))
-    session.log(evaluated=evaluated or 0.0)
+    if evaluated is not None:  # who came after the last evaluation knows of none
+        session.log(evaluated=evaluated)
     if session.is_lead:
         whole = model.module if options.kind == "pipeline" else module
         x, y = reference.data()

@@ -399,6 +399,14 @@ def test_the_lane_of_a_spare_shows_until_when_it_waited():
     assert waits.from_s + waits.waits_s == pytest.approx(waits.to_s), "its place never got free"
 
 
+def test_a_spare_of_whom_only_the_recovery_says_that_it_is_there_has_a_lane():
+    """Of workers that one process plays the lowest alone says that it begins."""
+    _, records, _ = with_comings()
+    records = [r for r in records if not (isinstance(r, RunStarted) and r.rank == 4)]
+
+    assert 4 in History(records, range(4)).ranks
+
+
 def test_a_page_where_nobody_came_or_went_does_not_speak_of_it():
     report, records = made_up_report()
 

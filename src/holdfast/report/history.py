@@ -174,7 +174,11 @@ class Life:
     @property
     def members(self) -> set[int]:
         """All that took part in training at any time, spares and newcomers too."""
-        return {*self.workers, *(r.rank for r in self.of(RunStarted))}
+        began = (
+            record.rank for record in self.of(RunStarted)
+        )  # of those whom one process plays only the lowest says so
+        survived = (rank for record in self.of(Recovered) for rank in record.survivors)
+        return {*self.workers, *began, *survived}
 
     @property
     def left(self) -> set[int]:
