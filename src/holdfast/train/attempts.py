@@ -189,14 +189,14 @@ class Attempts:
         source, seed = dataclasses.replace(self._source, dataset=dataset), self._place.plan.seed
         parts = np.array_split(np.arange(len(dataset)), range(batch_size, len(dataset), batch_size))
 
-        def load(number: int) -> Any:
+        def begin(number: int, part: int) -> None:
             self._scribe.mark("forward")  # this worker gets further
-            return source.load(seed, batch.step, _BESIDE - number, parts[number])
+            seed_slice(seed, batch.step, _BESIDE - number, part)
 
         figures = self._staged.evaluate(
             list(map(len, parts)),
-            load,
-            lambda number, part: seed_slice(seed, batch.step, _BESIDE - number, part),
+            lambda number: source.load(seed, batch.step, _BESIDE - number, parts[number]),
+            begin,
             averaged=averaged,
         )
         self.between_slices(batch)

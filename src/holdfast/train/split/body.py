@@ -432,12 +432,12 @@ class Pipelined(Split):
         self,
         sizes: Sequence[int],
         load: Callable[[int], Any],
-        seed: Callable[[int, int], None],
+        begin: Callable[[int, int], None],
         *,
         averaged: bool,
     ) -> dict[str, float]:
         """Return the figures of other samples; see :meth:`Stages.evaluate`."""
-        return self._stages.evaluate(sizes, load, seed, averaged=averaged)
+        return self._stages.evaluate(sizes, load, begin, averaged=averaged)
 
     def finish_step(self, batch: MiniBatch, reach: Reach) -> None:
         """Sum the gradients; see :meth:`Stages.sum`."""

@@ -36,7 +36,7 @@ class Evaluation:
         mail: Between them.
         sizes: Samples of each micro-batch.
         load: Returns the inputs of a micro-batch, checked.
-        seed: Seeds the generators for a micro-batch in a stage.
+        begin: Is told of a micro-batch in a stage before it is computed, to seed the generators.
         averaged: Evaluate the average of the weights.
     """
 
@@ -46,7 +46,7 @@ class Evaluation:
     mail: Mail
     sizes: Sequence[int]
     load: Callable[[int], Sequence[Any]]
-    seed: Callable[[int, int], None]
+    begin: Callable[[int, int], None]
     averaged: bool
 
     def figures(self) -> Figures:
@@ -112,7 +112,7 @@ class Evaluation:
             for part in (part for part in range(last + 1) if chain[part] in self.comm.here):
                 inputs = self.load(number) if part in (0, last) else ()
                 given = inputs[0] if part == 0 else self._take(chain, number, part, kept)
-                self.seed(number, part)
+                self.begin(number, part)
                 self.holdings.held[part].own.enter(chain[part])
                 output = modules[part](given)
                 if part == last:

@@ -161,7 +161,7 @@ class Stages:
         self,
         sizes: Sequence[int],
         load: Callable[[int], Any],
-        seed: Callable[[int, int], None],
+        begin: Callable[[int, int], None],
         *,
         averaged: bool,
     ) -> dict[str, float]:
@@ -173,7 +173,7 @@ class Stages:
             mail=self.mail,
             sizes=sizes,
             load=lambda number: checked(load(number)),
-            seed=seed,
+            begin=begin,
             averaged=averaged,
         )
         return evaluation.figures()
