@@ -337,11 +337,12 @@ def test_an_evaluation_that_cannot_be_is_refused():
     for said, evaluate in (
         ("at least 1 sample and a batch_size of at least 1, got 23 and 0", lambda step: step.evaluate(dataset(), 0)),
         ("at least 1 sample and a batch_size of at least 1, got 0 and 5", lambda step: step.evaluate([], 5)),
+        ("must have len and \\[\\], got generator", lambda step: step.evaluate((x for x in dataset()), 5)),
         ("needs an average: give the session one", lambda step: step.evaluate(dataset(), 5, averaged=True)),
         ("needs a dataset of tuples", lambda step: step.evaluate(torch.zeros(3, 1, 6, 6), 5)),
     ):
         _, session = begin()
-        with pytest.raises(ScriptError, match=said):
+        with pytest.raises((ConfigError, ScriptError), match=said):
             train(session, compute=evaluate)
 
 

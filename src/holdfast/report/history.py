@@ -174,9 +174,8 @@ class Life:
     @property
     def members(self) -> set[int]:
         """All that took part in training at any time, spares and newcomers too."""
-        began = (
-            record.rank for record in self.of(RunStarted)
-        )  # of those whom one process plays only the lowest says so
+        began = (record.rank for record in self.of(RunStarted))
+        # Of those whom one process plays only the lowest says that it begins.
         survived = (rank for record in self.of(Recovered) for rank in record.survivors)
         return {*self.workers, *began, *survived}
 

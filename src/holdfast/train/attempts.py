@@ -14,6 +14,7 @@ from holdfast.comm import OrderedSum
 from holdfast.errors import ScriptError
 from holdfast.train.batches import MiniBatch
 from holdfast.train.checking import note_altered
+from holdfast.train.data import check_dataset
 from holdfast.train.flips import NOT_WATCHED, watch
 from holdfast.train.loading import Loading, Source
 from holdfast.train.place import Place
@@ -180,9 +181,11 @@ class Attempts:
         """Return means over a dataset, with the stages as they are before the step.
 
         Raises:
+            ConfigError: if the dataset has no length.
             PeerFailed: if somebody died.
             ScriptError: if an argument is not allowed.
         """
+        check_dataset(dataset)
         if batch_size < 1 or len(dataset) < 1:
             msg = f"step.evaluate needs at least 1 sample and a batch_size of at least 1, got {len(dataset)} and {batch_size}"
             raise ScriptError(msg)

@@ -7,7 +7,21 @@ from typing import Any
 import torch
 from torch.utils.data import TensorDataset, default_collate
 
+from holdfast.errors import ConfigError
 from holdfast.train.batches import Ids
+
+
+def check_dataset(dataset: Any) -> None:
+    """Make sure that samples can be asked for by number.
+
+    Raises:
+        ConfigError: if not.
+    """
+    if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+        msg = (
+            f"dataset must have len and [], got {type(dataset).__name__}; an IterableDataset cannot be cut into slices"
+        )
+        raise ConfigError(msg)
 
 
 def fetch(dataset: Any, ids: Ids, collate: Any) -> Any:

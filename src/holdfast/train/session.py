@@ -31,6 +31,7 @@ from holdfast.records import (
 from holdfast.settings import Settings
 from holdfast.train import exits
 from holdfast.train.batches import Plan
+from holdfast.train.data import check_dataset
 from holdfast.train.eager import check_eager
 from holdfast.train.handover import application, note_session, take_over
 from holdfast.train.injecting import check_faults, make_faults, reach_point
@@ -439,11 +440,7 @@ def _make_body(
 
 
 def _check_arguments(dataset: Any, batch_size: int, epochs: int, *, num_workers: int, prefetch_factor: int) -> None:
-    if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
-        msg = (
-            f"dataset must have len and [], got {type(dataset).__name__}; an IterableDataset cannot be cut into slices"
-        )
-        raise ConfigError(msg)
+    check_dataset(dataset)
     for name, value, least in (
         ("len(dataset)", len(dataset), 1),
         ("batch_size", batch_size, 1),

@@ -212,6 +212,7 @@ class StagedStep(Step):
             with any number of them; None after a failure: the session yields the same step again.
 
         Raises:
+            ConfigError: if the dataset has no length.
             ScriptError: if an argument is not allowed, or there is no average.
         """
         if self.failure is not None:
