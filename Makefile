@@ -18,7 +18,7 @@ STUDY_PEERS := chainer tensorflow orbax
 STUDY_MPI := 'mpi4py>=4.1,<5' 'openmpi>=5.0.10,<6'
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check chaos chaos-20 bench bench-peers study-peers clean
+.PHONY: help setup demo test check chaos chaos-20 proof bench bench-peers study-peers clean
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -42,6 +42,9 @@ chaos: $(READY)  ## The long random campaigns: hours
 
 chaos-20: $(READY)  ## Twenty minutes of random faults over both fabrics
 	$(PY) tests/support/soak.py --minutes 20
+
+proof: $(READY)  ## Eleven faults, one worker of twelve left, the same bits to the last step: two minutes
+	$(PY) -m pytest -v -m soak tests/chaos/test_certificate.py
 
 bench: $(READY) bench-peers  ## The benchmarks, beside DDP, torchft, DCP and Orbax, as tables
 	@failed=0; for name in $(BENCHMARKS); do echo; $(PY) benchmarks/$$name.py || failed=1; done; exit $$failed

@@ -37,6 +37,8 @@ FIELDS = {
     "cpu": _Field("CPU", "start them on machines with CPUs of one kind"),
     "gpu": _Field("GPU", "start them on machines with GPUs of one kind"),
     "torch": _Field("torch", "install the same torch everywhere"),
+    "numpy": _Field("NumPy", "install the same NumPy everywhere: samples may be drawn with it"),
+    "python": _Field("Python", "install the same Python everywhere: samples may be drawn with its random"),
     "threads": _Field("number of threads", "set OMP_NUM_THREADS to the same number everywhere"),
     "flags": _Field("flags of torch", "set the same everywhere"),
     "kernels": _Field("results of the same kernels", "look for MKL_* and ONEDNN_* in their environments"),
@@ -92,14 +94,15 @@ def between(mine: Kind, theirs: Kind, *, who: str, others: str) -> Difference | 
 
     Args:
         mine: One kind.
-        theirs: Another.
+        theirs: Another. What an older version did not write down does not count.
         who: Has the first, as ``"worker 3 has"``.
         others: Have the second, as ``"the others"``.
     """
-    name = next((name for name in FIELDS if mine.get(name, "") != theirs.get(name, "")), None)
+    known = [name for name in FIELDS if name in mine and name in theirs]
+    name = next((name for name in known if mine[name] != theirs[name]), None)
     if name is None:
         return None
-    values = mine.get(name) or "none", theirs.get(name) or "none"
+    values = mine[name] or "none", theirs[name] or "none"
     return Difference(f"{who} {FIELDS[name].words} {values[0]}, {others} {values[1]}", _advice(name, values))
 
 

@@ -7,6 +7,7 @@ import pytest
 from jobs import ROOT, assert_landed, holdfast, run_report
 
 from holdfast.cli import main
+from holdfast.faults.kinds import OF_WORKERS
 from holdfast.records import load_events
 from holdfast.report.certified import Certified
 
@@ -74,6 +75,56 @@ def test_of_a_split_model_too_a_replay_agrees_after_a_kill_and_not_after_a_flip(
     assert "step 10 does not come out again: the state before it; done again from the beginning\n" in done.stdout
     assert "it was last right before step 6, and what altered it lies in between" in done.stdout
     assert "\n  before step 14 worker 3 had other values in 2.2.weight\n" in done.stdout
+
+
+EXAMPLE = ROOT / "examples" / "01_survive_a_kill.py"
+TAKEN = (
+    "kill:rank=1,step=10",
+    "kill:rank=0,step=22,phase=allreduce",
+    "oom:rank=3,step=35,phase=backward",
+    "segfault:rank=2,step=48",
+    "kill:rank=4,step=60,phase=optimizer",
+    "hang:rank=5,step=72",
+    "spin:rank=6,step=84",
+    "leave:rank=7,step=96",
+    "kill:rank=8,step=108,phase=allreduce,bucket=0",
+    "deadlock:rank=9,step=119",
+    "gil:rank=10,step=130",
+)
+"""Eleven faults that each take a worker, of every kind that does; as docs/certificate.md has them."""
+SLOW = "slow:rank=11,step=20,seconds=0.5"
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(600)
+def test_eleven_faults_that_leave_one_worker_of_twelve_change_nothing_up_to_the_last_step(tmp_path):
+    job = ("-n", 12, "--fabric", "gloo", "--hang-timeout", 4, "--no-page")
+    faults = [word for spec in (*TAKEN, SLOW) for word in ("--inject", spec)]
+    quiet, loud, wrong = (tmp_path / name for name in ("quiet", "loud", "wrong"))
+    flip = ("--guard", "off", "--inject", "flip:rank=0,step=40,target=weights,bits=30,seed=1")
+    run_report(quiet, "-n", 12, "--fabric", "virtual", "--no-page", EXAMPLE, timeout=300)
+    run_report(wrong, "-n", 12, "--fabric", "virtual", "--no-page", *flip, EXAMPLE, timeout=300)
+
+    report = run_report(loud, *job, *faults, EXAMPLE, timeout=500)
+    same = holdfast("diff-runs", quiet / "report", loud / "report")
+    again = holdfast("verify", loud / "report")
+    other = holdfast("diff-runs", quiet / "report", wrong / "report")
+
+    fired = {event["rank"] for event in report["_events"] if event["event"] == "FaultFired"}
+    assert fired == set(range(12)), "each landed"
+    assert {kind.partition(":")[0] for kind in (*TAKEN, SLOW)} == set(OF_WORKERS), "of every kind"
+    assert {event["rank"] for event in report["_events"] if event["event"] == "Finished"} == {11}
+    assert report["samples"]["lost"] == report["samples"]["repeated"] == 0
+    assert (same.returncode, same.stdout.splitlines()[-1]) == (
+        0,
+        f"same to the last step (144 steps, sha256 {report['replicas']['sha256']})",
+    )
+    assert (again.returncode, again.stdout.splitlines()[-1]) == (
+        0,
+        "verified steps 0 to 143, and the final state, done again from the beginning",
+    )
+    assert other.returncode == 1, "a bit that flips is told from none"
+    assert "same to step 39" in other.stdout
 
 
 @pytest.mark.parametrize(

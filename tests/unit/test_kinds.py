@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from types import SimpleNamespace
 
+import numpy
 import pytest
 import torch
 from train_kinds import train
 
 from holdfast.events import RunStarted, WorkerRefused
-from holdfast.kinds import FIELDS, difference, number_of, promises_bits
+from holdfast.kinds import FIELDS, between, difference, number_of, promises_bits
 from holdfast.report import build_report
 from holdfast.settings import Settings
 from holdfast.train.kind import compare_with_others, kind_of_worker
@@ -44,6 +46,11 @@ def test_workers_of_one_kind_do_not_differ():
             "set OMP_NUM_THREADS to the same number everywhere",
         ),
         (
+            {0: AVX512 | {"numpy": "2.4.0"}, 1: AVX512 | {"numpy": "2.4.0"}, 2: AVX512 | {"numpy": "1.26.4"}},
+            "worker 2 has NumPy 1.26.4, the others 2.4.0",
+            "install the same NumPy everywhere: samples may be drawn with it",
+        ),
+        (
             {0: AVX512, 1: AVX512, 2: AVX512, 4: AVX512 | {"kernels": "9"}, 5: AVX512 | {"kernels": "9"}},
             "workers 4, 5 have results of the same kernels 9, the others 77",
             FIELDS["kernels"].advice,
@@ -54,6 +61,20 @@ def test_what_differs_is_named_with_what_to_set(kinds, what, advice):
     found = difference(kinds)
 
     assert (found.what, found.advice) == (what, advice)
+
+
+def test_what_an_older_version_did_not_write_down_is_no_difference():
+    now = AVX512 | {"numpy": "2.4.0", "python": "3.11"}
+
+    assert between(now, AVX512, who="worker 0 has", others="the others") is None
+    assert between(now, AVX2, who="worker 0 has", others="the others") is not None
+
+
+def test_a_kind_has_the_versions_with_which_samples_are_drawn(monkeypatch):
+    monkeypatch.setattr(numpy, "__version__", "1.0")
+
+    assert kind_of_worker()["numpy"] == "1.0"
+    assert kind_of_worker()["python"] == f"{sys.version_info.major}.{sys.version_info.minor}"
 
 
 def test_a_kind_tells_threads_and_flags_of_this_process():

@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 import xxhash
@@ -41,6 +42,8 @@ def kind_of_worker() -> dict[str, str]:
         if torch.cuda.is_initialized()
         else "",
         "torch": str(torch.__version__),
+        "numpy": np.__version__,
+        "python": ".".join(platform.python_version_tuple()[:2]),
         "threads": str(torch.get_num_threads()),
         "flags": flags,
         "kernels": _digest_of_kernels(torch.get_num_threads(), flags),
