@@ -3,11 +3,28 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
-from holdfast.simulate.measured import read_measured
+from holdfast.simulate import toml
+from holdfast.simulate.assuming import ask
+from holdfast.simulate.measured import Measured, MeasuredRun, read_measured
 
+SCENARIO = """
+strategies = ["rollback"]
+[cluster]
+workers = 4
+[job]
+work_s = "1h"
+save_every = "5min"
+[[failures]]
+level = "worker"
+mean_s = "1d"
+[costs]
+from_report = "run"
+step_s = "1s"
+"""
 FAILURE = {
     "recovery": 0,
     "decision": "redo",
@@ -48,3 +65,39 @@ def test_who_had_nothing_to_take_back_says_nothing_of_what_that_takes(tmp_path):
 
     assert "undo_s" not in run.costs
     assert run.costs["copy_s"].value == pytest.approx(0.502 / 100)
+
+
+def run_with_saves():
+    costs = {
+        name: Measured(value, "measured") for name, value in {"save_s": 2.0, "load_s": 3.0, "regroup_s": 0.5}.items()
+    }
+    return MeasuredRun(directory=Path("run"), workers=4, costs=costs)
+
+
+@pytest.mark.parametrize(
+    ("given", "source", "save_s"),
+    [
+        ({}, "measured", 2.0),
+        ({"state_bytes": 1e11, "write_bytes_per_s": 1e9}, "derived", 100.0),
+        ({"state_bytes": 1e11, "write_bytes_per_s": 1e9, "save_s": 7.0}, "given", 7.0),
+    ],
+)
+def test_a_size_that_is_given_goes_before_saves_that_were_measured_of_another_size(given, source, save_s):
+    question, known = ask({"workers": 4, "mtbf_node_s": 1e6, **given}, run_with_saves())
+    sources = {one.name: one.source for one in known}
+
+    assert (question.save_s, sources["save_s"]) == (save_s, source)
+    assert sources["regroup_s"] == "measured"
+
+
+def test_a_scenario_with_a_report_and_a_size_saves_as_the_size_says(tmp_path, monkeypatch):
+    monkeypatch.setattr(toml, "read_measured", lambda folder: run_with_saves())
+    found = {}
+    for name, more in {"report": "", "size": "state_bytes = 100e9\nwrite_bytes_per_s = 1e9\n"}.items():
+        path = tmp_path / f"{name}.toml"
+        path.write_text(SCENARIO + more)
+        found[name] = toml.read_scenario(path).settings[0].scenario.costs
+
+    assert (found["report"].save_s, found["report"].load_s) == (2.0, 3.0)
+    assert (found["size"].save_s, found["size"].load_s) == (100.0, 100.0)
+    assert found["size"].regroup_s == 0.5

@@ -466,6 +466,7 @@ def _check_baseline(baseline: Path | None, report_dir: Path | None) -> None:
 
 def _add_cost(report: dict[str, Any], report_dir: Path, baseline: Path) -> None:
     """Say in the report what the failures cost, in steps, against an undisturbed run."""
+    from holdfast.report import save_report
     from holdfast.study.against import cost_against
 
     try:
@@ -473,7 +474,7 @@ def _add_cost(report: dict[str, Any], report_dir: Path, baseline: Path) -> None:
     except ConfigError as error:
         print(f"holdfast: not compared: {error}", file=sys.stderr)
         return
-    (report_dir / "report.json").write_text(json.dumps(report, indent=1) + "\n")
+    save_report(report, report_dir)
 
 
 def _show(outcome: Outcome, report_dir: Path | None, *, as_json: bool) -> None:

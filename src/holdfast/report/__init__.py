@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from holdfast.report.build import build_report, demo_rows
     from holdfast.report.figures import curves, timeline, trade_off
-    from holdfast.report.files import load_report, load_results, load_study, write_report, write_results
+    from holdfast.report.files import load_report, load_results, load_study, save_report, write_report, write_results
     from holdfast.report.html import render_demo, render_run, write_page
     from holdfast.report.study import claim_lines, render_study
     from holdfast.report.table import demo_table, summary_lines
@@ -24,6 +24,7 @@ _WHERE = {
     "demo_rows": "build",
     "load_report": "files",
     "load_results": "files",
+    "save_report": "files",
     "write_report": "files",
     "write_results": "files",
     "load_study": "files",
@@ -53,6 +54,7 @@ __all__ = [
     "render_demo",
     "render_run",
     "render_study",
+    "save_report",
     "summary_lines",
     "timeline",
     "trade_off",

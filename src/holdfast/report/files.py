@@ -55,8 +55,17 @@ def write_report(
     )
     lines = [json.dumps(record_to_dict(record)) + "\n" for record in sorted(records, key=lambda r: (r.t_s, r.rank))]
     _write(out_dir / "events.jsonl", "".join(lines))
-    _write(out_dir / "report.json", json.dumps(report, indent=1) + "\n")
+    save_report(report, out_dir)
     return report
+
+
+def save_report(report: Mapping[str, Any], out_dir: Path) -> None:
+    """Write ``report.json`` to ``out_dir``.
+
+    Raises:
+        ConfigError: if the file cannot be written; what was there stays.
+    """
+    _write(out_dir / "report.json", json.dumps(report, indent=1) + "\n")
 
 
 def write_results(results: Mapping[str, Any], out_dir: Path) -> None:
@@ -147,9 +156,12 @@ def _load(path: Path) -> Any:
 
 
 def _write(path: Path, text: str) -> None:
+    """Write a file, all or nothing."""
+    draft = path.with_name(f"{path.name}.draft")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
+        draft.write_text(text)
+        draft.replace(path)
     except OSError as error:
         msg = f"cannot write {path}: {error.strerror}"
         raise ConfigError(msg) from error

@@ -9,6 +9,7 @@ from typing import Any
 
 from holdfast.errors import ConfigError
 from holdfast.simulate.checks import check_choice, check_range
+from holdfast.simulate.costs import OF_STORAGE, SAVING
 from holdfast.simulate.measured import MeasuredRun
 from holdfast.simulate.scenario import MODELS
 from holdfast.simulate.units import DAY_S
@@ -172,11 +173,14 @@ class _Facts:
     def __init__(self, given: Mapping[str, Any], run: MeasuredRun | None) -> None:
         self._given = {name: value for name, value in given.items() if value is not None}
         self._run = run
+        self._measured = {} if run is None else dict(run.costs)
+        if not self._given.keys().isdisjoint(OF_STORAGE):  # what was measured is of another size, or another disk
+            self._measured = {name: one for name, one in self._measured.items() if name not in SAVING}
         self.known: list[Known] = []
 
     def has(self, name: str) -> bool:
         """Return whether it is given or measured."""
-        return name in self._given or (self._run is not None and name in self._run.costs)
+        return name in self._given or name in self._measured
 
     def is_measured(self, name: str) -> bool:
         """Return whether the measured value is what counts."""
@@ -192,8 +196,8 @@ class _Facts:
         """Return the number that is given, else measured, else the default."""
         if name in self._given:
             self.known.append(Known(name, self._given[name], "given"))
-        elif self._run is not None and name in self._run.costs:
-            found = self._run.costs[name]
+        elif self._run is not None and name in self._measured:
+            found = self._measured[name]
             self.known.append(Known(name, found.value, "measured", f"{found.how}, {self._run.workers} workers"))
         else:
             self.known.append(Known(name, default(), "measured" if measured else source, why))

@@ -18,6 +18,10 @@ from holdfast.simulate.checks import LONGEST_S, NS, check_range
 if TYPE_CHECKING:
     from holdfast.simulate.scenario import Scenario
 
+OF_STORAGE = ("state_bytes", "write_bytes_per_s", "read_bytes_per_s", "snapshot_bytes_per_s")
+"""Size and speeds from which :data:`SAVING` follows; see :meth:`Costs.of_storage`."""
+SAVING = ("save_s", "save_background_s", "load_s")
+
 Seconds = npt.NDArray[np.float64]
 Ticks = npt.NDArray[np.int64]
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from holdfast.errors import ConfigError
 from holdfast.simulate.cluster import Cluster
-from holdfast.simulate.costs import Costs
+from holdfast.simulate.costs import OF_STORAGE, SAVING, Costs
 from holdfast.simulate.distributions import Constant, Distribution, make_distribution
 from holdfast.simulate.failures import Down, Failures, Source
 from holdfast.simulate.measured import read_measured
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
     from holdfast.simulate.schema import CostsTable, File, SourceTable, StrategyTable, TimesTable, TraceTable
 
-_STORAGE = ("state_bytes", "write_bytes_per_s", "read_bytes_per_s", "snapshot_bytes_per_s")
 _NOT_OF_JOB = ("strategy", "name", "spares", "save_every", "work_s")
 _WHOLE_JOB, _ONE_RACK = "job", 10_000_000
 """What ends the whole job is, to the simulator, what takes down the rack that all are in."""
@@ -136,15 +135,16 @@ def _with_costs(table: CostsTable, cluster: Cluster, job: Job, down: Down, folde
     measured: dict[str, float] = {}
     if table.from_report:
         measured = read_measured(folder / table.from_report).apart()
-    given = table.given("from_report", "step_s", *_STORAGE)
+    given = table.given("from_report", "step_s", *OF_STORAGE)
     says_step = {"slice_s", "steps_s"} & set(given)
     if table.step_s is not None and says_step:
         msg = f"[costs] has both step_s and {says_step.pop()}, which say the same; leave one out"
         raise ConfigError(msg)
     step_s = table.step_s if says_step or table.step_s is not None else measured.get("step_s")
     others = {n: value for n, value in measured.items() if n not in ("step_s", "state_bytes")} | given
-    speeds = {name: value for name in _STORAGE if (value := getattr(table, name)) is not None}
+    speeds = {name: value for name in OF_STORAGE if (value := getattr(table, name)) is not None}
     if speeds:
+        others = {name: value for name, value in others.items() if name in given or name not in SAVING}
         speeds.setdefault("state_bytes", measured.get("state_bytes", -1.0))
         if speeds["state_bytes"] < 0 or "write_bytes_per_s" not in speeds:
             msg = (
