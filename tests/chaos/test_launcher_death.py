@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import signal
 import subprocess
 import sys
@@ -10,15 +11,18 @@ import time
 from pathlib import Path
 
 import pytest
+import reference
 from jobs import clean_env
 from train_saving import Training, undisturbed
 
 from holdfast.checkpoint import steps, verify
 from holdfast.events import Finished, WorkerEnded
-from holdfast.records import read_run
+from holdfast.launch.processes import Pair, pair_path
+from holdfast.records import load_events, read_run
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(170)]
 
+REFERENCE = Path(__file__).parents[1] / "support" / "train_reference.py"
 SCRIPT = Path(__file__).parents[1] / "support" / "train_saving.py"
 DEADLINE_S = 90.0
 
@@ -86,6 +90,44 @@ def resumed(folder, newest):
     """The hash of the run that goes on from the newest checkpoint, after a look at every byte of it."""
     verify(folder, newest)
     return Training(workers=3, checkpoint_dir=str(folder), resume=True).run().sha256
+
+
+def test_a_worker_whose_watcher_is_killed_is_lost_like_any_other(tmp_path):
+    """It dies with its watcher, which is what says over gloo that a worker has died; nobody looks for who is stuck."""
+    (tmp_path / "t").mkdir()
+    job = ("-n", 3, "--fabric", "gloo", "--hang-timeout", 0, "--report", tmp_path / "report", "--no-page")
+    words = ("run", *job, REFERENCE, "mlp", "sgd", "--pause", 0.2)
+    launcher = subprocess.Popen(
+        [sys.executable, "-m", "holdfast", *map(str, words)],
+        env=clean_env(TMPDIR=str(tmp_path / "t")),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        records = until_committed(tmp_path / "t", 3, launcher)
+        pair = Pair.read(pair_path(records.parent, 1))
+        assert pair.watcher.send(signal.SIGKILL)
+        assert launcher.wait(DEADLINE_S) == 0
+    finally:
+        launcher.kill()
+        launcher.wait()
+
+    report = json.loads((tmp_path / "report" / "report.json").read_text())
+    ended = {r.rank: r.exit_code for r in load_events(tmp_path / "report") if isinstance(r, WorkerEnded)}
+    assert ended == {0: 0, 1: -9, 2: 0}
+    assert report["samples"]["lost"] == report["samples"]["repeated"] == 0
+    assert report["replicas"]["state_sha256"] == reference.train("mlp", "sgd")
+
+
+def until_committed(folder, count, job):
+    """Wait until the lead has committed so many steps; return where it says so."""
+    ends_s = time.monotonic() + DEADLINE_S
+    while time.monotonic() < ends_s and job.poll() is None:
+        for path in folder.glob("holdfast-*/records-0.jsonl"):
+            if path.read_text().count('"StepCommitted"') >= count:
+                return path
+        time.sleep(0.02)
+    pytest.fail(f"step {count} was not committed; exit {job.poll()}")
 
 
 DEATHS = {

@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -31,6 +32,7 @@ from holdfast.launch.kills import Kills
 from holdfast.launch.launcher import Launcher
 from holdfast.launch.live import NoView, Status, Story, make_view
 from holdfast.launch.processes import Pair, Process, descendants_of, end_gently, wait_for_end
+from holdfast.launch.stopping import Stopping
 from holdfast.launch.tail import LineTail, RecordTail
 from holdfast.launch.worker import LAUNCHER, describe
 from holdfast.records import FileRecorder
@@ -379,3 +381,59 @@ def test_an_injected_death_is_told_as_the_fault_only():
     assert story.tell(death) is None
     assert Story().tell(death) == "rank 1 died at step 3: killed by SIGKILL"
     assert Story().tell(SEEN) is None
+
+
+# -- stopping
+
+
+class Waiting:
+    """Workers that are there, or not yet."""
+
+    def __init__(self, *there):
+        self.processes, self.there, self.told = (0, 1, 2), set(there), []
+
+    def send(self, rank, number):
+        if rank in self.there:
+            self.told.append((rank, number))
+        return rank in self.there
+
+
+@pytest.fixture
+def stopping(tmp_path):
+    run = SimpleNamespace(
+        job=SimpleNamespace(grace_s=10.0),
+        clock=SimpleNamespace(now_s=lambda: 5.0),
+        view=SimpleNamespace(say=lambda line: None),
+        places=SimpleNamespace(run_dir=tmp_path),
+        others=None,
+    )
+    return Stopping(run, SimpleNamespace(is_distributed=False))
+
+
+def test_who_is_still_being_started_is_told_to_stop_as_soon_as_it_is_there_and_nobody_twice(stopping):
+    workers = Waiting(0)
+    stopping.ask()
+    stopping.answer(workers)
+    workers.there |= {1, 2}
+    stopping.answer(workers)
+    stopping.answer(workers)
+
+    assert workers.told == [(rank, signal.SIGTERM) for rank in (0, 1, 2)]
+
+
+@pytest.mark.parametrize(
+    ("numbers", "at_once"),
+    [
+        ([signal.SIGINT], False),
+        ([signal.SIGINT, signal.SIGINT], True),
+        ([signal.SIGTERM, signal.SIGTERM], False),
+        ([signal.SIGINT, signal.SIGINT, signal.SIGTERM], True),
+    ],
+)
+def test_the_second_ctrl_c_of_a_person_stops_at_once_whoever_else_has_asked(stopping, numbers, at_once):
+    stopping.ask()  # another launcher was stopped
+    for number in numbers:
+        stopping._on_signal(number, None)
+
+    assert stopping.is_asked
+    assert (stopping.timed_out() is not None) is at_once

@@ -22,7 +22,7 @@ from holdfast.launch.job import Job, find_mpirun
 from holdfast.launch.processes import Pair, Process, end, pair_path, start, this_node, values_of
 from holdfast.launch.tail import LineTail, RecordTail
 from holdfast.launch.worker import ALL_STOP, GRACE_S, LAUNCHER, LAUNCHER_NODE, LOG_DIR
-from holdfast.records import Beacon, Position, beacon_path, records_path
+from holdfast.records import Beacon, FileRecorder, Position, beacon_path, records_path
 from holdfast.settings import Settings
 
 _MPIRUN = ("--with-ft", "ulfm", "--bind-to", "none")
@@ -155,6 +155,7 @@ class Attempt:
             self._env.setdefault("MASTER_ADDR", hosts.left[0].name)
         self._command = _command(job, len(ranks), None if hosts is None else hosts.mpirun_words(self._env))
         self._started: list[subprocess.Popen[bytes]] = []
+        self._watchers: dict[int, subprocess.Popen[bytes]] = {}
         if job.settings.fabric == "gloo":
             for rank in ranks:
                 self.add(rank)
@@ -165,7 +166,25 @@ class Attempt:
         """Start a worker under the ``gloo`` fabric; later than the others it is a newcomer."""
         if rank not in self.processes:
             self.processes = (*self.processes, rank)
-        self._started.append(start(self._command, self._env | {"HOLDFAST_RANK": str(rank)}, self._log))
+        self._watchers[rank] = start(self._command, self._env | {"HOLDFAST_RANK": str(rank)}, self._log)
+        self._started.append(self._watchers[rank])
+
+    def without_watcher(self) -> set[int]:
+        """Return whose watchers have ended, of those that this launcher started itself; their workers have, or will in a moment."""
+        return {rank for rank, watcher in self._watchers.items() if watcher.poll() is not None}
+
+    def note_end(self, rank: int, t_s: float) -> None:
+        """Write down that a worker was killed, in the place of its watcher."""
+        pair, position = self.pair(rank), self.position(rank)
+        FileRecorder(records_path(self._run_dir, f"watch-{rank}")).write(
+            WorkerEnded(
+                t_s=t_s,
+                rank=rank,
+                step=-1 if position is None else position.step,
+                exit_code=-signal.SIGKILL,
+                pid=-1 if pair is None else pair.worker.pid,
+            )
+        )
 
     def is_running(self) -> bool:
         """Return whether anything that was started here, mpirun or workers, is there."""

@@ -34,9 +34,11 @@ class Lookout:
         self._hangs = Hangs(0.0 if run.job.is_virtual else run.job.settings.hang_timeout_s)
         self._stragglers = Stragglers(run.job.straggler_factor)
         self._look_at_s = 0.0
+        self._unwatched: set[int] = set()
 
     def begin(self) -> None:
         """Hear that the job is started, or started again."""
+        self._unwatched = set()
         self._hangs.begin()
         self._stragglers.begin()
 
@@ -49,6 +51,7 @@ class Lookout:
         now_s = self._run.clock.now_s()
         self._look_at_s = now_s + min(_LOOK_S, self._hangs.look_every_s or _LOOK_S)
         living = [rank for rank in self._run.judge.living() if rank in attempt.processes]
+        self._note_unwatched(attempt, living, now_s)
         watched = {*living, *self._run.judge.waiting} & set(attempt.processes)
         positions = {rank: p for rank in watched if (p := attempt.position(rank)) is not None}
         self._run.judge.watch(positions, now_s)
@@ -71,6 +74,12 @@ class Lookout:
             with contextlib.suppress(StoreLost):  # found at the next look
                 others.say("waits", true=self._hangs.keep_us_waiting)
                 others.say("stalls", true=self._run.judge.stand_still(living, now_s))
+
+    def _note_unwatched(self, attempt: Attempt, living: Sequence[int], now_s: float) -> None:
+        """Tell of workers whose watchers were killed: they die with them, and nobody else would say so."""
+        before, self._unwatched = self._unwatched, attempt.without_watcher()
+        for rank in before & self._unwatched & set(living):  # what the watcher itself has said was heard since
+            attempt.note_end(rank, now_s)
 
     def _end_stuck(self, attempt: Attempt, positions: Mapping[int, Position], now_s: float) -> None:
         nodes = self._run.nodes

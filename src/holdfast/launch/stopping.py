@@ -32,10 +32,12 @@ class Stopping:
     def __init__(self, run: Run, news: News) -> None:
         self._run = run
         self._news = news
-        self._requests = 0
+        self._asked = False
+        self._signals = 0
         self._at_once = False
         self._by_s: float | None = None
         self._told = False
+        self._reached: set[int] = set()
         self._lost_store_by_s: float | None = None
         self._handlers: dict[signal.Signals, Any] = {}
 
@@ -56,21 +58,23 @@ class Stopping:
     @property
     def is_asked(self) -> bool:
         """Whether somebody has asked to stop."""
-        return self._requests > 0
+        return self._asked
 
     def ask(self) -> None:
         """Hear that the job is to stop; who asks twice is no more urgent."""
-        if not self._requests:
-            self._requests = 1
+        self._asked = True
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        self._at_once = self._requests > 0 and number == signal.SIGINT  # schedulers repeat SIGTERM, people do not
-        self._requests += 1
+        self._at_once |= self._signals > 0 and number == signal.SIGINT  # schedulers repeat SIGTERM, people do not
+        self._signals += 1
+        self._asked = True
 
     # -- answers
 
     def answer(self, attempt: Attempt) -> None:
         """Tell the workers, once it is known who is to stop: the whole job, or this node alone."""
+        if self._told:
+            self._reach(attempt)
         if not self.is_asked or self._told:
             return
         grace_s, now_s = self._run.job.grace_s, self._run.clock.now_s()
@@ -109,8 +113,13 @@ class Stopping:
     def _tell(self, attempt: Attempt, *, all_stop: bool) -> None:
         if all_stop:
             stop_path(self._run.places.run_dir).touch()
+        self._reach(attempt)
+
+    def _reach(self, attempt: Attempt) -> None:
+        """Send a SIGTERM to all who have not got theirs, such as those that were just being started."""
         for rank in attempt.processes:
-            attempt.send(rank, signal.SIGTERM)
+            if rank not in self._reached and attempt.send(rank, signal.SIGTERM):
+                self._reached.add(rank)
 
     # -- without a store
 
