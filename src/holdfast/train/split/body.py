@@ -18,6 +18,7 @@ from holdfast.settings import Settings
 from holdfast.train.batches import MiniBatch
 from holdfast.train.replica import Replica, Stateful
 from holdfast.train.split.backups import Backups
+from holdfast.train.split.evaluating import Evaluation, checked
 from holdfast.train.split.hashing import PartHashes
 from holdfast.train.split.holdings import Holdings, Restore
 from holdfast.train.split.makers import Makers
@@ -436,8 +437,18 @@ class Pipelined(Split):
         *,
         averaged: bool,
     ) -> dict[str, float]:
-        """Return the figures of other samples; see :meth:`Stages.evaluate`."""
-        return self._stages.evaluate(sizes, load, begin, averaged=averaged)
+        """Return the figures of other samples; see :class:`~holdfast.train.split.evaluating.Evaluation`."""
+        evaluation = Evaluation(
+            model=self._model,
+            holdings=self.holdings,
+            comm=self._comm,
+            mail=self._stages.mail,
+            sizes=sizes,
+            load=lambda number: checked(load(number)),
+            begin=begin,
+            averaged=averaged,
+        )
+        return evaluation.figures()
 
     def finish_step(self, batch: MiniBatch, reach: Reach) -> None:
         """Sum the gradients; see :meth:`Stages.sum`."""

@@ -28,7 +28,7 @@ from holdfast.train.checking import note_altered
 from holdfast.train.flips import watch
 from holdfast.train.gradients import Terms
 from holdfast.train.seeds import seed_slice
-from holdfast.train.split.evaluating import Evaluation, checked, loss_of
+from holdfast.train.split.evaluating import checked, loss_of
 from holdfast.train.split.holdings import Holdings
 from holdfast.train.split.model import Pipeline
 from holdfast.train.split.scaling import Scaling
@@ -156,27 +156,6 @@ class Stages:
                 if message := self._holdings.held[part].message_of(bucket, mine):  # a mirror gives nothing
                     self._faults.carry_out(due, message)
             sums[rank] += 1
-
-    def evaluate(
-        self,
-        sizes: Sequence[int],
-        load: Callable[[int], Any],
-        begin: Callable[[int, int], None],
-        *,
-        averaged: bool,
-    ) -> dict[str, float]:
-        """Return the figures of other samples; see :class:`~holdfast.train.split.evaluating.Evaluation`."""
-        evaluation = Evaluation(
-            model=self._model,
-            holdings=self._holdings,
-            comm=self._comm,
-            mail=self.mail,
-            sizes=sizes,
-            load=lambda number: checked(load(number)),
-            begin=begin,
-            averaged=averaged,
-        )
-        return evaluation.figures()
 
     def share_figures(self, batch: MiniBatch) -> dict[str, float]:
         """Return the figures of the step, which one who computes the last stage, of some slice, tells all others.
