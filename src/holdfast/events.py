@@ -640,6 +640,23 @@ class UpdatedEagerly(Record):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SlicesTried(Record):
+    """``rank`` knows whether the slices of a step, where it holds so many, go through the model at once; see :meth:`holdfast.train.step.Step.compute`.
+
+    Args:
+        samples: Of each slice.
+        why_not: Why they go one by one; "" where they go at once from now on: each has the bits that it has by itself.
+        at_once_s: The least time that they took at once, of the steps that were computed in both ways; 0 if that was impossible.
+        one_by_one_s: And one by one.
+    """
+
+    samples: tuple[int, ...]
+    why_not: str
+    at_once_s: float
+    one_by_one_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Left(Record):
     """``rank`` leaves the others before ``step``, as it was told to (SIGTERM): all that it did is in the weights."""
 
@@ -814,6 +831,7 @@ RECORDS: dict[str, type[Record]] = {
         PartRestored,
         PartsHeld,
         UpdatedEagerly,
+        SlicesTried,
         Reinitialised,
         Left,
         WorkerRefused,

@@ -339,7 +339,7 @@ def test_an_evaluation_that_cannot_be_is_refused():
         ("at least 1 sample and a batch_size of at least 1, got 0 and 5", lambda step: step.evaluate([], 5)),
         ("must have len and \\[\\], got generator", lambda step: step.evaluate((x for x in dataset()), 5)),
         ("needs an average: give the session one", lambda step: step.evaluate(dataset(), 5, averaged=True)),
-        ("needs a dataset of tuples", lambda step: step.evaluate(torch.zeros(3, 1, 6, 6), 5)),
+        ("need a dataset of tuples", lambda step: step.evaluate(torch.zeros(3, 1, 6, 6), 5)),
     ):
         _, session = begin()
         with pytest.raises((ConfigError, ScriptError), match=said):
@@ -648,7 +648,7 @@ flat = lambda: nn.Sequential(nn.Flatten(), nn.Linear(36, 3))  # noqa: E731
 @pytest.mark.parametrize(
     ("stages", "loss", "error", "says"),
     [
-        ([flat], lambda o, y: o.sum(1), ScriptError, "the loss of a Pipeline must return a scalar"),
+        ([flat], lambda o, y: o.sum(1), ScriptError, "the loss must return a scalar"),
         ([lambda: Two(6, 3), flat], loss_of, ScriptError, "a stage must return one tensor, stage 0 returned tuple"),
         ([flat, nn.ReLU], loss_of, ConfigError, "stage 1 of the Pipeline has no parameters that are trained"),
         ([flat, lambda: 3], loss_of, ScriptError, "a stage must be an nn.Module or a function that makes one, got int"),
@@ -700,7 +700,7 @@ def test_a_dataset_without_tuples_is_refused():
     _, session = begin([flat])
 
     with pytest.raises(
-        ScriptError, match="a Pipeline needs a dataset of tuples, the first stage's input first, got Tensor"
+        ScriptError, match="need a dataset of tuples, the model's input first, got Tensor"
     ):
         next(session.steps(torch.ones(8, 36), 4)).compute()
 

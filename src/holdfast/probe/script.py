@@ -7,7 +7,8 @@ is looked at is what the script does with it: its forward pass, its loss, its gr
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from holdfast.train.data import fetch
 from holdfast.train.replica import Replica
 from holdfast.train.seeds import generator_states, seed_slice
 from holdfast.train.state import model_tensors
-from holdfast.train.step import Step
+from holdfast.train.step import ONE_BY_ONE, Step
 
 _AGAIN = 2
 """How often the step is computed again with nothing changed."""
@@ -127,6 +128,10 @@ class Look:
 
     def end_slice(self, batch: MiniBatch, number: int, metrics: dict[str, torch.Tensor | float]) -> None:
         """Leave the gradients where they are."""
+
+    def at_once(self, *_: Any) -> AbstractContextManager[Collection[int]]:
+        """Leave each slice to itself."""
+        return ONE_BY_ONE
 
     def between_slices(self, batch: MiniBatch) -> None:
         """Seed as in training."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,11 +13,13 @@ import torch
 
 from holdfast.comm import OrderedSum
 from holdfast.errors import ScriptError
+from holdfast.train.at_once import AtOnce, Slice, has_bits
 from holdfast.train.batches import MiniBatch
 from holdfast.train.checking import note_altered
 from holdfast.train.data import check_dataset
 from holdfast.train.flips import NOT_WATCHED, watch
 from holdfast.train.loading import Loading, Source
+from holdfast.train.loss import Forward, Loss, checked
 from holdfast.train.place import Place
 from holdfast.train.replica import Replica
 from holdfast.train.scribe import Scribe
@@ -63,6 +66,8 @@ class Attempts:
         self.names: dict[str, None] = {}
         """Of the figures that the script logs."""
         self._count = (-1, 0)
+        self._at_once = None if isinstance(replica, Pipelined) else AtOnce(self._whole, world.clock)
+        self._loaded: dict[int, Any] = {}
         self._watched = NOT_WATCHED
 
     @property
@@ -88,7 +93,7 @@ class Attempts:
         Raises:
             PeerFailed: if somebody died, where workers need each other to begin.
         """
-        self.batch = batch
+        self.batch, self._loaded = batch, {}
         number, times = self._count
         self._count = (batch.step, times + 1 if number == batch.step else 0)
         self._alter_state(batch.step)
@@ -137,7 +142,13 @@ class Attempts:
         self._replica.enter(owner)
         self._whole.begin_slice(self._sum.room)
         self._watched = watch(self._whole.model, faults.flips("activations", batch.step, owner), faults)
-        return self._loading(self._place.plan.seed, batch, number)
+        return self._inputs(batch, number)
+
+    def _inputs(self, batch: MiniBatch, number: int) -> Any:
+        if number not in self._loaded:
+            return self._loading(self._place.plan.seed, batch, number)
+        seed_slice(self._place.plan.seed, batch.step, number)
+        return self._loaded.pop(number)
 
     def backward(self, loss: torch.Tensor, batch: MiniBatch, number: int) -> None:
         """Compute the gradients of the slice."""
@@ -150,12 +161,16 @@ class Attempts:
 
     def end_slice(self, batch: MiniBatch, number: int, metrics: dict[str, torch.Tensor | float]) -> None:
         """Take the gradients away."""
-        if self._whole.terms and metrics.keys() != self.names.keys():
+        self._whole.end_slice(number, metrics, len(batch.slices[number]))
+        self._watched.close()
+        self._end(batch, number, metrics)
+
+    def _end(self, batch: MiniBatch, number: int, metrics: dict[str, torch.Tensor | float]) -> None:
+        """Look at what a slice logged, and let flips strike what a worker has computed of it."""
+        if len(self._whole.terms) > 1 and metrics.keys() != self.names.keys():
             msg = f"every slice must log the same figures; slice {number} of step {batch.step} logged {', '.join(metrics)}, the one before {', '.join(self.names)}"
             raise ScriptError(msg)
         self.names = dict.fromkeys(metrics)
-        self._whole.end_slice(number, metrics, len(batch.slices[number]))
-        self._watched.close()
         for due in self._world.faults.flips("gradients", batch.step, batch.owners[number]):
             self._world.faults.carry_out(due, self._whole.gradients_of(number))
 
@@ -163,6 +178,61 @@ class Attempts:
         """Make what the script draws outside the slices independent of the slices that were computed here."""
         self._replica.rest(self._world.comm.here)
         seed_slice(self._place.plan.seed, batch.step, -1)
+
+    @contextlib.contextmanager
+    def at_once(
+        self, batch: MiniBatch, numbers: Sequence[int], forward: Forward, loss: Loss
+    ) -> Iterator[Collection[int]]:
+        """Compute slices in one pass, where that is known to give each its bits.
+
+        Where it is not known yet, do that too, and compare it with what is computed one by one within this.
+
+        Yields:
+            Those that are computed: all or none.
+        """
+        if self._at_once is None or not self._may_go_at_once(batch, numbers):
+            yield ()
+            return
+        tried, clock = self._at_once.tried([len(batch.slices[number]) for number in numbers]), self._world.clock
+        is_known = tried.is_over
+        slices = [] if tried.why_not else self._load(batch, numbers)
+        is_made = bool(slices) and self._at_once.compute(tried, slices, forward, loss)
+        if is_made and is_known:
+            self._loaded = {}
+            for slice_ in slices:
+                self._whole.terms[slice_.number] = slice_.terms
+                self._end(batch, slice_.number, slice_.figures)
+            yield numbers
+            return
+        copies = [[flat.clone() for flat in slice_.terms.flat] for slice_ in slices if is_made]
+        begun_s = clock.now_s()
+        yield ()
+        if is_made:
+            tried.add(self._at_once.took_s, clock.now_s() - begun_s, same=all(map(has_bits, slices, copies)))
+        if tried.is_over and tried.told != tried.why_not:
+            tried.told = tried.why_not
+            self._scribe.slices_tried(tried)
+
+    def _may_go_at_once(self, batch: MiniBatch, numbers: Sequence[int]) -> bool:
+        """Return whether nothing is to happen to one of the slices alone."""
+        faults, owners = self._world.faults, {batch.owners[number] for number in numbers}
+        strikes = any(
+            faults.waits_for("backward", batch.step, rank) or faults.flips("activations", batch.step, rank)
+            for rank in owners
+        )
+        return len(numbers) > 1 and not strikes and not self._whole.own.differ
+
+    def _load(self, batch: MiniBatch, numbers: Sequence[int]) -> list[Slice]:
+        """Return slices with their inputs, which are not loaded again if they are computed one by one."""
+        self._loaded = {number: checked(self._inputs(batch, number)) for number in numbers}
+        self._world.beacon.mark("forward", batch.step, numbers[0], batch.slices[numbers[0]])
+        self._whole.begin_slice(self._sum.room)
+        first = len(self._whole.terms)
+        rows = [self._whole.row(first + i, self._sum.room) for i in range(len(numbers))]
+        return [
+            Slice(number, inputs, len(batch.slices[number]), terms)
+            for (number, inputs), terms in zip(self._loaded.items(), rows, strict=True)
+        ]
 
     def ask_to_stop(self) -> None:
         """Remember that training ends with this step."""

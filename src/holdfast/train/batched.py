@@ -14,7 +14,8 @@ slice, which is other mathematics.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -68,7 +69,7 @@ from holdfast.train.gradients import Buckets
 from holdfast.train.ledger import Account, Ledger
 from holdfast.train.seeds import seed_slice
 from holdfast.train.state import clone, model_tensors
-from holdfast.train.step import Step
+from holdfast.train.step import ONE_BY_ONE, Step
 
 __all__ = ["STRATEGIES", "Batched", "Change", "Decision", "Snapshot"]
 
@@ -388,6 +389,10 @@ class Batched:
             for buffer, before in zip(self.model.buffers(), self._before, strict=True):
                 buffer.copy_(before)
         self.loss = torch.as_tensor(metrics["loss"])
+
+    def at_once(self, *_: Any) -> AbstractContextManager[Collection[int]]:
+        """Leave each slice to itself."""
+        return ONE_BY_ONE
 
     def between_slices(self, batch: MiniBatch) -> None:
         """Make what the script draws outside the groups independent of them."""

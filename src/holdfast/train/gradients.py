@@ -9,7 +9,7 @@ script logged, and the model's buffers, so that they cost no message of their ow
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -152,6 +152,12 @@ class Buckets:
         """Return the gradients of a slice by the names of their parameters, where they lie."""
         places = (place for bucket in self.layouts for place in bucket.places)
         return {p.name: view for p, view in zip(places, (v for views in terms.views for v in views), strict=True)}
+
+    def by_parameter(self, terms: Terms) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
+        """Yield the parameters, and where the gradient of each lies that a slice gives."""
+        for bucket, views in zip(self.layouts, terms.views, strict=True):
+            for place, view in zip(bucket.places, views, strict=True):
+                yield place.parameter, view
 
     def put_figures(self, term: torch.Tensor, metrics: Mapping[str, torch.Tensor | float], samples: int) -> None:
         """Write what a slice logged, and its buffers, behind the gradients of the last bucket.

@@ -230,10 +230,13 @@ class Replica:
 
     def next_terms(self, room: Callable[[int], torch.Tensor]) -> Terms:
         """Return where the next slice that is computed here puts what it gives; see :meth:`begin_slice`."""
-        row = len(self.terms)
-        if row == len(self._rows):
-            self._rows.append(self.buckets.terms_in(room(row)))
-        return self._rows[row]
+        return self.row(len(self.terms), room)
+
+    def row(self, number: int, room: Callable[[int], torch.Tensor]) -> Terms:
+        """Return where a slice of the step puts what it gives, the first that is computed here being number 0."""
+        while len(self._rows) <= number:
+            self._rows.append(self.buckets.terms_in(room(len(self._rows))))
+        return self._rows[number]
 
     def forget_room(self) -> None:
         """Hear that slices will have other memory than before."""
@@ -247,9 +250,7 @@ class Replica:
             samples: Size of the slice.
             midway: Called when half of the parameters have their gradient.
         """
-        total = loss * samples
-        if self._scaler is not None:
-            total = self._scaler.scale(total)
+        total = self.total(loss, samples)
         if midway is None:
             total.backward()
             return
@@ -258,12 +259,21 @@ class Replica:
         total.backward()
         hook.remove()
 
-    def end_slice(self, number: int, metrics: dict[str, torch.Tensor | float], samples: int) -> None:
+    def total(self, loss: torch.Tensor, samples: int) -> torch.Tensor:
+        """Return what is differentiated: the sum over the slice, scaled if it is to be."""
+        total = loss * samples
+        return total if self._scaler is None else self._scaler.scale(total)
+
+    def end_slice(self, number: int, metrics: Mapping[str, torch.Tensor | float], samples: int) -> None:
         """Take gradients, buffers and figures of the slice away, as its term of the sums."""
         terms = self._rows[len(self.terms)]
+        self.put(terms, metrics, samples)
+        self.terms[number] = terms
+
+    def put(self, terms: Terms, metrics: Mapping[str, torch.Tensor | float], samples: int) -> None:
+        """Move the gradients that parameters have, the buffers, and what a slice logged into ``terms``."""
         self.buckets.collect(terms)
         self.buckets.put_figures(terms.flat[-1], metrics, samples)
-        self.terms[number] = terms
 
     def gradients_of(self, number: int) -> dict[str, torch.Tensor]:
         """Return the gradients of a slice that was computed, by name, where the sum finds them."""

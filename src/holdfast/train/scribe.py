@@ -25,10 +25,12 @@ from holdfast.events import (
     Reinitialised,
     RunStarted,
     SamplesLost,
+    SlicesTried,
     StateHashed,
     StepCommitted,
     UpdatedEagerly,
 )
+from holdfast.train.at_once import Tried
 from holdfast.train.batches import MiniBatch, Plan
 from holdfast.train.certificate import Link
 from holdfast.train.eager import Eager
@@ -270,6 +272,20 @@ class Scribe:
         """Training ends; what this worker has of a split model is what :class:`PartsHeld` asks for."""
         world = self._world
         world.recorder.write(PartsHeld(t_s=world.clock.now_s(), rank=world.comm.here[0], step=world.step, **held))
+
+    def slices_tried(self, tried: Tried) -> None:
+        """It is known whether slices of some sizes go through the model at once."""
+        world = self._world
+        record = SlicesTried(
+            t_s=world.clock.now_s(),
+            rank=world.comm.here[0],
+            step=world.step,
+            samples=tried.sizes,
+            why_not=tried.why_not,
+            at_once_s=tried.at_once_s,
+            one_by_one_s=tried.one_by_one_s,
+        )
+        world.recorder.write(record)
 
     def updated_eagerly(self, eager: Eager) -> None:
         """Training ends; what it took to update buckets before their step was closed."""

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NoReturn, Protocol, TypeVar
 
 import torch
 
 from holdfast.errors import PeerFailed, ScriptError
 from holdfast.train.batches import MiniBatch
+from holdfast.train.loss import Forward, Loss, checked, figure_of, loss_of
 
 _Made = TypeVar("_Made")
 
@@ -32,9 +34,19 @@ class SliceWork(Protocol):
         """Prepare what the script does outside the slices."""
         ...
 
+    def at_once(
+        self, batch: MiniBatch, numbers: Sequence[int], forward: Forward, loss: Loss
+    ) -> AbstractContextManager[Collection[int]]:
+        """Return within what slices are computed, and which of them are already."""
+        ...
+
     def ask_to_stop(self) -> None:
         """Remember that training ends with this step."""
         ...
+
+
+ONE_BY_ONE: AbstractContextManager[Collection[int]] = nullcontext(())
+"""What :meth:`SliceWork.at_once` returns where no slices are computed at once."""
 
 
 class StagedWork(SliceWork, Protocol):
@@ -142,7 +154,40 @@ class Step:
         self._check_in_slice("log")
         for name, value in metrics.items():
             if name != "loss":
-                self._metrics[name] = value.detach() if isinstance(value, torch.Tensor) else float(value)
+                self._metrics[name] = figure_of(value)
+
+    def compute(self, forward: Forward, loss: Loss) -> None:
+        """Compute all slices that this worker holds: the loop over the step, in one call, and faster where slices are small.
+
+        ::
+
+            for step in session.steps(dataset, batch_size=128, epochs=3):
+                step.compute(model, F.cross_entropy)
+
+        Slices go through the model at once where that gives each the bits that it has by itself: the first steps are
+        computed in both ways to find out, and :class:`~holdfast.events.SlicesTried` says what came of it. It may where each row
+        of the output depends on that sample alone, nothing is drawn at random, and all parameters belong to an ``nn.Linear``,
+        ``nn.LayerNorm`` or ``nn.Embedding``; else slices go one by one. At once they take the memory of all of them; loop over the step
+        where that is too much.
+
+        Args:
+            forward: The model, or a function that calls it; takes the first of what the dataset has.
+            loss: Takes the output, then the rest of what the dataset has; returns the mean over the slice, a scalar, or
+                that and a dict of figures to log; see :meth:`log`.
+
+        Raises:
+            ScriptError: if it is called within the loop over the slices, or the loss is no scalar.
+        """
+        if self._current >= 0:
+            msg = "step.compute computes all slices: call it in the place of `for ... in step`"
+            raise ScriptError(msg)
+        with self._work.at_once(self._batch, tuple(self._pending), forward, loss) as done:
+            self._pending = [number for number in self._pending if number not in done]
+            for inputs in self:
+                first, *targets = checked(inputs)
+                value, more = loss_of(loss, forward(first), targets)
+                self.backward(value)
+                self.log(**more)
 
     def stop(self) -> None:
         """End training once this step is committed, at every worker, whoever asked."""
@@ -184,14 +229,21 @@ class StagedStep(Step):
         msg = "the slices of a Pipeline's step go through the stages of several workers: call step.compute()"
         raise ScriptError(msg)
 
-    def compute(self) -> None:
+    def compute(self, forward: Forward | None = None, loss: Loss | None = None) -> None:
         """Take the slices forward and back through the stages that this worker holds.
 
         After a failure it returns early, and the session yields the same step again.
 
+        Args:
+            forward: The Pipeline has its stages: leave it out.
+            loss: It has that, too.
+
         Raises:
-            ScriptError: if it is called twice, or the stages or the loss are not what they must be.
+            ScriptError: if it is called twice, with an argument, or the stages or the loss are not what they must be.
         """
+        if forward is not None or loss is not None:
+            msg = "a Pipeline has its stages and its loss: call step.compute() without them"
+            raise ScriptError(msg)
         if self._computed:
             msg = f"step.compute was called twice in step {self.number}"
             raise ScriptError(msg)

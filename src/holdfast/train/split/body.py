@@ -16,9 +16,10 @@ from holdfast.links import NOTHING, in_order
 from holdfast.recovery.homes import Homes, Shape, first_homes
 from holdfast.settings import Settings
 from holdfast.train.batches import MiniBatch
+from holdfast.train.loss import checked
 from holdfast.train.replica import Replica, Stateful
 from holdfast.train.split.backups import Backups
-from holdfast.train.split.evaluating import Evaluation, checked
+from holdfast.train.split.evaluating import Evaluation
 from holdfast.train.split.hashing import PartHashes
 from holdfast.train.split.holdings import Holdings, Restore
 from holdfast.train.split.makers import Makers

@@ -17,6 +17,7 @@ from torch import nn
 
 from holdfast.comm import Communicator, Mail
 from holdfast.errors import ScriptError
+from holdfast.train.loss import loss_of
 from holdfast.train.split.holdings import Holdings
 from holdfast.train.split.model import Pipeline
 
@@ -116,7 +117,7 @@ class Evaluation:
                 self.holdings.held[part].own.enter(chain[part])
                 output = modules[part](given)
                 if part == last:
-                    loss, more = loss_of(self.model, output, inputs[1:])
+                    loss, more = loss_of(self.model.loss, output, inputs[1:])
                     found[number] = {name: float(value) for name, value in {**more, "loss": loss}.items()}
                 elif chain[part + 1] in self.comm.here:
                     kept[number] = output
@@ -138,29 +139,3 @@ class Evaluation:
             else:
                 found |= dict(json.loads(self.mail.receive(teller).numpy().tobytes()))
         return found
-
-
-def loss_of(model: Pipeline, output: torch.Tensor, targets: Sequence[Any]) -> tuple[torch.Tensor, dict[str, Any]]:
-    """Return the loss of a micro-batch, and what else is to be logged of it.
-
-    Raises:
-        ScriptError: if the loss is no scalar.
-    """
-    made = model.loss(output, *targets)
-    loss, more = made if isinstance(made, tuple) else (made, {})
-    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-        msg = "the loss of a Pipeline must return a scalar, the mean over the micro-batch"
-        raise ScriptError(msg)
-    return loss, {name: value for name, value in more.items() if name != "loss"}
-
-
-def checked(inputs: Any) -> Sequence[Any]:
-    """Return the inputs of a micro-batch.
-
-    Raises:
-        ScriptError: if the first of them is no tensor for the first stage.
-    """
-    if isinstance(inputs, list | tuple) and len(inputs) > 0 and isinstance(inputs[0], torch.Tensor):
-        return inputs
-    msg = f"a Pipeline needs a dataset of tuples, the first stage's input first, got {type(inputs).__name__}"
-    raise ScriptError(msg)

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch import nn
 
 from holdfast.errors import ConfigError, ScriptError
+from holdfast.train.loss import Loss
 from holdfast.train.seeds import seed_of, seeded
-
-Loss = Callable[..., torch.Tensor | tuple[torch.Tensor, Mapping[str, torch.Tensor | float]]]
-"""Takes the last stage's output, then the rest of the batch; returns the mean over it, and figures to log if it likes."""
 
 
 class Pipeline:
@@ -33,7 +30,7 @@ class Pipeline:
         stages: Functions that make the stages, each called only where it is needed, with the global generators seeded by
             the job's seed and the stage; or the stages, alike at all workers, each of which then has all in its memory from the beginning to the
             end. A stage takes and returns one tensor.
-        loss: See :data:`Loss`.
+        loss: See :data:`holdfast.train.loss.Loss`; it is given what the last stage returns.
 
     Raises:
         ConfigError: if there is no stage.

@@ -27,8 +27,8 @@ from holdfast.train.batches import MiniBatch
 from holdfast.train.checking import note_altered
 from holdfast.train.flips import watch
 from holdfast.train.gradients import Terms
+from holdfast.train.loss import checked, loss_of
 from holdfast.train.seeds import seed_slice
-from holdfast.train.split.evaluating import checked, loss_of
 from holdfast.train.split.holdings import Holdings
 from holdfast.train.split.model import Pipeline
 from holdfast.train.split.scaling import Scaling
@@ -241,7 +241,7 @@ class Stages:
         self._work.passed[number, part] = _Passed(given, output, terms)
 
     def _loss(self, output: torch.Tensor, targets: Sequence[Any]) -> tuple[torch.Tensor, dict[str, Any]]:
-        loss, more = loss_of(self._model, output, targets)
+        loss, more = loss_of(self._model.loss, output, targets)
         metrics = {"loss": loss.detach(), **more}
         names = tuple(metrics)
         if self._work.figures not in ((), names):

@@ -1,0 +1,49 @@
+"""What a script's loss takes and returns, where the session calls it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from holdfast.errors import ScriptError
+
+Loss = Callable[..., torch.Tensor | tuple[torch.Tensor, Mapping[str, torch.Tensor | float]]]
+"""Takes the model's output, then the rest of the batch; returns the mean over it, and figures to log if it likes."""
+
+Forward = Callable[[torch.Tensor], torch.Tensor]
+"""The model, or what calls it."""
+
+
+def loss_of(loss: Loss, output: torch.Tensor, targets: Sequence[Any]) -> tuple[torch.Tensor, dict[str, Any]]:
+    """Return the loss of a slice, and what else is to be logged of it.
+
+    Raises:
+        ScriptError: if the loss is no scalar.
+    """
+    made = loss(output, *targets)
+    value, more = made if isinstance(made, tuple) else (made, {})
+    if not isinstance(value, torch.Tensor) or value.numel() != 1:
+        msg = "the loss must return a scalar, the mean over the slice that it is given"
+        raise ScriptError(msg)
+    return value, {name: figure for name, figure in more.items() if name != "loss"}
+
+
+def figure_of(value: torch.Tensor | float) -> torch.Tensor | float:
+    """Return what is kept of a figure that a script logs."""
+    return value.detach() if isinstance(value, torch.Tensor) else float(value)
+
+
+def checked(inputs: Any) -> Sequence[Any]:
+    """Return the inputs of a slice.
+
+    Raises:
+        ScriptError: if the first of them is no tensor for the model.
+    """
+    if isinstance(inputs, list | tuple) and len(inputs) > 0 and isinstance(inputs[0], torch.Tensor):
+        return inputs
+    msg = (
+        f"step.compute and step.evaluate need a dataset of tuples, the model's input first, got {type(inputs).__name__}"
+    )
+    raise ScriptError(msg)
