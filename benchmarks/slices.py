@@ -1,40 +1,49 @@
-"""What smaller slices cost, and whether several could be computed together without changing a bit. One process, one thread.
+"""What smaller slices cost, and what of it ``step.compute`` saves. One process, one thread.
 
-A worker's samples in 1, 2, 4 and 8 slices, each a forward and a backward pass of its own, as a session computes them: time
-against one slice. Then the same slices in three ways that read the weights less often, each of which must give, slice by
-slice, the gradients of the first way to the last bit to be of any use:
+A worker's samples in 1 to 16 slices: a step of a session that loops over them, each a forward and a backward pass of its
+own, and one that calls ``step.compute``, which takes all slices through the model at once where that gives each the bits
+that it has by itself (:mod:`holdfast.train.at_once`). Both train in turns, and must end with the same weights.
+
+Two other ways to read the weights less often are held against the loop, by the share of the gradients' numbers that have its
+bits:
 
 - ``vmap``: ``torch.func.vmap`` of the gradient, over the slices;
-- ``graph``: one forward pass over all samples, and a backward pass for each slice's loss;
-- ``rows``: one forward pass and one backward pass over all samples for what goes from layer to layer, whose rows do not mix;
-  the gradients of the parameters slice by slice, from each layer's input and the gradient of its output.
+- ``graph``: one forward pass over all samples, and a backward pass for each slice's loss.
 
-Where a layer looks at all samples of a slice (batch norm), the last two compute something else; they are left out there.
+    python benchmarks/slices.py [--blocks N] [--models digits mlp cnn transformer]
 
-    python benchmarks/slices.py [--blocks N] [--repeat N] [--models mlp cnn transformer]
-
-Ways whose bits differ are not timed. Times are processor time; ratios are taken within a block, with the 95 % interval of the
-median by bootstrap.
+Times are processor time; ratios are taken within a block, with the 95 % interval of the median by bootstrap.
 """
 
 from __future__ import annotations
 
 import argparse
-import functools
+import json
 import random
 import statistics
+import tempfile
 import time
-from collections.abc import Callable
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from common import ratio
 from models import JOBS, loss_of, make_model
 from torch import nn
+from torch.utils.data import TensorDataset
+
+import holdfast
+from holdfast.train.at_once import TRIALS
 
 Gradients = list[list[torch.Tensor]]
 """Of each slice, of each parameter."""
-COUNTS = (1, 2, 4, 8)
+COUNTS = (1, 2, 4, 8, 16)
+DIGITS = "digits"
+"""A network of 26 thousand parameters for images of 8 x 8 numbers: what a pass takes here is calls, not numbers."""
+SAMPLES = 128
+"""Of the worker in a step; a sixteenth of it where a sample is a text."""
+STEP_S = 0.3
+"""How long a block lasts at least: as many steps as that takes."""
 
 
 def summed_loss(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -73,71 +82,6 @@ def by_graph(model: nn.Module, xs: torch.Tensor, ys: torch.Tensor) -> Gradients:
     return [list(torch.autograd.grad(loss, parameters, retain_graph=True)) for loss in losses]
 
 
-def by_rows(model: nn.Module, xs: torch.Tensor, ys: torch.Tensor) -> Gradients:
-    """Return the gradients of slices that share both passes but for the gradients of parameters."""
-    seen: dict[nn.Module, list[torch.Tensor]] = {}
-
-    def note(layer: nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
-        seen[layer] = [inputs[0].detach()]
-        output = output if output.requires_grad else output.requires_grad_()
-        output.register_hook(lambda gradient: seen[layer].append(gradient))
-        return output
-
-    layers = [layer for layer in model.modules() if list(layer.parameters(recurse=False))]
-    hooks = [layer.register_forward_hook(note) for layer in layers]
-    model.requires_grad_(False)
-    try:
-        scores = model(xs.flatten(0, 1)).unflatten(0, xs.shape[:2])
-        losses = [
-            F.cross_entropy(part.flatten(0, -2), y.flatten()) * len(y) for part, y in zip(scores, ys, strict=True)
-        ]
-        torch.stack(losses).sum().backward()
-    finally:
-        model.requires_grad_(True)
-        for hook in hooks:
-            hook.remove()
-    made: Gradients = [[] for _ in xs]
-    for layer in layers:
-        inputs, gradients = (t.chunk(len(xs)) for t in seen[layer])
-        for mine, x, gradient in zip(made, inputs, gradients, strict=True):
-            mine += _of_parameters(layer, x, gradient)
-    return made
-
-
-def _of_parameters(layer: nn.Module, x: torch.Tensor, gradient: torch.Tensor) -> list[torch.Tensor]:
-    """Return the gradients of a layer's parameters, by the formulas of autograd."""
-    match layer:
-        case nn.Linear():
-            x, gradient = x.flatten(0, -2), gradient.flatten(0, -2)
-            weight = gradient.t().mm(x)
-            return [weight] if layer.bias is None else [weight, gradient.sum(0)]
-        case nn.LayerNorm():
-            shape, eps = list(layer.normalized_shape), layer.eps
-            _, mean, rstd = torch.ops.aten.native_layer_norm(x, shape, layer.weight, layer.bias, eps)
-            return [
-                torch.ops.aten.native_layer_norm_backward(
-                    gradient, x, shape, mean, rstd, layer.weight, layer.bias, [False, True, False]
-                )[1]
-            ]
-        case nn.Embedding():
-            return [torch.ops.aten.embedding_dense_backward(gradient, x, layer.num_embeddings, -1, False)]
-    msg = f"no formula for {layer}"
-    raise TypeError(msg)
-
-
-WAYS: dict[str, Callable[[nn.Module, torch.Tensor, torch.Tensor], Gradients]] = {
-    "vmap": by_vmap,
-    "graph": by_graph,
-    "rows": by_rows,
-}
-
-
-def data(name: str, slices: int, samples: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the samples of a worker in so many slices, shapes ``(slices, samples / slices, ...)``."""
-    x, y = JOBS[name].data(samples, None).tensors
-    return x.unflatten(0, (slices, -1)), y.unflatten(0, (slices, -1))
-
-
 def equal_share(made: Gradients, expected: Gradients) -> float:
     """Return the share of numbers with the same bits."""
     same = total = 0
@@ -148,17 +92,66 @@ def equal_share(made: Gradients, expected: Gradients) -> float:
     return same / total
 
 
-def is_separable(model: nn.Module) -> bool:
-    """Return whether no layer looks at more than one sample."""
-    return not any(isinstance(layer, nn.modules.batchnorm._BatchNorm) for layer in model.modules())
+class Training:
+    """One worker's session, which goes on a few steps at a time.
+
+    Args:
+        name: Of the model.
+        slices: Of each step.
+        computes: By ``step.compute``, or else by a loop.
+        folder: For the records.
+    """
+
+    def __init__(self, name: str, slices: int, folder: Path, *, computes: bool) -> None:
+        self.model = model_of(name)
+        self._computes, self._records = computes, folder / f"{name}-{slices}-{computes}"
+        self._records.mkdir()
+        x, y = samples_of(name)
+        optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3)
+        session = holdfast.Session(self.model, optimizer, slices=slices, workers=1, run_dir=str(self._records))
+        self._steps = session.steps(TensorDataset(x, y), len(x), 1 << 20, shuffle=False)
+
+    def advance(self, steps: int) -> float:
+        """Take some steps; return the processor time of one, seconds."""
+        begun_s = time.process_time()
+        for _ in range(steps):
+            step = next(self._steps)
+            if self._computes:
+                step.compute(self.model, mean_loss)
+                continue
+            for x, y in step:
+                step.backward(mean_loss(self.model(x), y))
+        return (time.process_time() - begun_s) / steps
+
+    def why_not(self) -> str:
+        """Return why slices do not go at once, "" if they do."""
+        lines = [json.loads(line) for path in self._records.glob("records-*") for line in path.read_text().splitlines()]
+        return next((str(line["why_not"]) for line in lines if line["event"] == "SlicesTried"), "there is one slice")
+
+    def close(self) -> None:
+        """End it in the middle."""
+        self._steps.close()
 
 
-def seconds(call: Callable[[], object], repeat: int) -> float:
-    """Return the processor time of a call, seconds."""
-    begun_s = time.process_time()
-    for _ in range(repeat):
-        call()
-    return (time.process_time() - begun_s) / repeat
+def mean_loss(output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """Return the mean loss of a slice."""
+    return F.cross_entropy(output.flatten(0, -2), y.flatten())
+
+
+def model_of(name: str) -> nn.Module:
+    """Return a model, always the same."""
+    if name != DIGITS:
+        return make_model(name)
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 10))
+
+
+def samples_of(name: str) -> tuple[torch.Tensor, ...]:
+    """Return the samples of a worker."""
+    if name != DIGITS:
+        return JOBS[name].data(SAMPLES // 8 if name == "transformer" else SAMPLES, None).tensors
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(SAMPLES, 64, generator=generator), torch.randint(10, (SAMPLES,), generator=generator)
 
 
 def against(taken_s: list[float], other_s: list[float]) -> str:
@@ -167,42 +160,61 @@ def against(taken_s: list[float], other_s: list[float]) -> str:
     return f"{found['ratio']:.2f} ({found['low']:.2f}-{found['high']:.2f})"
 
 
+def other_ways(name: str, slices: int) -> None:
+    """Print what share of the gradients has the bits of one slice after another."""
+    model, (x, y) = model_of(name), samples_of(name)
+    xs, ys = x.unflatten(0, (slices, -1)), y.unflatten(0, (slices, -1))
+    mixes = any(isinstance(layer, nn.modules.batchnorm._BatchNorm) for layer in model.modules())
+    ways = {"vmap": by_vmap} if mixes else {"vmap": by_vmap, "graph": by_graph}
+    for way, call in ways.items():
+        try:
+            share = equal_share(call(model, xs, ys), one_by_one(model, xs, ys))
+        except RuntimeError as error:
+            print(f"{name}, {len(x)} samples in {slices} slices, {way}: {str(error).splitlines()[0]}")
+        else:
+            print(f"{name}, {len(x)} samples in {slices} slices, {way}: {share:.2%} of the numbers have the same bits")
+
+
+def measure(name: str, counts: list[int], blocks: int, folder: Path) -> None:
+    """Print what slices cost, and what of it goes."""
+    loops = {slices: Training(name, slices, folder, computes=False) for slices in counts}
+    calls = {slices: Training(name, slices, folder, computes=True) for slices in counts if slices > 1}
+    trainings = {("loop", slices): one for slices, one in loops.items()}
+    trainings |= {("compute", slices): one for slices, one in calls.items()}
+    each_s = min(one.advance(TRIALS + 2) for one in trainings.values())
+    times: dict[tuple[str, int], list[float]] = {which: [] for which in trainings}
+    for _ in range(blocks):
+        for which in random.sample(list(trainings), len(trainings)):
+            times[which].append(trainings[which].advance(max(2, round(STEP_S / each_s))))
+    for (way, slices), taken_s in times.items():
+        more = ""
+        if way == "compute":
+            pairs = zip(loops[slices].model.parameters(), calls[slices].model.parameters(), strict=True)
+            assert all(torch.equal(mine, other) for mine, other in pairs), "other weights"
+            more = f", to the loop {against(taken_s, times['loop', slices])}; {calls[slices].why_not() or 'at once'}"
+        median_ms = statistics.median(taken_s) * 1e3
+        print(
+            f"{name}, {way}, {slices} slices: {median_ms:.2f} ms, to 1 slice {against(taken_s, times['loop', 1])}{more}"
+        )
+    for one in trainings.values():
+        one.close()
+
+
 def main() -> None:
     """Print the bits and the times."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--blocks", type=int, default=20, metavar="N", help="0 compares bits alone")
-    parser.add_argument("--repeat", type=int, default=2, metavar="N", help="calls of a block")
-    parser.add_argument("--models", nargs="+", default=["mlp", "cnn", "transformer"], choices=JOBS)
+    parser.add_argument("--blocks", type=int, default=20, metavar="N", help="0 compares the bits of other ways alone")
+    names = [DIGITS, "mlp", "cnn", "transformer"]
+    parser.add_argument("--models", nargs="+", default=names, choices=names)
     given = parser.parse_args()
     torch.set_num_threads(1)
     for name in given.models:
-        model, samples = make_model(name), 4 * JOBS[name].samples
-        ways = {way: call for way, call in WAYS.items() if way == "vmap" or is_separable(model)}
-        calls: dict[str, Callable[[], object]] = {}
-        for slices in COUNTS:
-            xs, ys = data(name, slices, samples)
-            calls[f"{slices} slices"] = functools.partial(one_by_one, model, xs, ys)
-            for way, call in ways.items() if slices > 1 else ():
-                try:
-                    share = equal_share(call(model, xs, ys), one_by_one(model, xs, ys))
-                except RuntimeError as error:
-                    print(f"{name}, {samples} samples in {slices} slices, {way}: {str(error).splitlines()[0]}")
-                    continue
-                print(
-                    f"{name}, {samples} samples in {slices} slices, {way}: {share:.2%} of the numbers have the same bits"
-                )
-                if share == 1:  # else it is of no use, however fast
-                    calls[f"{slices} slices, {way}"] = functools.partial(call, model, xs, ys)
-        times: dict[str, list[float]] = {what: [] for what in calls}
-        for _ in range(given.blocks):
-            for what in random.sample(list(calls), len(calls)):
-                times[what].append(seconds(calls[what], given.repeat))
-        for what, taken_s in times.items() if given.blocks else ():
-            alone = against(taken_s, times["1 slices"])
-            same = against(taken_s, times[what.partition(",")[0]])
-            print(
-                f"{name}, {what}: {statistics.median(taken_s) * 1e3:.1f} ms, to 1 slice {alone}, to one by one {same}"
-            )
+        counts = [slices for slices in COUNTS if slices <= len(samples_of(name)[0])]
+        for slices in counts[1:]:
+            other_ways(name, slices)
+        with tempfile.TemporaryDirectory() as folder:
+            if given.blocks:
+                measure(name, counts, given.blocks, Path(folder))
 
 
 if __name__ == "__main__":

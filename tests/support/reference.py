@@ -19,6 +19,8 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 SAMPLES, BATCH, EPOCHS, SLICES, SEED = 203, 32, 2, 4, 7
 STEPS = EPOCHS * -(-SAMPLES // BATCH)
 MODELS, OPTIMIZERS = ("mlp", "cnn"), ("sgd", "adam")
+ROWS = "rows"
+"""One more model, of layers alone whose rows do not mix, without randomness."""
 FEATURES = ("augment", "loaders", "clip", "scaler", "ema", "average", "scheduler", "evaluate")
 """What a training may have besides. Loaders and evaluation leave no trace, so nothing here knows of them."""
 LARGEST_NORM, DECAY = 0.5, 0.9
@@ -31,6 +33,8 @@ def data():
 
 def make_model(name):
     torch.manual_seed(5)
+    if name == ROWS:
+        return nn.Sequential(nn.Flatten(), nn.Linear(64, 32), nn.LayerNorm(32), nn.ReLU(), nn.Linear(32, 10))
     if name == "mlp":
         return nn.Sequential(nn.Flatten(), nn.Linear(64, 32), nn.ReLU(), nn.Dropout(0.2), nn.Linear(32, 10))
     return nn.Sequential(

@@ -40,6 +40,7 @@ FEATURES = dict.fromkeys(reference.MODELS, reference.FEATURES) | {
         feature for feature in reference.FEATURES if feature != "ema"
     ),  # no worker has all of the weights
     "sharded": reference.FEATURES,
+    reference.ROWS: reference.FEATURES,
 }
 """What a training may have besides, by model."""
 FABRICS = ("ulfm",) * 4 + ("gloo",) * 5 + ("virtual",)
@@ -73,6 +74,16 @@ class Plan:
     struck_at: int = 0
 
     @property
+    def computes(self):
+        """Whether by ``step.compute``, a model whose slices may go at once, in the place of one that is drawn."""
+        return self.case[0] == "mlp" and random.Random(f"way of {self.seed}").random() < 0.5
+
+    @property
+    def trained(self):
+        """The model, and the optimizer."""
+        return (reference.ROWS, self.case[1]) if self.computes else self.case
+
+    @property
     def features(self):
         """What the training has besides; drawn apart, so that the rest of a plan does not depend on it."""
         rng = random.Random(f"features of {self.seed}")
@@ -83,6 +94,8 @@ class Plan:
         """Of each mini-batch; 0: as many as the job finds to be good."""
         if self.case[0] in SPLIT:
             return reference.SLICES
+        if self.computes:
+            return random.Random(f"slices of {self.seed}").choice((8, 10, 16))
         return random.Random(f"slices of {self.seed}").choice((reference.SLICES, reference.SLICES, 7, 8, 0))
 
     @property
@@ -125,10 +138,10 @@ class Plan:
     @property
     def script(self):
         """The script, and its arguments."""
-        model, optimizer = self.case
+        model, optimizer = self.trained
         script = (SPLIT_SCRIPT, model, "--optimizer", optimizer) if model in SPLIT else (SCRIPT, model, optimizer)
         if model not in SPLIT:
-            script = (*script, "--slices", self.slices)
+            script = (*script, "--slices", self.slices, *(["--compute"] if self.computes else []))
         pause = max(self.pause, 0.3 if self.scaled else 0.0)
         return (*script, "--pause", pause, f"--features={','.join(self.features)}")
 
@@ -260,7 +273,7 @@ def run(plan, folder):
         slices = next(event["slices"] for event in report["_events"] if event["event"] == "RunStarted")
         assert slices == (plan.slices or slices)
         found = report["replicas"]["state_sha256"]
-        wanted = reference_hash(*plan.case, plan.features, slices, plan.order)
+        wanted = reference_hash(*plan.trained, plan.features, slices, plan.order)
         found = (found, int(report["metrics"]["ema"])) if "ema" in plan.features else found
     assert found == wanted, f"the run ended with other bits, {found} instead of {wanted}"
     assert report["replicas"]["identical"] is True, "the replicas differ"
@@ -365,11 +378,12 @@ def describe(plan, report):
     )
     fenced = sum(e["event"] == "WorkerFenced" for e in events)
     left = sum(e["event"] == "Left" for e in events)
+    tried = [event["why_not"] or "at once" for event in events if event["event"] == "SlicesTried"]
     struck = f"{signal.Signals(plan.struck).name}@{plan.struck_at}" if plan.struck else "no"
     return (
-        f"SOAK seed={plan.seed} model={plan.case[0]} with={','.join(plan.features) or 'nothing'} fabric={plan.fabric} nodes={plan.nodes} launcher-struck={struck} "
+        f"SOAK seed={plan.seed} model={plan.trained[0]} with={','.join(plan.features) or 'nothing'} fabric={plan.fabric} nodes={plan.nodes} launcher-struck={struck} "
         f"slices={plan.slices or 'auto'} order={plan.order} {' '.join(plan.more)} scaled={','.join(str(workers) for _, workers in plan.scaled) or 'no'} "
-        f"lost={len(report['failures'])} joined={joined} left={left} fenced={fenced} restarts={report['restarts']}"
+        f"lost={len(report['failures'])} joined={joined} left={left} fenced={fenced} restarts={report['restarts']} at-once={tried.count('at once')}/{len(tried)}"
     )
 
 
@@ -389,7 +403,7 @@ def main():
             break
         with tempfile.TemporaryDirectory() as folder:
             plan = draw(seed, folder, options.fabric)
-            case = " ".join([*plan.case, *plan.features, *(f"scale@{at}={workers}" for at, workers in plan.scaled)])
+            case = " ".join([*plan.trained, *plan.features, *(f"scale@{at}={workers}" for at, workers in plan.scaled)])
             print(f"seed {seed}: {case} {' '.join([*plan.options, *plan.more, *plan.injected])}", flush=True)
             try:
                 report = run(plan, folder)

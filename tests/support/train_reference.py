@@ -24,7 +24,9 @@ class OwnNoise(reference.Noisy):
         return x + 1e-5 * os.getpid(), y
 
 
-def train(model_name, optimizer_name, raise_at=-1, pause=0.0, features=(), broken="", **session_arguments):
+def train(
+    model_name, optimizer_name, raise_at=-1, pause=0.0, features=(), broken="", compute=False, **session_arguments
+):
     """Train like the reference does; return the session and the hash of the state.
 
     Args:
@@ -33,6 +35,7 @@ def train(model_name, optimizer_name, raise_at=-1, pause=0.0, features=(), broke
         raise_at: The lowest worker raises in this step.
         pause: Seconds before each step.
         features: Of the reference's.
+        compute: By ``step.compute`` in the place of a loop.
         broken: One of them that is made to depend on the worker, or on the attempt, instead of the slice.
         session_arguments: Of the session.
     """
@@ -77,6 +80,9 @@ def train(model_name, optimizer_name, raise_at=-1, pause=0.0, features=(), broke
             evaluate(model)
             if broken == "evaluate" and session.world_size < 4:
                 model.eval()
+        if compute:
+            step.compute(lambda x: in_precision(model, x, features), F.cross_entropy)
+            continue
         for x, y in step:
             with reference.lower_precision(features):
                 loss = F.cross_entropy(model(x), y)
@@ -88,6 +94,11 @@ def train(model_name, optimizer_name, raise_at=-1, pause=0.0, features=(), broke
         ema.update_parameters(model)
         session.log(ema=reference.ema_hash(ema))
     return session, reference.state_hash(model, optimizer, average)
+
+
+def in_precision(model, x, features):
+    with reference.lower_precision(features):
+        return model(x)
 
 
 def evaluate(model):
@@ -126,6 +137,7 @@ def main(options):
         features=options.features,
         broken=options.broken,
         slices=options.slices or None,
+        compute=options.compute,
     )
     if session.is_lead:
         print(f"state {state}")
@@ -133,13 +145,14 @@ def main(options):
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
-    parser.add_argument("model", choices=reference.MODELS)
+    parser.add_argument("model", choices=(*reference.MODELS, reference.ROWS))
     parser.add_argument("optimizer", choices=reference.OPTIMIZERS)
     parser.add_argument("--no-recovery", action="store_true")
     parser.add_argument("--no-undo", action="store_true")
     parser.add_argument("--pause", type=float, default=0.0, help="seconds before each step, for newcomers to come in")
     parser.add_argument("--slices", type=int, default=reference.SLICES, help="0: as the job says")
     parser.add_argument("--features", type=lambda text: tuple(text.split(",")) if text else (), default=())
+    parser.add_argument("--compute", action="store_true", help="by step.compute in the place of a loop over the slices")
     parser.add_argument("--broken", choices=reference.FEATURES, default="")
     parser.add_argument("--raise-at", type=int, default=-1, help="the lowest worker raises in this step")
     options = parser.parse_args()

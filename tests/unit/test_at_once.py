@@ -263,12 +263,12 @@ def test_without_the_comparison_the_bits_are_others(seen, monkeypatch):
 
 def test_slices_go_one_by_one_where_that_is_faster():
     tried = Tried((8, 8))
-    for at_once_s, one_by_one_s in ((9.0, 2.0), (1.2, 1.0), (5.0, 1.1)):
+    for at_once_s, one_by_one_s in ((9.0, 2.0), (0.95, 1.0), (5.0, 1.1)):
         assert not tried.is_over
         tried.add(at_once_s, one_by_one_s, same=True)
 
-    assert (tried.is_over, tried.why_not) == (True, "it takes longer")
-    assert (tried.at_once_s, tried.one_by_one_s) == (1.2, 1.0)
+    assert (tried.is_over, tried.why_not) == (True, "it takes longer, or hardly less")
+    assert (tried.at_once_s, tried.one_by_one_s) == (0.95, 1.0)
 
 
 class Pooled(nn.Module):

@@ -699,9 +699,7 @@ def test_a_function_that_makes_no_optimizer_is_refused():
 def test_a_dataset_without_tuples_is_refused():
     _, session = begin([flat])
 
-    with pytest.raises(
-        ScriptError, match="need a dataset of tuples, the model's input first, got Tensor"
-    ):
+    with pytest.raises(ScriptError, match="need a dataset of tuples, the model's input first, got Tensor"):
         next(session.steps(torch.ones(8, 36), 4)).compute()
 
 
