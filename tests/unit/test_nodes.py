@@ -233,6 +233,21 @@ def test_the_first_who_proposes_decides_who_is_started_again_and_where(meet):
     assert second.begin(1).own == (2, 3)
 
 
+def test_workers_of_the_last_start_are_no_newcomers_of_this_one(meet):
+    first, second = meet(2)
+    for launcher in (first, second):
+        launcher.begin(0)
+    assert second.free_number(4) == 4
+    until(lambda: first.look().newcomers == (4,))
+
+    assert first.agree_on_restart(1, (0, 1, 2)) == second.agree_on_restart(1, (0, 1, 2)) == (0, 1, 2)
+    first.begin(1)
+    assert first.look().newcomers == (), "the second still names 3 and 4, who are no more"
+    second.begin(1)
+    assert second.free_number(5) == 5
+    assert until(lambda: first.look().newcomers) == (5,)
+
+
 def test_nobody_starts_again_before_a_lost_node_has_surely_ended_its_workers(meet):
     first, second = meet(2)
     for launcher in (first, second):

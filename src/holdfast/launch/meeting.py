@@ -32,10 +32,12 @@ class Seated:
     Args:
         seat: How many its node had before it.
         ranks: Its workers.
+        start: The start of the job that they belong to, -1 before the first.
     """
 
     seat: int
     ranks: tuple[int, ...]
+    start: int
 
 
 class Meeting:
@@ -96,14 +98,14 @@ class Meeting:
     def there(self) -> dict[int, Seated]:
         """Return who is there, by node."""
         return {
-            int(node): Seated(said["seat"], tuple(said["ranks"]))
+            int(node): Seated(said["seat"], tuple(said["ranks"]), said["start"])
             for node, text in self.store.under("node/").items()
             for said in [json.loads(text)]
         }
 
-    def hold_seat(self, ranks: Sequence[int]) -> None:
-        """Say that this launcher is there, with these workers; the others believe it as long as its lease."""
-        value = json.dumps({"seat": self._seat, "ranks": ranks})
+    def hold_seat(self, ranks: Sequence[int], start: int) -> None:
+        """Say that this launcher is there, with these workers of a start; the others believe it as long as its lease."""
+        value = json.dumps({"seat": self._seat, "ranks": ranks, "start": start})
         self.store.put(f"node/{self._me}", value, leased=True)
 
     def url(self, start: int) -> str:
@@ -232,7 +234,7 @@ class Meeting:
             seat = len(self.store.under(f"seat/{self._me}/"))
             if self._me not in self.there() and self.store.create(f"seat/{self._me}/{seat}", json.dumps(who)):
                 self._seat = seat
-                self.hold_seat(())
+                self.hold_seat((), -1)
                 return
             # Somebody is there, or was quicker, and will be seen to be there in a moment.
             self.store.wait(lambda: self.there().get(self._me), patience_s)

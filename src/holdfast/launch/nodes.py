@@ -38,7 +38,7 @@ from typing import Any
 from holdfast.errors import StoreLost
 from holdfast.events import Record
 from holdfast.launch.job import Job
-from holdfast.launch.meeting import Meeting
+from holdfast.launch.meeting import Meeting, Seated
 from holdfast.launch.telling import Telling, Told
 from holdfast.membership import Store
 from holdfast.records import Position
@@ -160,13 +160,13 @@ class Nodes:
         self._own = () if self.is_late else tuple(rank for rank, node in homes.items() if node == self._me)
         for node, other in self._others.items():
             other.ranks = tuple(rank for rank, home in homes.items() if home == node)
-        self._meeting.hold_seat(self._own)
+        self._meeting.hold_seat(self._own, self.number)
         self.launchers.delete(f"says/{self._me}/")
         self._said.clear()
         self.given_up.clear()
         living = set(homes)
         if self.is_late:
-            living.update(rank for known in self._meeting.there().values() for rank in known.ranks)
+            living.update(rank for seated in self._meeting.there().values() for rank in self._ranks(seated))
             living.difference_update(int(rank) for rank in self.launchers.under(f"gone/{number}/"))
         return Start(self._meeting.url(number), tuple(homes), self._own, tuple(sorted(living)))
 
@@ -201,7 +201,7 @@ class Nodes:
         while not self.launchers.create(f"number/{least}", str(self._me)):
             least += 1
         self._own = (*self._own, least)
-        self._meeting.hold_seat(self._own)
+        self._meeting.hold_seat(self._own, self.number)
         return least
 
     def note_slices(self, count: int) -> None:
@@ -234,10 +234,14 @@ class Nodes:
             if not known.is_lost and (now is None or now.seat != known.seat):
                 self._lose(node, known, changes)
             if now is not None and now.seat >= known.seat and not (known.is_lost and now.seat == known.seat):
-                newcomers = tuple(rank for rank in now.ranks if rank not in known.ranks)
+                newcomers = tuple(rank for rank in self._ranks(now) if rank not in known.ranks)
                 known.seat, known.ranks, known.is_lost = now.seat, (*known.ranks, *newcomers), False
                 changes.newcomers += newcomers
         return changes
+
+    def _ranks(self, seated: Seated) -> tuple[int, ...]:
+        """Return the workers of a node in this start of the job: who was slower to begin it still names those of the last."""
+        return seated.ranks if seated.start == self.number else ()
 
     def _lose(self, node: int, known: _Node, changes: Changes) -> None:
         known.is_lost = True
