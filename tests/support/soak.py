@@ -95,7 +95,7 @@ class Plan:
         if self.case[0] in SPLIT:
             return reference.SLICES
         if self.computes:
-            return random.Random(f"slices of {self.seed}").choice((8, 10, 16))
+            return random.Random(f"slices of {self.seed}").choice((4, 6, 8, 10))
         return random.Random(f"slices of {self.seed}").choice((reference.SLICES, reference.SLICES, 7, 8, 0))
 
     @property

@@ -159,14 +159,20 @@ class AtOnce:
         drawn = None if tried.is_over else generator_states()
         try:
             tried.take_shapes([slice_.inputs for slice_ in slices])
-            begun_s = self._clock.now_s()
+            begun_s = self.now_s(tried)
             self._compute(slices, forward, loss)
-            self.took_s = self._clock.now_s() - begun_s
+            self.took_s = self.now_s(tried) - begun_s
             if drawn not in (None, generator_states()):
                 tried.why_not = "it draws random numbers, others for each slice"
         except CannotSplitError as error:
             tried.why_not = str(error)
         return not tried.why_not
+
+    def now_s(self, tried: Tried) -> float:
+        """Return the time, once all is computed that was begun, where it is to be known how long it took."""
+        if not tried.is_over and self._replica.device.type != "cpu":
+            torch.accelerator.synchronize(self._replica.device)
+        return self._clock.now_s()
 
     def _compute(self, slices: Sequence[Slice], forward: Forward, loss: Loss) -> None:
         sizes = [slice_.samples for slice_ in slices]
@@ -244,13 +250,13 @@ class _Watch:
     def _note(self, layer: nn.Module, given: tuple[Any, ...], output: torch.Tensor) -> None:
         name = type(layer).__name__
         if layer in self.given:
-            msg = f"a {name} is used more than once"
+            msg = f"one {name} is used more than once"
             raise CannotSplitError(msg)
         if len(given) != 1 or len(given[0]) != self._rows or len(output) != self._rows:
-            msg = f"a {name} is given something else than a row for each sample"
+            msg = f"one {name} is given something else than a row for each sample"
             raise CannotSplitError(msg)
         if not output.requires_grad or {output.dtype, *(p.dtype for p in layer.parameters())} != {output.dtype}:
-            msg = f"a {name} gives another type of number than it has, or nothing that is trained"
+            msg = f"one {name} gives another type of number than it has, or nothing that is trained"
             raise CannotSplitError(msg)
         self.given[layer] = given[0].detach()
         self.edges[layer] = get_gradient_edge(output)
@@ -276,7 +282,10 @@ def _layers_of(model: nn.Module) -> list[nn.Module]:
     seen: set[nn.Parameter] = set()
     for name, module in model.named_modules():
         mine = [p for p in module.parameters(recurse=False) if p.requires_grad]
-        if mine and (type(module) not in GRADIENTS or getattr(module, "max_norm", None) is not None):
+        if mine and getattr(module, "max_norm", None) is not None:
+            msg = f"{name or 'the model'} changes its weights on the way forward, for max_norm"
+            raise CannotSplitError(msg)
+        if mine and type(module) not in GRADIENTS:
             msg = f"{name or 'the model'} is a {type(module).__name__}; those that are known are {', '.join(kind.__name__ for kind in GRADIENTS)}"
             raise CannotSplitError(msg)
         if seen.intersection(mine):

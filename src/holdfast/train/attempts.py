@@ -193,7 +193,7 @@ class Attempts:
         if self._at_once is None or not self._may_go_at_once(batch, numbers):
             yield ()
             return
-        tried, clock = self._at_once.tried([len(batch.slices[number]) for number in numbers]), self._world.clock
+        tried = self._at_once.tried([len(batch.slices[number]) for number in numbers])
         is_known = tried.is_over
         slices = [] if tried.why_not else self._load(batch, numbers)
         is_made = bool(slices) and self._at_once.compute(tried, slices, forward, loss)
@@ -205,10 +205,11 @@ class Attempts:
             yield numbers
             return
         copies = [[flat.clone() for flat in slice_.terms.flat] for slice_ in slices if is_made]
-        begun_s = clock.now_s()
+        begun_s = self._at_once.now_s(tried)
         yield ()
         if is_made:
-            tried.add(self._at_once.took_s, clock.now_s() - begun_s, same=all(map(has_bits, slices, copies)))
+            took_s = self._at_once.now_s(tried) - begun_s
+            tried.add(self._at_once.took_s, took_s, same=all(map(has_bits, slices, copies)))
         if tried.is_over and tried.told != tried.why_not:
             tried.told = tried.why_not
             self._scribe.slices_tried(tried)

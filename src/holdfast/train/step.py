@@ -173,7 +173,7 @@ class Step:
         Args:
             forward: The model, or a function that calls it; takes the first of what the dataset has.
             loss: Takes the output, then the rest of what the dataset has; returns the mean over the slice, a scalar, or
-                that and a dict of figures to log; see :meth:`log`.
+                that and a dict of figures to log; see :meth:`log`. Where there is ``torch.autocast``, both go into it by themselves.
 
         Raises:
             ScriptError: if it is called within the loop over the slices, or the loss is no scalar.
