@@ -47,7 +47,9 @@ def loss(output, y):
     return F.cross_entropy(output, y), {"accuracy": (output.argmax(1) == y).float().mean()}
 
 
-def train(model, *, compute=True, dataset=None, batch=32, slices=4, calls=None, of=loss, collate=None, **settings):
+def train(
+    model, *, compute=True, dataset=None, batch=32, slices=4, calls=None, of=loss, collate=None, before=None, **settings
+):
     """Train, by ``step.compute`` or by a loop; return the weights, and the figures of all steps."""
     settings = {"workers": 1, "seed": 3, "order": "fold"} | settings
     session = holdfast.Session(
@@ -56,6 +58,8 @@ def train(model, *, compute=True, dataset=None, batch=32, slices=4, calls=None, 
     figures = []
     for step in session.steps(data() if dataset is None else dataset, batch, EPOCHS, collate=collate):
         figures.append(session.metrics)
+        if before is not None:
+            before(step.number)
         if compute:
             step.compute(calls or model, of)
             continue
@@ -248,7 +252,7 @@ INSEPARABLE = {
     Places: "one Embedding is given something else than a row for each sample",
     Tied: "again shares a parameter with another layer",
     OfEight: "with all at once it raises RuntimeError: shape",
-    Hooked: "a parameter of end has a hook",
+    Hooked: "a parameter has a hook",
     Convolving: "first is a Conv1d; those that are known are Linear, LayerNorm, Embedding",
 }
 
@@ -260,6 +264,25 @@ def test_slices_go_one_by_one_where_the_bits_would_be_others(seen, make):
     assert same(got, train(made(make), compute=False))
     assert [tried.why_not.startswith(INSEPARABLE[make]) for tried in seen.tried] == [True], seen.tried
     assert seen.at_once == 0
+
+
+@pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_a_hook_that_comes_later_is_called_for_each_slice(seen, kind):
+    def train_hooked(**more):
+        model, called = made(Rows), []
+
+        def hook(step):
+            if step == TRIALS + 1:
+                getattr(model.end.weight, kind)(lambda _: called.append(step))
+
+        return train(model, before=hook, **more), called
+
+    (got, called), (expected, calls) = train_hooked(), train_hooked(compute=False)
+
+    assert same(got, expected)
+    assert seen.at_once == 1
+    assert len(called) == len(calls) == 4 * (3 * EPOCHS - TRIALS - 1)
+    assert [tried.why_not for tried in seen.tried][1:] == ["a parameter has a hook"]
 
 
 def test_without_the_comparison_the_bits_are_others(seen, monkeypatch):

@@ -179,6 +179,9 @@ class AtOnce:
         if [len(slice_.inputs[0]) for slice_ in slices] != sizes:
             msg = "what goes into the model has no row for each sample"
             raise CannotSplitError(msg)
+        if any(map(_has_hooks, self._replica.buckets.parameters)):
+            msg = "a parameter has a hook"
+            raise CannotSplitError(msg)
         with _Watch(self._layers, sum(sizes)) as watch, _script():
             outputs = forward(torch.cat([slice_.inputs[0] for slice_ in slices]))
         if not isinstance(outputs, torch.Tensor) or len(outputs) != sum(sizes):
@@ -291,13 +294,16 @@ def _layers_of(model: nn.Module) -> list[nn.Module]:
         if seen.intersection(mine):
             msg = f"{name} shares a parameter with another layer"
             raise CannotSplitError(msg)
-        if any(p._backward_hooks for p in mine):
-            msg = f"a parameter of {name} has a hook"
-            raise CannotSplitError(msg)
         seen.update(mine)
         if mine:
             layers[module] = None
     return list(layers)
+
+
+def _has_hooks(parameter: nn.Parameter) -> bool:
+    """Return whether somebody else than the buckets wants to see each gradient."""
+    hooks: Any = parameter
+    return bool(hooks._backward_hooks) or len(hooks._post_accumulate_grad_hooks or ()) > 1
 
 
 def _of_linear(layer: nn.Module, given: torch.Tensor, back: torch.Tensor, into: Into) -> None:
