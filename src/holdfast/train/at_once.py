@@ -193,7 +193,8 @@ class AtOnce:
                 value, more = loss_of(loss, output, slice_.inputs[1:])
             totals.append(self._replica.total(value, slice_.samples))
             slice_.figures = {name: figure_of(figure) for name, figure in {"loss": value, **more}.items()}
-        gradients = torch.autograd.grad(totals, [watch.edges[layer] for layer in self._layers], allow_unused=True)
+        with _script():
+            gradients = torch.autograd.grad(totals, [watch.edges[layer] for layer in self._layers], allow_unused=True)
         if any(gradient is None for gradient in gradients):
             msg = "the output of a layer has no part in the loss, or is changed in place"
             raise CannotSplitError(msg)
