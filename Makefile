@@ -11,7 +11,7 @@ PYTHON ?= $(shell for p in python3.11 python3 python3.12 python3.13 python; do \
 # One thread per worker: several workers share few cores, and the number of threads may change the bits.
 export OMP_NUM_THREADS := 1
 
-BENCHMARKS := sum step_time split protection recovery rejoin goodput scale checkpoint running injection
+BENCHMARKS := sum step_time split protection slices eager guard certificate batched recovery rejoin goodput scale checkpoint running injection
 
 # One environment a framework: what each needs does not go together.
 STUDY_PEERS := chainer tensorflow orbax
