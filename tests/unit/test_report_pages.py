@@ -1,8 +1,10 @@
 """The pages: self-contained, deterministic, and telling everything that the report says."""
 
 import dataclasses
+import functools
 import hashlib
 import itertools
+import json
 import math
 import random
 import re
@@ -468,6 +470,32 @@ def test_report_writes_the_page_of_a_demo(tmp_path):
     page = write_page(tmp_path).read_text()
 
     assert page.count("<svg") == 2
+
+
+def nested(value, path=()):
+    """Every place in a report below its first level."""
+    if isinstance(value, dict | list):
+        for key, below in value.items() if isinstance(value, dict) else enumerate(value):
+            if path:
+                yield (*path, key)
+            yield from nested(below, (*path, key))
+
+
+def test_a_report_that_was_damaged_anywhere_has_its_page_or_one_clear_line(tmp_path):
+    records, wall_s = made_up_run()
+    write_report(records, tmp_path, started=range(4), wall_s=wall_s, seed=0)
+    whole, complaints = (tmp_path / "report.json").read_text(), []
+    for place in random.Random(3).sample(list(nested(json.loads(whole))), 12):
+        damaged = json.loads(whole)
+        functools.reduce(lambda value, key: value[key], place[:-1], damaged)[place[-1]] = {"no": "thing"}
+        (tmp_path / "report.json").write_text(json.dumps(damaged))
+        try:
+            write_page(tmp_path)
+        except ConfigError as error:
+            complaints.append(str(error))
+
+    assert complaints
+    assert all("not as Holdfast writes them, " in said and said.endswith("edited, or cut?") for said in complaints)
 
 
 def test_report_of_nothing_is_a_wrong_setting(tmp_path):

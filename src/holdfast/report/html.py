@@ -96,17 +96,14 @@ def write_page(directory: Path) -> Path:
     Raises:
         ConfigError: if ``directory`` holds none of these, or damaged files.
     """
-    if (study := load_study(directory)) is not None:
-        with kept_in(directory / "figures"):
-            page = render_study(study)
-    elif (simulated := load_simulated(directory)) is not None:
-        with kept_in(directory / "figures"):
-            page = render_simulated(simulated)
-    elif (directory / "results.json").is_file():
-        results = load_results(directory)
-        page = render_demo(results, {row["name"]: load_events(directory / row["name"]) for row in results["rows"]})
-    else:
-        page = render_run(load_report(directory), load_events(directory))
+    environment()  # says what is missing
+    from jinja2 import UndefinedError
+
+    try:
+        page = _draw(directory)
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError, UndefinedError) as error:
+        msg = f"the files in {directory} are not as Holdfast writes them, {type(error).__name__}: {error}; was one of them edited, or cut?"
+        raise ConfigError(msg) from error
     path = directory / "index.html"
     try:
         path.write_text(page)
@@ -114,6 +111,20 @@ def write_page(directory: Path) -> Path:
         msg = f"cannot write {path}: {error.strerror}"
         raise ConfigError(msg) from error
     return path
+
+
+def _draw(directory: Path) -> str:
+    """Return the page of what is in ``directory``."""
+    if (study := load_study(directory)) is not None:
+        with kept_in(directory / "figures"):
+            return render_study(study)
+    if (simulated := load_simulated(directory)) is not None:
+        with kept_in(directory / "figures"):
+            return render_simulated(simulated)
+    if (directory / "results.json").is_file():
+        results = load_results(directory)
+        return render_demo(results, {row["name"]: load_events(directory / row["name"]) for row in results["rows"]})
+    return render_run(load_report(directory), load_events(directory))
 
 
 def environment() -> Environment:
