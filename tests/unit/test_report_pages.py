@@ -495,6 +495,7 @@ def test_a_report_that_was_damaged_anywhere_has_its_page_or_one_clear_line(tmp_p
             complaints.append(str(error))
 
     assert complaints
+    assert not any("ConfigError" in said for said in complaints), "said twice"
     assert all("not as Holdfast writes them, " in said and said.endswith("edited, or cut?") for said in complaints)
 
 

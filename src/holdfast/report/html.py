@@ -101,6 +101,8 @@ def write_page(directory: Path) -> Path:
 
     try:
         page = _draw(directory)
+    except ConfigError:
+        raise
     except (AttributeError, IndexError, KeyError, TypeError, ValueError, UndefinedError) as error:
         msg = f"the files in {directory} are not as Holdfast writes them, {type(error).__name__}: {error}; was one of them edited, or cut?"
         raise ConfigError(msg) from error
