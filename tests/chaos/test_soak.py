@@ -46,7 +46,9 @@ def test_a_campaign_holds_all_that_can_be_drawn(tmp_path):
         assert {one for plan in plans if plan.case[0] == model for one in plan.features} == set(features)
     assert {workers for plan in plans for _, workers in plan.scaled} == set(range(1, 9))
     assert {plan.case[0] for plan in plans if plan.scaled} == {*soak.reference.MODELS, *soak.SPLIT}
-    assert {plan.slices for plan in plans} == {4, 7, 8, 0}
+    assert {plan.slices for plan in plans if not plan.computes} == {4, 7, 8, 0}
+    assert {plan.slices for plan in plans if plan.computes} == {4, 6, 8, 10}
+    assert {plan.trained[0] for plan in plans} == {*soak.reference.MODELS, *soak.SPLIT, soak.reference.ROWS}
     assert {plan.fabric for plan in plans} == set(soak.FABRICS)
     said = {word for plan in plans for word in (*plan.options, *plan.more)}
     assert {"tree", "auto", "auto:1", "reinit", "restart", "rollback", "rebalance", "replace"} <= said

@@ -40,7 +40,6 @@ FEATURES = dict.fromkeys(reference.MODELS, reference.FEATURES) | {
         feature for feature in reference.FEATURES if feature != "ema"
     ),  # no worker has all of the weights
     "sharded": reference.FEATURES,
-    reference.ROWS: reference.FEATURES,
 }
 """What a training may have besides, by model."""
 FABRICS = ("ulfm",) * 4 + ("gloo",) * 5 + ("virtual",)
