@@ -99,6 +99,50 @@ def test_with_etcd_no_launcher_is_special_and_a_member_of_etcd_may_die_too(tmp_p
         assert {event["rank"] for event in of_kind(report, "Left")} == {2}, "the first one's launcher told no more"
 
 
+def test_with_etcd_a_job_whose_launchers_all_died_begins_anew(tmp_path):
+    """As soon as their leases are over, which say that it goes on."""
+    with contextlib.ExitStack() as ends:
+        store = ends.enter_context(etcd.Cluster(tmp_path))
+        options = {"pause": 0.3, "workers": 1, "url": store.url("a-job")}
+        cluster = ends.enter_context(Cluster(tmp_path, 2, *saves(tmp_path), "--node-timeout", "4", **options))
+        died = cluster.start_all()
+        cluster.until_step(3)
+        for launcher in died:
+            launcher.kill()
+        assert cluster.wait() == {0: -signal.SIGKILL, 1: -signal.SIGKILL}
+        assert len(store.keys("holdfast/a-job/0/launchers/node/")) == 2
+
+        cluster.pause = 0  # with another argument: the dead ones would refuse it
+        again = [cluster.start(node, "--resume") for node in range(2)]
+        codes = cluster.wait()
+
+        assert codes == {0: 0, 1: 0}, cluster.said()
+        for launcher in again:
+            assert_complete(cluster.report(launcher))
+            assert {event["rank"] for event in of_kind(cluster.report(launcher), "RunStarted")} == {0, 1}
+        assert not store.keys("holdfast/a-job/0/"), "what the dead ones left is gone"
+
+
+def test_with_etcd_what_a_launcher_was_started_with_that_is_gone_does_not_bind_the_next(tmp_path):
+    with contextlib.ExitStack() as ends:
+        store = ends.enter_context(etcd.Cluster(tmp_path))
+        options = {"pause": 0, "workers": 1, "url": store.url("a-job")}
+        cluster = ends.enter_context(Cluster(tmp_path, 2, **options))
+        cluster.pause = "0.0"
+        cluster.start(0)
+        until(lambda: store.keys("holdfast/a-job/0/launchers/node/"), "the first launcher")
+        cluster.pause = 0
+        cluster.start(1)
+        assert cluster.wait(1) == {1: 2}
+        assert "node 1 was started with ARGS ['--pause', '0'], the others with ['--pause', '0.0']" in cluster.output(1)
+        cluster.launchers[0].terminate()
+        assert cluster.wait(0) == {0: 1}
+        assert cluster.output(0) == "stopped\n"
+
+        cluster.start_all()
+        assert cluster.wait() == {0: 0, 1: 0}, cluster.said()
+
+
 @pytest.mark.soak
 def test_a_node_that_is_taken_away_leaves_and_a_whole_job_that_is_stopped_saves(tmp_path):
     with Cluster(tmp_path, 3, *saves(tmp_path), pause=0.5, workers=1) as cluster:

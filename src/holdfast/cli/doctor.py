@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import signal
 import sys
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated
 
 import typer
+
+from holdfast.cli.signals import sigterm_as_interrupt
 
 _BREAKS = 1
 _STOPPED = 4
@@ -41,14 +42,12 @@ def doctor(
     from holdfast.probe.ask import ask
     from holdfast.probe.words import checks_of, is_exact, lines_of
 
-    previous = signal.signal(signal.SIGTERM, _stop)  # so that the processes that look end with this one
     try:
-        said = ask(script, args or (), workers=workers, timeout_s=timeout)
+        with sigterm_as_interrupt():
+            said = ask(script, args or (), workers=workers, timeout_s=timeout)
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)
         return _STOPPED
-    finally:
-        signal.signal(signal.SIGTERM, previous)
     checks = checks_of(said["full"], said["brief"])
     if as_json:
         found = {"exact": is_exact(checks), "checks": [dataclasses.asdict(check) for check in checks], **said["full"]}
@@ -57,7 +56,3 @@ def doctor(
         for line in lines_of(checks):
             say(line)
     return 0 if is_exact(checks) else _BREAKS
-
-
-def _stop(*_: object) -> NoReturn:
-    raise KeyboardInterrupt

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import signal
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from holdfast.cli.signals import sigterm_as_interrupt
 
 if TYPE_CHECKING:
     from holdfast.study.rehearsal import Tried
@@ -51,20 +52,14 @@ def rehearse(
         metric=metric,
         limit_s=run_timeout,
     )
-    previous = signal.signal(signal.SIGTERM, _stop)
     try:
-        tried = tried_by(this, lambda line: print(f"rehearsal: {line}", file=sys.stderr, flush=True))
+        with sigterm_as_interrupt():
+            tried = tried_by(this, lambda line: print(f"rehearsal: {line}", file=sys.stderr, flush=True))
     except KeyboardInterrupt:
         print("stopped; what was rehearsed is not kept", file=sys.stderr)
         return _STOPPED
-    finally:
-        signal.signal(signal.SIGTERM, previous)
     _show(tried, as_json=as_json)
     return 0
-
-
-def _stop(*_: object) -> NoReturn:
-    raise KeyboardInterrupt
 
 
 def _show(tried: list[Tried], *, as_json: bool) -> None:

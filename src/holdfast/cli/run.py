@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from holdfast.cli.signals import sigterm_as_interrupt
 from holdfast.errors import ConfigError
 from holdfast.settings import (
     BATCHES,
@@ -325,7 +326,12 @@ def run(
         page=page,
     )
     _check_baseline(baseline, job.report_dir)
-    outcome = launch(job, make_view(sys.stderr if as_json else sys.stdout))
+    try:
+        with sigterm_as_interrupt():
+            outcome = launch(job, make_view(sys.stderr if as_json else sys.stdout))
+    except KeyboardInterrupt:  # before the job begins; later it takes signals itself
+        print("stopped", file=sys.stderr)
+        return 1
     if baseline is not None and job.report_dir is not None and outcome.report["outcome"] == "done":
         _add_cost(outcome.report, job.report_dir, baseline)
     _show(outcome, job.report_dir, as_json=as_json)

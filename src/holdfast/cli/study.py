@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import signal
 import sys
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any
 
 import typer
 
+from holdfast.cli.signals import sigterm_as_interrupt
 from holdfast.errors import ConfigError
 
 _STOPPED = 4
@@ -61,20 +61,14 @@ def study(
         repetitions=repetitions,
         model=network,
     )
-    previous = signal.signal(signal.SIGTERM, _stop)
     try:
-        results = carry_out(STUDIES[name], options, lambda line: print(line, file=sys.stderr, flush=True))
+        with sigterm_as_interrupt():
+            results = carry_out(STUDIES[name], options, lambda line: print(line, file=sys.stderr, flush=True))
     except KeyboardInterrupt:
         print(_stopped(options.out), file=sys.stderr)
         return _STOPPED
-    finally:
-        signal.signal(signal.SIGTERM, previous)
     _show(results, options.out, as_json=as_json)
     return 0
-
-
-def _stop(*_: object) -> NoReturn:
-    raise KeyboardInterrupt
 
 
 def _stopped(out: Path) -> str:

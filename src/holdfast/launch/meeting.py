@@ -164,21 +164,40 @@ class Meeting:
         return open_store(f"{self._url}/{run}/{part}", self.token, lease_s=self._lease_s)
 
     def _find_run(self) -> int:
-        """Return the number of the run that goes on, or begins; it is over when it had begun and nobody is there."""
+        """Return the number of the run that goes on, or begins."""
         runs = self._enter()
         try:
             while True:
                 runs.create("0", "")
                 newest = runs.wait(lambda: max((int(number) for number in runs.under("")), default=None))
                 assert newest is not None
-                with contextlib.closing(self._open(newest, "launchers")) as old:
-                    if old.get("start/0") is None or old.under("node/"):
+                with contextlib.closing(self._open(newest, "launchers")) as launchers:
+                    if not self._is_over(launchers):
                         return newest
-                    if runs.create(str(newest + 1), ""):
-                        for part in {key.partition("/")[0] for key in old.under("")}:
-                            old.delete(f"{part}/")
+                if runs.create(str(newest + 1), ""):
+                    self._clear(newest)
         finally:
             runs.close()
+
+    def _is_over(self, launchers: Store) -> bool:
+        """Return whether nobody is left in a run that had begun, or in one of launchers unlike this one."""
+        if not self._url.startswith("etcd://"):
+            return False  # a hub ends with its run
+        if launchers.get("start/0") is not None:  # leases of a run that has just died are left for a while
+            told = launchers.under("told/")
+            launchers.wait(
+                lambda: not launchers.under("node/") or launchers.under("told/") != told or None, 2 * self._lease_s
+            )
+        elif launchers.get("about") not in (None, json.dumps(self._alike())):  # who says so is there in a moment
+            launchers.wait(lambda: launchers.under("node/") or None, _RETRY_S)
+        else:
+            return False
+        return not launchers.under("node/")
+
+    def _clear(self, run: int) -> None:
+        """Remove what a run that is over has left."""
+        with contextlib.closing(open_store(self._url, self.token, lease_s=self._lease_s)) as runs:
+            runs.delete(f"{run}/")
 
     def _enter(self) -> Store:
         """Open the store; a launcher may be there before the one that hosts it."""
@@ -195,9 +214,10 @@ class Meeting:
 
     # -- coming together
 
-    def _check_alike(self) -> None:
+    def _alike(self) -> dict[str, Any]:
+        """Return what all launchers are to be started with."""
         job, settings = self._job, self._job.settings
-        alike = {
+        return {
             "--nnodes": job.nnodes,
             "-n": settings.workers,
             "--spares": settings.spares,
@@ -218,6 +238,9 @@ class Meeting:
             "ARGS": list(job.args),
             "a script with the digest": xxhash.xxh3_64_hexdigest(job.script.read_bytes()),
         }
+
+    def _check_alike(self) -> None:
+        alike = self._alike()
         self.store.create("about", json.dumps(alike))
         theirs = self.read("about")
         for name, value in alike.items():
