@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.utils import prune
 from torch.utils.data import TensorDataset
 
 import holdfast
@@ -240,14 +241,31 @@ class Renorming(Rows):
         return super().forward(x + self.more(torch.zeros(x.shape[:2], dtype=torch.int64)))
 
 
+class Reusing(Rows):
+    """A way from a layer's weights to the loss that is not the layer's, though nothing comes by it."""
+
+    def forward(self, x):
+        return super().forward(x) + 0.0 * self.end.weight.sum()
+
+
+class Pruned(Rows):
+    """Its weights are made of others on the way forward, in a layer of the same class."""
+
+    def __init__(self):
+        super().__init__()
+        prune.l1_unstructured(self.end, "weight", 0.5)
+
+
 INSEPARABLE = {
+    Reusing: "a parameter has a part in the loss besides its layer's",
     Renorming: "more changes its weights on the way forward, for max_norm",
     Mixing: "the bits are others",
     Counting: "the bits are others",
     Dropping: "it draws random numbers",
     Twice: "one LayerNorm is used more than once",
     Unused: "not every layer is used",
-    ForNothing: "the output of a layer has no part in the loss",
+    ForNothing: "what has a part in the loss is not what was to be trained at first",
+    Pruned: "one Linear has weight_orig in the place of a weight and a bias",
     InPlace: "the output of a layer has no part in the loss, or is changed in place",
     Places: "one Embedding is given something else than a row for each sample",
     Tied: "again shares a parameter with another layer",
@@ -283,6 +301,70 @@ def test_a_hook_that_comes_later_is_called_for_each_slice(seen, kind):
     assert seen.at_once == 1
     assert len(called) == len(calls) == 4 * (3 * EPOCHS - TRIALS - 1)
     assert [tried.why_not for tried in seen.tried][1:] == ["a parameter has a hook"]
+
+
+def freeze(model):
+    model.middle.weight.requires_grad_(False)
+
+
+def prune_half(model):
+    prune.l1_unstructured(model.end, "weight", 0.5)
+
+
+def drop_more(model):
+    model.rate = 0.3
+
+
+class Rising(Rows):
+    """Dropout that draws nothing as long as its rate is 0."""
+
+    rate = 0.0
+
+    def forward(self, x):
+        return super().forward(F.dropout(x, self.rate))
+
+
+LATER = {
+    freeze: "what has a part in the loss is not what was to be trained at first",
+    prune_half: "one Linear has weight_orig in the place of a weight and a bias",
+    drop_more: "it draws random numbers",
+}
+
+
+@pytest.mark.parametrize("change", LATER)
+def test_what_changes_after_the_trial_is_seen(seen, change):
+    def train_changed(**more):
+        model = made(Rising)
+        return train(model, before=lambda step: change(model) if step == TRIALS + 1 else None, **more)[1]
+
+    got = train_changed()
+
+    assert got == train_changed(compute=False)
+    assert got != train(made(Rising))[1]
+    assert seen.at_once == 1 + 3 * EPOCHS - TRIALS, "the one of the step before it, and all that did not change"
+    assert seen.tried[1].why_not.startswith(LATER[change])
+
+
+def test_a_penalty_that_begins_later_counts(seen):
+    """The trial has not seen it; gradients of layers alone would leave it out."""
+
+    def train_held(**more):
+        model, now = made(Rows), []
+
+        def of(output, y):
+            value, figures = loss(output, y)
+            if now[-1] > TRIALS:
+                value = value + 0.1 * model.end.weight.square().sum()
+            return value, figures
+
+        return train(model, of=of, before=now.append, **more)
+
+    got = train_held()
+
+    assert same(got, train_held(compute=False))
+    assert not same(got, train(made(Rows)))
+    assert seen.at_once == 1 + 3 * EPOCHS - TRIALS, "the one of the step before it, and all without a penalty"
+    assert "besides its layer's" in seen.tried[1].why_not
 
 
 def test_without_the_comparison_the_bits_are_others(seen, monkeypatch):

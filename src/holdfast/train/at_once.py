@@ -12,7 +12,8 @@ Weights are read once for all slices instead of once for each, and a gradient is
 output has a row for each sample, which no other sample has a part in; but whether it has the same *bits* among more rows
 depends on the kernels: a library may cut a product of matrices otherwise when one of them is longer. Nobody can know that
 without looking. So the first steps of each shape are computed in both ways, everything that a slice gives to the sums is
-compared bit by bit, and slices go at once only where all were the same, and that took clearly less.
+compared bit by bit, and slices go at once only where all were the same, and that took clearly less. What may change later without
+the kernels having a part in it is looked at in every step: what is trained and by which ways, and whether anything is drawn.
 
 What is summed is the same bits either way, so every worker decides for itself, and nobody needs to be told.
 """
@@ -20,13 +21,14 @@ What is summed is the same bits either way, so every worker decides for itself, 
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from holdfast.clock import Clock
 from holdfast.train.gradients import Terms
@@ -39,6 +41,8 @@ TRIALS = 3
 WORTH = 0.9
 """Of the time that they take one by one: what is around the passes, and was not timed, takes some of the rest."""
 
+Own = tuple[nn.Parameter, nn.Parameter | None]
+"""The weight and the bias of a layer."""
 Into = Mapping[nn.Parameter, torch.Tensor]
 """Where the gradient of each parameter goes that has one."""
 
@@ -130,10 +134,12 @@ class AtOnce:
         self.took_s = 0.0
         """The last pass."""
         self._tried: dict[object, Tried] = {}
-        self._layers: list[nn.Module] = []
+        self._layers: dict[nn.Module, Own] = {}
+        self._trained: set[nn.Parameter] = set()
         self._why_not = ""
         try:
             self._layers = _layers_of(replica.model)
+            self._trained = {p for own in self._layers.values() for p in own if p is not None and p.requires_grad}
         except CannotSplitError as error:
             self._why_not = str(error)
 
@@ -156,13 +162,14 @@ class AtOnce:
         Returns:
             Whether that was possible; if not, ``tried`` knows why.
         """
-        drawn = None if tried.is_over else generator_states()
+        look = self._torch_states if tried.is_over else generator_states
+        drawn = look()
         try:
             tried.take_shapes([slice_.inputs for slice_ in slices])
             begun_s = self.now_s(tried)
             self._compute(slices, forward, loss)
             self.took_s = self.now_s(tried) - begun_s
-            if drawn not in (None, generator_states()):
+            if look() != drawn:
                 tried.why_not = "it draws random numbers, others for each slice"
         except CannotSplitError as error:
             tried.why_not = str(error)
@@ -173,6 +180,29 @@ class AtOnce:
         if not tried.is_over and self._replica.device.type != "cpu":
             torch.accelerator.synchronize(self._replica.device)
         return self._clock.now_s()
+
+    def _torch_states(self) -> list[bytes]:
+        """Return where torch's generators are: dropout begins to draw when its rate is no longer 0, which may be long after the trial."""
+        states = [torch.get_rng_state()]
+        if self._replica.device.type == "cuda":
+            states.append(torch.cuda.get_rng_state(self._replica.device))
+        return [state.numpy().tobytes() for state in states]
+
+    def _check_ways(self, totals: Sequence[torch.Tensor]) -> None:
+        """See that what is trained comes into the losses by its layer alone, whose gradient is all that is taken here.
+
+        In every step, which takes microseconds: a penalty may begin, or weigh more than nothing, long after the trial.
+
+        Raises:
+            CannotSplitError: if not.
+        """
+        ways = _ways(totals)
+        if any(times > 1 for times in ways.values()):
+            msg = "a parameter has a part in the loss besides its layer's, as in a penalty"
+            raise CannotSplitError(msg)
+        if {getattr(node, "variable", None) for node in ways} != self._trained:
+            msg = "what has a part in the loss is not what was to be trained at first"
+            raise CannotSplitError(msg)
 
     def _compute(self, slices: Sequence[Slice], forward: Forward, loss: Loss) -> None:
         sizes = [slice_.samples for slice_ in slices]
@@ -193,13 +223,14 @@ class AtOnce:
                 value, more = loss_of(loss, output, slice_.inputs[1:])
             totals.append(self._replica.total(value, slice_.samples))
             slice_.figures = {name: figure_of(figure) for name, figure in {"loss": value, **more}.items()}
+        self._check_ways(totals)
         with _script():
             gradients = torch.autograd.grad(totals, [watch.edges[layer] for layer in self._layers], allow_unused=True)
         if any(gradient is None for gradient in gradients):
             msg = "the output of a layer has no part in the loss, or is changed in place"
             raise CannotSplitError(msg)
         places = [dict(self._replica.buckets.by_parameter(slice_.terms)) for slice_ in slices]
-        with torch.no_grad():
+        with torch.no_grad(), _script():
             for layer, gradient in zip(self._layers, gradients, strict=True):
                 given = watch.given[layer].split(sizes)
                 for part, back, into in zip(given, gradient.split(sizes), places, strict=True):
@@ -208,6 +239,20 @@ class AtOnce:
             for parameter, written in into.items():
                 parameter.grad = written
             self._replica.put(slice_.terms, slice_.figures, slice_.samples)
+
+
+def _own_of(layer: nn.Module) -> Own:
+    """Return the weight and the bias of a layer.
+
+    Raises:
+        CannotSplitError: if it has others, as where one is made of something else on the way forward.
+    """
+    own = dict(layer.named_parameters(recurse=False))
+    weight, bias = own.pop("weight", None), own.pop("bias", None)
+    if own or weight is None:
+        msg = f"one {type(layer).__name__} has {', '.join(own) or 'nothing'} in the place of a weight and a bias"
+        raise CannotSplitError(msg)
+    return weight, bias
 
 
 def has_bits(slice_: Slice, copies: Sequence[torch.Tensor]) -> bool:
@@ -232,6 +277,23 @@ def _script() -> Iterator[None]:
         raise CannotSplitError(msg) from error
 
 
+def _ways(totals: Sequence[torch.Tensor]) -> Counter[Node]:
+    """Return how often one comes by each thing that is trained on the way back."""
+    nodes: list[Node] = [total.grad_fn for total in totals if total.grad_fn is not None]
+    seen = set(nodes)
+    ways: Counter[Node] = Counter()
+    while nodes:
+        for node, _ in nodes.pop().next_functions:
+            if node is None or node in seen:
+                continue
+            if node.next_functions:
+                seen.add(node)
+                nodes.append(node)
+            else:
+                ways[node] += 1
+    return ways
+
+
 class _Watch:
     """Notes what goes into layers and what comes out, while a forward pass is within it.
 
@@ -240,7 +302,7 @@ class _Watch:
         rows: Of what goes in: one for each sample.
     """
 
-    def __init__(self, layers: Sequence[nn.Module], rows: int) -> None:
+    def __init__(self, layers: Mapping[nn.Module, Own], rows: int) -> None:
         self._layers = layers
         self._rows = rows
         self.given: dict[nn.Module, torch.Tensor] = {}
@@ -255,6 +317,9 @@ class _Watch:
         name = type(layer).__name__
         if layer in self.given:
             msg = f"one {name} is used more than once"
+            raise CannotSplitError(msg)
+        if any(now is not before for now, before in zip(_own_of(layer), self._layers[layer], strict=True)):
+            msg = f"one {name} has got another weight or bias"
             raise CannotSplitError(msg)
         if len(given) != 1 or len(given[0]) != self._rows or len(output) != self._rows:
             msg = f"one {name} is given something else than a row for each sample"
@@ -276,13 +341,13 @@ class _Watch:
 # -- layers
 
 
-def _layers_of(model: nn.Module) -> list[nn.Module]:
-    """Return the layers that have parameters to train.
+def _layers_of(model: nn.Module) -> dict[nn.Module, Own]:
+    """Return the layers that have parameters to train, with what they have.
 
     Raises:
         CannotSplitError: if one of them is of another kind than those of :data:`GRADIENTS`, or shares a parameter.
     """
-    layers: dict[nn.Module, None] = {}
+    layers: dict[nn.Module, Own] = {}
     seen: set[nn.Parameter] = set()
     for name, module in model.named_modules():
         mine = [p for p in module.parameters(recurse=False) if p.requires_grad]
@@ -297,8 +362,8 @@ def _layers_of(model: nn.Module) -> list[nn.Module]:
             raise CannotSplitError(msg)
         seen.update(mine)
         if mine:
-            layers[module] = None
-    return list(layers)
+            layers[module] = _own_of(module)
+    return layers
 
 
 def _has_hooks(parameter: nn.Parameter) -> bool:
@@ -309,29 +374,29 @@ def _has_hooks(parameter: nn.Parameter) -> bool:
 
 def _of_linear(layer: nn.Module, given: torch.Tensor, back: torch.Tensor, into: Into) -> None:
     assert isinstance(layer, nn.Linear)
-    weight, *bias = layer.parameters()
+    weight, bias = _own_of(layer)
     given, back = given.flatten(0, -2), back.flatten(0, -2)
     if weight in into:
         torch.mm(back.t(), given, out=into[weight])
-    if bias and bias[0] in into:
-        torch.sum(back, 0, out=into[bias[0]])
+    if bias is not None and bias in into:
+        torch.sum(back, 0, out=into[bias])
 
 
 def _of_layer_norm(layer: nn.Module, given: torch.Tensor, back: torch.Tensor, into: Into) -> None:
     assert isinstance(layer, nn.LayerNorm)
     shape = list(layer.normalized_shape)
     _, mean, rstd = torch.ops.aten.native_layer_norm(given, shape, layer.weight, layer.bias, layer.eps)
-    own = list(layer.parameters())
-    masks = [False, *(parameter in into for parameter in own), False][:3]
+    own = _own_of(layer)
+    masks = [False, *(parameter in into for parameter in own)]
     made = torch.ops.aten.native_layer_norm_backward(back, given, shape, mean, rstd, layer.weight, layer.bias, masks)
-    for parameter, gradient in zip(own, made[1:], strict=False):
-        if parameter in into:
+    for parameter, gradient in zip(own, made[1:], strict=True):
+        if parameter is not None and parameter in into:
             into[parameter].copy_(gradient)
 
 
 def _of_embedding(layer: nn.Module, given: torch.Tensor, back: torch.Tensor, into: Into) -> None:
     assert isinstance(layer, nn.Embedding)
-    (weight,) = layer.parameters()
+    weight, _ = _own_of(layer)
     padding = -1 if layer.padding_idx is None else layer.padding_idx
     made = torch.ops.aten.embedding_dense_backward(back, given, layer.num_embeddings, padding, layer.scale_grad_by_freq)
     into[weight].copy_(made)
