@@ -1,16 +1,20 @@
 """Writing records down, and the beacon that tells where a worker was when it died.
 
 Each worker appends to a file of its own with one ``write`` a line, so that a SIGKILL loses nothing
-that was written and tears no line (the page cache outlives the process). The beacon is a small
+that was written and tears no line (the page cache outlives the process); only a full disk tears one. The beacon is a small
 memory-mapped file: saying "I am at slice 3 of step 20" costs a store, no system call.
 """
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import errno
 import json
 import mmap
 import os
 import struct
+import sys
 import threading
 import time
 from collections import deque
@@ -21,13 +25,38 @@ from statistics import median
 from typing import Any, Protocol
 
 from holdfast.errors import ConfigError
-from holdfast.events import Record, record_from_dict, record_to_dict
+from holdfast.events import Record, StateHashed, StepCommitted, record_from_dict, record_to_dict
+
+_RESERVE_BYTES = 1 << 14
+"""Room that each file of records keeps for lines that must not be lost; a recovery writes some 300 bytes."""
+_MANY = (StepCommitted, StateHashed)
+"""Records of each step."""
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_LIBC.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+_KEEP_SIZE = 1
+_CANNOT_RESERVE = (errno.EOPNOTSUPP, errno.ENOSYS)
 
 _COMPUTED_STEPS = 15
 """What a worker takes to compute is the median over so many steps: one that held an evaluation does not count."""
 
-PHASES = ("start", "forward", "backward", "allreduce", "optimizer", "recovery", "checkpoint", "gate", "script")
-"""Where a worker can be. ``script``: outside the training loop, before it or after."""
+PHASES = (
+    "start",
+    "forward",
+    "backward",
+    "allreduce",
+    "optimizer",
+    "recovery",
+    "checkpoint",
+    "gate",
+    "script",
+    "launch",
+    "connect",
+)
+"""Where a worker can be. ``launch``: it imports, and runs the script, before it asks for the others. ``connect``: it waits until
+they have asked, too. ``start``: it is connected. ``script``: outside the training loop, between two or after."""
+
+UNCONNECTED = ("launch", "connect")
+"""Phases before a worker is connected with the others."""
 
 
 class Recorder(Protocol):
@@ -46,31 +75,88 @@ class NoRecorder:
 
 
 class FileRecorder:
-    """Appends JSON lines to ``path``.
+    """Appends JSON lines to ``path``. A full disk is no reason to stop training: what cannot be written is dropped.
+
+    Room is reserved ahead of the end of the file, so that a disk that fills up costs lines about steps, of which there are many,
+    and not those about failures and the end of a worker, on which the launcher acts.
 
     Raises:
         ConfigError: if the file cannot be opened.
     """
 
     def __init__(self, path: Path) -> None:
+        self._path = path
+        self._warned = False
+        self._torn = False
         try:
             self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
         except OSError as error:
             msg = f"cannot write records to {path}: {error.strerror}"
             raise ConfigError(msg) from error
+        self._reserved = self._size = os.fstat(self._file).st_size
+        with contextlib.suppress(OSError):  # the first record meets the same error, and says so
+            self._reserve(0)
 
     def write(self, record: Record) -> None:
-        """Append one line."""
-        os.write(self._file, (json.dumps(record_to_dict(record)) + "\n").encode())
+        """Append one line; if it cannot be written, say so once and drop it."""
+        line = (json.dumps(record_to_dict(record)) + "\n").encode()
+        try:
+            if isinstance(record, _MANY):
+                self._reserve(len(line))
+            self._append(line)
+        except OSError as error:
+            self._warn(error)
+
+    def _append(self, line: bytes) -> None:
+        if self._torn:
+            line = b"\n" + line
+        written = os.write(self._file, line)
+        self._size += written
+        self._torn = written < len(line)
+        if self._torn:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def _reserve(self, size: int) -> None:
+        """Keep :data:`_RESERVE_BYTES` for this file beyond ``size`` more bytes, without making it longer.
+
+        Raises:
+            OSError: if the disk is full.
+        """
+        if self._size + size + _RESERVE_BYTES <= self._reserved:
+            return
+        wanted = self._size + size + 2 * _RESERVE_BYTES
+        if _LIBC.fallocate(self._file, _KEEP_SIZE, 0, wanted):
+            error = ctypes.get_errno()
+            if error not in _CANNOT_RESERVE:
+                raise OSError(error, os.strerror(error))
+        self._reserved = wanted
+
+    def _warn(self, error: OSError) -> None:
+        if self._warned:
+            return
+        self._warned = True
+        with contextlib.suppress(OSError):  # standard error may go to the same disk
+            sys.stderr.write(
+                f"holdfast: cannot write records to {self._path}: {error.strerror}; training continues, "
+                "and the report will lack what was not written\n"
+            )
+            sys.stderr.flush()
 
 
 def read_records(path: Path) -> Iterator[Record]:
-    """Yield the records of one file; a torn last line ends it."""
+    """Yield the records of one file; a line that is not a record, such as half a one, is left out."""
     with path.open("rb") as lines:
         for line in lines:
-            if not line.endswith(b"\n"):
-                return
-            yield record_from_dict(json.loads(line))
+            if line.endswith(b"\n") and (record := parse_record(line)) is not None:
+                yield record
+
+
+def parse_record(line: bytes) -> Record | None:
+    """Return the record that a line holds, None if it holds none: it was cut short by a full disk, or altered."""
+    try:
+        return _checked(record_from_dict(json.loads(line)))
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return None
 
 
 def load_events(directory: Path) -> list[Record]:
@@ -259,6 +345,36 @@ class Pulse:
         while True:
             time.sleep(self._every_s)
             self._beacon.pulse()
+
+
+_of_process: dict[Path, Beacon] = {}
+
+
+def show_life(path: Path, pulse_every_s: float) -> None:
+    """Make the beacon of this process before anything else of it runs, so that a worker that starts can be told from a stuck one.
+
+    Args:
+        path: Where it goes, as of :func:`beacon_path`.
+        pulse_every_s: How often it pulses, seconds; 0: never.
+    """
+    beacon = _of_process[path] = Beacon(path)
+    beacon.mark("launch", -1)
+    if pulse_every_s:
+        Pulse(beacon, pulse_every_s)
+
+
+def say_connecting() -> None:
+    """Say that this process waits for the others to connect with it, if it has a beacon."""
+    for beacon in _of_process.values():
+        beacon.mark("connect", -1)
+
+
+def connected_beacon(run_dir: Path, rank: int) -> Beacon:
+    """Return the beacon of a worker that is connected: the one that :func:`show_life` made, or a new one."""
+    path = beacon_path(run_dir, rank)
+    beacon = _of_process.get(path) or Beacon(path)
+    beacon.mark("start", -1)
+    return beacon
 
 
 class NoBeacon:

@@ -56,6 +56,8 @@ FIRM = "HOLDFAST_FIRM"
 
 _SHORTEST_HANG_S = 0.1
 """A beacon pulses ten times in a second: whoever is looked at more closely seems to have stopped between two pulses."""
+_SHORTEST_START_S = 1.0
+"""Python alone takes a tenth of a second to start."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,6 +149,8 @@ class Settings:
     """Mean time between failures of the whole job that is believed in until failures are seen; for ``checkpoint_auto``."""
     hang_timeout_s: float = 30.0
     """A worker that has given no sign for so long, or for three times as long as ever before, is ended; 0 ends none."""
+    start_timeout_s: float = 120.0
+    """A worker that has not connected with the others for so long, or for three times as long as others took, is ended; 0 ends none."""
     stop_after: int = -1
     """Stop, with the state saved, when this step is committed; -1: when the script ends."""
     resume: bool = False
@@ -187,6 +191,9 @@ class Settings:
             raise ConfigError(msg)
         if self.hang_timeout_s != 0 and not _SHORTEST_HANG_S <= self.hang_timeout_s < math.inf:
             msg = f"hang_timeout_s must be at least {_SHORTEST_HANG_S:g} seconds and finite, or 0 for never, got {self.hang_timeout_s:g}"
+            raise ConfigError(msg)
+        if self.start_timeout_s != 0 and not _SHORTEST_START_S <= self.start_timeout_s < math.inf:
+            msg = f"start_timeout_s must be at least {_SHORTEST_START_S:g} second and finite, or 0 for never, got {self.start_timeout_s:g}"
             raise ConfigError(msg)
         self._check_mirrors()
         if self.guard_sums and self.guard == "off":
@@ -251,6 +258,11 @@ class Settings:
             for field in dataclasses.fields(self)
             if (value := getattr(self, field.name)) != field.default
         }
+
+    @property
+    def pulse_every_s(self) -> float:
+        """How often a worker shows that its interpreter runs, seconds: ten times in the shorter timeout; 0: never."""
+        return min((limit for limit in (self.hang_timeout_s, self.start_timeout_s) if limit), default=0.0) / 10
 
 
 def losses_of(text: str, name: str) -> int:

@@ -428,3 +428,56 @@ def test_who_left_does_not_speak_for_those_that_were_lost_after(judge):
         judge.hear(ended(rank, -9))
 
     assert isinstance(judge.verdict(1.0, running=True), Lost)
+
+
+@pytest.fixture
+def beginning():
+    judge = Judge("train.py", all_connect=True)
+    judge.begin((0, 1, 2))
+    judge.connect([0])
+    return judge
+
+
+def test_a_death_before_all_are_connected_loses_the_start_where_a_fabric_connects_all_or_none(beginning):
+    beginning.hear(ended(1, -9))
+
+    assert beginning.verdict(1.0, running=True) == Lost(
+        "rank 1 was killed by SIGKILL before all workers were connected"
+    )
+    assert beginning.ranks_left() == (0, 2)
+
+
+def test_a_death_once_the_survivors_are_connected_is_one_to_recover_from(beginning):
+    beginning.connect([1, 2])
+    beginning.hear(ended(1, -9))
+
+    assert beginning.verdict(1.0, running=True) is None
+
+
+def test_other_fabrics_begin_without_a_worker_that_died():
+    judge = Judge("train.py")
+    judge.begin((0, 1, 2))
+    judge.hear(ended(1, -9))
+
+    assert judge.verdict(1.0, running=True) is None
+
+
+def test_an_exception_before_all_are_connected_is_a_bug_of_the_script(beginning):
+    beginning.hear(failed(1))
+    beginning.hear(ended(1, 1))
+
+    assert isinstance(beginning.verdict(1.0, running=True), Broken)
+
+
+def test_a_start_that_is_given_up_is_lost_without_the_workers_to_blame(beginning):
+    beginning.give_up("rank 2 has not started for 120.0 s", [2])
+
+    assert beginning.verdict(1.0, running=True) == Lost("rank 2 has not started for 120.0 s")
+    assert beginning.ranks_left() == (0, 1)
+
+
+def test_an_mpirun_that_is_killed_before_a_worker_began_is_no_reason_to_give_up(beginning):
+    verdict = beginning.verdict(1.0, running=False, crash="mpirun was killed by SIGKILL")
+
+    assert verdict == Lost("mpirun was killed by SIGKILL")
+    assert isinstance(beginning.verdict(1.0, running=False), Broken)

@@ -1,14 +1,16 @@
-"""The beacon: what a worker says of itself without a word, and the pulse of its interpreter."""
+"""The beacon, the pulse of an interpreter, and records on a full disk."""
 
 import subprocess
 import sys
 import time
 
 import pytest
+from small_disk import fill, small_disk
 
 from holdfast.comm.waiting import Waiting
+from holdfast.events import FailureSeen, StepCommitted
 from holdfast.faults.plan import Fault
-from holdfast.records import PHASES, Beacon, NoBeacon, Position, Pulse
+from holdfast.records import PHASES, Beacon, FileRecorder, NoBeacon, Position, Pulse, read_records
 
 DEADLINE_S = 30.0
 
@@ -206,3 +208,51 @@ def test_recoveries_in_vain_are_counted_until_members_change_or_a_step_is_applie
         counted.append(Beacon.read(tmp_path / "beacon").in_vain)
 
     assert counted == [1, 2, 0, 1, 2, 2, 0, 1]
+
+
+def committed(step):
+    return StepCommitted(t_s=1.0, rank=0, step=step, epoch=0, samples=4, workers=2, metrics={})
+
+
+def seen(step):
+    return FailureSeen(t_s=1.0, rank=0, step=step, phase="allreduce")
+
+
+def test_a_full_disk_costs_records_of_steps_but_none_of_a_failure(tmp_path, capsys):
+    with small_disk(tmp_path / "disk") as disk:
+        recorder = FileRecorder(disk / "records.jsonl")
+        recorder.write(committed(0))
+        filler = fill(disk)
+
+        for step in range(1, 1000):
+            recorder.write(committed(step))
+        for step in range(50):
+            recorder.write(seen(step))
+        filler.unlink()
+        recorder.write(committed(1000))
+
+        records = list(read_records(disk / "records.jsonl"))
+    steps = [record.step for record in records if isinstance(record, StepCommitted)]
+    assert steps[0] == 0
+    assert steps[-1] == 1000
+    assert steps == sorted(steps)
+    assert len(steps) < 1000, "the disk was not full"
+    assert [record.step for record in records if isinstance(record, FailureSeen)] == list(range(50))
+    (warning,) = capsys.readouterr().err.splitlines()
+    assert "cannot write records to" in warning
+    assert "No space left on device; training continues" in warning
+
+
+def test_a_line_that_a_full_disk_cut_short_is_skipped_and_the_next_one_is_whole(tmp_path):
+    with small_disk(tmp_path / "disk") as disk:
+        recorder = FileRecorder(disk / "records.jsonl")
+        filler = fill(disk)
+        for step in range(2000):  # more than is reserved
+            recorder.write(seen(step))
+        filler.unlink()
+        recorder.write(seen(2000))
+
+        text = (disk / "records.jsonl").read_bytes()
+        steps = [record.step for record in read_records(disk / "records.jsonl")]
+    assert steps == [*range(len(steps) - 1), 2000]
+    assert len(text.splitlines()) in (len(steps), len(steps) + 1)

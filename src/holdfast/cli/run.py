@@ -169,6 +169,13 @@ def run(
         float | None,
         typer.Option(metavar="SECONDS", help="End a worker that gives no sign for so long [30]; 0: never."),
     ] = None,
+    start_timeout: Annotated[
+        float | None,
+        typer.Option(
+            metavar="SECONDS",
+            help="End a worker that keeps the others waiting for so long at the start [120]; 0: never.",
+        ),
+    ] = None,
     stragglers: Annotated[
         str, typer.Option(metavar="ignore|warn|rebalance|replace", help="What to do about slow workers.")
     ] = "warn",
@@ -288,6 +295,7 @@ def run(
         keep_every=keep_every,
         mtbf_s=expected_mtbf,
         hang_timeout_s=hang_timeout,
+        start_timeout_s=start_timeout,
         stop_after=stop_after,
         resume=resume or None,
     )
@@ -332,9 +340,14 @@ def run(
     except KeyboardInterrupt:  # before the job begins; later it takes signals itself
         print("stopped", file=sys.stderr)
         return 1
-    if baseline is not None and job.report_dir is not None and outcome.report["outcome"] == "done":
+    if (
+        baseline is not None
+        and job.report_dir is not None
+        and outcome.is_reported
+        and outcome.report["outcome"] == "done"
+    ):
         _add_cost(outcome.report, job.report_dir, baseline)
-    _show(outcome, job.report_dir, as_json=as_json)
+    _show(outcome, job.report_dir if outcome.is_reported else None, as_json=as_json)
     return outcome.exit_code
 
 
@@ -477,10 +490,9 @@ def _add_cost(report: dict[str, Any], report_dir: Path, baseline: Path) -> None:
 
     try:
         report["iteration_cost"] = cost_against(report_dir, baseline)
+        save_report(report, report_dir)
     except ConfigError as error:
         print(f"holdfast: not compared: {error}", file=sys.stderr)
-        return
-    save_report(report, report_dir)
 
 
 def _show(outcome: Outcome, report_dir: Path | None, *, as_json: bool) -> None:

@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 import torch
@@ -88,9 +88,12 @@ class UlfmCommunicator(FixedMembership):
 
     def __init__(self, ranks: Sequence[int] | None = None) -> None:
         self._mpi = _load_mpi()
-        self._comm: MPI.Comm = self._mpi.COMM_WORLD.Dup()
-        self._comm.Set_errhandler(self._mpi.ERRORS_RETURN)
         self._mpi.COMM_WORLD.Set_errhandler(self._mpi.ERRORS_RETURN)
+        try:
+            self._comm: MPI.Comm = self._mpi.COMM_WORLD.Dup()
+        except self._mpi.Exception as error:
+            _give_up(f"Open MPI failed in MPI_Comm_dup: {error}")
+        self._comm.Set_errhandler(self._mpi.ERRORS_RETURN)
         world = tuple(range(self._comm.size)) if ranks is None else tuple(ranks)
         if len(world) != self._comm.size:
             msg = f"{len(world)} worker numbers were given for {self._comm.size} processes: {world}"
@@ -259,9 +262,7 @@ class UlfmCommunicator(FixedMembership):
             comm.Set_errhandler(self._mpi.ERRORS_RETURN)
             places = self._mpi.Group.Translate_ranks(comm.group, None, self._mpi.COMM_WORLD.group)
         except self._mpi.Exception as error:
-            sys.stderr.write(f"holdfast: worker {self._me}: Open MPI failed in MPI_Comm_shrink: {error}\n")
-            sys.stderr.flush()
-            os.abort()
+            _give_up(f"worker {self._me}: Open MPI failed in MPI_Comm_shrink: {error}")
         self._abandoned.extend(self._posted)
         self._posted.clear()
         self._comm = comm
@@ -379,6 +380,13 @@ class UlfmCommunicator(FixedMembership):
         if threading.get_ident() != self._owner:
             msg = "MPI was called from another thread than the one that owns it"
             raise InternalError(msg)
+
+
+def _give_up(why: str) -> NoReturn:
+    """End this process: it cannot take part any more, and the launcher starts the job again."""
+    sys.stderr.write(f"holdfast: {why}\n")
+    sys.stderr.flush()
+    os.abort()
 
 
 def _bytes(tensor: torch.Tensor) -> np.ndarray[Any, np.dtype[np.uint8]]:

@@ -28,6 +28,7 @@ from holdfast.comm.ulfm import Message, UlfmCommunicator
 from holdfast.dist.witness import Witness
 from holdfast.dist.work import Pending
 from holdfast.errors import HoldfastError, PeerFailed, RanksLost, ScriptError
+from holdfast.records import say_connecting
 from holdfast.train import exits
 
 _LOOK_EVERY_S = 0.05
@@ -192,6 +193,7 @@ class Engine:
         self._call(self._connect)
 
     def _connect(self) -> None:
+        say_connecting()
         self.world = UlfmCommunicator()
         self.witness = Witness(self.world.here[0], len(self.world.members))
 

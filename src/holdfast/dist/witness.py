@@ -13,7 +13,7 @@ from holdfast.errors import ConfigError
 from holdfast.events import FailureSeen, FaultFired, Finished, Recovered, RunStarted, StepCommitted
 from holdfast.faults.plan import FLIP, Fault, FaultPlan
 from holdfast.faults.process import Injector, NoFaults, PlannedFaults, strike
-from holdfast.records import Beacon, FileRecorder, NoBeacon, NoRecorder, Pulse, beacon_path, records_path
+from holdfast.records import Beacon, FileRecorder, NoBeacon, NoRecorder, connected_beacon, records_path
 from holdfast.settings import Settings
 
 _PHASES = ("forward", "backward", "allreduce")
@@ -40,10 +40,8 @@ class Witness:
         self._beacon: Beacon | NoBeacon = NoBeacon()
         if settings.run_dir:
             self._recorder = FileRecorder(records_path(Path(settings.run_dir), str(self._rank)))
-            self._beacon = Beacon(beacon_path(Path(settings.run_dir), self._rank))
-            self._beacon.mark("start", -1)
-            if settings.hang_timeout_s:  # nobody here says that it waits: only a missing pulse is noticed
-                Pulse(self._beacon, settings.hang_timeout_s / 10)
+            # Nothing here says that it waits, so only a missing pulse is noticed.
+            self._beacon = connected_beacon(Path(settings.run_dir), self._rank)
         self._alive = tuple(range(size))
         self._task = -1
         self._step = -1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import shutil
@@ -16,14 +17,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
+from holdfast.errors import ConfigError
 from holdfast.events import Record, WorkerEnded
 from holdfast.launch.hosts import Hosts
 from holdfast.launch.job import Job, find_mpirun
-from holdfast.launch.processes import Pair, Process, end, pair_path, start, this_node, values_of
+from holdfast.launch.judge import cause_of_death
+from holdfast.launch.processes import Pair, Process, end, pair_path, start, this_node
+from holdfast.launch.starting import Sign
 from holdfast.launch.tail import LineTail, RecordTail
 from holdfast.launch.worker import ALL_STOP, GRACE_S, LAUNCHER, LAUNCHER_NODE, LOG_DIR
-from holdfast.records import Beacon, FileRecorder, Position, beacon_path, records_path
+from holdfast.records import UNCONNECTED, Beacon, FileRecorder, Position, beacon_path, records_path
 from holdfast.settings import Settings
+from holdfast.temporary import TemporaryFolder, sweep
 
 _MPIRUN = ("--with-ft", "ulfm", "--bind-to", "none")
 _HERE = ("--oversubscribe",)
@@ -32,6 +37,9 @@ _BY_SLOTS = ("--map-by", "slot:OVERSUBSCRIBE")
 _MCA = (("coll", "^han"), ("mpi_yield_when_idle", "1"))
 """``coll/han`` is not fault tolerant; with more workers than cores those that wait must let the others compute."""
 _MEMORY_VARIABLES = ("OMPI_MCA_btl_sm_backing_directory", "OMPI_MCA_osc_sm_backing_directory")
+_PREFIX = "holdfast-"
+SHARED = "shared"
+"""Name of the link to a run folder that is on a file system which several machines share."""
 _NESTED = ("PMIX_", "OMPI_COMM_WORLD_", "OMPI_UNIVERSE_", "PRTE_")
 """Variables that would tell our mpirun that it is a worker of another one."""
 
@@ -45,13 +53,15 @@ class Places:
         log_dir: For the output of each worker, and of mpirun.
         memory_dir: In memory, for MPI's shared segments: mpirun leaves them behind when it is killed. None where the
             machine has no such place, or is not the only one.
-        link: Names a run folder that is elsewhere where those look who ask something of the job; None if none does.
+        own: Temporary folders of this machine, removed at the end. The first one is the run folder, or holds a link to it.
+        is_shared: The run folder is on a file system that several machines share.
     """
 
     run_dir: Path
     log_dir: Path
     memory_dir: Path | None
-    link: Path | None = None
+    own: tuple[TemporaryFolder, ...] = ()
+    is_shared: bool = False
 
     @classmethod
     def make(cls, log_dir: Path | None, shared: Path | None = None) -> Self:
@@ -60,63 +70,57 @@ class Places:
         Args:
             log_dir: The log folder.
             shared: The run folder is to be in here, where several machines see it.
+
+        Raises:
+            ConfigError: if one cannot be made.
         """
         memory, temporary = Path("/dev/shm"), Path(tempfile.gettempdir())  # noqa: S108 - a folder of our own is made in it
         usable = os.access(memory, os.W_OK) and shared is None
-        prefix = f"holdfast-{os.getpid()}-"
-        for parent in (temporary, *([memory] if usable else [])):
-            _sweep(parent)
-        # Nobody sweeps what is shared: whose launcher lives is only known on its machine.
-        run_dir = Path(
-            tempfile.mkdtemp(prefix=prefix if shared is None else f".holdfast-run-{this_node()}-", dir=shared)
+        with contextlib.ExitStack() as undo:
+            own = []
+            for parent in (temporary, *([memory] if usable else [])):
+                sweep(_PREFIX, parent)
+                own.append(_make(parent))
+                undo.callback(own[-1].remove)
+            run_dir = own[0].path
+            if shared is not None:  # not swept: whether its launcher lives is only known on the launcher's machine
+                run_dir = Path(tempfile.mkdtemp(prefix=f".holdfast-run-{this_node()}-", dir=shared))
+                undo.callback(shutil.rmtree, run_dir)
+                (own[0].path / SHARED).symlink_to(run_dir)
+            log_dir = (log_dir or run_dir / "logs").absolute()
+            log_dir.mkdir(parents=True, exist_ok=True)
+            for old in (*log_dir.glob("rank-*.log"), log_dir / "mpirun.log"):
+                old.unlink(missing_ok=True)
+            undo.pop_all()
+        memory_dir = own[1].path if usable else None
+        return cls(
+            run_dir=run_dir, log_dir=log_dir, memory_dir=memory_dir, own=tuple(own), is_shared=shared is not None
         )
-        places = cls(
-            run_dir=run_dir,
-            log_dir=(log_dir or run_dir / "logs").absolute(),
-            memory_dir=Path(tempfile.mkdtemp(prefix=prefix, dir=memory)) if usable else None,
-            link=None if shared is None else temporary / f"{prefix}run",
-        )
-        if places.link is not None:
-            places.link.unlink(missing_ok=True)  # of a launcher before, which had the same number and was killed
-            places.link.symlink_to(run_dir)
-        places.log_dir.mkdir(parents=True, exist_ok=True)
-        for old in (*places.log_dir.glob("rank-*.log"), places.log_dir / "mpirun.log"):
-            old.unlink(missing_ok=True)
-        return places
+
+    @property
+    def locks(self) -> tuple[int, ...]:
+        """File descriptors to hand to child processes: the folders stay for as long as one of them is alive."""
+        return tuple(folder.lock for folder in self.own)
+
+    def lost(self) -> Path | None:
+        """Return a folder that something removed while the job runs, None if all are there."""
+        gone = [folder.path for folder in self.own if folder.is_gone()]
+        return gone[0] if gone else None if self.run_dir.is_dir() else self.run_dir
 
     def clear(self) -> None:
         """Remove what goes with the run."""
-        shutil.rmtree(self.run_dir, ignore_errors=True)
-        if self.memory_dir is not None:
-            shutil.rmtree(self.memory_dir, ignore_errors=True)
-        if self.link is not None:
-            self.link.unlink(missing_ok=True)
+        if self.is_shared:
+            shutil.rmtree(self.run_dir, ignore_errors=True)
+        for folder in self.own:
+            folder.remove()
 
 
-def _sweep(parent: Path) -> None:
-    """Remove what launchers left there that were killed: folders of ours that name a process which is gone.
-
-    Not as long as there is one that such a launcher started: its workers may still be saving.
-    """
-    left = [folder for folder in parent.glob("holdfast-*-*") if _is_left(folder)]
-    if not left:
-        return
-    served = {value.partition(" ")[0] for value in values_of(LAUNCHER)}
-    for folder in left:
-        if folder.name.split("-")[1] in served:
-            continue
-        if folder.is_symlink():
-            folder.unlink(missing_ok=True)
-        else:
-            shutil.rmtree(folder, ignore_errors=True)
-
-
-def _is_left(folder: Path) -> bool:
-    number = folder.name.split("-")[1]
+def _make(parent: Path) -> TemporaryFolder:
     try:
-        return number.isdigit() and not Path("/proc", number).exists() and folder.lstat().st_uid == os.getuid()
-    except FileNotFoundError:  # another launcher sweeps, too
-        return False
+        return TemporaryFolder.make(f"{_PREFIX}{os.getpid()}-", parent)
+    except OSError as error:
+        msg = f"cannot make a folder for the run in {parent}: {error.strerror}; free space there, or set TMPDIR to another folder"
+        raise ConfigError(msg) from error
 
 
 class Attempt:
@@ -148,6 +152,7 @@ class Attempt:
             for stale in (beacon_path(run_dir, rank), pair_path(run_dir, rank)):
                 stale.unlink(missing_ok=True)
         self._log = places.log_dir / "mpirun.log"
+        self._locks = places.locks
         self._env = _environment(settings, places, job.grace_s)
         self._env[ALL_STOP] = str(int(all_stop))
         if hosts is not None:
@@ -160,31 +165,81 @@ class Attempt:
             for rank in ranks:
                 self.add(rank)
         else:
-            self._started.append(start(self._command, self._env, self._log))
+            self._started.append(start(self._command, self._env, self._log, self._locks))
+        self._mpirun = self._started[0] if job.settings.fabric == "ulfm" else None
 
     def add(self, rank: int) -> None:
         """Start a worker under the ``gloo`` fabric; later than the others it is a newcomer."""
         if rank not in self.processes:
             self.processes = (*self.processes, rank)
-        self._watchers[rank] = start(self._command, self._env | {"HOLDFAST_RANK": str(rank)}, self._log)
+        self._watchers[rank] = start(self._command, self._env | {"HOLDFAST_RANK": str(rank)}, self._log, self._locks)
         self._started.append(self._watchers[rank])
 
-    def without_watcher(self) -> set[int]:
-        """Return whose watchers have ended, of those that this launcher started itself; their workers have, or will in a moment."""
-        return {rank for rank, watcher in self._watchers.items() if watcher.poll() is not None}
+    def is_ended(self, rank: int) -> bool:
+        """Return whether a worker of this machine has ended, or its watcher has, with which it ends."""
+        started, pair = self._watchers.get(rank), self.pair(rank)
+        if started is not None and started.poll() is not None:
+            return True
+        is_here = pair is not None and pair.node in ("", this_node())
+        return is_here and pair is not None and not (pair.worker.is_alive() and pair.watcher.is_alive())
 
-    def note_end(self, rank: int, t_s: float) -> None:
-        """Write down that a worker was killed, in the place of its watcher."""
+    def is_watched(self, rank: int) -> bool:
+        """Return whether the watcher of a worker is there."""
+        pair = self.pair(rank)
+        return pair is not None and pair.watcher.is_alive()
+
+    def note_end(self, rank: int, t_s: float, exit_code: int) -> None:
+        """Write down how a worker ended, in the place of its watcher, which is ended: over MPI that tells the others."""
         pair, position = self.pair(rank), self.position(rank)
+        if pair is not None:
+            pair.watcher.send(signal.SIGKILL)
         FileRecorder(records_path(self._run_dir, f"watch-{rank}")).write(
             WorkerEnded(
                 t_s=t_s,
                 rank=rank,
                 step=-1 if position is None else position.step,
-                exit_code=-signal.SIGKILL,
+                exit_code=exit_code,
                 pid=-1 if pair is None else pair.worker.pid,
             )
         )
+
+    def is_connected(self, rank: int) -> bool:
+        """Return whether a worker of this launcher is connected with the others."""
+        position = self.position(rank)
+        return position is not None and position.phase not in UNCONNECTED
+
+    def sign(self, rank: int) -> Sign:
+        """Return what is seen of a worker that may not have begun yet."""
+        pair, position = self.pair(rank), self.position(rank)
+        is_here = pair is not None and pair.node in ("", this_node())
+        processes = [pair.worker, *([pair.watcher] if position is None else [])] if is_here and pair is not None else []
+        if pair is None and rank in self._watchers:
+            processes = _living(self._watchers[rank])
+        is_stopped = any(process.is_stopped() for process in processes)
+        if position is None:
+            return Sign(is_stopped=is_stopped)
+        return Sign(position.phase, position.pulse, position.beats, position.waits, is_stopped)
+
+    def fence(self, rank: int) -> bool:
+        """Kill a worker, and resume a stopped watcher so that it tells of that; return whether its process is known."""
+        pair = self.pair(rank)
+        if pair is not None:
+            pair.watcher.send(signal.SIGCONT)
+            pair.worker.send(signal.SIGKILL)
+            return True
+        if rank in self._watchers:
+            self._watchers[rank].kill()
+            return True
+        return False
+
+    def crash(self) -> str:
+        """Return how mpirun was killed, "" if it was not."""
+        code = None if self._mpirun is None else self._mpirun.poll()
+        return "" if code is None or code >= 0 else f"mpirun was {cause_of_death(code)}"
+
+    def is_mpirun_stopped(self) -> bool:
+        """Return whether a signal keeps mpirun from running."""
+        return self._mpirun is not None and any(process.is_stopped() for process in _living(self._mpirun))
 
     def is_running(self) -> bool:
         """Return whether anything that was started here, mpirun or workers, is there."""
@@ -226,14 +281,21 @@ class Attempt:
         (end if self._hosts is None else self._hosts.end)(self._started, self.pairs())
 
 
+def _living(started: subprocess.Popen[bytes]) -> list[Process]:
+    """Return the process that was started, or nothing if it has ended."""
+    process = Process.of(started.pid)
+    return [] if process is None else [process]
+
+
 class Files:
     """What the workers of a run have written since one last looked, over all starts of the job."""
 
     def __init__(self, places: Places) -> None:
         self._run_dir = places.run_dir
         self._log_dir = places.log_dir
-        self._far = places.link is not None
+        self._far = places.is_shared
         self._records: dict[str, RecordTail] = {}
+        self._warned: set[Path] = set()
         self._logs: dict[int, LineTail] = {}
 
     def follow(self, workers: Iterable[int], processes: Iterable[int]) -> None:
@@ -248,6 +310,12 @@ class Files:
         watchers_first = sorted(self._records, key=lambda writer: not writer.startswith("watch-"))
         new = [record for writer in watchers_first for record in self._records[writer].read()]
         return sorted(new, key=lambda record: (isinstance(record, WorkerEnded), record.t_s))
+
+    def warnings(self) -> list[str]:
+        """Return a sentence about each file that was found to hold lines that are not records; each file is named once."""
+        skipped = [tail for tail in self._records.values() if tail.skipped and tail.path not in self._warned]
+        self._warned.update(tail.path for tail in skipped)
+        return [f"{tail.path} holds a line that is not a record; such lines are skipped" for tail in skipped]
 
     def output(self, *, last: bool = False) -> list[tuple[int, str]]:
         """Return what the workers printed: their number and a line; ``last`` gives half lines too."""

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 from holdfast.errors import ConfigError
+from holdfast.launch.attempt import SHARED
 from holdfast.launch.processes import Process
 from holdfast.settings import STRATEGIES
 
@@ -104,7 +105,8 @@ def find(pid: int | None = None) -> Running:
 
 
 def _jobs() -> Iterator[Running]:
-    for about in sorted(Path(tempfile.gettempdir()).glob(f"holdfast-*/{_ABOUT}")):
+    place = Path(tempfile.gettempdir())
+    for about in sorted([*place.glob(f"holdfast-*/{_ABOUT}"), *place.glob(f"holdfast-*/{SHARED}/{_ABOUT}")]):
         running = _read(about)
         process = None if running is None else Process.parse(running.process)
         if running is not None and process is not None and process.is_alive():

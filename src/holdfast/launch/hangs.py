@@ -16,7 +16,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from holdfast.records import Position
+from holdfast.records import UNCONNECTED, Position
 
 _TIMES = 3.0
 """So many times what has taken longest so far; and so much longer may a worker be without a pulse in its first step."""
@@ -58,9 +58,12 @@ class Hangs:
 
     Args:
         timeout_s: The least time without a sign after which a worker is given up; 0 gives none up.
+        start_timeout_s: The most time without a pulse that a connected worker has before its first step, if that is more than
+            ``timeout_s``; 0: ten times ``timeout_s``. Those that are not connected yet are looked after by ``starting``.
     """
 
     timeout_s: float
+    start_timeout_s: float = 0.0
     _pulses: dict[int, _Sight] = field(default_factory=dict)
     _places: dict[int, _Sight] = field(default_factory=dict)
     _longest_silence_s: float = 0.0
@@ -116,7 +119,10 @@ class Hangs:
             self._pulses[rank] = _Sight(position, now_s)
             return None
         times = _NEW_TIMES if position.phase == "start" else 1.0 if position.applied else _TIMES
-        if not position.pulse or silent_s <= times * max(self.timeout_s, _TIMES * self._longest_silence_s):
+        limit_s = times * max(self.timeout_s, _TIMES * self._longest_silence_s)
+        if position.phase == "start" and self.start_timeout_s:
+            limit_s = min(limit_s, max(self.timeout_s, self.start_timeout_s))
+        if not position.pulse or position.phase in UNCONNECTED or silent_s <= limit_s:
             return None
         why = "its process is stopped, or something in it keeps Python's lock"
         return Stuck(rank, silent_s, f"no sign of life for {silent_s:.1f} s: {why}")

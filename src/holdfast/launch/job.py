@@ -121,6 +121,7 @@ class Outcome:
         traceback: Of the first worker whose script raised, or "".
         mpirun_says: What mpirun printed, if no worker has said why the run failed, or "".
         report: As in ``report.json``.
+        is_reported: It was written to the folder that the job has for it.
         records: Of all workers and of the launcher, in the order of time.
     """
 
@@ -129,6 +130,7 @@ class Outcome:
     traceback: str
     mpirun_says: str
     report: dict[str, Any]
+    is_reported: bool
     records: tuple[Record, ...]
 
 
@@ -298,6 +300,7 @@ OPTIONS = (
     ("--keep-every", "keep_every"),
     ("--expected-mtbf", "mtbf_s"),
     ("--hang-timeout", "hang_timeout_s"),
+    ("--start-timeout", "start_timeout_s"),
     ("--stop-after", "stop_after"),
 )
 _JOB_OPTIONS = (

@@ -93,6 +93,8 @@ class _Start:
     failed: list[ScriptFailed] = field(default_factory=list)
     quiet: dict[int, tuple[int, float]] = field(default_factory=dict)
     in_vain: dict[int, tuple[int, float]] = field(default_factory=dict)
+    connected: set[int] = field(default_factory=set)
+    given_up: str = ""
 
 
 class Judge:
@@ -101,13 +103,17 @@ class Judge:
     Args:
         script: Name of the script, for messages.
         virtual: Whether all workers live in one process.
+        all_connect: Whether the fabric connects all workers or none: one that dies before that keeps the others waiting.
         stall_timeout_s: After this long without a sign of life in a sum, or with recoveries of which nothing comes, the job is
             lost.
     """
 
-    def __init__(self, script: str, *, virtual: bool = False, stall_timeout_s: float = 60.0) -> None:
+    def __init__(
+        self, script: str, *, virtual: bool = False, all_connect: bool = False, stall_timeout_s: float = 60.0
+    ) -> None:
         self._script = script
         self._virtual = virtual
+        self._all_connect = all_connect
         self._stall_timeout_s = stall_timeout_s
         self._highest = -1
         self._poison: list[tuple[WorkerEnded, Position]] = []
@@ -144,6 +150,23 @@ class Judge:
         """Hear that these workers are lost, with their node: what they say from now on does not count."""
         for rank in ranks:
             self._start.lost_s.setdefault(rank, 0.0)
+
+    def give_up(self, reason: str, ranks: Iterable[int]) -> None:
+        """Hear that this start of the job cannot begin, and which workers are to blame for it."""
+        self._start.given_up = reason
+        self.lose(ranks)
+
+    def connect(self, ranks: Iterable[int]) -> None:
+        """Hear which workers are connected with the others."""
+        self._start.connected.update(ranks)
+
+    def unconnected(self) -> set[int]:
+        """Return the processes that run and, as far as is known, are not connected yet."""
+        return set(self.living()) - self._start.connected
+
+    def has_finished(self, rank: int) -> bool:
+        """Return whether a worker has passed the gate at the end of training."""
+        return rank in self._start.finished
 
     def close(self) -> None:
         """Hear that the launcher ends what is left: deaths from now on are its own."""
@@ -228,14 +251,32 @@ class Judge:
         well = tuple(rank for rank in start.ranks if rank not in gone)
         return well + tuple(range(self._highest + 1, self._highest + 1 + wanted - len(well)))
 
-    def verdict(self, now_s: float, *, running: bool) -> Verdict | None:
+    def verdict(self, now_s: float, *, running: bool, crash: str = "") -> Verdict | None:
         """Return how the job is over, None while it goes on.
 
         Args:
             now_s: The time.
             running: Whether mpirun (or the one process) was alive before the last records were heard.
+            crash: How mpirun was killed, "" if it was not.
         """
-        return self._script_fault() or self._poisoned() or self._all_over(running) or self._stands_still(now_s)
+        return (
+            self._never_began()
+            or self._script_fault()
+            or self._poisoned()
+            or self._all_over(running, crash)
+            or self._stands_still(now_s)
+        )
+
+    def _never_began(self) -> Verdict | None:
+        """Return the verdict where a worker died before all were connected: the others wait for it, and see no death."""
+        start = self._start
+        if start.given_up:
+            return Lost(start.given_up)
+        failed = {record.rank for record in start.failed}
+        died = [end for rank, end in start.ended.items() if end.exit_code < 0 and rank not in failed]
+        if not (self._all_connect and died and self.unconnected()):
+            return None
+        return Lost(f"rank {died[0].rank} was {cause_of_death(died[0].exit_code)} before all workers were connected")
 
     def watch(self, positions: Mapping[int, Position], now_s: float) -> None:
         """Take where the workers are, to find out when they stand still."""
@@ -292,7 +333,7 @@ class Judge:
             f"{named}{f' and {more} more' if more > 0 else ''}"
         )
 
-    def _all_over(self, running: bool) -> Verdict | None:
+    def _all_over(self, running: bool, crash: str) -> Verdict | None:
         start = self._start
         if running and self.living():
             return None
@@ -303,6 +344,8 @@ class Judge:
         gave_up = [word for word in start.finished.values() if word.outcome != "done"]
         if passed or gave_up:
             return Completed(min(gave_up or passed, key=lambda word: word.rank))
+        if not start.begun and not start.ended and crash:
+            return Lost(crash)
         if not start.begun and not start.ended:
             return Broken("the workers did not start", unexplained=True)
         return Lost(self._how_lost())

@@ -68,7 +68,12 @@ class Launcher:
         self._job = job
         self._facts = job_facts(job)
         self._view = view
-        self._judge = Judge(job.script.name, virtual=job.is_virtual, stall_timeout_s=job.stall_timeout_s)
+        self._judge = Judge(
+            job.script.name,
+            virtual=job.is_virtual,
+            all_connect=job.settings.fabric == "ulfm",
+            stall_timeout_s=job.stall_timeout_s,
+        )
         self._plan = FaultPlan.from_json(job.settings.faults) if job.settings.faults else FaultPlan()
         self._attempt: Attempt | None = None
         self._nodes: Nodes | None = None
@@ -156,11 +161,13 @@ class Launcher:
         while verdict is None:
             running = self._is_running(attempt)  # before the records are read: who is gone has written everything
             self._news.read(attempt)
+            self._judge.connect(rank for rank in self._judge.unconnected() if attempt.is_connected(rank))
             self._act(attempt)
             verdict = (
                 self._stopping.timed_out()
+                or self._lost_folder()
                 or self._others_say(attempt)
-                or self._judge.verdict(self._run.clock.now_s(), running=running)
+                or self._judge.verdict(self._run.clock.now_s(), running=running, crash=attempt.crash())
             )
             if verdict is None and not self._killer.kill(attempt):
                 time.sleep(POLL_S if self._hosts is None else _FAR_POLL_S)
@@ -180,6 +187,16 @@ class Launcher:
             self._crew.answer_requests(attempt)
         if not self._stopping.is_asked:
             self._crew.start_newcomers(attempt)
+
+    def _lost_folder(self) -> Verdict | None:
+        """Return the verdict where something has removed a folder of this run: what the workers do is no longer seen."""
+        path = self._places.lost()
+        if path is None:
+            return None
+        return Broken(
+            f"{path} is gone: something removed this run's folder while the job was running, so the workers were ended; "
+            "set TMPDIR to a folder that is not cleaned up"
+        )
 
     def _decides_for_all(self) -> bool:
         """Return whether nobody can go on without this launcher."""
@@ -329,7 +346,7 @@ class Launcher:
             self._news.note(unsaid(verdict, self._run.clock.now_s()))
         exit_code, message, traceback = explain(self._job, verdict, self._judge)
         records = read_run(self._places.run_dir)
-        report = write_results(
+        report, unwritten = write_results(
             self._job,
             records,
             self._plan,
@@ -337,12 +354,20 @@ class Launcher:
             wall_s=self._run.clock.now_s(),
             facts=self._facts,
         )
+        if unwritten:
+            exit_code = exit_code or 1
+            message = (
+                f"{message}. The report is incomplete: {unwritten}"
+                if message
+                else f"the report is incomplete: {unwritten}"
+            )
         return Outcome(
             exit_code=exit_code,
             message=message,
             traceback=traceback,
             mpirun_says=self._mpirun_says() if isinstance(verdict, Broken) and verdict.unexplained else "",
             report=report,
+            is_reported=self._job.report_dir is not None and not unwritten,
             records=tuple(records),
         )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 
 from holdfast.errors import StoreLost
 from holdfast.events import StragglerSeen, WorkerFenced
@@ -14,10 +14,13 @@ from holdfast.launch.hangs import Hangs
 from holdfast.launch.news import News
 from holdfast.launch.nodes import Nodes
 from holdfast.launch.run import Run
+from holdfast.launch.starting import Starting
 from holdfast.launch.stragglers import Stragglers
 from holdfast.records import Position, requests_path
 
 _LOOK_S = 0.25
+_TELL_WITHIN_S = 2.0
+"""So long may a watcher take to write down how its worker ended."""
 
 
 class Lookout:
@@ -31,15 +34,19 @@ class Lookout:
     def __init__(self, run: Run, news: News) -> None:
         self._run = run
         self._news = news
-        self._hangs = Hangs(0.0 if run.job.is_virtual else run.job.settings.hang_timeout_s)
+        self._hangs = Hangs(
+            0.0 if run.job.is_virtual else run.job.settings.hang_timeout_s, run.job.settings.start_timeout_s
+        )
         self._stragglers = Stragglers(run.job.straggler_factor)
+        self._starting = Starting(0.0 if run.job.is_virtual else run.job.settings.start_timeout_s, run.job.script.name)
         self._look_at_s = 0.0
-        self._unwatched: set[int] = set()
+        self._ended: dict[int, float] = {}
 
     def begin(self) -> None:
         """Hear that the job is started, or started again."""
-        self._unwatched = set()
+        self._ended = {}
         self._hangs.begin()
+        self._starting.begin()
         self._stragglers.begin()
 
     def is_due(self) -> bool:
@@ -51,10 +58,11 @@ class Lookout:
         now_s = self._run.clock.now_s()
         self._look_at_s = now_s + min(_LOOK_S, self._hangs.look_every_s or _LOOK_S)
         living = [rank for rank in self._run.judge.living() if rank in attempt.processes]
-        self._note_unwatched(attempt, living, now_s)
+        self._note_untold_ends(attempt, living, now_s)
         watched = {*living, *self._run.judge.waiting} & set(attempt.processes)
         positions = {rank: p for rank in watched if (p := attempt.position(rank)) is not None}
         self._run.judge.watch(positions, now_s)
+        self._look_at_start(attempt, watched, now_s)
         self._end_stuck(attempt, positions, now_s)
         self._say_how_it_goes(living, now_s)
         self._look_for_stragglers(attempt, positions, now_s)
@@ -75,11 +83,38 @@ class Lookout:
                 others.say("waits", true=self._hangs.keep_us_waiting)
                 others.say("stalls", true=self._run.judge.stand_still(living, now_s))
 
-    def _note_unwatched(self, attempt: Attempt, living: Sequence[int], now_s: float) -> None:
-        """Tell of workers whose watchers were killed: they die with them, and nobody else would say so."""
-        before, self._unwatched = self._unwatched, attempt.without_watcher()
-        for rank in before & self._unwatched & set(living):  # what the watcher itself has said was heard since
-            attempt.note_end(rank, now_s)
+    def _note_untold_ends(self, attempt: Attempt, living: Sequence[int], now_s: float) -> None:
+        """Tell of workers that have ended without a word: the watcher was killed, is stopped, or could not write it down."""
+        before = self._ended
+        self._ended = {rank: before.get(rank, now_s) for rank in living if attempt.is_ended(rank)}
+        for rank, since_s in self._ended.items():
+            if attempt.is_watched(rank):
+                attempt.fence(rank)
+                is_over = now_s - since_s > _TELL_WITHIN_S
+            else:
+                is_over = rank in before  # what the watcher itself has said was heard since
+            if is_over:
+                attempt.note_end(rank, now_s, 0 if self._run.judge.has_finished(rank) else -signal.SIGKILL)
+
+    def _look_at_start(self, attempt: Attempt, watched: Set[int], now_s: float) -> None:
+        """Give up workers that keep the job from beginning."""
+        nodes, others = self._run.nodes, self._run.others
+        elsewhere = nodes is not None and nodes.any_says("starts")
+        found = self._starting.look({rank: attempt.sign(rank) for rank in watched}, now_s, elsewhere=elsewhere)
+        if others is not None:
+            with contextlib.suppress(StoreLost):  # found at the next look
+                others.say("starts", true=self._starting.keeps_waiting)
+        if found.warning:
+            self._run.view.say(found.warning)
+        for stuck in found.stuck:
+            self._news.note(
+                WorkerFenced(t_s=now_s, rank=stuck.rank, step=-1, silent_s=stuck.silent_s, reason=stuck.reason)
+            )
+            if not attempt.fence(stuck.rank):
+                self._run.judge.give_up(f"rank {stuck.rank} {stuck.reason}", [stuck.rank])
+        if found.lost:
+            why = "mpirun is stopped" if attempt.is_mpirun_stopped() else found.lost
+            self._run.judge.give_up(why, [])
 
     def _end_stuck(self, attempt: Attempt, positions: Mapping[int, Position], now_s: float) -> None:
         nodes = self._run.nodes

@@ -65,6 +65,8 @@ class News:
         for record in self._run.files.records():
             own.append((record, position := self._end_of(record, attempt)))
             self.hear(record, position)
+        for warning in self._run.files.warnings():
+            self._run.view.say(warning)
         self._exchange(own)
         for rank, line in output:
             if not self._is_kept_for_later(rank, line):

@@ -36,12 +36,8 @@ class Process:
     @classmethod
     def of(cls, pid: int) -> Self | None:
         """Return the process that has the number ``pid`` now, None if there is none or it is a zombie."""
-        try:
-            stat = Path(f"/proc/{pid}/stat").read_text()
-        except OSError:
-            return None
-        state, *fields = stat[stat.rindex(")") + 2 :].split()  # the name before it may hold blanks
-        return None if state in "ZX" else cls(pid, int(fields[18]))
+        state, started = _state_of(pid)
+        return None if state in "ZX" else cls(pid, started)
 
     @classmethod
     def parse(cls, text: str) -> Self | None:
@@ -58,6 +54,11 @@ class Process:
     def is_alive(self) -> bool:
         """Return whether it runs, or could run."""
         return Process.of(self.pid) == self
+
+    def is_stopped(self) -> bool:
+        """Return whether a signal or a debugger keeps it from running."""
+        state, started = _state_of(self.pid)
+        return started == self.started and state in "Tt"
 
     def send(self, number: signal.Signals) -> bool:
         """Send it a signal; return whether it was there to get it."""
@@ -82,6 +83,16 @@ class Process:
             return handle
         os.close(handle)
         return None
+
+
+def _state_of(pid: int) -> tuple[str, int]:
+    """Return the state of a process, as in ``/proc/PID/stat``, and when it was started; "X" if there is none."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return "X", -1
+    state, *fields = stat[stat.rindex(")") + 2 :].split()  # the name before it may hold blanks
+    return state, int(fields[18])
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,12 +247,6 @@ def value_of(pid: int, variable: str) -> str | None:
     return next((word[len(start) :].decode(errors="replace") for word in words if word.startswith(start)), None)
 
 
-def values_of(variable: str) -> set[str]:
-    """Return what an environment variable was for the processes that we may look into, when they were started."""
-    numbers = [int(entry.name) for entry in Path("/proc").glob("[0-9]*")]
-    return {value for number in numbers if (value := value_of(number, variable)) is not None}
-
-
 def end_gently(process: Process) -> None:
     """Wait a little for a process to end by itself, ask it to, and kill it at last."""
     handle = process.open()
@@ -254,10 +259,18 @@ def end_gently(process: Process) -> None:
     os.close(handle)
 
 
-def start(command: Sequence[str], env: Mapping[str, str], log: Path) -> subprocess.Popen[bytes]:
+def start(
+    command: Sequence[str], env: Mapping[str, str], log: Path, files: Sequence[int] = ()
+) -> subprocess.Popen[bytes]:
     """Start ``command`` in a process group of its own, its output appended to ``log``.
 
     It does not end with us: the watchers of the workers see that we are gone, and have them save and end.
+
+    Args:
+        command: Program and arguments.
+        env: Its environment.
+        log: File for its output.
+        files: Descriptors that it inherits.
     """
     with log.open("ab") as output:
         return subprocess.Popen(
@@ -267,12 +280,20 @@ def start(command: Sequence[str], env: Mapping[str, str], log: Path) -> subproce
             stdout=output,
             stderr=output,
             process_group=0,  # Ctrl-C is for us: the workers are to finish their step
+            pass_fds=files,
         )
 
 
 def end(processes: Sequence[subprocess.Popen[bytes]], pairs: Sequence[Pair]) -> None:
-    """End what :func:`start` started, all workers below it and what they started; nothing of it runs when this returns."""
-    below = [child for pair in pairs if pair.worker.is_alive() for child in descendants_of(pair.worker.pid)]
+    """End what :func:`start` started, all workers below it and what they started; nothing of it runs when this returns.
+
+    Args:
+        processes: What was started: mpirun, or watchers.
+        pairs: The watchers and workers that are known; what could not note who it is, is found below ``processes``.
+    """
+    known = [pair.worker.pid for pair in pairs if pair.worker.is_alive()]
+    running = [process.pid for process in processes if process.poll() is None]
+    below = [child for pid in (*running, *known) for child in descendants_of(pid)]
     for pair in pairs:  # the watchers first, so that none of them tells of a death that we caused
         pair.watcher.send(signal.SIGKILL)
         pair.worker.send(signal.SIGKILL)
@@ -281,6 +302,7 @@ def end(processes: Sequence[subprocess.Popen[bytes]], pairs: Sequence[Pair]) -> 
     for process in processes:
         if process.poll() is None:
             process.terminate()
+            process.send_signal(signal.SIGCONT)  # a stopped process does not see the one before
     for process in processes:
         try:
             process.wait(_GRACE_S)

@@ -9,6 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from holdfast.errors import ConfigError
 from holdfast.events import FaultFired, Record
 from holdfast.faults.plan import PHASES, Fault, FaultPlan
 from holdfast.launch.job import Job, command_line
@@ -22,8 +23,10 @@ def write_results(
     fired: Collection[int],
     wall_s: float,
     facts: Mapping[str, Any] | None = None,
-) -> dict[str, Any]:
-    """Return the report; write it, the records, the faults and the page if the job has a folder for them.
+) -> tuple[dict[str, Any], str]:
+    """Return the report, and why it could not be written, "" if it was or if the job has no folder for it.
+
+    The folder gets the report, the records, the faults and the page.
 
     Args:
         job: What was run.
@@ -46,16 +49,21 @@ def write_results(
         "job": facts,
     }
     if job.report_dir is None:
-        return build_report(records, **given)
-    report = write_report(records, job.report_dir, **given)
-    write_plan(records, plan, job.report_dir / "plan.json")
-    if (
-        job.page
-        and importlib.util.find_spec("jinja2") is not None
-        and importlib.util.find_spec("matplotlib") is not None
-    ):
-        write_page(job.report_dir)
-    return report
+        return build_report(records, **given), ""
+    try:
+        report = write_report(records, job.report_dir, **given)
+        write_plan(records, plan, job.report_dir / "plan.json")
+        if job.page and _can_draw():
+            write_page(job.report_dir)
+    except OSError as error:
+        return build_report(records, **given), f"cannot write {error.filename or job.report_dir}: {error.strerror}"
+    except ConfigError as error:  # the run itself was not asked for wrongly
+        return build_report(records, **given), str(error)
+    return report, ""
+
+
+def _can_draw() -> bool:
+    return all(importlib.util.find_spec(name) is not None for name in ("jinja2", "matplotlib"))
 
 
 def write_plan(records: Sequence[Record], plan: FaultPlan, path: Path) -> None:

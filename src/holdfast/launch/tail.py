@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 
-from holdfast.errors import InternalError
-from holdfast.events import Record, record_from_dict
+from holdfast.events import Record
+from holdfast.records import parse_record
 
 _CHUNK_BYTES = 1 << 20
 
@@ -57,23 +56,25 @@ class LineTail:
 
 
 class RecordTail:
-    """Gives the records that were added to ``path`` since it was last asked; see :class:`LineTail`."""
+    """Gives the records that were added to ``path`` since it was last asked; see :class:`LineTail`.
+
+    Args:
+        path: The file.
+        far: It is written on other machines.
+    """
 
     def __init__(self, path: Path, *, far: bool = False) -> None:
-        self._path = path
+        self.path = path
+        self.skipped = 0
+        """Lines so far that are not records: a full disk cut them short, or something else wrote into the file."""
         self._lines = LineTail(path, far=far)
 
     def read(self) -> list[Record]:
-        """Return the new records.
-
-        Raises:
-            InternalError: if a line is not a record.
-        """
-        try:
-            return [record_from_dict(json.loads(line)) for line in self._lines.read()]
-        except (ValueError, KeyError, TypeError) as error:
-            msg = f"{self._path} holds a line that is not a record: {error!r}"
-            raise InternalError(msg) from error
+        """Return the new records."""
+        records = [parse_record(line) for line in self._lines.read()]
+        found = [record for record in records if record is not None]
+        self.skipped += len(records) - len(found)
+        return found
 
     def close(self) -> None:
         """Let go of the file."""

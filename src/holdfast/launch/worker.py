@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import io
 import os
 import signal
 import sys
 import threading
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, NoReturn, TextIO
 
 from holdfast.launch.processes import (
     Pair,
@@ -39,6 +40,8 @@ from holdfast.launch.processes import (
 if TYPE_CHECKING:
     from collections.abc import Callable
     from types import TracebackType
+
+    from typing_extensions import Buffer
 
     from holdfast.events import ScriptFailed
     from holdfast.settings import Settings
@@ -99,18 +102,25 @@ def watch(pid: int, mpirun: Process | None) -> NoReturn:
     """Wait for the worker ``pid``, write down how it ended, and end so that the others notice."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # meant for the worker, who saves; the watcher outlives it
-    settings, rank = _who()
-    tell = _prepare_to_tell(settings, rank, pid)
-    exit_code = _wait(pid, mpirun, settings, rank)
-    if exit_code is not None:
-        tell(exit_code)
-    end_children()
-    if mpirun is not None and _is_last(settings):
-        _end_mpirun(mpirun)
-    if exit_code == 0:
-        os._exit(0)
-    os.kill(os.getpid(), signal.SIGKILL)
-    os._exit(1)
+    exit_code: int | None = None
+    try:
+        settings, rank = _who()
+        tell = _prepare_to_tell(settings, rank, pid)
+        exit_code = _wait(pid, mpirun, settings, rank)
+        if exit_code is not None:
+            tell(exit_code)
+        end_children()
+        if mpirun is not None and _is_last(settings):
+            _end_mpirun(mpirun)
+    except BaseException:
+        with contextlib.suppress(OSError):  # a full disk may be what is wrong
+            sys.excepthook(*sys.exc_info())
+            sys.stderr.flush()
+    finally:  # whatever went wrong here: the others wait until Open MPI has seen this end
+        if exit_code == 0:
+            os._exit(0)
+        os.kill(os.getpid(), signal.SIGKILL)
+    raise AssertionError
 
 
 def _who() -> tuple[Settings, int]:
@@ -278,6 +288,7 @@ def run_script(script: Path, args: list[str]) -> NoReturn:
         _remember_notice(settings)
         _have_children_end_with_us()
         _redirect_output(rank)
+        _show_life(settings, rank)
         _set_torchrun_variables(settings)
         sys.argv = [str(script), *args]
         sys.path[0] = str(script.resolve().parent)
@@ -332,8 +343,32 @@ def _redirect_output(rank: int) -> None:
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.close(log)
-    for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # a SIGKILL loses half a line at most
+    sys.stdout, sys.stderr = _open_output(sys.stdout), _open_output(sys.stderr)
+
+
+def _open_output(stream: TextIO) -> TextIO:
+    stream.flush()
+    file = io.BufferedWriter(_Output(stream.fileno(), "w", closefd=False))
+    # A SIGKILL loses half a line at most.
+    return io.TextIOWrapper(file, encoding=stream.encoding, errors=stream.errors, line_buffering=True)
+
+
+class _Output(io.FileIO):
+    """A file for output in which a full disk leaves a gap: it must not end the script that prints."""
+
+    def write(self, data: Buffer) -> int:
+        """Write ``data``; what cannot be written is dropped."""
+        with contextlib.suppress(OSError):
+            super().write(data)
+        return memoryview(data).nbytes
+
+
+def _show_life(settings: Settings, rank: int) -> None:
+    """Begin to pulse, before imports and the script: from here on this worker can be told from one that is stuck."""
+    from holdfast.records import beacon_path, show_life
+
+    if settings.run_dir:
+        show_life(beacon_path(Path(settings.run_dir), rank), settings.pulse_every_s)
 
 
 def _set_torchrun_variables(settings: Settings) -> None:

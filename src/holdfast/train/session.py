@@ -19,13 +19,12 @@ from holdfast.comm.waiting import waiting
 from holdfast.errors import ConfigError, ScriptError
 from holdfast.faults.process import NoFaults
 from holdfast.records import (
-    Beacon,
     FileRecorder,
     NoBeacon,
     NoRecorder,
-    Pulse,
-    beacon_path,
+    connected_beacon,
     records_path,
+    say_connecting,
     stop_path,
 )
 from holdfast.settings import Settings
@@ -287,6 +286,7 @@ class Session:
         if self._world is not None:
             return self._world
         settings = self._settings
+        say_connecting()
         comm = self._given_comm or connect(
             settings.fabric,
             settings.workers + settings.spares,
@@ -301,7 +301,7 @@ class Session:
             comm=comm,
             clock=SystemClock(settings.origin_s),
             recorder=FileRecorder(records_path(run_dir, str(rank))) if settings.run_dir else NoRecorder(),
-            beacon=Beacon(beacon_path(run_dir, rank)) if settings.run_dir else NoBeacon(),
+            beacon=connected_beacon(run_dir, rank) if settings.run_dir else NoBeacon(),
             faults=NoFaults(),
             keeper=Keeper(settings, background=not isinstance(comm, VirtualCommunicator)),
             first_members=comm.members or tuple(int(rank) for rank in settings.ranks.split(",")),
@@ -313,9 +313,7 @@ class Session:
             raise ConfigError(msg)
         if real and not settings.run_dir:
             exits.end_job_on_errors(at_exit)
-        if isinstance(world.beacon, Beacon) and real and settings.hang_timeout_s:
-            Pulse(world.beacon, settings.hang_timeout_s / 10)
-            world.beacon.mark("start", -1)  # from here on it is noticed if this worker gets no further
+        if real and settings.run_dir:
             waiting.tell(world.beacon.say_waits)
         if settings.faults:
             world.faults = make_faults(world)

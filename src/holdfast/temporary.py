@@ -1,0 +1,125 @@
+"""Temporary folders that outlive a killed process, and removing those that no process uses any more.
+
+A name proves nothing: users have folders called ``holdfast-...`` too. A folder is removed only if it carries the marker
+that :meth:`TemporaryFolder.make` wrote, belongs to this user and to this boot of the machine, and its lock is free. The lock is
+an ``flock`` on the folder. It holds across PID namespaces, child processes inherit it, and ``systemd-tmpfiles`` leaves locked folders alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import shutil
+import stat
+import tempfile
+from pathlib import Path
+from typing import Self
+
+MARKER = ".holdfast-temporary"
+"""File in each folder: JSON with the pid that made it, the start time of that process in clock ticks, and the boot id."""
+
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_MODE = 0o700
+
+
+class TemporaryFolder:
+    """A folder that is locked for as long as this process, or a child process that inherits :attr:`lock`, is alive.
+
+    Args:
+        path: The folder.
+        lock: File descriptor that holds the lock.
+    """
+
+    def __init__(self, path: Path, lock: int) -> None:
+        self.path = path
+        self.lock = lock
+        self._owner = os.getpid()
+
+    @classmethod
+    def make(cls, prefix: str, parent: Path) -> Self:
+        """Make a folder in ``parent``, mode 0700, empty but for the marker.
+
+        Raises:
+            OSError: if it cannot be made.
+        """
+        path = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
+        lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        with contextlib.suppress(OSError):  # a file system without locks: no process can remove the folder either
+            fcntl.flock(lock, fcntl.LOCK_SH)
+        folder = cls(path, lock)
+        try:
+            (path / MARKER).write_text(json.dumps(_this_process()))
+        except OSError:
+            folder.remove()
+            raise
+        return folder
+
+    def is_gone(self) -> bool:
+        """Return whether something removed the folder, or put another one in its place."""
+        try:
+            return not os.path.samestat(os.fstat(self.lock), self.path.stat())
+        except OSError:
+            return True
+
+    def remove(self) -> None:
+        """Remove the folder and give up the lock; in a forked child only the child's copy of the lock is closed."""
+        if os.getpid() == self._owner and not self.is_gone():
+            shutil.rmtree(self.path, ignore_errors=True)
+        os.close(self.lock)
+
+
+def sweep(prefix: str, parent: Path) -> None:
+    """Remove the folders in ``parent`` that :meth:`TemporaryFolder.make` made and that no living process uses."""
+    for path in parent.glob(f"{prefix}*"):
+        lock = _lock_abandoned(path)
+        if lock is not None:
+            shutil.rmtree(path, ignore_errors=True)
+            os.close(lock)
+
+
+def _lock_abandoned(path: Path) -> int | None:
+    """Return the exclusive lock of a folder that may be removed, None if it must stay."""
+    try:
+        lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        return None
+    with contextlib.suppress(OSError):  # it is locked, or another process removed it just now
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if _is_ours(path, os.fstat(lock)):
+            return lock
+    os.close(lock)
+    return None
+
+
+def _is_ours(path: Path, found: os.stat_result) -> bool:
+    if found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) != _MODE or not os.path.samestat(found, path.stat()):
+        return False
+    try:
+        made_by = json.loads((path / MARKER).read_bytes())
+        pid, started, boot = made_by["pid"], made_by["started"], made_by["boot"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+    # On another machine that shares the folder the lock may not be seen, so this machine only removes its own.
+    return bool(boot and boot == _boot_id() and started != _start_time(pid))
+
+
+def _this_process() -> dict[str, int | str | None]:
+    return {"pid": os.getpid(), "started": _start_time(os.getpid()), "boot": _boot_id()}
+
+
+def _boot_id() -> str:
+    try:
+        return _BOOT_ID.read_text().strip()
+    except OSError:
+        return ""
+
+
+def _start_time(pid: object) -> int | None:
+    """Return when the process ``pid`` of this namespace was started, in clock ticks since boot; None if there is none."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+        return int(text[text.rindex(")") + 2 :].split()[19])
+    except (OSError, ValueError, IndexError):
+        return None

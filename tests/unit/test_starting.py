@@ -1,0 +1,123 @@
+"""Workers that keep a start of the job from beginning, by signs and times that are made up."""
+
+import pytest
+
+from holdfast.launch.starting import WARN_AFTER_S, Sign, Starting
+
+LIMIT_S = 20.0
+ABSENT = Sign()
+TRAINS = Sign("forward", pulse=1, beats=5)
+WAITS = Sign("connect", pulse=1, beats=2)
+STOPPED = Sign("launch", pulse=1, beats=1, is_stopped=True)
+
+
+def prepares(now_s):
+    """The script runs, and has not asked for the others."""
+    return Sign("launch", pulse=int(now_s), beats=1)
+
+
+def trains(now_s):
+    return Sign("forward", pulse=int(now_s), beats=int(now_s))
+
+
+def look_until(end_s, signs, starting=None, **also):
+    """Look every second; return what was found, with the time."""
+    starting = starting or Starting(LIMIT_S, "train.py")
+    found = []
+    for now_s in range(int(end_s) + 1):
+        finding = starting.look(
+            {rank: sign(now_s) if callable(sign) else sign for rank, sign in signs.items()}, float(now_s), **also
+        )
+        found += [(now_s, "stuck", stuck.rank, stuck.reason) for stuck in finding.stuck]
+        found += [(now_s, "lost", finding.lost)] if finding.lost else []
+        found += [(now_s, "warning", finding.warning)] if finding.warning else []
+    return found
+
+
+def of_kind(found, kind):
+    return [one for one in found if one[1] == kind]
+
+
+@pytest.mark.parametrize("sign", [ABSENT, STOPPED], ids=["never started", "stopped"])
+def test_a_worker_without_a_sign_of_life_is_given_up_once_at_the_limit(sign):
+    found = of_kind(look_until(60, {0: WAITS, 1: sign}), "stuck")
+
+    (one,) = found
+    assert one[:3] == (LIMIT_S + 1, "stuck", 1)
+    assert one[3].startswith("is stopped for" if sign.is_stopped else "has not started for")
+
+
+def test_a_worker_that_is_alive_but_keeps_another_waiting_is_given_up_and_told_what_to_set():
+    (one,) = of_kind(look_until(60, {0: WAITS, 1: prepares}), "stuck")
+
+    assert one[:3] == (LIMIT_S + 1, "stuck", 1)
+    assert "preparing in train.py" in one[3]
+    assert "--start-timeout" in one[3]
+
+
+def test_a_script_takes_as_long_as_it_likes_while_no_worker_waits():
+    assert look_until(1000, {0: prepares, 1: prepares}) == []
+
+
+def test_a_newcomer_that_prepares_keeps_no_worker_waiting_that_trains():
+    assert look_until(1000, {0: trains, 1: trains, 2: prepares}) == []
+
+
+def test_a_worker_of_another_node_may_be_the_one_that_waits():
+    assert look_until(60, {1: prepares}) == []
+
+    assert of_kind(look_until(60, {1: prepares}, elsewhere=True), "stuck")[0][:3] == (LIMIT_S + 1, "stuck", 1)
+
+
+def test_the_limit_follows_what_the_slowest_arrival_took():
+    starting = Starting(LIMIT_S, "train.py")
+
+    found = look_until(200, {0: lambda now_s: WAITS if now_s >= 50 else prepares(now_s), 1: prepares}, starting)
+
+    assert starting.limit_s == 150
+    assert [one[:3] for one in of_kind(found, "stuck")] == []
+    assert of_kind(look_until(280, {0: WAITS, 1: prepares}, starting), "stuck")
+
+
+def test_a_start_in_which_all_wait_to_be_connected_is_lost():
+    found = look_until(40, {0: WAITS, 1: WAITS})
+
+    assert of_kind(found, "stuck") == []
+    assert of_kind(found, "lost")[0] == (
+        LIMIT_S + 1,
+        "lost",
+        "the workers were not connected within 20 s though all of them had asked for it",
+    )
+
+
+def test_a_stopped_worker_is_to_blame_where_all_wait_to_be_connected():
+    found = look_until(40, {0: WAITS, 1: Sign("connect", pulse=1, beats=2, is_stopped=True)})
+
+    assert of_kind(found, "lost") == []
+    assert [one[2] for one in of_kind(found, "stuck")] == [1]
+
+
+def test_one_line_says_for_which_workers_the_others_wait():
+    found = of_kind(look_until(19, {0: WAITS, 1: ABSENT, 2: STOPPED, 3: ABSENT}), "warning")
+
+    assert found == [
+        (
+            WARN_AFTER_S,
+            "warning",
+            "the job has not begun after 10 s: each of ranks 1, 3 has not started; rank 2 is stopped",
+        )
+    ]
+
+
+def test_nothing_is_said_or_given_up_once_all_are_connected_or_without_a_timeout():
+    assert look_until(500, {0: TRAINS, 1: TRAINS}) == []
+    assert look_until(500, {0: WAITS, 1: ABSENT}, Starting(0.0, "train.py")) == []
+
+
+def test_a_new_start_begins_to_count_anew():
+    starting = Starting(LIMIT_S, "train.py")
+    look_until(15, {0: WAITS, 1: ABSENT}, starting)
+
+    starting.begin()
+
+    assert look_until(9, {0: WAITS, 1: ABSENT}, starting) == []
