@@ -1,0 +1,203 @@
+"""Strikes at a job that is just being started: ``python tests/support/start_strikes.py [--seed S] [--plans N]``.
+
+A plan is drawn from its seed: fabric, spares, whom to strike (a worker, a watcher, mpirun, the launcher), the signal, and when.
+The job must end within the start timeout and a minute, with the bits of the undisturbed run or with one line that says why
+not, and leave nothing: no process, nothing in ``TMPDIR`` and in ``/dev/shm``.
+"""
+
+import argparse
+import functools
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import reference
+from jobs import ROOT, clean_env
+
+from holdfast.launch.processes import Process, children_of, name_of
+
+SCRIPT = Path(__file__).with_name("train_slow_start.py")
+WORKERS = 3
+START_S, HANG_S = 8.0, 4.0
+LIMIT_S = START_S + 60.0
+TARGETS = ("worker",) * 4 + ("watcher",) * 2 + ("mpirun",) * 2 + ("launcher",)
+SIGNALS = (signal.SIGKILL,) * 3 + (signal.SIGSTOP,) * 3 + (signal.SIGTERM, signal.SIGINT, signal.SIGSEGV, signal.SIGHUP)
+reference_hash = functools.cache(reference.train)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What one seed stands for: ``after_s`` counts from the moment at which the target is there."""
+
+    seed: int
+    fabric: str
+    target: str
+    rank: int
+    number: signal.Signals
+    after_s: float
+    prepare_s: float
+    spares: int
+
+    @classmethod
+    def of(cls, seed):
+        rng = random.Random(seed)
+        fabric = rng.choice(("ulfm", "ulfm", "gloo"))
+        target = rng.choice([target for target in TARGETS if fabric == "ulfm" or target != "mpirun"])
+        return cls(
+            seed,
+            fabric,
+            target,
+            rng.randrange(WORKERS),
+            rng.choice(SIGNALS),
+            rng.choice((0.0, rng.uniform(0, 0.3), rng.uniform(0, 2.5))),
+            rng.choice((0.0, rng.uniform(0, 1.5))),
+            rng.choice((0, 0, 1)),
+        )
+
+    def __str__(self):
+        whom = self.target if self.target in ("mpirun", "launcher") else f"{self.target} {self.rank}"
+        return f"seed {self.seed}: {self.fabric}, {self.number.name} to {whom} after {self.after_s:.2f} s, {self.spares} spares"
+
+
+def processes_in(temporary):
+    """Numbers of all processes of a job, told by the folder that they were given."""
+    mark, found = f"TMPDIR={temporary}".encode(), []
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            if mark in (entry / "environ").read_bytes().split(b"\0"):
+                found.append(int(entry.name))
+        except OSError:
+            continue
+    return found
+
+
+def files_in(temporary):
+    """What is in a temporary directory, but for torch's own folder."""
+    return [path for path in temporary.iterdir() if not path.name.startswith("torchinductor_")]
+
+
+def rank_of(pid):
+    """The rank that the launcher or mpirun gave to a process, None if it has none."""
+    try:
+        variables = dict(v.partition(b"=")[::2] for v in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"))
+    except OSError:
+        return None
+    word = variables.get(b"HOLDFAST_RANK") or variables.get(b"OMPI_COMM_WORLD_RANK")
+    return None if word is None else int(word)
+
+
+def find(plan, launcher):
+    """The process to strike, None if it is not there yet."""
+    if plan.target == "launcher":
+        return Process.of(launcher)
+    below = children_of(launcher)
+    mpiruns = [pid for pid in below if name_of(pid) in ("mpirun", "prterun")]
+    if plan.target == "mpirun":
+        return Process.of(mpiruns[0]) if mpiruns else None
+    watchers = [pid for parent in mpiruns for pid in children_of(parent)] if plan.fabric == "ulfm" else below
+    for watcher in watchers:
+        if rank_of(watcher) == plan.rank:
+            pid = watcher if plan.target == "watcher" else next(iter(children_of(watcher)), None)
+            return None if pid is None else Process.of(pid)
+    return None
+
+
+def strike(plan, job, ends_s):
+    """Send the signal when its time has come; return whether it arrived."""
+    while (process := find(plan, job.pid)) is None:
+        if job.poll() is not None or time.monotonic() > ends_s:
+            return False
+        time.sleep(0.002)
+    time.sleep(plan.after_s)
+    landed = process.send(plan.number)
+    if plan.target == "launcher" and plan.number == signal.SIGSTOP:
+        time.sleep(3.0)  # nothing watches over the launcher of a single node: it goes on when it is told to
+        process.send(signal.SIGCONT)
+    return landed
+
+
+def left_over(temporary, launcher, deadline_s):
+    """What is left of a job after a while; a launcher that was killed leaves its folders to the next one."""
+    ends_s = time.monotonic() + deadline_s
+    while (left := processes_in(temporary)) and time.monotonic() < ends_s:
+        time.sleep(0.05)
+    sweep = "from holdfast.launch.attempt import Places; Places.make(None).clear()"
+    subprocess.run([sys.executable, "-c", sweep], env=clean_env(TMPDIR=str(temporary)), check=True, timeout=60)
+    folders = [*files_in(temporary), *Path("/dev/shm").glob(f"holdfast-{launcher}-*")]
+    return [*left, *map(str, folders)]
+
+
+def run(plan):
+    """Run a plan; return what came of it in a line.
+
+    Raises:
+        AssertionError: if it hung, ended wrongly or left something.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="start-strikes-"))
+    temporary = folder / "t"
+    temporary.mkdir()
+    words = ["run", "-n", WORKERS, "--fabric", plan.fabric, "--spares", plan.spares, "--slices", reference.SLICES]
+    words += ["--start-timeout", START_S, "--hang-timeout", HANG_S, "--grace", 10, "--no-page", SCRIPT]
+    words += ["--prepare", plan.prepare_s]
+    began_s = time.monotonic()
+    job = subprocess.Popen(
+        [sys.executable, "-m", "holdfast", *map(str, words)],
+        env=clean_env(TMPDIR=str(temporary)),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        cwd=folder,
+    )
+    try:
+        landed = strike(plan, job, began_s + LIMIT_S)
+        struck_s = time.monotonic()
+        said, _ = job.communicate(timeout=LIMIT_S)
+        took_s = time.monotonic() - struck_s
+    except subprocess.TimeoutExpired:
+        for pid in processes_in(temporary):
+            if (process := Process.of(pid)) is not None:
+                process.send(signal.SIGKILL)
+        said, _ = job.communicate()
+        raise AssertionError(f"{plan}: hung\n{said}") from None
+    left = left_over(temporary, job.pid, LIMIT_S)
+    assert not left, f"{plan}: left {left}\n{said}"
+    if job.returncode == 0:
+        assert f"state {reference_hash('mlp', 'sgd')}" in said, f"{plan}: other bits\n{said}"
+    elif not (plan.target == "launcher" and job.returncode == -plan.number):
+        why = [line for line in said.splitlines() if line.startswith(("error: ", "holdfast: stopped", "stopped"))]
+        assert job.returncode in (1, 4), f"{plan}: exit {job.returncode}\n{said}"
+        assert len(why) == 1, f"{plan}: {len(why)} lines say why\n{said}"
+        assert "Traceback" not in said, f"{plan}\n{said}"
+    shutil.rmtree(folder)
+    last = said.splitlines()[-1] if job.returncode and said else "the undisturbed bits"
+    return f"{plan}, {'landed' if landed else 'not there'}: exit {job.returncode} after {took_s:.1f} s: {last}"
+
+
+def main():
+    """Run plans one after another; stop at the first one that fails."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--plans", type=int, default=60)
+    options = parser.parse_args()
+    failed = 0
+    for seed in range(options.seed, options.seed + options.plans):
+        try:
+            print(run(Plan.of(seed)), flush=True)
+        except AssertionError as error:
+            failed += 1
+            print(f"FAILED {error}", flush=True)
+    print(f"{options.plans - failed} passed, {failed} failed", flush=True)
+    sys.exit(bool(failed))
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT / "src"))
+    main()
