@@ -22,6 +22,7 @@ from holdfast.launch import attempt
 from holdfast.launch.job import Job
 from holdfast.launch.launcher import launch
 from holdfast.settings import Settings
+from holdfast.temporary import MARKER
 
 FAKE = Path(__file__).with_name("fake_training.py")
 DEADLINE_S = 60.0
@@ -320,8 +321,8 @@ def test_nothing_outlives_a_launcher_that_is_killed(shell):
 
     shell.wait_until_gone()
     for left in Path("/dev/shm").glob(f"holdfast-{job.pid}-*"):
-        assert not list(left.iterdir()), "mpirun was told to clean up, and did not"
-        left.rmdir()
+        assert [path.name for path in left.iterdir()] == [MARKER], "mpirun was told to clean up, and did not"
+        shutil.rmtree(left)
 
 
 def test_nothing_outlives_mpirun(shell, tmp_path):
