@@ -187,6 +187,7 @@ def main():
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--plans", type=int, default=60)
     options = parser.parse_args()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell has what it starts in the background ignore it
     failed = 0
     for seed in range(options.seed, options.seed + options.plans):
         try:
