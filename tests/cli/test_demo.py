@@ -55,6 +55,17 @@ def test_the_demo_does_not_depend_on_the_environment(monkeypatch, tmp_path):
     assert (settings.strategy, settings.seed, settings.workers) == ("rollback", 0, 4)
 
 
+def test_only_the_checkpoints_of_an_earlier_demo_are_removed(tmp_path):
+    (tmp_path / "checkpoints").mkdir()
+
+    demo._remove_earlier_checkpoints(tmp_path)
+    assert (tmp_path / "checkpoints").is_dir()
+    (tmp_path / "report.json").touch()
+    demo._remove_earlier_checkpoints(tmp_path)
+
+    assert not (tmp_path / "checkpoints").exists()
+
+
 def test_two_of_the_workers_are_killed_so_there_must_be_three():
     done = subprocess.run(
         [sys.executable, "-m", "holdfast", "demo", "--workers", "2"],

@@ -82,9 +82,15 @@ def _carry_out(run: Run, folder: Path, workers: int) -> Outcome:
     from holdfast.launch.launcher import launch
     from holdfast.launch.live import make_view
 
-    shutil.rmtree(folder / "checkpoints", ignore_errors=True)  # of an earlier demo
+    _remove_earlier_checkpoints(folder)
     print(f"-- {run.name}", file=sys.stderr)
     return launch(_job(run, folder, workers), make_view(sys.stderr))
+
+
+def _remove_earlier_checkpoints(folder: Path) -> None:
+    """Remove the checkpoints of an earlier demo, which left a report beside them; others are not ours."""
+    if (folder / "report.json").is_file():
+        shutil.rmtree(folder / "checkpoints", ignore_errors=True)
 
 
 def _job(run: Run, folder: Path, workers: int) -> Job:
