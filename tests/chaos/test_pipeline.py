@@ -244,3 +244,30 @@ def test_a_job_goes_on_from_its_checkpoints_with_other_numbers_of_workers(tmp_pa
     assert_landed(report, 0)
     assert {event["step"] for event in records(report, "RunStarted")} == {10}
     check_same(report, steps_done=STEPS - 10)
+
+
+FALLS_SILENT = """
+import itertools
+import sys
+sys.path.insert(0, {support!r})
+from train_pipeline import train
+from holdfast.comm.mail import Mail
+
+def send_so_far(self, to, data, send=Mail.send, count=itertools.count()):
+    if self._comm.here == (0,) or next(count) < 17:  # then it is in the middle of the way back through a step
+        send(self, to, data)
+
+Mail.send = send_so_far
+train(2)
+"""
+
+
+def test_stages_that_wait_for_each_other_for_ever_are_ended_though_nobody_looks_for_who_hangs(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(FALLS_SILENT.format(support=str(SCRIPT.parent)))
+    options = ("-n", 2, "--fabric", "gloo", "--hang-timeout", 0, "--stall-timeout", 2, "--max-restarts", 0)
+
+    report = run_report(tmp_path, *options, script, exit_code=1, timeout=60)
+
+    assert "no worker gave a sign of life for 2 s, all of them waiting for each other" in report["_stderr"]
+    assert {event["step"] for event in records(report, "StepCommitted")} == {0, 1, 2}

@@ -44,8 +44,8 @@ def recovered(rank, lost):
     )
 
 
-def at(phase="forward", step=4, slice_=2, beats=1):
-    return Position(beats=beats, step=step, slice=slice_, phase=phase, pid=1, samples=(7, 8))
+def at(phase="forward", step=4, slice_=2, beats=1, waits=False):
+    return Position(beats=beats, step=step, slice=slice_, phase=phase, pid=1, samples=(7, 8), waits=waits)
 
 
 @pytest.fixture
@@ -219,7 +219,17 @@ def test_workers_that_all_wait_without_a_sign_of_life_are_lost(judge):
     assert isinstance(judge.verdict(70.0, running=True), Lost)
 
 
-@pytest.mark.parametrize("busy", [at("forward"), at("allreduce", beats=2)])
+def test_stages_that_all_wait_for_each_others_messages_on_their_way_forward_and_back_are_lost(judge):
+    waiting = {0: at("backward", waits=True), 1: at("forward", waits=True), 2: at("forward", waits=True)}
+    judge.watch(waiting | {2: at("forward")}, 10.0)
+    judge.watch(waiting, 30.0)
+    judge.watch(waiting, 85.0)
+
+    assert judge.verdict(85.0, running=True) is None, "one of them has waited for 55 s only"
+    assert isinstance(judge.verdict(90.0, running=True), Lost)
+
+
+@pytest.mark.parametrize("busy", [at("forward"), at("allreduce", beats=2), at("backward", beats=2, waits=True)])
 def test_one_worker_that_computes_or_moves_is_enough_to_wait(judge, busy):
     judge.watch({rank: at("allreduce") for rank in range(3)}, 10.0)
     judge.watch({0: busy}, 60.0)

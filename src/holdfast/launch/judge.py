@@ -104,8 +104,8 @@ class Judge:
         script: Name of the script, for messages.
         virtual: Whether all workers live in one process.
         all_connect: Whether the fabric connects all workers or none: one that dies before that keeps the others waiting.
-        stall_timeout_s: After this long without a sign of life in a sum, or with recoveries of which nothing comes, the job is
-            lost.
+        stall_timeout_s: After this long without a sign of life while all wait for each other, or with recoveries of which
+            nothing comes, the job is lost.
     """
 
     def __init__(
@@ -281,7 +281,8 @@ class Judge:
     def watch(self, positions: Mapping[int, Position], now_s: float) -> None:
         """Take where the workers are, to find out when they stand still."""
         for rank, position in positions.items():
-            beats = position.beats if position.phase in _WAITING else -position.beats
+            waits = position.waits or position.phase in _WAITING  # stages wait on their way forward and back, too
+            beats = position.beats if waits else -position.beats
             known = self._start.quiet.get(rank)
             if known is None or known[0] != beats:
                 self._start.quiet[rank] = (beats, now_s)

@@ -313,7 +313,7 @@ class Session:
             raise ConfigError(msg)
         if real and not settings.run_dir:
             exits.end_job_on_errors(at_exit)
-        if real and settings.run_dir:
+        if real:
             waiting.tell(world.beacon.say_waits)
         if settings.faults:
             world.faults = make_faults(world)
