@@ -7,6 +7,7 @@ One precedence everywhere: what the script passes to :class:`holdfast.Session`, 
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import os
 from collections.abc import Mapping
@@ -290,6 +291,34 @@ def debug_wanted(env: Mapping[str, str] | None = None) -> bool:
     """
     text = (os.environ if env is None else env).get("HOLDFAST_DEBUG", "")
     return bool(_parse("HOLDFAST_DEBUG", text, default=False))
+
+
+MAX_REQUEST = 1 << 16
+"""So many characters may a line have that asks a running job for changes."""
+
+
+def request_in(line: str) -> dict[str, Any]:
+    """Return what a line of a file asks a running job for; whether a value is allowed is for the caller to see.
+
+    Raises:
+        ConfigError: if it is no JSON object whose keys could be names of settings.
+    """
+    if len(line) > MAX_REQUEST:
+        msg = f"it has more than {MAX_REQUEST} characters"
+        raise ConfigError(msg)
+    try:
+        request = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        msg = f"it is not JSON: {error}"
+        raise ConfigError(msg) from None
+    if not isinstance(request, dict):
+        msg = f"it must be a JSON object, and is a {type(request).__name__}"
+        raise ConfigError(msg)
+    for name in request:
+        if not name.isidentifier():
+            msg = f"{name!a:.60} is no name of a setting"
+            raise ConfigError(msg)
+    return request
 
 
 def _variable(name: str) -> str:

@@ -156,7 +156,7 @@ def test_what_is_allowed_is_passed_on_as_it_is(temp, changes):
 
     ask(there, **changes)
 
-    assert Asked(there.run_dir).new() == [changes]
+    assert Asked(there.run_dir, pytest.fail).new() == [changes]
 
 
 BAD = [
@@ -169,6 +169,7 @@ BAD = [
     ({"lr": -0.1}, "--lr must be a finite number of at least 0, got -0.1"),
     ({"lr": float("nan")}, "--lr must be a finite number of at least 0, got nan"),
     ({"lr": float("inf")}, "--lr must be a finite number of at least 0, got inf"),
+    ({"lr": 10**400}, "--lr must be a finite number of at least 0, got 1000"),
     ({"lr": "fast"}, "--lr must be a finite number of at least 0, got 'fast'"),
     ({"batch_size": 0}, "--batch-size must be a whole number from 1 to 2147483647, got 0"),
     ({"batch_size": 2**40}, "--batch-size must be a whole number from 1 to"),
@@ -204,7 +205,7 @@ def test_more_workers_than_slices_are_allowed_and_explained():
 
 
 def test_the_launcher_takes_each_line_once_and_none_that_is_half_written(tmp_path):
-    asked = Asked(tmp_path)
+    asked = Asked(tmp_path, pytest.fail)
     assert asked.new() == []
 
     append(tmp_path / "asked.jsonl", {"lr": 0.1})
@@ -216,6 +217,46 @@ def test_the_launcher_takes_each_line_once_and_none_that_is_half_written(tmp_pat
         file.write("0.2}\n")
     assert asked.new() == [{"lr": 0.2}]
     assert asked.new() == []
+
+
+BAD_LINES = [
+    b"lr = 0.1",
+    b"",
+    b'{"lr": 0.',
+    b"17",
+    b"null",
+    b'["lr"]',
+    b"\xff\xfe",
+    b'{"\\ud800": 1}',
+    b'{"a\\nb": 1}',
+    b'{"lr": 1' + b"0" * 5000 + b"}",
+    b'{"lr": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+    b'{"lr": 0.1, "why": "' + b"x" * (10 << 20) + b'"}',
+]
+
+
+def test_a_line_that_asks_for_nothing_is_said_once_and_passed_over(tmp_path):
+    said = []
+    asked = Asked(tmp_path, said.append)
+    append(tmp_path / "asked.jsonl", {"lr": 0.1})
+    with (tmp_path / "asked.jsonl").open("ab") as file:
+        file.writelines(line + b"\n" for line in BAD_LINES)
+        file.write(b'{"lr": ')
+
+    assert asked.new() == [{"lr": 0.1}]
+    assert asked.new() == []
+    assert [int(line.split()[3]) for line in said] == list(range(2, 2 + len(BAD_LINES)))
+    assert all(len(line) < 300 and "\n" not in line for line in said)
+
+    with (tmp_path / "asked.jsonl").open("a") as file:
+        file.write("0.2}\n")
+    assert asked.new() == [{"lr": 0.2}]
+
+
+def test_a_folder_in_the_place_of_the_file_asks_for_nothing(tmp_path):
+    (tmp_path / "asked.jsonl").mkdir()
+
+    assert Asked(tmp_path, pytest.fail).new() == []
 
 
 # -- the command line

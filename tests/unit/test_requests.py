@@ -82,6 +82,50 @@ def test_half_a_line_is_left_until_it_is_whole(tmp_path):
     assert changes(run_dir) == [(5, "lr", 0.1)]
 
 
+BAD_LINES = {
+    "not JSON": b"lr = 0.1",
+    "nothing": b"",
+    "half a line": b'{"lr": 0.',
+    "no object": b'["lr", 0.1]',
+    "not text": b'{"lr": \xff\xfe}',
+    "an unknown name": b'{"momentum": 0.9}',
+    "a name that is half a letter": b'{"\\ud800": 1}',
+    "a text as a number": b'{"lr": "fast"}',
+    "no finite number": b'{"lr": NaN}',
+    "a number beyond all floats": b'{"lr": 1' + b"0" * 400 + b"}",
+    "a number with thousands of digits": b'{"batch_size": 1' + b"0" * 5000 + b"}",
+    "half a batch": b'{"batch_size": 7.5}',
+    "a list as a strategy": b'{"strategy": ["rollback"]}',
+    "a strategy that needs a start": b'{"strategy": "reinit"}',
+    "half a letter": b'{"strategy": "\\ud800"}',
+    "a list of speeds": b'{"speeds": [1, 2]}',
+    "a speed of no worker": b'{"speeds": {"first": 1.0}}',
+    "a speed of nothing": b'{"speeds": {"0": 0}}',
+    "deep": b'{"lr": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+    "10 MB": b'{"lr": 0.1, "why": "' + b"x" * (10 << 20) + b'"}',
+    "right and wrong": b'{"lr": 0.1, "workers": -1}',
+}
+
+
+def test_lines_that_ask_for_nothing_that_can_be_are_left_out_with_a_line_each_and_count(tmp_path, capsys):
+    run_dir = tmp_path / "run"
+
+    def write(step):
+        if step.number == 2:
+            with requests_path(run_dir).open("ab") as file:
+                file.writelines(line + b"\n" for line in BAD_LINES.values())
+            append(requests_path(run_dir), {"lr": 0.2})
+
+    done = train(run_dir, {8: {"lr": 0.3}}, write, workers=2)
+
+    assert changes(run_dir) == [(3, "lr", 0.2), (9, "lr", 0.3)]
+    assert done.session._world.requests_taken == len(BAD_LINES) + 2
+    said = capsys.readouterr().err.splitlines()
+    numbers = [int(line.split()[2]) for line in said if "of requests.jsonl is left out: " in line]
+    assert numbers == list(range(1, 1 + len(BAD_LINES)))
+    assert max(map(len, said)) < 500
+
+
 def test_a_change_makes_a_difference_and_the_same_change_at_the_same_step_gives_the_same_bits(tmp_path):
     ask = {7: {"batch_size": 15, "lr": 0.02}}
     first, again = (train(tmp_path / name, ask, workers=n) for name, n in (("a", 1), ("b", 3)))

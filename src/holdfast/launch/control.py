@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import os
+import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Self
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Self
 from holdfast.errors import ConfigError
 from holdfast.launch.attempt import SHARED
 from holdfast.launch.processes import Process
-from holdfast.settings import STRATEGIES
+from holdfast.settings import STRATEGIES, request_in
 
 if TYPE_CHECKING:
     from holdfast.launch.job import Job
@@ -179,7 +179,7 @@ def check_values(changes: Mapping[str, Any]) -> None:
             case "workers":
                 _check_number("WORKERS", value, 1, MAX_WORKERS)
             case "lr":
-                if type(value) not in (int, float) or not 0 <= value < math.inf:
+                if type(value) not in (int, float) or not 0 <= value <= sys.float_info.max:
                     _refuse(f"--lr must be a finite number of at least 0, got {value!r}")
             case "batch_size":
                 _check_number("--batch-size", value, 1, _MAX_NUMBER)
@@ -229,20 +229,32 @@ class Asked:
 
     Args:
         run_dir: Of the job.
+        say: Is told of each line that asks for nothing.
     """
 
-    def __init__(self, run_dir: Path) -> None:
+    def __init__(self, run_dir: Path, say: Callable[[str], None]) -> None:
         self._path = run_dir / _ASKED
-        self._taken = 0
+        self._say = say
+        self._taken = self._read_bytes = 0
 
     def new(self) -> list[dict[str, Any]]:
         """Return what was asked since the last call; half a line is left for the next."""
         try:
-            lines = self._path.read_text().split("\n")[:-1]
-        except FileNotFoundError:
+            with self._path.open("rb") as file:
+                file.seek(self._read_bytes)
+                lines = file.read().split(b"\n")[:-1]
+        except OSError:
             return []
-        new, self._taken = lines[self._taken :], len(lines)
-        return [json.loads(line) for line in new]
+        self._read_bytes += sum(len(line) + 1 for line in lines)
+        return [request for line in lines if (request := self._request_in(line)) is not None]
+
+    def _request_in(self, line: bytes) -> dict[str, Any] | None:
+        self._taken += 1
+        try:
+            return request_in(line.decode(errors="replace"))
+        except ConfigError as error:
+            self._say(f"not changed: line {self._taken} of {_ASKED} is passed over: {error}")
+            return None
 
 
 def append(path: Path, request: Mapping[str, Any]) -> None:

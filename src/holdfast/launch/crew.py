@@ -23,7 +23,7 @@ class Crew:
 
     def __init__(self, run: Run) -> None:
         self._run = run
-        self._asked = Asked(run.places.run_dir)
+        self._asked = Asked(run.places.run_dir, run.view.say)
         self._running = announce(run.places.run_dir, run.job)
 
     def begin(self, start: Start) -> None:
@@ -71,7 +71,7 @@ class Crew:
         try:
             check(changes, self._running)
         except ConfigError as error:
-            self._run.view.say(f"not changed: {error}")
+            self._run.view.say(f"not changed: {error!s:.300}")
             return
         if "workers" in changes and node == here:
             self._scale(attempt, changes["workers"])

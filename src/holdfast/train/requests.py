@@ -16,9 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.comm import share_bytes
+from holdfast.errors import ConfigError
 from holdfast.events import SettingChanged
 from holdfast.records import requests_path
 from holdfast.recovery import Strategy, make_strategy
+from holdfast.settings import MAX_REQUEST, STRATEGIES, request_in
 from holdfast.train.place import Place
 from holdfast.train.replica import Replica
 from holdfast.train.split.body import Split
@@ -74,7 +76,7 @@ class Requests:
         for number, line in given or ():
             if number >= self._world.requests_taken:
                 self._world.requests_taken = number + 1
-                self._make(json.loads(line))
+                self._make(number, line)
 
     def state(self) -> dict[str, Any]:
         """Return what was changed up to now, as plain JSON."""
@@ -112,9 +114,16 @@ class Requests:
             return
         if size != self._seen_bytes:
             self._seen_bytes = size
-            self._lines = self._path.read_text().split("\n")[:-1]  # half a line is left for the next time
+            lines = self._path.read_bytes().split(b"\n")[:-1]  # half a line is left for the next time
+            self._lines = [line.decode(errors="replace")[: MAX_REQUEST + 1] for line in lines]
 
-    def _make(self, request: Mapping[str, Any]) -> None:
+    def _make(self, number: int, line: str) -> None:
+        try:
+            request = _checked(request_in(line))
+        except ConfigError as error:
+            if self._world.is_lead:
+                sys.stderr.write(f"holdfast: line {number + 1} of {requests_path(Path()).name} is left out: {error}\n")
+            return
         for name, value in request.items():
             if name == "strategy" and (why := self._why_not(value)):
                 if self._world.is_lead:
@@ -178,3 +187,44 @@ _CHANGES: dict[str, Callable[[Requests, Any], None]] = {
     "workers": Requests._workers,
     "speeds": Requests._speeds,
 }
+
+
+def _is_whole(value: Any, least: int) -> bool:
+    return type(value) is int and least <= value < 1 << 31
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and 0 <= value <= sys.float_info.max
+
+
+def _are_speeds(value: Any) -> bool:
+    return isinstance(value, dict) and all(
+        len(rank) < 10 and rank.isdecimal() and _is_number(speed) and speed > 0 for rank, speed in value.items()
+    )
+
+
+_ALLOWED: dict[str, Callable[[Any], bool]] = {
+    "lr": _is_number,
+    "batch_size": lambda value: _is_whole(value, 1),
+    "strategy": lambda value: value in STRATEGIES and value not in ("reinit", "partial"),
+    "checkpoint_every": lambda value: _is_whole(value, 0),
+    "workers": lambda value: _is_whole(value, 1),
+    "speeds": _are_speeds,
+}
+"""What each may be. The launcher refuses more, and says why; this is for lines that others have written."""
+
+
+def _checked(request: dict[str, Any]) -> dict[str, Any]:
+    """Return the request, if all of it can be done.
+
+    Raises:
+        ConfigError: if not.
+    """
+    for name, value in request.items():
+        if name not in _ALLOWED:
+            msg = f"{name:.60} cannot be changed while a job runs; {', '.join(_CHANGES)} can"
+            raise ConfigError(msg)
+        if not _ALLOWED[name](value):
+            msg = f"{name} cannot be {value!a:.60}"
+            raise ConfigError(msg)
+    return request
