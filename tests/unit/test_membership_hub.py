@@ -16,6 +16,7 @@ from jobs import clean_env
 
 from holdfast.errors import ConfigError, StoreLost
 from holdfast.membership import Hub, HubStore
+from holdfast.membership.hub import Seldom
 from holdfast.membership.store import LEASE_S, Silence, beat_s, patience_s
 from holdfast.membership.wire import MAX_HELLO_BYTES, MAX_LINE_BYTES, Lines, dump, parse
 
@@ -56,7 +57,7 @@ def test_a_wrong_token_is_refused_and_logged(hub, caplog):
     with pytest.raises(ConfigError, match=r"refused us for a wrong token: --rdzv-token \(HOLDFAST_TOKEN\) must be"):
         HubStore(hub.address, "guess", "j")
 
-    assert "hub: refused ('127.0.0.1'" in caplog.text
+    assert "hub: ('127.0.0.1'" in caplog.text
     assert "a wrong token" in caplog.text
     assert TOKEN not in caplog.text
     assert "guess" not in caplog.text
@@ -144,29 +145,60 @@ def test_random_bytes_end_their_own_connection_only(hub, store, seed):
     assert store.get("key") == "value"
 
 
-def test_strangers_who_say_nothing_leave_room_for_those_who_know_the_token(hub, store):
+def test_strangers_that_say_nothing_make_room_for_those_that_come_later_the_oldest_first(hub, store):
     strangers = [socket.create_connection(("127.0.0.1", hub.port)) for _ in range(300)]
+    for stranger in strangers[:44]:
+        stranger.settimeout(WAIT_S)
+        assert stranger.recv(1) == b""
+    before = len(os.listdir("/proc/self/fd"))
+
+    for number in range(600):  # and they go on coming
+        strangers[number % 300].close()
+        strangers[number % 300] = socket.create_connection(("127.0.0.1", hub.port))
+        if number % 100 == 0:
+            HubStore(hub.address, TOKEN, "j").close()
     store.put("key", "value")
 
-    turned_away = 0
+    assert store.get("key") == "value"
+    assert len(os.listdir("/proc/self/fd")) <= before + 100
     for stranger in strangers:
-        stranger.settimeout(0.05 if turned_away else 5)
-        if turned_away == 0 and stranger is not strangers[-1]:
-            continue
-        turned_away += stranger.recv(1) == b""
-    assert turned_away == 1
-    for stranger in strangers[:100]:
         stranger.close()
 
-    ends_s = time.monotonic() + WAIT_S
-    while True:  # the hub sees when it can that there is room again
-        try:
-            HubStore(hub.address, TOKEN, "j").close()
-            break
-        except StoreLost:
-            assert time.monotonic() < ends_s
-    for stranger in strangers:
-        stranger.close()
+
+def test_of_strangers_that_come_again_and_again_the_first_is_named_and_the_rest_counted(hub, store, caplog):
+    wrong, nonsense = dump({"hello": 2, "token": "guess", "job": "j"}), b"GET / HTTP/1.1\r\n\r\n"
+    for turn in range(60):
+        send(hub, wrong if turn % 2 else nonsense)
+    store.put("key", "value")
+
+    (line,) = caplog.messages
+    assert line.startswith("hub: ('127.0.0.1', ")
+    assert "sent nonsense and was cut off" in line
+    hub.close()
+    _, line = caplog.messages
+    assert line.startswith("hub: the same or the like 59 times more, the last of them: ('127.0.0.1', ")
+    assert line.endswith(" was refused: a wrong token")
+
+
+def test_strangers_are_counted_once_a_minute(caplog):
+    clock = Time()
+    seldom = Seldom(60.0, clock)
+    for second in range(150):
+        clock.now_s = 100.0 + second
+        seldom.say(f"stranger {second}")
+        seldom.look()
+    for second in (150, 200, 1000):
+        clock.now_s = 100.0 + second
+        seldom.look()
+    seldom.say("much later")
+
+    assert caplog.messages == [
+        "hub: stranger 0",
+        "hub: the same or the like 60 times more, the last of them: stranger 60",
+        "hub: the same or the like 60 times more, the last of them: stranger 120",
+        "hub: the same or the like 29 times more, the last of them: stranger 149",
+        "hub: much later",
+    ]
 
 
 def test_a_client_that_does_not_read_is_cut_off_and_others_go_on(hub, store, caplog, monkeypatch):

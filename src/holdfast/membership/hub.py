@@ -14,6 +14,7 @@ import logging
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import Any, Self
 
 from holdfast.errors import ConfigError
@@ -26,12 +27,46 @@ _HELLO_S = 10.0
 _CLOSE_S = 1.0
 _MAX_READ = 1 << 16
 _MAX_STRANGERS = 256
-"""So many may be connected that have not said who they are."""
+"""So many may be connected that have not said who they are; one more takes the place of the oldest."""
+_SAY_EVERY_S = 60.0
 _MAX_BACKLOG_BYTES = 64 << 20
 """A client that lets so much pile up does not read any more."""
 _MAX_KEYS = 1 << 20
 _LOOKS = 10
 """So often does one look at a lease in its time."""
+
+
+class Seldom:
+    """Says what strangers can bring about as often as they like: the first time at once, then how often it was.
+
+    Args:
+        every_s: At most one line in so many seconds.
+        clock: Tells the time, in seconds.
+    """
+
+    def __init__(self, every_s: float = _SAY_EVERY_S, clock: Callable[[], float] = time.monotonic) -> None:
+        self._every_s = every_s
+        self._clock = clock
+        self._again_s = clock()
+        self._count = 0
+        self._last = ""
+
+    def say(self, what: str) -> None:
+        """Say it, now or later."""
+        if not self._count and self._clock() >= self._again_s:
+            self._log(what)
+        else:
+            self._count, self._last = self._count + 1, what
+
+    def look(self, *, last: bool = False) -> None:
+        """Say what was not said yet, if it is time to, or for the last time."""
+        if self._count and (last or self._clock() >= self._again_s):
+            self._log(f"the same or the like {self._count} times more, the last of them: {self._last}")
+            self._count = 0
+
+    def _log(self, what: str) -> None:
+        logger.warning("hub: %s", what)
+        self._again_s = self._clock() + self._every_s
 
 
 class _Incoming:
@@ -108,11 +143,12 @@ class Hub:
         self._token = token
         self._lease_s = lease_s
         self._jobs: dict[str, _Job] = {}
-        self._strangers = 0
+        self._strangers: dict[asyncio.StreamWriter, None] = {}
+        self._seldom = Seldom()
         self._serving: set[asyncio.Task[None]] = set()
         self._connections: set[asyncio.StreamWriter] = set()
         self._loop = asyncio.new_event_loop()
-        self._loop.set_exception_handler(_log)
+        self._loop.set_exception_handler(self._note_error)
         try:
             self._server = self._loop.run_until_complete(asyncio.start_server(self._meet, host, port))
         except OSError as error:
@@ -147,6 +183,7 @@ class Hub:
                 with contextlib.suppress(RuntimeError):  # close() has stopped the loop once more
                     self._loop.run_until_complete(ending)
             self._loop.close()
+            self._seldom.look(last=True)
 
     async def _cut_off_all(self) -> None:
         for listening in self._server.sockets:
@@ -179,7 +216,7 @@ class Hub:
         incoming = _Incoming(reader)
         client: _Client | None = None
         try:
-            if (hello := await self._first(incoming)) is None:
+            if (hello := await self._first(incoming, writer)) is None:
                 return
             if (client := self._welcome(parse(hello), writer, peer)) is None:
                 return
@@ -192,7 +229,7 @@ class Hub:
         except (OSError, TimeoutError) as error:  # it is gone, or never said who it is; that is the client's affair
             logger.debug("hub: %s is gone: %r", peer, error)
         except Exception as error:  # whatever somebody sends, the hub goes on
-            logger.warning("hub: %s sent nonsense and was cut off: %r", peer, str(error)[:200])
+            self._seldom.say(f"{peer} sent nonsense and was cut off: {str(error)[:200]!r}")
             if client is not None:
                 client.send(dump({"refused": f"what it sent: {str(error)[:200]}"}))
         finally:
@@ -200,23 +237,28 @@ class Hub:
                 client.job.clients.discard(client)
             writer.close()
 
-    async def _first(self, incoming: _Incoming) -> bytes | None:
+    async def _first(self, incoming: _Incoming, writer: asyncio.StreamWriter) -> bytes | None:
         """Return what somebody says first, None if that is nothing."""
-        if self._strangers >= _MAX_STRANGERS:
-            return None
-        self._strangers += 1
+        if len(self._strangers) >= _MAX_STRANGERS:  # whoever knows the token says so at once
+            oldest = next(iter(self._strangers))
+            self._seldom.say(
+                f"{oldest.get_extra_info('peername')} was cut off: {_MAX_STRANGERS} came later that say nothing"
+            )
+            del self._strangers[oldest]
+            oldest.transport.abort()
+        self._strangers[writer] = None
         try:
             async with asyncio.timeout(_HELLO_S):
                 return await incoming.next()
         finally:
-            self._strangers -= 1
+            self._strangers.pop(writer, None)
 
     def _welcome(self, hello: dict[str, Any], writer: asyncio.StreamWriter, peer: object) -> _Client | None:
         token, job = hello.get("token"), hello.get("job")
         known = type(token) is str and hmac.compare_digest(token.encode(), self._token.encode())
         if not known or hello.get("hello") != HELLO or type(job) is not str:
             why = "a wrong token" if hello.get("hello") == HELLO else "an unknown greeting"
-            logger.warning("hub: refused %s: %s", peer, why)
+            self._seldom.say(f"{peer} was refused: {why}")
             writer.write(dump({"refused": why}))
             return None
         return _Client(writer, self._jobs.setdefault(job, _Job()), self._lease_s)
@@ -261,13 +303,13 @@ class Hub:
 
     def _end_leases(self) -> None:
         self._loop.call_later(self._lease_s / _LOOKS, self._end_leases)
+        self._seldom.look()
         for job in self._jobs.values():
             silent = {owner for owner in set(job.leases.values()) if owner.silence.is_too_long()}
             for key in [key for key, owner in job.leases.items() if owner in silent]:
                 logger.warning("hub: nothing was heard of the owner of %s for %g s", key, self._lease_s)
                 job.change(key, None)
 
-
-def _log(_: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """Say in one line what asyncio would print with a traceback."""
-    logger.warning("hub: %s: %r", context.get("message"), context.get("exception"))
+    def _note_error(self, _: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """Say in one line what asyncio would print with a traceback."""
+        self._seldom.say(f"{context.get('message')}: {context.get('exception')!r}")
