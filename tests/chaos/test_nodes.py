@@ -7,7 +7,7 @@ import time
 
 import etcd
 import pytest
-from clusters import DEADLINE_S, Cluster, assert_complete, of_kind, until
+from clusters import DEADLINE_S, Cluster, Way, assert_complete, of_kind, until
 from netns import make_hosts
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(600)]
@@ -71,6 +71,28 @@ def test_who_is_cut_off_commits_nothing_beside_the_others_and_ends(hosts, tmp_pa
         assert_complete(cluster.report(cluster.launchers[0]))
         assert cluster.committed(away)[2] <= at_cut + 1
         assert "start it again with the same command" in cluster.output(2)
+
+
+def test_a_node_that_loses_only_its_way_to_the_store_is_done_without_and_stops_nobody_else(tmp_path):
+    with Cluster(tmp_path, 3, "--node-timeout", "4", pause=0.5, workers=1) as cluster:
+        way = Way(cluster.url)
+        first, second = cluster.start(0), cluster.start(1)
+        cluster.start(2, "--rdzv", way.url)
+        cluster.until_step(3)
+        way.lose()
+        codes = cluster.wait()
+        way.close()
+
+        assert codes == {0: 0, 1: 0, 2: 1}, cluster.said()
+        for launcher in (first, second):
+            report = cluster.report(launcher)
+            assert_complete(report)
+            assert {event["rank"] for event in of_kind(report, "Finished")} == {0, 1}
+            assert {tuple(event["lost"]) for event in of_kind(report, "Recovered")} == {(2,)}
+        last = cluster.output(2).splitlines()[-1]
+        assert last.startswith("error: node 2 can no longer take part: the store at 127.0.0.1:")
+        assert "nothing was heard of it for 2.8 s" in last
+        assert "start it again with the same command" in last
 
 
 def saves(tmp_path):
@@ -182,6 +204,23 @@ def test_without_the_first_launcher_all_save_and_stop_and_the_job_can_be_resumed
             assert min(cluster.committed(launcher).items())[1] == 14
         first = of_kind(cluster.report(again[0]), "RunStarted")[0]
         assert first["step"] >= max(reached.values()), "it goes on where it stopped"
+
+
+@pytest.mark.soak
+def test_where_no_worker_is_left_that_reaches_the_store_all_save_and_stop_though_nobody_tells_them(tmp_path):
+    with Cluster(tmp_path, 3, *saves(tmp_path), pause=0.5, workers=1) as cluster:
+        first, *_ = cluster.start_all()
+        cluster.until_step(2)
+        (note,) = first.place.glob("tmp/holdfast-*/process-0")
+        os.kill(int(note.read_text().split()[0]), signal.SIGTERM)
+        until(lambda: cluster.live(first, "Left"), "the leave of the first node's only worker")
+        cluster.until_step(5, node=1)
+        first.kill()
+        codes = cluster.wait()
+
+        assert codes == {0: -signal.SIGKILL, 1: 4, 2: 4}, cluster.said()
+        reached = {node: cluster.committed(cluster.launchers[node]) for node in (1, 2)}
+        assert reached[1][1] == reached[2][2], f"both stop before the same step: {reached}"
 
 
 @pytest.mark.soak

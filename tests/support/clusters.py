@@ -1,11 +1,13 @@
 """Jobs on several nodes: the launchers of one job, on this machine or on hosts made of namespaces, and what they leave."""
 
+import contextlib
 import functools
 import json
 import re
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -33,6 +35,57 @@ def until(ready, what):
         assert time.monotonic() < ends_s, f"{what} did not come true within {DEADLINE_S} s"
         time.sleep(0.02)
     return found
+
+
+class Way:
+    """A way to the store that one node has for itself: it can be lost while that to all workers is there.
+
+    Args:
+        url: Of the store.
+    """
+
+    def __init__(self, url):
+        kind, _, there = url.partition("://")
+        host, _, port = there.rpartition(":")
+        self._there = (host, int(port))
+        self._is_lost = False
+        self._open = [socket.create_server(("127.0.0.1", 0))]
+        self.url = f"{kind}://127.0.0.1:{self._open[0].getsockname()[1]}"
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def lose(self):
+        """Let nothing through from now on, and say nothing of it."""
+        self._is_lost = True
+
+    def close(self):
+        for each in self._open:
+            with contextlib.suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+            each.close()
+
+    def _accept(self):
+        with contextlib.suppress(OSError):
+            while True:
+                near, _ = self._open[0].accept()
+                self._open.append(near)
+                if self._is_lost:
+                    continue
+                try:
+                    far = socket.create_connection(self._there)
+                except OSError:  # it is not there yet; who came will try again
+                    near.close()
+                    continue
+                self._open.append(far)
+                for ends in ((near, far), (far, near)):
+                    threading.Thread(target=self._carry, args=ends, daemon=True).start()
+
+    def _carry(self, source, target):
+        with contextlib.suppress(OSError):
+            while data := source.recv(1 << 16):
+                if not self._is_lost:
+                    target.sendall(data)
+            if not self._is_lost:
+                target.shutdown(socket.SHUT_WR)
 
 
 class Cluster:

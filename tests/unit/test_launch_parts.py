@@ -35,7 +35,7 @@ from holdfast.launch.processes import Pair, Process, descendants_of, end_gently,
 from holdfast.launch.stopping import Stopping
 from holdfast.launch.tail import LineTail, RecordTail
 from holdfast.launch.worker import describe
-from holdfast.records import FileRecorder, read_records
+from holdfast.records import FileRecorder, read_records, stop_path
 from holdfast.settings import Settings
 
 SEEN = FailureSeen(t_s=1.0, rank=0, step=3, phase="allreduce")
@@ -386,11 +386,12 @@ class Waiting:
 @pytest.fixture
 def stopping(tmp_path):
     run = SimpleNamespace(
-        job=SimpleNamespace(grace_s=10.0),
+        job=SimpleNamespace(grace_s=10.0, nnodes=1, node_timeout_s=4.0),
         clock=SimpleNamespace(now_s=lambda: 5.0),
         view=SimpleNamespace(say=lambda line: None),
         places=SimpleNamespace(run_dir=tmp_path),
         others=None,
+        nodes=None,
     )
     return Stopping(run, SimpleNamespace(is_distributed=False))
 
@@ -404,6 +405,24 @@ def test_who_is_still_being_started_is_told_to_stop_as_soon_as_it_is_there_and_n
     stopping.answer(workers)
 
     assert workers.told == [(rank, signal.SIGTERM) for rank in (0, 1, 2)]
+
+
+@pytest.mark.parametrize(("nnodes", "is_host", "told"), [(1, False, True), (3, True, True), (3, False, False)])
+@pytest.mark.parametrize("is_asked", [False, True])
+def test_a_launcher_that_lost_the_store_stops_the_whole_job_only_where_no_other_node_goes_on_without_it(
+    stopping, nnodes, is_host, told, is_asked
+):
+    stopping._run.job.nnodes, stopping._run.nodes = nnodes, SimpleNamespace(is_host=is_host)
+    workers = Waiting(0, 1, 2)
+    workers.is_running = lambda: True
+    if is_asked:
+        stopping.ask()
+        stopping.answer(workers)
+
+    assert stopping.without_store(workers, "it is gone") is None
+
+    assert workers.told == [(rank, signal.SIGTERM) for rank in (0, 1, 2) if told]
+    assert stop_path(stopping._run.places.run_dir).exists() == told
 
 
 @pytest.mark.parametrize(

@@ -103,12 +103,17 @@ class Stopping:
         """Return whether the whole job is to stop, not this node alone, as far as is known by now."""
         others = self._run.others
         if others is None:
-            return True
+            return self._is_needed()
         with contextlib.suppress(StoreLost):  # found at the next look
             others.say("stops", true=True)
             if not others.is_stopping() and (others.is_host or others.all_say("stops")):
                 others.ask_all_to_stop()
         return others.is_stopping()
+
+    def _is_needed(self) -> bool:
+        """Return whether no other node can go on without this launcher."""
+        nodes = self._run.nodes
+        return nodes is None or nodes.is_host or self._run.job.nnodes == 1
 
     def _tell(self, attempt: Attempt, *, all_stop: bool) -> None:
         if all_stop:
@@ -124,18 +129,22 @@ class Stopping:
     # -- without a store
 
     def without_store(self, attempt: Attempt, why: str) -> Verdict | None:
-        """Have the workers save and stop, if all are there to do so; return what has become of it.
+        """Have the workers save and stop, if nobody can do without this launcher; return what has become of it.
 
-        They must have ended before other nodes, if only this one is cut off, may start the job again.
+        Else it may be that only this node is cut off. Its workers must stop nobody then, and have ended before other nodes
+        may start the job again. Where no worker of the job reaches the store they find that out among themselves, and stop.
         """
         run = self._run
         if self._lost_store_by_s is None:
-            grace_s = run.job.grace_s
+            grace_s, what = run.job.grace_s, "the workers finish their step and save"
+            if self._is_needed():
+                self._tell(attempt, all_stop=True)
+            else:
+                what += " if no node reaches it, and are ended if others do"
             if run.job.nnodes > 1:
                 grace_s = min(grace_s, (FENCE_LEASES - 1) * run.job.node_timeout_s)
-            run.view.say(f"stopping: {why}; the workers finish their step and save, within {grace_s:g} s")
+            run.view.say(f"stopping: {why}; {what}, within {grace_s:g} s")
             self._lost_store_by_s = run.clock.now_s() + grace_s
-            self._tell(attempt, all_stop=True)
         if attempt.is_running() and run.clock.now_s() < self._lost_store_by_s:
             return None
         self._news.read(attempt)

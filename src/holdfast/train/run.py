@@ -378,8 +378,6 @@ class Run:
         self._recovery.end()
         self._scribe.mark("allreduce")
         self._attempts.reach_in_sum(step, self._replica.num_buckets)
-        if self._world.comm.is_stranded:
-            self._world.asked |= LEAVE  # while all are there to do so together
         asked = self._world.asked  # a maximum of flags is not all of them: each is sent by itself
         parts = int(self._world.parts)
         changes = CHANGE * bool(parts or self._world.comm.newcomers(self._world.loop))
@@ -388,12 +386,13 @@ class Run:
             asked & LEAVE,
             changes,
             1 - parts,
+            int(not self._world.comm.is_stranded),
             ASK * (self._world.is_lead and self._requests.are_due()),
         )
         brought = self._watch.brings(step, is_last=self._place.is_last(self._attempts.in_progress()))
         hashed = () if self._certificate is None else self._certificate.brings()
         said = self._sum.maximum((*brought, *hashed, step, ~step, *flags, *self._wants_to_save()))
-        last, first, stop, leave, changes, stays, asks, *saves = said[len(brought) + len(hashed) :]
+        last, first, stop, leave, changes, stays, agrees, asks, *saves = said[len(brought) + len(hashed) :]
         if last != ~first:
             msg = f"workers closed different steps, {~first} and {last}"
             raise InternalError(msg)
@@ -402,7 +401,7 @@ class Run:
             return False
         if self._certificate is not None:
             self._certificate.hears(step, said[len(brought) : len(brought) + len(hashed)])
-        if not stays:  # where all would leave, nobody would go on: all stop
+        if not (stays and agrees):  # where all would leave, or could agree on nothing, nobody would go on: all stop
             changes, leave = 0, LEAVE
         self._heard |= stop | leave | changes | asks
         self._save_due = any(saves)
@@ -534,10 +533,16 @@ class Run:
         return ActDone()
 
     def _stop_alone(self, lost: StoreLost) -> NoReturn:
-        """Save the state before the step in progress, unless somebody has, and stop: nothing can be agreed on any more."""
+        """Save the state before the step in progress, unless somebody has, and stop: nothing can be agreed on any more.
+
+        Where the launcher is there, others may be, too, that reach the store: they go on without this worker.
+        """
         world, run_dir = self._world, self._world.settings.run_dir
         has_begun = self._announced and self._protocol.progress.completed >= 0
-        if not (has_begun and launcher_is_gone(run_dir)) or self._replica.is_split:  # one alone has not all of it
+        if has_begun and not launcher_is_gone(run_dir):
+            self._scribe.warn(f"{lost}; this worker can agree on nothing with the others and ends, as if it had died")
+            kill_self()
+        if not has_begun or self._replica.is_split:  # one alone has not all of it
             raise lost
         self._discard()
         with turn(run_dir):
