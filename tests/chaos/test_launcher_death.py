@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -17,7 +18,7 @@ from train_saving import Training, undisturbed
 
 from holdfast.checkpoint import steps, verify
 from holdfast.events import Finished, WorkerEnded
-from holdfast.launch.processes import Pair, pair_path
+from holdfast.launch.processes import Pair, Process, pair_path
 from holdfast.records import load_events, read_run
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(170)]
@@ -30,14 +31,14 @@ DEADLINE_S = 90.0
 class Orphans:
     """A job whose launcher is to die; all of its processes can be told by the folder that they were given."""
 
-    def __init__(self, folder, fabric, *options, deeds=(), workers=3):
+    def __init__(self, folder, fabric, *options, deeds=(), workers=3, step_s=0.02):
         self.folder = folder
         self.temporary = folder / "t"
         self.temporary.mkdir()
         words = [word for deed in deeds for word in ("--deed", deed)]
         given = ("-n", workers, "--fabric", fabric, "--slices", 3, "--seed", 11, *options)
         self.launcher = subprocess.Popen(
-            [sys.executable, "-m", "holdfast", "run", *map(str, given), str(SCRIPT), "--step-s", "0.02", *words],
+            [sys.executable, "-m", "holdfast", "run", *map(str, given), str(SCRIPT), "--step-s", str(step_s), *words],
             env=clean_env(TMPDIR=str(self.temporary)),
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -175,3 +176,43 @@ def test_nothing_is_left_of_a_job_whose_launcher_dies_before_training(tmp_path, 
     job.wait()
 
     assert not list(tmp_path.glob("holdfast-checkpoint*"))
+
+
+def parent_of(pid):
+    return int(Path("/proc", str(pid), "stat").read_text().rpartition(")")[2].split()[1])
+
+
+def stopped_by(job, what):
+    """The processes that a test stops: watchers, which would end workers, or mpirun, which the last watcher would end."""
+    pairs = [Pair.read(pair_path(job.run_dir, rank)) for rank in range(2)]
+    if what == "mpirun":
+        return [Process.of(parent_of(pairs[0].watcher.pid))]
+    watchers = [pair.watcher for pair in pairs]
+    workers = [pair.worker for pair in pairs]
+    return {"a watcher": watchers[1:], "all watchers": watchers, "a pair": [watchers[1], workers[1]]}[what]
+
+
+@pytest.mark.parametrize(
+    ("fabric", "what"),
+    [
+        ("ulfm", "a pair"),
+        ("ulfm", "all watchers"),
+        pytest.param("ulfm", "mpirun", marks=pytest.mark.soak),
+        pytest.param("gloo", "a watcher", marks=pytest.mark.soak),
+    ],
+)
+def test_nothing_is_left_where_what_would_end_it_is_stopped_when_the_launcher_dies(tmp_path, fabric, what):
+    job = Orphans(tmp_path, fabric, "--grace", 2, "--hang-timeout", 0, workers=2, step_s=0.2)
+    until_committed(job.temporary, 3, job.launcher)
+    stopped = stopped_by(job, what)
+    for process in stopped:
+        assert process.send(signal.SIGSTOP)
+
+    job.launcher.kill()
+    try:
+        job.wait()
+    finally:
+        for pid in job.processes():
+            os.kill(pid, signal.SIGKILL)
+
+    assert not any(process.is_alive() for process in stopped)

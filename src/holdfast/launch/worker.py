@@ -6,7 +6,8 @@ of a worker that is killed, and does not tell them of one that ends with another
 case they would wait for it for ever.
 
 The watcher also looks after what would be left over: the children of a worker that has ended, the worker when mpirun has
-ended, and all of it when the launcher has: then the worker is told to save and stop, and is killed if it does not.
+ended, and all of it when the launcher has: then the worker is told to save and stop, and is killed if it does not. A watcher
+that is stopped (SIGSTOP) just then could not: its worker wakes it, and so do the other watchers.
 """
 
 from __future__ import annotations
@@ -72,6 +73,9 @@ LAUNCHER_NODE = "HOLDFAST_LAUNCHER_NODE"
 GRACE_S = "HOLDFAST_GRACE_S"
 """How long workers may take to save and end when the launcher is gone, in seconds."""
 
+_WAKE_S = 1.0
+"""How often a worker whose launcher is gone wakes its watcher."""
+
 _PUBLISH_S = 1.0
 """How often what a worker has written is brought to the other machines."""
 
@@ -90,6 +94,7 @@ def main() -> NoReturn:
     pid = os.fork()  # before MPI and torch are loaded: neither survives a fork
     if pid == 0:
         die_with_parent(signal.SIGKILL, watcher)
+        _wake_without_launcher(watcher)
         run_script(Path(sys.argv[1]), sys.argv[2:])
     watch(pid, mpirun)
 
@@ -181,6 +186,7 @@ def _wait(pid: int, mpirun: Process | None, settings: Settings, rank: int) -> in
     ended = opened.keys() - handles.keys() or _wait_and_publish(handles, settings, rank)
     if ended == {"launcher"}:
         handles.pop("launcher", None)
+        _wake_watchers(settings)
         _tell_to_stop(pid, settings)
         ended = _wait_for_stop(handles, settings, rank)
     if "worker" not in ended:
@@ -224,6 +230,19 @@ def _tell_to_stop(pid: int, settings: Settings) -> None:
     os.kill(pid, signal.SIGTERM)
 
 
+def _wake_watchers(settings: Settings) -> None:
+    """Have the other watchers on this machine go on that may be stopped: their workers could do nothing, or be gone."""
+    for pair in _pairs(settings):
+        if pair.node in ("", this_node()):
+            pair.watcher.send(signal.SIGCONT)
+
+
+def _pairs(settings: Settings) -> list[Pair]:
+    """Return the workers that were there, with their watchers."""
+    paths = Path(settings.run_dir).glob("process-*[0-9]") if settings.run_dir else ()
+    return [pair for path in paths if (pair := Pair.read(path)) is not None]
+
+
 def _wait_for_stop(handles: dict[str, int], settings: Settings, rank: int) -> set[str]:
     """Return who of worker and mpirun has ended within the grace; nobody if none has."""
     from holdfast.records import Beacon, beacon_path
@@ -241,8 +260,7 @@ def _is_last(settings: Settings) -> bool:
     launcher = _launcher()
     if launcher is None or launcher.is_alive() or not settings.run_dir or LAUNCHER_NODE in os.environ:
         return False  # of those on other machines nobody here knows; mpirun ends after them
-    pairs = [Pair.read(path) for path in Path(settings.run_dir).glob("process-*[0-9]")]
-    return not any(pair is not None and pair.worker.is_alive() for pair in pairs)
+    return not any(pair.worker.is_alive() for pair in _pairs(settings))
 
 
 def _end_mpirun(mpirun: Process) -> None:
@@ -276,6 +294,22 @@ def _prepare_to_tell(settings: Settings, rank: int, pid: int) -> Callable[[int],
 
 # ---------------------------------------------------------------------------------------------
 # The worker
+
+
+def _wake_without_launcher(watcher: int) -> None:
+    """See to it that the watcher, which has to end this worker when the launcher has ended, is not stopped then."""
+    launcher = _launcher()
+    handle = None if launcher is None else launcher.open()
+    if handle is None:
+        return
+
+    def wake() -> None:
+        wait_for_end({"launcher": handle})
+        while True:
+            os.kill(watcher, signal.SIGCONT)
+            time.sleep(_WAKE_S)
+
+    threading.Thread(target=wake, name="holdfast-wake", daemon=True).start()
 
 
 def run_script(script: Path, args: list[str]) -> NoReturn:
