@@ -10,7 +10,7 @@ from scipy.stats import chisquare
 
 from holdfast.errors import ConfigError
 from holdfast.faults import alteration
-from holdfast.faults.alteration import Alteration, Place, apply, draw
+from holdfast.faults.alteration import LAWS, Alteration, Place, apply, draw
 from holdfast.faults.formats import FORMATS
 
 
@@ -50,7 +50,7 @@ tensors = st.lists(
 )
 
 
-@given(tensors, st.sampled_from(("values", "tensors")), st.floats(0, 1), st.integers(0, 2**32))
+@given(tensors, st.sampled_from(LAWS), st.floats(0, 1), st.integers(0, 2**32))
 def test_exactly_so_many_different_bits_are_flipped_and_once_more_takes_them_back(given_tensors, law, share, seed):
     memory = Memory(*given_tensors)
     total = sum(place.count * place.format.bits for place in memory.places)
@@ -121,19 +121,67 @@ def test_a_mask_is_laid_wherever_it_fits():
     assert found == {0b1011 << shift for shift in range(5)}
 
 
-def test_all_values_and_all_bits_are_alike():
-    """Of two tensors of different size and width, 40,000 flips one at a time: each bit is hit as often as any other."""
+def hits_of_bits(count, seeds, **options):
+    """How often each bit of 30 float32 (the first 960) and of 20 float16 was hit."""
     memory = Memory(("float32", (30,)), ("float16", (20,)))
     hits = np.zeros(30 * 32 + 20 * 16)
-    for seed in range(400):
-        for change in draw(memory, Alteration(count=100, seed=seed)):
+    for seed in range(seeds):
+        for change in draw(memory, Alteration(count=count, seed=seed, **options)):
             width = memory.places[change.place].format.bits
             for i, flipped in zip(change.index, change.before ^ change.after, strict=True):
                 for bit in range(width):
                     hits[change.place * 960 + i * width + bit] += int(flipped) >> bit & 1
+    return hits
+
+
+@pytest.mark.parametrize("options", [{}, {"law": "bits"}])
+def test_all_bits_are_alike_by_the_law_of_bits_which_is_the_default(options):
+    """Of two tensors of different size and width, 40,000 flips: each bit is hit as often as any other."""
+    hits = hits_of_bits(100, 400, **options)
 
     assert hits.sum() == 40_000
     assert chisquare(hits).pvalue > 1e-3
+
+
+def test_all_values_are_alike_by_the_law_of_values_whatever_their_width():
+    """Of a float32 half as many flips hit each bit as of a float16, and as many the value."""
+    hits = hits_of_bits(10, 1000, law="values")
+
+    by_value = [*hits[:960].reshape(30, 32).sum(axis=1), *hits[960:].reshape(20, 16).sum(axis=1)]
+    assert hits.sum() == 10_000
+    assert chisquare(by_value).pvalue > 1e-3
+    assert chisquare(hits[:960]).pvalue > 1e-3
+    assert chisquare(hits[960:]).pvalue > 1e-3
+
+
+def test_the_law_of_bits_is_not_that_of_values():
+    """The test above would see the difference."""
+    hits = hits_of_bits(10, 1000, law="bits")
+
+    by_value = [*hits[:960].reshape(30, 32).sum(axis=1), *hits[960:].reshape(20, 16).sum(axis=1)]
+    assert chisquare(by_value).pvalue < 1e-12
+
+
+def test_a_value_is_as_likely_however_many_of_its_bits_are_allowed():
+    memory = Memory(("float32", (50,)), ("float8_e5m2", (50,)))
+    bits = "4:31"  # 28 bits of the one, 4 of the other
+
+    wide = sum(
+        len(c) for s in range(400) for c in draw(memory, Alteration(bits=bits, law="values", seed=s)) if not c.place
+    )
+
+    assert 150 < wide < 250
+
+
+@pytest.mark.parametrize("options", [{"percent": 30}, {"count": 20, "burst": 3}, {"count": 20, "scale": 2.0}])
+def test_where_values_are_drawn_anyway_the_laws_of_bits_and_of_values_are_one(options):
+    memory = Memory(("float32", (40,)), ("uint8", (90,)))
+
+    first, second = (draw(memory, Alteration(law=law, seed=3, **options)) for law in ("bits", "values"))
+
+    assert [(c.place, c.index.tolist(), c.after.tolist()) for c in first] == [
+        (c.place, c.index.tolist(), c.after.tolist()) for c in second
+    ]
 
 
 def test_sparse_draws_are_alike_too_and_in_any_part_of_a_large_tensor():
@@ -165,12 +213,13 @@ def test_how_much_is_worked_on_at_a_time_changes_nothing(monkeypatch, batch, opt
 
 def test_by_the_other_law_all_tensors_are_alike_whatever_their_size():
     memory = Memory(("float32", (10_000,)), ("float32", (10,)))
-    small = dict.fromkeys(("values", "tensors"), 0)
+    small = dict.fromkeys(LAWS, 0)
 
     for law in small:
         for seed in range(300):
             small[law] += sum(len(c) for c in draw(memory, Alteration(law=law, seed=seed)) if c.place == 1)
 
+    assert small["bits"] < 10
     assert small["values"] < 10
     assert 110 < small["tensors"] < 190
 
@@ -225,7 +274,7 @@ def test_scaling_multiplies_values():
         ),
         ({"scale": float("inf")}, "scale must be finite, got inf; to make values infinite flip bits of their exponent"),
         ({"scale": 2.0, "bits": "sign"}, "scale multiplies whole values and does not go with bits or keep-sign"),
-        ({"law": "layers"}, "law must be one of values, tensors, got 'layers'"),
+        ({"law": "layers"}, "law must be one of bits, values, tensors, got 'layers'"),
         ({"seed": -1}, "seed must be at least 0, got -1"),
     ],
 )

@@ -236,6 +236,42 @@ def test_a_fault_of_a_node_is_due_at_its_first_worker_and_only_in_the_plan_of_th
     assert FaultPlan.from_json(here.to_json()) == here
 
 
+def as_written(spec, law, **schema):
+    """A plan of one flip, as JSON of this schema and law."""
+    document = json.loads(FaultPlan((parse(spec),)).to_json())
+    flip = document["faults"][0]["flip"]
+    del flip["schema"]
+    flip.update({"law": law}, **schema)
+    return json.dumps(document)
+
+
+@pytest.mark.parametrize(("law", "means"), [("values", "bits"), ("tensors", "tensors")])
+def test_the_law_of_an_old_plan_that_has_no_schema_keeps_its_meaning(law, means):
+    spec = "flip:rank=1,step=2,target=weights"
+
+    (fault,) = FaultPlan.from_json(as_written(spec, law)).faults
+
+    assert fault.flip.how.law == means
+
+
+def test_the_law_of_a_plan_of_today_is_the_one_it_names():
+    plan = FaultPlan((parse("flip:rank=1,step=2,target=weights,law=values"),))
+
+    again = FaultPlan.from_json(plan.to_json())
+
+    assert again == plan
+    assert again.faults[0].flip.how.law == "values"
+    assert again.to_specs() == ["flip:rank=1,step=2,target=weights,law=values"]
+
+
+@pytest.mark.parametrize("schema", [0, 3, "2", True, None])
+def test_a_flip_of_another_schema_is_refused(schema):
+    written = as_written("flip:rank=1,step=2,target=weights", "bits", schema=schema)
+
+    with pytest.raises(ConfigError, match=r"schema of a flip must be 1 or 2, got .*; another version of holdfast may"):
+        FaultPlan.from_json(written)
+
+
 def test_a_fault_after_a_bucket_that_there_is_not_is_refused():
     plan = FaultPlan((parse("kill:rank=1,step=1,phase=allreduce,bucket=3"),))
 
@@ -273,14 +309,14 @@ def test_the_json_of_a_flip_says_all_of_it():
     (fault,) = json.loads(plan.to_json())["faults"]
     where = {"kind": "flip", "rank": 1, "step": 2, "phase": "forward", "bucket": None, "seconds": None}
     how = dataclasses.asdict(Alteration(count=2))
-    assert fault == where | {"flip": {"target": "weights", "at": ["fc"]} | how}
+    assert fault == where | {"flip": {"schema": 2, "target": "weights", "at": ["fc"]} | how}
 
 
 @pytest.mark.parametrize(
     ("change", "complaint"),
     [
         ({"flip": None}, "flip must be a JSON object"),
-        ({"flip": {}}, "flip must have the keys target, at, count,"),
+        ({"flip": {}}, "flip must have the keys schema, target, at, count,"),
         ({"bucket": 1}, "bucket is only allowed with target=message"),
         ({"phase": "backward"}, "phase must be forward for a flip of weights, got backward"),
         ({"kind": "kill"}, "it must have the keys kind, rank, step, phase, bucket, seconds; wrong or missing: flip"),

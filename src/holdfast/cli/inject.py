@@ -36,7 +36,7 @@ def inject(
     keep_sign: Annotated[bool, typer.Option("--keep-sign", help="Leave signs alone.")] = False,
     no_nan: Annotated[bool, typer.Option("--no-nan", help="Draw anew what becomes infinite or NaN.")] = False,
     at: Annotated[list[str] | None, typer.Option(metavar="PREFIX", help="Only these tensors; repeatable.")] = None,
-    law: Annotated[str, typer.Option(metavar="values|tensors", help="What is drawn evenly.")] = "values",
+    law: Annotated[str, typer.Option(metavar="bits|values|tensors", help="What is drawn evenly.")] = "bits",
     seed: Annotated[int, typer.Option(metavar="S", help="Same seed, same alterations.")] = 0,
     record: Annotated[_File, typer.Option(metavar="FILE", help="Write down what is altered.")] = None,
     replay: Annotated[_File, typer.Option(metavar="FILE", help="Do what a record says.")] = None,
@@ -88,7 +88,7 @@ def inject(
         _say(done, record)
 
 
-_DEFAULTS: dict[str, Any] = {"probability": 1.0, "bits": "all", "burst": 1, "law": "values", "seed": 0}
+_DEFAULTS: dict[str, Any] = {"probability": 1.0, "bits": "all", "burst": 1, "law": "bits", "seed": 0}
 _OPTIONS = {"count": "--flips", "finite": "--no-nan", "keep_sign": "--keep-sign"}
 """Of fields of an alteration; of the others it is their name."""
 

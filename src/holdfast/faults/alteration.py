@@ -20,7 +20,8 @@ from numpy.typing import NDArray
 from holdfast.faults.formats import FIELDS, Format, Raw
 from holdfast.faults.reading import NotAllowed
 
-LAWS = ("values", "tensors")
+LAWS = ("bits", "values", "tensors")
+"""What is drawn evenly; see :attr:`Alteration.law`."""
 
 _ROUNDS = 200
 """How often sites that made a value infinite or NaN are drawn anew before it is given up."""
@@ -100,8 +101,11 @@ class Alteration:
     """The sign's bit is not among those that may be altered."""
     finite: bool = False
     """An alteration that would make a finite value infinite or NaN is drawn anew."""
-    law: str = "values"
-    """``values``: all values are alike; ``tensors``: all tensors are, whatever their size, as the injector of 2022 draws."""
+    law: str = "bits"
+    """What is drawn evenly. ``bits``: each bit that may be altered is as likely as every other, and so a wide value is hit more
+    often than a narrow one. ``values``: each value is, and then each of its bits. ``tensors``: each tensor is, whatever its size,
+    and then each of its bits, as the injector of 2022 draws. Where whole values are drawn (``percent``, ``burst``, ``mask``,
+    ``scale``), ``bits`` and ``values`` are one."""
     seed: int = 0
     """Same seed, same places: same alterations."""
 
@@ -260,13 +264,15 @@ class _Sites:
     ) -> dict[int, NDArray[np.int64]]:
         """Return new sites in rising order by place, at most ``count`` altogether."""
         left = self._units - np.array([len(drawn.get(place, ())) for place in range(len(self._units))], np.int64)
-        if self._alteration.law == "values":
+        law = self._alteration.law
+        if law == "bits" or (law == "values" and not self._by_bit):
             ends = np.cumsum(left)
             ranks = _rising(rng, count, int(ends[-1]))
             found = {place: ranks[part] for place, part in _parts(ranks, ends - left)}
         else:
             free = np.flatnonzero(left)
-            shares = np.minimum(rng.multinomial(count, np.full(len(free), 1 / len(free))), left[free])
+            weights = np.array(self._counts, np.float64)[free] if law == "values" else np.ones(len(free))
+            shares = np.minimum(rng.multinomial(count, weights / weights.sum()), left[free])
             found = {int(p): _rising(rng, int(n), int(left[p])) for p, n in zip(free, shares, strict=True) if n}
         return {place: self._sites(rng, place, ranks, drawn.get(place)) for place, ranks in found.items()}
 

@@ -27,6 +27,9 @@ TARGETS = {
 }
 """What can be altered, and the phase of the step in which it is."""
 
+SCHEMA = 2
+"""Of the JSON of a flip. In schema 1, which is not written there, the law ``bits`` was called ``values``."""
+
 
 @dataclass(frozen=True, slots=True)
 class Flip:
@@ -67,21 +70,30 @@ class Flip:
 
     def to_json(self) -> dict[str, Any]:
         """Return it as plain JSON."""
-        return {"target": self.target, "at": list(self.at), **dataclasses.asdict(self.how)}
+        return {"schema": SCHEMA, "target": self.target, "at": list(self.at), **dataclasses.asdict(self.how)}
 
     @classmethod
     def from_json(cls, fields: Any) -> Self:
-        """Read what :meth:`to_json` returned.
+        """Read what :meth:`to_json` returned, of this version or of one that wrote no schema.
 
         Raises:
             ConfigError: if a key is missing or unknown, or a value is not allowed.
         """
         from holdfast.faults.alteration import Alteration
 
-        check_keys("flip", fields, ("target", "at", *_defaults()))
-        how = {name: value for name, value in fields.items() if name not in ("target", "at")}
+        if type(fields) is dict:
+            fields = {"schema": 1} | fields
+        check_keys("flip", fields, ("schema", "target", "at", *_defaults()))
+        schema = fields["schema"]
+        if type(schema) is not int or schema not in (1, SCHEMA):
+            refuse(
+                f"schema of a flip must be 1 or {SCHEMA}, got {schema!r:.40}; another version of holdfast may read it"
+            )
+        how = {name: value for name, value in fields.items() if name not in ("schema", "target", "at")}
         for name, value in how.items():
             _check_type(name, value)
+        if schema == 1 and how["law"] == "values":
+            how["law"] = "bits"
         if type(fields["at"]) is not list or type(fields["target"]) is not str:
             refuse(f"at must be a list and target a text, got {fields['at']!r:.60} and {fields['target']!r:.60}")
         return cls(fields["target"], Alteration(**how), tuple(fields["at"]))
@@ -137,7 +149,7 @@ _EXAMPLES = {
     "burst": "4",
     "mask": "1011",
     "scale": "-1",
-    "law": "values",
+    "law": "bits",
     "seed": "1",
 }
 
