@@ -113,6 +113,7 @@ BAD = {
     "two of one name": ('"again"', '"relaunch"', "two strategies are called 'relaunch'"),
     "an interval that is none": ('"2min"', '"often"', "[job]: save_every must be a number of steps, a time such as 20min, or one of best, "),
     "nothing that fails": ('[[failures]]\nlevel = "worker"\nmean_s = "1h"', "", "there must be either [[failures]] or [trace]"),
+    "a trace without a span": ('[[failures]]\nlevel = "worker"\nmean_s = "1h"', '[trace]\npath = "table.csv"\nkind = "table"', "table.csv does not say how long its machines were watched: give span_s, at least 61 s, "),
     "a level that is none": ('"worker"', '"city"', "level must be one of worker, node, rack, got 'city'"),
     "a distribution that is none": ('mean_s = "1h"', 'mean_s = 1\ndistribution = "weibul"', "distribution must be one of constant, "),
     "a shape that is missing": ('mean_s = "1h"', 'mean_s = 1\ndistribution = "weibull"', "besides mean_s, weibull takes shape; got nothing"),
@@ -130,6 +131,7 @@ def test_what_is_wrong_is_said_in_one_line_with_its_place(what, tmp_path, capsys
     old, new, message = BAD[what]
     assert old in GOOD
     path = written(tmp_path, GOOD.replace(old, new, 1))
+    (tmp_path / "table.csv").write_text("unit,start_s,end_s\na,61,62\n")
 
     code = holdfast("simulate", path)
 

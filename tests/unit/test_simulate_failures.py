@@ -114,6 +114,115 @@ def test_who_is_down_when_the_trace_is_entered_is_down_from_the_begin():
     assert all(0 < outages.end[0] <= 10 * 10**9 for outages in inside)
 
 
+def test_in_the_next_turn_of_a_trace_a_machine_that_is_up_stays_so_until_it_fails():
+    spells = (Spell(0, 0, 40), Spell(1, 0, 30), Spell(1, 60, 100), Spell(2, 10, 20), Spell(3, 90, 115))
+
+    outages = Trace(spells, units=4, span_s=100.0, replayed=True).draw(Cluster(workers=4), 300.0, (0, 0))
+
+    found = {}
+    for unit, start, end in zip(outages.first, outages.start // 10**9, outages.end // 10**9, strict=True):
+        found.setdefault(int(unit), []).append((int(start), int(end)))
+    assert found[0] == [(0, 40)]  # up at the end, so that it is no failure that the file begins without it
+    assert found[1] == [(0, 30), (60, 100), (100, 130), (160, 200), (200, 230), (260, 300)]  # down at the end
+    assert found[2] == [(10, 20), (110, 120), (210, 220)]
+    assert found[3] == [(90, 115), (190, 215), (290, 315)]
+
+
+def test_machines_that_come_and_go_do_not_all_vanish_where_a_trace_begins_again(tmp_path):
+    """Ten come one after another and two go; in the second turn eight are there from its begin."""
+    path = tmp_path / "spot.csv"
+    came = [f"{1000 * (10 + i)},add,m{i}" for i in range(10)]
+    path.write_text("\n".join([*came, "50000,remove,m3", "60000,remove,m7"]) + "\n")
+    trace = read_trace(path, "spot", span_s=100.0, level="worker", replayed=True)
+
+    outages = trace.draw(Cluster(workers=10), 200.0, (0, 0))
+
+    def up(at_s):
+        down = outages.first[(outages.start <= at_s * 1e9) & (outages.end > at_s * 1e9)]
+        return 10 - len(set(down.tolist()))
+
+    assert [up(at_s) for at_s in (5, 30, 55, 99.5, 100.5, 105, 130, 155, 199.5)] == [0, 10, 9, 8, 8, 8, 10, 9, 8]
+
+
+def test_machines_of_a_group_do_not_change_places_where_a_trace_begins_again(tmp_path):
+    path = tmp_path / "sizes.txt"
+    sizes = [3, 2, 3, 1, 3, 2]
+    path.write_text("".join(f"2021-12-11, 11:00:{10 * i:02}, {size}\n" for i, size in enumerate(sizes)))
+    trace = read_trace(path, "sizes", replayed=True)
+
+    outages = trace.draw(Cluster(workers=3), 2 * trace.span_s, (0, 0))
+
+    def up(at_s):
+        return set(range(3)) - set(outages.first[(outages.start <= at_s * 1e9) & (outages.end > at_s * 1e9)].tolist())
+
+    assert [len(up(10 * i + 5)) for i in range(5)] == sizes[:5]
+    assert up(trace.span_s - 0.5) == up(trace.span_s + 0.5)
+
+
+def test_a_quiet_end_belongs_to_a_trace(tmp_path):
+    path = tmp_path / "table.csv"
+    path.write_text("unit,start_s,end_s\n" + "".join(f"m{i},{100 + 200 * i},{180 + 200 * i}\n" for i in range(4)))
+
+    trace = read_trace(path, "table", span_s=3600.0)
+
+    assert trace.span_s == 3600
+    assert trace.mtbf_s(Cluster(workers=4)) == 900
+    outages = Trace(trace.spells, 4, 3600.0, replayed=True).draw(Cluster(workers=4), 3600.0, (0, 0))
+    assert len(outages) == 4
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "last"),
+    [
+        ("spot", "0,add,a\n0,add,b\n7500,remove,a\n", "7.5 s"),
+        ("table", "unit,start_s,end_s\na,1,2\na,7.5,90\n", "7.5 s"),
+    ],
+)
+def test_a_file_that_does_not_say_how_long_it_was_watched_needs_a_span_behind_its_last_event(
+    tmp_path, kind, text, last
+):
+    path = tmp_path / "trace.csv"
+    path.write_text(text)
+
+    with pytest.raises(ConfigError) as missing:
+        read_trace(path, kind)
+    with pytest.raises(ConfigError) as short:
+        read_trace(path, kind, span_s=7.0)
+
+    does_not_say = f"{path} does not say how long its machines were watched"
+    assert str(missing.value) == f"{does_not_say}: give span_s, at least {last}, when the last of its events is"
+    assert str(short.value) == f"span_s must be at least {last}, when the last event of {path} is, got 7 s"
+    assert read_trace(path, kind, span_s=8.0).span_s == 8.0
+    for odd in (float("nan"), 2e9):
+        with pytest.raises(ConfigError, match="span_s must be"):
+            read_trace(path, kind, span_s=odd)
+
+
+def test_a_system_that_was_in_use_to_the_end_of_the_records_was_watched_until_then(tmp_path):
+    path = tmp_path / "lanl.csv"
+    head = "System,nodes,nodenumz,node decom,Prob Started,Prob Fixed"
+    rows = [
+        "1,4,1,current,6/1/2005 00:00,6/1/2005 01:00",
+        "2,4,2,5-Jun,6/1/2005 00:00,6/1/2005 01:00",
+        "3,4,3,current,6/2/2005 00:00,6/11/2005 00:00",
+    ]
+    path.write_text("\n".join([head, *rows]) + "\n")
+
+    assert read_trace(path, "lanl", system=1).span_s == 10 * DAY_S + 1
+    assert read_trace(path, "lanl", system=2).span_s == 3601
+
+
+def test_drives_of_a_room_were_watched_as_long_as_those_of_all(tmp_path):
+    path = tmp_path / "ssd.csv"
+    rows = ["2018-01-01 00:00:00,70,8,1", "2018-01-03 00:00:00,71,8,2", "2018-01-11 00:00:00,50,9,1"]
+    path.write_text("failure_time,node_id,rack_id,machine_room_id\n" + "\n".join(rows) + "\n")
+
+    trace = read_trace(path, "ssd", room=2, repair_s=60)
+
+    assert trace.spells == ((0, 2 * DAY_S, 2 * DAY_S + 60),)
+    assert trace.span_s == 10 * DAY_S + 61
+
+
 def fault(node, day, what):
     return {"node_id": node, "event_time": day, "event_type": f"fault_{what}", "fault_type": {"Class": "GPU"}}
 
@@ -151,10 +260,11 @@ def test_spot_machines_come_and_go(tmp_path):
     path = tmp_path / "spot.csv"
     path.write_text("0,add,a\n0,add,b\n5000,add,c\n7000,remove,a\n9000,add,d\n10000,remove,c\n20000,remove,b\n")
 
-    trace = read_trace(path, "spot", level="worker")
+    trace = read_trace(path, "spot", level="worker", span_s=60.0)
 
-    assert (trace.units, trace.span_s, trace.level) == (3, 21.0, "worker")
-    assert sorted(trace.spells) == [(0, 7, 9), (1, 20, 21), (2, 0, 5), (2, 10, 21)]  # d has the place of a
+    assert (trace.units, trace.span_s, trace.level) == (3, 60.0, "worker")
+    # d has the place of a; that of c is free until it is given again, five seconds after the trace has begun again
+    assert sorted(trace.spells) == [(0, 7, 9), (1, 20, 60), (2, 0, 5), (2, 10, 65)]
 
 
 def test_sizes_of_a_group_of_machines_are_read(tmp_path):
@@ -227,11 +337,11 @@ def test_a_packed_trace_that_is_damaged_within_is_refused(tmp_path):
     path.write_bytes(packed)
 
     with pytest.raises(ConfigError, match="cannot be read"):
-        read_trace(path, "table")
+        read_trace(path, "table", span_s=1.0)
 
 
 def test_what_a_reader_does_not_take_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="a trace of kind spot takes nothing else, got system"):
+    with pytest.raises(ConfigError, match="a trace of kind spot takes span_s, got system"):
         read_trace(tmp_path / "x", "spot", system=3)
     with pytest.raises(ConfigError, match="cannot be read"):
         read_trace(tmp_path / "x", "spot")

@@ -9,13 +9,13 @@ import json
 import lzma
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from holdfast.errors import ConfigError
-from holdfast.simulate.checks import check_range
+from holdfast.simulate.checks import LONGEST_S, check_range
 
 _DAY_S = 86_400.0
 
@@ -26,7 +26,7 @@ class Spell(NamedTuple):
     Args:
         unit: Which machine, from 0.
         start_s: When it went down, seconds from the begin of the trace.
-        end_s: When it was up again.
+        end_s: When it was up again; after the end of the trace, if it is up only when the trace has begun again.
     """
 
     unit: int
@@ -46,6 +46,44 @@ class Read(NamedTuple):
     spells: tuple[Spell, ...]
     units: int
     span_s: float
+
+
+def _watched_s(path: Path, span_s: float | None, last_s: float) -> float:
+    """Return how long the machines of a file that does not say it were watched.
+
+    Args:
+        path: The file.
+        span_s: What was given.
+        last_s: When its last event is.
+
+    Raises:
+        ConfigError: if nothing was given, or less than there is in the file.
+    """
+    if span_s is None:
+        msg = f"{path} does not say how long its machines were watched: give span_s, at least {last_s:g} s, when the last of its events is"
+        raise ConfigError(msg)
+    check_range("span_s", span_s, 0, above=True, most=LONGEST_S)
+    if span_s < last_s:
+        msg = f"span_s must be at least {last_s:g} s, when the last event of {path} is, got {span_s:g} s"
+        raise ConfigError(msg)
+    return span_s
+
+
+def _still_down(spells: Sequence[Spell], down: Mapping[int, float], span_s: float) -> list[Spell]:
+    """Return the outages of those that are down when a trace ends: they last until the trace, begun again, gives the machine back.
+
+    One that it never gave back is there again when the trace begins again.
+
+    Args:
+        spells: The other outages.
+        down: By machine, since when.
+        span_s: When the trace ends.
+    """
+    back_s: dict[int, float] = {}
+    for spell in spells:
+        if spell.end_s > 0:
+            back_s.setdefault(spell.unit, spell.end_s)
+    return [Spell(unit, since_s, span_s + back_s.get(unit, 0.0)) for unit, since_s in down.items()]
 
 
 _DAMAGED = (lzma.LZMAError, zlib.error, zipfile.BadZipFile)
@@ -109,16 +147,23 @@ def read_infinitehbd(path: Path, units: int = 400) -> Read:
 
 
 def read_lanl(path: Path, system: int = 20) -> Read:
-    """Read the outages of one of LANL's 22 systems; one without an end is not counted."""
+    """Read the outages of one of LANL's 22 systems; one without an end is not counted.
+
+    A system was watched from its first outage to its last or, if it was in use to the end, to the last of the whole file.
+    """
     spells: list[tuple[int, datetime, datetime]] = []
-    units = 0
+    units, is_in_use = 0, False
+    end = datetime.min
     for number, row in _rows(path, ("System", "nodes", "nodenumz", "Prob Started", "Prob Fixed")):
-        if row["System"].strip() != str(system):
-            continue
         try:
+            fixed = _american(row["Prob Fixed"]) if row["Prob Fixed"].strip() else None
+            end = max(end, fixed or end)
+            if row["System"].strip() != str(system):
+                continue
+            is_in_use = is_in_use or (row.get("node decom") or "").strip() == "current"
             units = max(units, int(row["nodes"]), int(row["nodenumz"]) + 1)
-            if row["Prob Fixed"].strip():
-                spells.append((int(row["nodenumz"]), _american(row["Prob Started"]), _american(row["Prob Fixed"])))
+            if fixed is not None:
+                spells.append((int(row["nodenumz"]), _american(row["Prob Started"]), fixed))
         except ValueError as error:
             raise _bad_line(path, number, error) from error
     if not spells:
@@ -129,10 +174,11 @@ def read_lanl(path: Path, system: int = 20) -> Read:
         for unit, start, end in spells
         if end >= start
     )
-    return Read(counted, units, max((spell.end_s for spell in counted), default=0.0) + 1)
+    last_s = (end - begin).total_seconds() if is_in_use else max((spell.end_s for spell in counted), default=0.0)
+    return Read(counted, units, last_s + 1)
 
 
-def read_spot(path: Path) -> Read:
+def read_spot(path: Path, span_s: float | None = None) -> Read:
     """Read when spot machines were given and taken away. One that is given takes the lowest place that is free.
 
     There are as many places as machines were ever there at once; a free place is down.
@@ -160,8 +206,11 @@ def read_spot(path: Path) -> Read:
             free[units], units = 0.0, units + 1
         places[name] = min(free)
         spells.append(Spell(places[name], free.pop(places[name]), at_s))
-    spells += [Spell(place, since_s, at_s + 1) for place, since_s in free.items()]
-    return Read(tuple(s for s in spells if s.end_s > s.start_s), max(units, 1), at_s + 1)
+    if not units:
+        return Read((), 1, 1.0)
+    span_s = _watched_s(path, span_s, at_s)
+    spells += _still_down(spells, free, span_s)
+    return Read(tuple(s for s in spells if s.end_s > s.start_s), units, span_s)
 
 
 def read_sizes(path: Path) -> Read:
@@ -193,7 +242,7 @@ def read_sizes(path: Path) -> Read:
             spells.append(Spell(unit, down.pop(unit), at_s))
             up.append(unit)
     span_s = (sizes[-1][0] - begin).total_seconds() + 1
-    spells += [Spell(unit, since_s, span_s) for unit, since_s in down.items()]
+    spells += _still_down(spells, down, span_s)
     return Read(tuple(s for s in spells if s.end_s > s.start_s), max(units, 1), span_s)
 
 
@@ -208,16 +257,17 @@ def read_ssd(path: Path, room: int = 0, repair_s: float = _DAY_S, nodes_per_rack
     """
     check_range("repair_s", repair_s, 0)
     found: list[tuple[int, int, datetime]] = []
+    begin, end = datetime.max, datetime.min  # of all rooms: they were watched for the same time
     for number, row in _rows(path, ("failure_time", "node_id", "rack_id", "machine_room_id")):
         try:
+            at = datetime.fromisoformat(row["failure_time"])
+            begin, end = min(begin, at), max(end, at)
             if room in (0, int(row["machine_room_id"])):
-                at = datetime.fromisoformat(row["failure_time"])
                 found.append((int(row["rack_id"]), int(row["node_id"]), at))
         except ValueError as error:
             raise _bad_line(path, number, error) from error
     if not found:
         return Read((), 1, 1.0)
-    begin, end = min(at for *_, at in found), max(at for *_, at in found)
     racks: dict[int, dict[int, int]] = {}
     for rack, node, _ in sorted(found, key=lambda one: one[:2]):
         nodes = racks.setdefault(rack, {})
@@ -233,8 +283,8 @@ def read_ssd(path: Path, room: int = 0, repair_s: float = _DAY_S, nodes_per_rack
     return Read(tuple(spells), units, (end - begin).total_seconds() + repair_s + 1)
 
 
-def read_table(path: Path) -> Read:
-    """Read outages of units that may have any names."""
+def read_table(path: Path, span_s: float | None = None) -> Read:
+    """Read outages of units that may have any names. One may end after the trace does."""
     numbers: dict[str, int] = {}
     spells: list[Spell] = []
     for number, row in _rows(path, ("unit", "start_s", "end_s")):
@@ -244,16 +294,18 @@ def read_table(path: Path) -> Read:
             )
         except ValueError as error:
             raise _bad_line(path, number, error) from error
-    return Read(tuple(spells), max(len(numbers), 1), max((spell.end_s for spell in spells), default=0) + 1)
+    if not spells:
+        return Read((), 1, 1.0)
+    return Read(tuple(spells), len(numbers), _watched_s(path, span_s, max(spell.start_s for spell in spells)))
 
 
 READERS: Mapping[str, tuple[Callable[..., Read], tuple[str, ...]]] = {
     "infinitehbd": (read_infinitehbd, ("units",)),
     "lanl": (read_lanl, ("system",)),
-    "spot": (read_spot, ()),
+    "spot": (read_spot, ("span_s",)),
     "sizes": (read_sizes, ()),
     "ssd": (read_ssd, ("room", "repair_s", "nodes_per_rack")),
-    "table": (read_table, ()),
+    "table": (read_table, ("span_s",)),
 }
 """By kind: what reads it, and what may be chosen."""
 

@@ -183,6 +183,7 @@ class TraceTable(Table):
     kind: str
     level: str = "node"
     replayed: bool = False
+    span_s: Seconds | None = None
     units: int | None = None
     system: int | None = None
     room: int | None = None

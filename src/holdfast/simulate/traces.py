@@ -23,10 +23,12 @@ class Trace:
     """Who was down, and when, on some real machines.
 
     The units of the trace become the workers, nodes or racks of the cluster. Where the cluster has more of them, the trace is
-    laid on it several times; where it runs for longer, the trace begins again.
+    laid on it several times; where it runs for longer, the trace begins again, and takes over who is up: a unit that is up
+    when it ends stays so until it next fails, also where it is down from the begin.
 
     Args:
-        spells: Unit, begin and end of each outage, seconds from the begin of the trace; a unit may have several at once.
+        spells: Unit, begin and end of each outage, seconds from the begin of the trace; a unit may have several at once. An
+            outage may end after the trace: it lasts until then in the trace that has begun again.
         units: How many there were, those that never failed among them, ``>= 1``.
         span_s: How long it was watched, ``> 0``.
         level: What a unit becomes: ``"worker"``, ``"node"`` or ``"rack"``.
@@ -62,6 +64,7 @@ class Trace:
         rng = np.random.default_rng(seed)
         units, width = cluster.units(self.level), cluster.width(self.level)
         spells = np.array(self.spells, dtype=np.float64).reshape(-1, 3)
+        again = self._met_again(spells)
         found: list[Seconds] = []
         for base in range(0, units, self.units):
             begin_s, turn = 0.0, 0
@@ -69,17 +72,31 @@ class Trace:
                 begin_s, turn = rng.random() * self.span_s, int(rng.integers(self.units))
             laid = spells.copy()
             laid[:, 0] = base + (laid[:, 0] + turn) % self.units
-            found += self._over_and_over(laid[laid[:, 0] < units], begin_s, horizon_s)
+            there = laid[:, 0] < units
+            found += self._over_and_over(laid[there], again[there], begin_s, horizon_s)
         every = np.concatenate(found) if found else np.empty((0, 3))
         first = every[:, 0].astype(np.int64) * width
         start, end = (np.rint(np.clip(every[:, i], 0, LONGEST_S) * NS).astype(np.int64) for i in (1, 2))
         return Outages.of(start, end, first, np.minimum(width, cluster.total - first))
 
-    def _over_and_over(self, laid: Seconds, begin_s: float, horizon_s: float) -> list[Seconds]:
+    def _met_again(self, spells: Seconds) -> npt.NDArray[np.bool_]:
+        """Return which outages there are when the trace has begun again.
+
+        Of those from its begin only what goes on where one at its end leaves off: who is up at its end stays so, and who is down
+        beyond its end is down already.
+        """
+        last_s = np.zeros(self.units)
+        np.maximum.at(last_s, spells[:, 0].astype(np.int64), spells[:, 2])
+        beyond_s = last_s[spells[:, 0].astype(np.int64)] - self.span_s
+        return np.asarray((spells[:, 1] > 0) | ((beyond_s >= 0) & (beyond_s < spells[:, 2])))
+
+    def _over_and_over(
+        self, laid: Seconds, again: npt.NDArray[np.bool_], begin_s: float, horizon_s: float
+    ) -> list[Seconds]:
         """Return the outages of the trace from ``begin_s`` on, begun again as often as it takes."""
         found = []
         for time in range(-1, int((begin_s + horizon_s) // self.span_s) + 1):
-            shifted = laid.copy()
+            shifted = laid[again] if time > 0 else laid.copy()
             shifted[:, 1:] += time * self.span_s - begin_s
             found.append(shifted[(shifted[:, 2] > 0) & (shifted[:, 1] < horizon_s)])
         return found if not self.replayed else found[1:]
@@ -103,13 +120,15 @@ def read_trace(
     ===============  =========================================================================================
     ``infinitehbd``  JSON of fault starts and ends (InfiniteHBD-Trace, SIGCOMM 2025); ``units`` servers were watched, 400
     ``lanl``         CSV of all outages of LANL's systems (LA-UR-05-7318), of one ``system`` by number
-    ``spot``         CSV ``milliseconds,add|remove,name`` (Bamboo, NSDI 2023): who has not been added is down
+    ``spot``         CSV ``milliseconds,add|remove,name`` (Bamboo, NSDI 2023): who has not been added is down; needs ``span_s``
     ``sizes``        CSV ``date, time, machines`` (the same): those that came first go first
     ``ssd``          CSV of drives that failed with node and rack (Alibaba, FAST 2021), of one ``room``; ``repair_s`` and
                      ``nodes_per_rack`` are not in it. Nodes of one rack come one after another
-    ``table``        CSV with a header ``unit,start_s,end_s``
+    ``table``        CSV with a header ``unit,start_s,end_s``; needs ``span_s``
     ===============  =========================================================================================
 
+    How long the machines were watched is in the file; of ``spot`` and ``table``, which do not say it, it is ``span_s``, seconds from
+    the begin of the trace, not less than its last event. A quiet end belongs to a trace: without it failures come too often.
     Files that end in ``.gz``, ``.xz`` or ``.zip`` are unpacked.
 
     Args:
