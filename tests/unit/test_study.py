@@ -37,7 +37,7 @@ from holdfast.study.checkpoint_cost_claims import hold_claims
 from holdfast.study.checkpoint_cost_page import sections
 from holdfast.study.frameworks import FRAMEWORKS, WORKERS, Framework, WorkerFailed
 from holdfast.study.pool import Workers
-from holdfast.study.stats import bootstrap, median, share_interval
+from holdfast.study.stats import bootstrap, median, share_interval, wilson
 
 # ---------------------------------------------------------------------------------------------
 # Carrying out a study
@@ -215,6 +215,52 @@ def test_numbers_of_a_claim_stand_with_their_unit_and_an_end_that_there_is_not_i
     written = json.loads(json.dumps(claim.to_dict(), allow_nan=False))
 
     assert shown in claim_lines({"claims": [written]})[0]
+
+
+def judged(**said):
+    """What ``results.json`` says of a claim that its study judged to hold."""
+    return Claim(**{"claim": "it is so", "source": "us", "ours": 1.0, "holds": True, **said}).to_dict()["holds"]
+
+
+@pytest.mark.parametrize("interval", [share_interval, wilson])
+def test_what_was_so_in_the_only_run_is_undecided_and_so_it_is_until_the_interval_tells(interval):
+    in_all = [judged(ci=interval(n, n), unit=SHARE) for n in range(1, 10)]
+    in_percent = [judged(ci=tuple(100 * end for end in interval(n, n)), unit="%") for n in range(1, 10)]
+    in_none = [judged(ci=interval(0, n), unit=SHARE) for n in range(1, 10)]
+
+    assert in_all[:3] == [None] * 3
+    assert in_all[5:] == [True] * 4
+    assert in_all == in_percent == in_none
+
+
+def test_what_was_not_so_in_the_only_run_is_against_a_claim_of_all_runs():
+    assert judged(ci=share_interval(0, 1), unit=SHARE, holds=False) is False
+
+
+@pytest.mark.parametrize(("runs", "undecided"), [(0, True), (1, True), (2, False), (30, False)])
+def test_a_claim_on_one_run_is_undecided_whichever_way_it_went(runs, undecided):
+    verdicts = [judged(ci=(2.0, 2.0), holds=holds, runs=runs) for holds in (True, False)]
+
+    assert verdicts == ([None, None] if undecided else [True, False])
+
+
+def test_a_wide_interval_that_is_not_of_a_share_of_runs_is_for_its_study_to_judge():
+    assert judged(ci=(95.0, 210.0), unit="%") is True
+    assert judged(ci=(1.2, 100.0), unit="times as long") is True
+
+
+def test_an_undecided_claim_has_a_look_of_its_own_on_the_page():
+    claims = [
+        Claim(claim="one run", source="us", ours=1.0, ci=share_interval(1, 1), holds=True, unit=SHARE),
+        Claim(claim="many runs", source="us", ours=1.0, ci=share_interval(30, 30), holds=True, unit=SHARE),
+        Claim(claim="no run", source="us"),
+    ]
+
+    page = render_study({"study": "s", "settings": {}, "rows": [], "claims": [claim.to_dict() for claim in claims]})
+
+    marks = re.findall(r'<td><span class="(\w+)">([\w ]+)</span></td>', page)
+    assert marks == [("undecided", "undecided"), ("same", "holds"), ("dim", "not checked")]
+    assert "\n.undecided {" in page
 
 
 # ---------------------------------------------------------------------------------------------

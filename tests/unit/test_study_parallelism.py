@@ -357,7 +357,16 @@ def test_without_rows_nothing_is_claimed():
 
 
 def test_every_claim_holds_of_runs_that_went_well():
-    assert {c.claim: c.holds for c in hold_claims(rows_of_study(), 0) if not c.holds} == {}
+    assert {c.claim: c.holds for c in hold_claims(rows_of_study() * 6, 0) if not c.holds} == {}
+
+
+def test_a_claim_of_all_runs_is_undecided_after_the_first():
+    rows = [row for row in rows_of_study() if row["part"] == "bare"]
+
+    found = claim(rows, "takes a part of it along")
+
+    assert (found.ours, found.ci, found.holds) == (1.0, pytest.approx((0.025, 1.0)), None)
+    assert claim(rows * 6, "takes a part of it along").holds is True
 
 
 @pytest.mark.parametrize(
@@ -382,7 +391,7 @@ def test_a_claim_does_not_hold_if_a_run_says_otherwise(part, changed, words):
     place = next(n for n, row in enumerate(rows) if row["part"] == part)
     rows[place] = {**rows[place], **changed}
 
-    assert claim(rows, words).holds is False
+    assert claim(rows * 2, words).holds is False
 
 
 @pytest.mark.parametrize(

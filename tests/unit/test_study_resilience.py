@@ -226,7 +226,7 @@ def test_runs_with_eager_updates_say_nothing_of_strategies_and_lazy_ones_nothing
     eager = [
         point(ROLLBACK, 1.0) | {"update": EAGER, "averaged": 2, "undone": 6},
         point(ROLLBACK, 1.0) | {"averaged": 2},
-    ] * 3
+    ] * 4
 
     assert claim(lazy + eager, claims.REAL_ORDER).holds is True
     assert claim(lazy + eager, claims.UPDATE_BITS).holds is True

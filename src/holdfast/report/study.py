@@ -78,7 +78,7 @@ def _claim(claim: Mapping[str, Any]) -> dict[str, Any]:
         [f"95 % interval {_end(ci[0], '-∞', unit)} to {_end(ci[1], '∞', unit)}{' %' * (unit == SHARE)}"] if ci else []
     )
     parts += [f"expected {_amount(paper, unit)}"] if paper is not None and ours is not None else []
-    mark = {True: "same", False: "bad", None: "dim"}[claim["holds"]]
+    mark = {True: "same", False: "bad", None: "dim" if ours is None else "undecided"}[claim["holds"]]
     return {**claim, "verdict": verdict, "mark": mark, "numbers": ", ".join(parts), "found": claim.get("found", "")}
 
 

@@ -34,6 +34,10 @@ NOT_RUN = "not run"
 SHARE = "share"
 """The unit of a number from 0 to 1 that is a part of a whole."""
 
+_TELLING = 0.5
+"""The interval of a share must be narrower for a claim to hold by it: one of all runs that reaches below a half does not tell a
+rule from a coin. With the exact interval it takes six runs of six."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
@@ -83,8 +87,11 @@ class Claim:
         unit: Of all numbers of the claim, as it stands behind them: ``%``, ``points``; :data:`SHARE` is shown in percent;
             "" for a number that has none.
         ci: Its 95 % confidence interval, an end of it infinite where the data set none; None if there is no interval.
-        holds: Whether it does; None if it was not checked.
+        holds: Whether it does; None if it was not checked. A claim that too little speaks for is undecided, which is None, too: one
+            that stands on a single run, and one that would hold by a share of runs whose interval is half of all shares wide. What
+            was not so in one run is against a claim of all runs, however few they are.
         found: In words.
+        runs: How many runs, or pairs of them, an interval was drawn from, where that is not said by a share.
     """
 
     claim: str
@@ -95,6 +102,19 @@ class Claim:
     holds: bool | None = None
     found: str = ""
     unit: str = ""
+    runs: int | None = None
+
+    def __post_init__(self) -> None:
+        if (self.runs is not None and self.runs < 2) or (self.holds and self._share_width() > _TELLING):
+            object.__setattr__(self, "holds", None)
+
+    def _share_width(self) -> float:
+        """Return how wide the interval of a share of runs is that all, or none, of them had; 0 of anything else."""
+        whole = {SHARE: 1.0, "%": 100.0}.get(self.unit)
+        if whole is None or self.ci is None:
+            return 0.0
+        low, high = (end / whole for end in self.ci)
+        return high - low if (low == 0 and high <= 1) or (high == 1 and low >= 0) else 0.0
 
     def to_dict(self) -> dict[str, Any]:
         """Return it as it stands in ``results.json``."""

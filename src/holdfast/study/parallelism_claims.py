@@ -197,7 +197,10 @@ def _restart_redoes_more(killed: Sequence[Row], seed: int) -> Claim:
     ci = bootstrap([more, less], gap, seed)
     found = f"done again, restart less rollback, means of {len(more)} and {len(less)} runs"
     ours = gap([more, less])
-    return Claim(claim=words, source=DERIVED, ours=ours, ci=ci, holds=ci[0] > 0, found=found, unit="iterations")
+    runs = min(len(more), len(less))
+    return Claim(
+        claim=words, source=DERIVED, ours=ours, ci=ci, holds=ci[0] > 0, found=found, unit="iterations", runs=runs
+    )
 
 
 def _rebuilding_takes_longer(killed: Sequence[Row], seed: int) -> Claim:

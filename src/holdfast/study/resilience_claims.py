@@ -240,8 +240,9 @@ def _real_bits(points: Sequence[Row]) -> Claim:
         return Claim(claim=REAL_BITS, source=_READING, found=_NOT_CHECKED)
     same = sum(row["same"] for row in mine)
     told = f"{same} of {len(mine)} runs, a worker of four killed in each"
-    return Claim(claim=REAL_BITS, source=_READING, paper=100, ours=100 * same / len(mine), holds=same == len(mine),
-                 found=told, unit="%")  # fmt: skip
+    low, high = wilson(same, len(mine))
+    return Claim(claim=REAL_BITS, source=_READING, paper=100, ours=100 * same / len(mine), ci=(100 * low, 100 * high),
+                 holds=same == len(mine), found=told, unit="%")  # fmt: skip
 
 
 def is_usual(row: Row) -> bool:
@@ -298,8 +299,9 @@ def _update_bits(points: Sequence[Row]) -> Claim:
     same = sum(row["same"] for row in points)
     told = f"{same} of {len(points)} runs, in which {sum(row['undone'] for row in points)} buckets were taken back"
     holds = all(row["same"] and row["undone"] for row in points)
-    return Claim(claim=UPDATE_BITS, source=_READING, paper=100, ours=100 * same / len(points), holds=holds,
-                 found=told, unit="%")  # fmt: skip
+    low, high = wilson(same, len(points))
+    return Claim(claim=UPDATE_BITS, source=_READING, paper=100, ours=100 * same / len(points), ci=(100 * low, 100 * high),
+                 holds=holds, found=told, unit="%")  # fmt: skip
 
 
 def _predicted(points: Sequence[Row]) -> Claim:

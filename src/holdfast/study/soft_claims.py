@@ -160,6 +160,7 @@ def _more_sensitive(cells: Sequence[Row], platform: str, seed: int) -> Claim | N
         ours=ours,
         ci=ci,
         holds=True if ci[0] > 0 else False if ci[1] < 0 else None,
+        runs=len(pairs),
         unit="points",
         found=f"more trainings that changed, mean over {len(pairs)} pairs of settings, which are drawn for the interval",
     )
