@@ -175,6 +175,9 @@ def load_events(directory: Path) -> list[Record]:
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             msg = f"{path}, line {number}: not a record of this version of Holdfast ({error})"
             raise ConfigError(msg) from error
+        except RecursionError as error:
+            msg = f"{path}, line {number}: not a record of this version of Holdfast (its brackets are nested too deep)"
+            raise ConfigError(msg) from error
     return sorted(records, key=lambda r: r.t_s)
 
 

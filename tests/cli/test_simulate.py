@@ -122,6 +122,14 @@ BAD = {
     "a step that is said twice": ("step_s =", 'slice_s = "1s"\nstep_s =', "[costs] has both step_s and slice_s"),
     "a speed without a size": ("step_s =", 'write_bytes_per_s = "1GB/s"\nstep_s =', "needs both state_bytes and write_bytes_per_s"),
     "no report": ("step_s =", 'from_report = "nowhere"\nstep_s =', "nowhere/report.json; `holdfast run --report"),
+    "more time than there is": ("steps = 3600", 'work_s = "1e200d"', "work_s must be at least 0 and at most 1e+09, got 8.64e+204"),
+    "more steps than can be counted": ("steps = 3600", f"steps = {10**30}", "steps must be at least 1 and at most 1e+11, got 1e+30"),
+    "more sums than can be counted": ("steps = 3600", f"steps = 3600\nbuckets = {10**30}", "buckets must be at least 1 and at most 1e+06, got 1e+30"),
+    "a step of no time": ('steps = 3600\nsave_every = "2min"\n[costs]\nstep_s = "1s"', 'work_s = "1d"\n[costs]\nstep_s = 1e-300', "work_s is more than 1e+11 steps of "),
+    "a number that no float holds": ("workers = 8", f"workers = {10**400}", "workers must be at least 1 and at most 1e+07, got 10000"),
+    "failures without a pause": ('mean_s = "1h"', "mean_s = 1e-300", "a failure every "),
+    "brackets without end": ("[cluster]", f"a = {'[' * 100_000}\n[cluster]", "is not TOML: its brackets are nested too deep"),
+    "tables without end": ("[cluster]", f"a = {'{a = ' * 100_000}\n[cluster]", "is not TOML: its brackets are nested too deep"),
     "no TOML": ("[cluster]", "[cluster", "is not TOML: "),
 }  # fmt: skip
 

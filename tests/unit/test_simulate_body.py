@@ -279,7 +279,7 @@ def test_who_dies_after_the_last_closing_sum_is_not_missed():
             "update eager needs a model that every worker has all of, got model split",
         ),
         (lambda: Job(), "a job needs steps, horizon_s, or both"),
-        (lambda: Job(steps=0), "steps must be at least 1, got 0"),
+        (lambda: Job(steps=0), "steps must be at least 1 and at most 1e\\+11, got 0"),
         (lambda: Costs(load_s=-1), "load_s must be at least 0 and at most 1e"),
         (lambda: Costs(steps_s=((4, 1.0), (2, 1.0))), "with members growing from 1, got members \\[4, 2\\]"),
         (lambda: Cluster(workers=0), "workers must be at least 1"),

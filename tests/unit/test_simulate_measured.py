@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from holdfast.errors import ConfigError
 from holdfast.simulate import toml
 from holdfast.simulate.assuming import ask
 from holdfast.simulate.measured import Measured, MeasuredRun, read_measured
@@ -101,3 +102,18 @@ def test_a_scenario_with_a_report_and_a_size_saves_as_the_size_says(tmp_path, mo
     assert (found["report"].save_s, found["report"].load_s) == (2.0, 3.0)
     assert (found["size"].save_s, found["size"].load_s) == (100.0, 100.0)
     assert found["size"].regroup_s == 0.5
+
+
+@pytest.mark.parametrize(
+    ("name", "says"), [("report.json", "cannot be read: "), ("events.jsonl", "line 1: not a record")]
+)
+def test_brackets_without_end_in_a_run_are_refused_in_one_line(tmp_path, name, says):
+    (tmp_path / "report.json").write_text(json.dumps(REPORT))
+    (tmp_path / name).write_text("[" * 100_000)
+
+    with pytest.raises(ConfigError) as refused:
+        read_measured(tmp_path)
+
+    assert says in str(refused.value)
+    assert "nested too deep" in str(refused.value)
+    assert "\n" not in str(refused.value)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from holdfast.errors import ConfigError
-from holdfast.simulate.checks import check_choice, check_range
+from holdfast.simulate.checks import check_choice, check_mtbf, check_range
 from holdfast.simulate.costs import OF_STORAGE, SAVING
 from holdfast.simulate.measured import MeasuredRun
 from holdfast.simulate.scenario import MODELS
@@ -287,6 +287,4 @@ def _check(question: Question) -> None:
     check_choice("--split", question.split, ("slices", "even"))
     for name in ("step_s", "work_s"):
         check_range(f"--{name.replace('_', '-')}", getattr(question, name), 0, above=True)
-    if question.mtbf_s < 1e-3:
-        msg = f"a failure every {question.mtbf_s:g} s leaves no time for anything; is the mean time between failures right?"
-        raise ConfigError(msg)
+    check_mtbf(question.mtbf_s)

@@ -14,6 +14,12 @@ LONGEST_S = 1e9
 """About thirty years: whoever asks for more gets this much, so that no sum of times leaves 64 bits."""
 
 
+MOST_STEPS = 10**11
+"""Thirty years of steps of ten milliseconds: the work in them is counted in 64 bits, too, in shares of ten million workers."""
+
+_SHORTEST_S = 1e-3
+
+
 def ticks(seconds: float) -> int:
     """Return whole nanoseconds, of :data:`LONGEST_S` at most."""
     return round(min(seconds, LONGEST_S) * NS)
@@ -36,8 +42,26 @@ def check_range(name: str, value: float, least: float, *, above: bool = False, m
     if not low or not value <= most:
         floor = f"more than {least:g}" if above else f"at least {least:g}"
         ceiling = "" if most == math.inf else f" and at most {most:g}"
-        msg = f"{name} must be {floor}{ceiling}, got {value:g}"
+        msg = f"{name} must be {floor}{ceiling}, got {_shown(value)}"
         raise ConfigError(msg)
+
+
+def check_mtbf(mtbf_s: float) -> None:
+    """Make sure that there is time between two failures of a job.
+
+    Raises:
+        ConfigError: if there is less than a millisecond.
+    """
+    if mtbf_s < _SHORTEST_S:
+        msg = f"a failure every {mtbf_s:g} s leaves no time for anything; is the mean time between failures right?"
+        raise ConfigError(msg)
+
+
+def _shown(value: float) -> str:
+    try:
+        return f"{value:g}"
+    except OverflowError:  # a whole number that no float holds
+        return f"{str(value)[:20]}..., of {len(str(value))} digits"
 
 
 def check_choice(name: str, value: str, allowed: Sequence[str]) -> None:

@@ -174,6 +174,9 @@ def _load_report(path: Path) -> Mapping[str, Any]:
     except (OSError, ValueError) as error:
         msg = f"{path} cannot be read: {error}"
         raise ConfigError(msg) from error
+    except RecursionError as error:
+        msg = f"{path} cannot be read: its brackets are nested too deep"
+        raise ConfigError(msg) from error
     if not isinstance(report, dict):
         msg = f"{path} is not the report of a run: it must be an object"
         raise ConfigError(msg)

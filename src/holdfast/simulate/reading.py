@@ -7,6 +7,7 @@ import gzip
 import io
 import json
 import lzma
+import math
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -128,6 +129,9 @@ def read_infinitehbd(path: Path, units: int = 400) -> Read:
         except (ValueError, KeyError, TypeError) as error:
             msg = f"{path} is not a list of fault starts and ends: {error!r}"
             raise ConfigError(msg) from error
+        except RecursionError as error:
+            msg = f"{path} is not a list of fault starts and ends: its brackets are nested too deep"
+            raise ConfigError(msg) from error
     numbers: dict[str, int] = {}
     begun: dict[tuple[str, str], list[float]] = {}
     spells: list[Spell] = []
@@ -189,16 +193,17 @@ def read_spot(path: Path, span_s: float | None = None) -> Read:
     at_s, units = 0.0, 0
     for number, line in _lines(path):
         try:
-            at_ms, what, name = (part.strip() for part in line.split(","))
+            at_ms, what, name = _three(line, "milliseconds,add|remove,name")
+            next_s = _time(at_ms) / 1000
             if what not in ("add", "remove") or (what == "add") is (name in places):
                 msg = f"{what} {name}: add who is not there, remove who is"
                 raise ValueError(msg)
-            if float(at_ms) / 1000 < at_s:
+            if next_s < at_s:
                 msg = "time goes back"
                 raise ValueError(msg)
         except ValueError as error:
             raise _bad_line(path, number, error) from error
-        at_s = float(at_ms) / 1000
+        at_s = next_s
         if what == "remove":
             free[places.pop(name)] = at_s
             continue
@@ -218,7 +223,7 @@ def read_sizes(path: Path) -> Read:
     sizes: list[tuple[datetime, int]] = []
     for number, line in _lines(path):
         try:
-            day, time, count = (part.strip() for part in line.split(","))
+            day, time, count = _three(line, "date, time, machines")
             sizes.append((datetime.fromisoformat(f"{day} {time}"), int(count)))
             if sizes[-1][1] < 0:
                 msg = f"{count} machines"
@@ -289,9 +294,8 @@ def read_table(path: Path, span_s: float | None = None) -> Read:
     spells: list[Spell] = []
     for number, row in _rows(path, ("unit", "start_s", "end_s")):
         try:
-            spells.append(
-                Spell(numbers.setdefault(row["unit"], len(numbers)), float(row["start_s"]), float(row["end_s"]))
-            )
+            unit = numbers.setdefault(row["unit"], len(numbers))
+            spells.append(Spell(unit, _time(row["start_s"]), _time(row["end_s"])))
         except ValueError as error:
             raise _bad_line(path, number, error) from error
     if not spells:
@@ -329,6 +333,24 @@ def _american(text: str) -> datetime:
     return datetime.strptime(text.strip(), "%m/%d/%Y %H:%M")  # the trace knows no time zone
 
 
+def _time(text: str) -> float:
+    time = float(text)
+    if not math.isfinite(time):
+        msg = f"{text!r} is not a time"
+        raise ValueError(msg)
+    return time
+
+
+def _three(line: str, form: str) -> list[str]:
+    """Return the parts of a line that has three."""
+    parts = [part.strip() for part in line.split(",")]
+    if len(parts) != 3:
+        shown = line.strip()
+        msg = f"it must be {form}, got {shown[:60] + '...' * (len(shown) > 60)!r}"
+        raise ValueError(msg)
+    return parts
+
+
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
     with open_text(path) as file:
         yield from ((number, line) for number, line in enumerate(file, 1) if line.strip())
@@ -342,12 +364,15 @@ def _rows(path: Path, columns: tuple[str, ...]) -> Iterator[tuple[int, dict[str,
     """
     with open_text(path) as file:
         reader = csv.DictReader(file)
-        if missing := [name for name in columns if name not in (reader.fieldnames or ())]:
-            msg = f"{path} has no column {', '.join(missing)}"
-            raise ConfigError(msg)
-        for row in reader:
-            if all(row[name] is not None for name in columns):
-                yield reader.line_num, row
+        try:
+            if missing := [name for name in columns if name not in (reader.fieldnames or ())]:
+                msg = f"{path} has no column {', '.join(missing)}"
+                raise ConfigError(msg)
+            for row in reader:
+                if all(row[name] is not None for name in columns):
+                    yield reader.line_num, row
+        except csv.Error as error:
+            raise _bad_line(path, reader.line_num + 1, error) from error
 
 
 def _bad_line(path: Path, number: int, error: Exception) -> ConfigError:

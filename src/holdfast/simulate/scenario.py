@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from holdfast.errors import ConfigError
-from holdfast.simulate.checks import LONGEST_S, check_choice, check_range
+from holdfast.simulate.checks import LONGEST_S, MOST_STEPS, check_choice, check_range
 from holdfast.simulate.cluster import Cluster
 from holdfast.simulate.costs import Costs
 from holdfast.simulate.failures import Down
@@ -22,13 +22,17 @@ UPDATES = ("lazy", "eager")
 """When the optimizer runs: after the closing sum; or bucket by bucket, beside the sums that follow."""
 
 
+_MOST = {"steps": MOST_STEPS, "min_workers": 10**7, "start_workers": 10**7, "slices": 10**9, "buckets": 10**6}
+"""More of these would leave 64 bits when they are multiplied with times."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
     """What is to be done, and what is done about failures.
 
     Args:
         strategy: One of :data:`STRATEGIES`.
-        steps: Mini-batches to be done, ``>= 1``; None goes on until ``horizon_s``.
+        steps: Mini-batches to be done, 1 to 10^11; None goes on until ``horizon_s``.
         horizon_s: When to stop looking, seconds, ``> 0``; by default ten times as long as ``steps`` take undisturbed.
         save_every: Steps between two checkpoints, ``>= 0``; 0 saves nothing.
         min_workers: With fewer survivors the job is saved and stopped, and started again when there are as many, ``>= 1``.
@@ -71,11 +75,9 @@ class Job:
             msg = f"update eager needs a model that every worker has all of, got model {self.model}: use update lazy"
             raise ConfigError(msg)
         check_range("save_every", self.save_every, 0, most=10**9)
-        for name in ("min_workers", "buckets"):
-            check_range(name, getattr(self, name), 1)
-        for name in ("steps", "start_workers", "slices"):
+        for name, most in _MOST.items():
             if getattr(self, name) is not None:
-                check_range(name, getattr(self, name), 1)
+                check_range(name, getattr(self, name), 1, most=most)
         if self.horizon_s is not None:
             check_range("horizon_s", self.horizon_s, 0, above=True, most=LONGEST_S)
         if self.steps is None and self.horizon_s is None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from holdfast.errors import ConfigError
+from holdfast.simulate.checks import LONGEST_S, MOST_STEPS, check_mtbf, check_range
 from holdfast.simulate.cluster import Cluster
 from holdfast.simulate.costs import OF_STORAGE, SAVING, Costs
 from holdfast.simulate.distributions import Constant, Distribution, make_distribution
@@ -80,6 +81,9 @@ def read_scenario(path: Path) -> ScenarioFile:
     except ValueError as error:
         msg = f"{path} is not TOML: {error}"
         raise ConfigError(msg) from error
+    except RecursionError as error:
+        msg = f"{path} is not TOML: its brackets are nested too deep"
+        raise ConfigError(msg) from error
     try:
         file = File.model_validate(table)
     except ValidationError as error:
@@ -123,11 +127,20 @@ def _setting(file: File, strategy: StrategyTable, down: Down, folder: Path) -> S
     job = Job(strategy=strategy.strategy, **policies)
     scenario = _with_costs(file.costs, cluster, job, down, folder)
     if file.job.work_s is not None:
-        policies["steps"] = max(1, round(file.job.work_s / scenario.full_step_s))
+        policies["steps"] = _steps(file.job.work_s, scenario.full_step_s)
         policies["horizon_s"] = file.job.horizon_s
         scenario = Scenario(cluster, Job(strategy=strategy.strategy, **policies), scenario.costs, down)
     every = strategy.save_every if "save_every" in strategy.model_fields_set else file.job.save_every
     return Setting(name=strategy.name or strategy.strategy, scenario=scenario, every=every)
+
+
+def _steps(work_s: float, step_s: float) -> int:
+    """Return how many steps take so long."""
+    check_range("work_s", work_s, 0, most=LONGEST_S)
+    if work_s > MOST_STEPS * step_s:
+        msg = f"work_s is more than {MOST_STEPS:g} steps of {step_s:g} s, which are not simulated; is the time of a step right?"
+        raise ConfigError(msg)
+    return max(1, round(work_s / step_s))
 
 
 def _with_costs(table: CostsTable, cluster: Cluster, job: Job, down: Down, folder: Path) -> Scenario:
@@ -194,7 +207,9 @@ def _down(file: File, folder: Path) -> Down:
     if _WHOLE_JOB in levels and "rack" in levels:
         msg = "[[failures]] are of level job and of level rack: one of them only, because to the simulator a job is a rack with all in it"
         raise ConfigError(msg)
-    return Failures(tuple(_source(number, table, cluster) for number, table in enumerate(file.failures or (), 1)))
+    failures = Failures(tuple(_source(number, table, cluster) for number, table in enumerate(file.failures or (), 1)))
+    check_mtbf(failures.mtbf_s(cluster))
+    return failures
 
 
 def _trace(table: TraceTable, folder: Path) -> Down:

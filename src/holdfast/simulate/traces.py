@@ -29,7 +29,7 @@ class Trace:
     Args:
         spells: Unit, begin and end of each outage, seconds from the begin of the trace; a unit may have several at once. An
             outage may end after the trace: it lasts until then in the trace that has begun again.
-        units: How many there were, those that never failed among them, ``>= 1``.
+        units: How many there were, those that never failed among them, 1 to 10,000,000.
         span_s: How long it was watched, ``> 0``.
         level: What a unit becomes: ``"worker"``, ``"node"`` or ``"rack"``.
         replayed: Every repetition meets the trace from its begin, unit by unit. Otherwise each begins at a random moment of it, and
@@ -49,7 +49,7 @@ class Trace:
 
     def __post_init__(self) -> None:
         check_choice("level", self.level, LEVELS)
-        check_range("units", self.units, 1)
+        check_range("units", self.units, 1, most=10_000_000)
         check_range("span_s", self.span_s, 0, above=True, most=LONGEST_S)
         for unit, start_s, end_s in self.spells:
             if not 0 <= unit < self.units or not 0 <= start_s <= end_s:
@@ -85,9 +85,10 @@ class Trace:
         Of those from its begin only what goes on where one at its end leaves off: who is up at its end stays so, and who is down
         beyond its end is down already.
         """
-        last_s = np.zeros(self.units)
-        np.maximum.at(last_s, spells[:, 0].astype(np.int64), spells[:, 2])
-        beyond_s = last_s[spells[:, 0].astype(np.int64)] - self.span_s
+        failed, whose = np.unique(spells[:, 0], return_inverse=True)
+        last_s = np.zeros(len(failed))
+        np.maximum.at(last_s, whose, spells[:, 2])
+        beyond_s = last_s[whose] - self.span_s
         return np.asarray((spells[:, 1] > 0) | ((beyond_s >= 0) & (beyond_s < spells[:, 2])))
 
     def _over_and_over(
