@@ -23,7 +23,7 @@ class Trace:
     """Who was down, and when, on some real machines.
 
     The units of the trace become the workers, nodes or racks of the cluster. Where the cluster has more of them, the trace is
-    laid on it several times; where it runs for longer, the trace begins again, and takes over who is up: a unit that is up
+    laid on it several times; where it runs for longer, the trace begins again: a unit that is up
     when it ends stays so until it next fails, also where it is down from the begin.
 
     Args:
@@ -82,7 +82,7 @@ class Trace:
     def _met_again(self, spells: Seconds) -> npt.NDArray[np.bool_]:
         """Return which outages there are when the trace has begun again.
 
-        Of those from its begin only what goes on where one at its end leaves off: who is up at its end stays so, and who is down
+        Of those from its begin only what goes on where one at its end leaves off: a unit that is up at its end stays so, and one that is down
         beyond its end is down already.
         """
         failed, whose = np.unique(spells[:, 0], return_inverse=True)
@@ -121,7 +121,7 @@ def read_trace(
     ===============  =========================================================================================
     ``infinitehbd``  JSON of fault starts and ends (InfiniteHBD-Trace, SIGCOMM 2025); ``units`` servers were watched, 400
     ``lanl``         CSV of all outages of LANL's systems (LA-UR-05-7318), of one ``system`` by number
-    ``spot``         CSV ``milliseconds,add|remove,name`` (Bamboo, NSDI 2023): who has not been added is down; needs ``span_s``
+    ``spot``         CSV ``milliseconds,add|remove,name`` (Bamboo, NSDI 2023): what has not been added is down; needs ``span_s``
     ``sizes``        CSV ``date, time, machines`` (the same): those that came first go first
     ``ssd``          CSV of drives that failed with node and rack (Alibaba, FAST 2021), of one ``room``; ``repair_s`` and
                      ``nodes_per_rack`` are not in it. Nodes of one rack come one after another
