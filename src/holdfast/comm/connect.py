@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 
 from holdfast.comm.base import Communicator
+from holdfast.comm.launchers import others_started
 from holdfast.comm.virtual import VirtualCommunicator
 from holdfast.errors import ConfigError
 
@@ -21,7 +23,8 @@ def connect(fabric: str, workers: int, ranks: str, *, rank: int = -1, store: str
         token: What the store asks for.
 
     Raises:
-        ConfigError: if the fabric cannot work here.
+        ConfigError: if the fabric cannot work here; or if it was not given, and another launcher started this process beside
+            others: each would train alone, and save where the others do.
     """
     from holdfast.comm import ulfm
 
@@ -33,6 +36,8 @@ def connect(fabric: str, workers: int, ranks: str, *, rank: int = -1, store: str
         return ulfm.UlfmCommunicator(numbers)
     if fabric == "gloo":
         return _connect_gloo(rank, range(workers) if numbers is None else numbers, store, token)
+    if not fabric and (said := others_started(os.environ)):
+        raise ConfigError(said)
     return VirtualCommunicator(workers if numbers is None else numbers)
 
 

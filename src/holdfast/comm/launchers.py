@@ -1,0 +1,68 @@
+"""What the environment says of a launcher that is not ours: that it started this process beside others."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+_SIZES = {
+    "WORLD_SIZE": "",  # torchrun's, but Ray Train, Accelerate, DeepSpeed and others set it, too
+    "SLURM_STEP_NUM_TASKS": "srun",  # SLURM_NTASKS is there in a batch script, too, which is one process
+    "PMI_SIZE": "an MPI launcher",
+    "MV2_COMM_WORLD_SIZE": "an MPI launcher",
+    "FLUX_JOB_SIZE": "Flux",
+    "HOROVOD_SIZE": "horovodrun",
+    "PET_NNODES": "Kubeflow",  # a range, MIN:MAX, where the job is elastic
+}
+"""Variables that say how many processes there are, and who sets them. Open MPI's is not among them: the ``ulfm`` fabric answers it."""
+
+_STEPS_OF_SLURM = 0xFFFFFFFA
+"""Steps from this number on are Slurm's own: a batch script, the shell of ``salloc``. Each is one process, though that shell has the
+number of tasks of the allocation."""
+
+
+def others_started(env: Mapping[str, str]) -> str:
+    """Return what says that a launcher started this process beside others, and what to do; "" where nothing says so.
+
+    Args:
+        env: The variables of this process.
+    """
+    sizes = {name: size for name in _SIZES if (size := _size(env, name)) > 0}
+    saw = next((name for name, size in sizes.items() if size > 1), "")
+    if not saw and (sizes or "PMIX_RANK" not in env):
+        return ""
+    saw, size = (saw, sizes[saw]) if saw else ("PMIX_RANK", 0)
+    who = _who(env, saw)
+    return (
+        f"{saw}={env[saw]}{f' ({who})' if who else ''} says that this process is one of several, each of which would train alone: "
+        f'start {_instead(env, saw, size)}, or let it train alone with fabric="virtual" or HOLDFAST_FABRIC=virtual'
+    )
+
+
+def _size(env: Mapping[str, str], name: str) -> int:
+    """Return the largest number of processes that a variable allows, 0 where it says none."""
+    if name == "SLURM_STEP_NUM_TASKS" and _number(env.get("SLURM_STEP_ID", "")) >= _STEPS_OF_SLURM:
+        return 1
+    return _number(env.get(name, "").rpartition(":")[2])
+
+
+def _number(text: str) -> int:
+    return int(text) if text.isascii() and text.isdecimal() and len(text) < 20 else 0
+
+
+def _who(env: Mapping[str, str], saw: str) -> str:
+    if saw == "PMIX_RANK":
+        return "a PMIx launcher"
+    if saw != "WORLD_SIZE":
+        return _SIZES[saw]
+    return "torchrun" if "TORCHELASTIC_RUN_ID" in env else "Ray" if "RAY_JOB_ID" in env else ""
+
+
+def _instead(env: Mapping[str, str], saw: str, size: int) -> str:
+    """Return the command that starts as many workers."""
+    if saw == "SLURM_STEP_NUM_TASKS":
+        return "`holdfast run --hosts slurm SCRIPT` in the allocation, without srun"
+    here = _number(env.get("LOCAL_WORLD_SIZE", "")) if saw == "WORLD_SIZE" else 0
+    nodes = size if saw == "PET_NNODES" else size // here if here else 1
+    if nodes > 1:
+        return f"`holdfast run --nnodes {nodes} -n {here or 'N'} ... SCRIPT` on each machine (docs/nodes.md)"
+    return f"`holdfast run -n {size or 'N'} SCRIPT`"

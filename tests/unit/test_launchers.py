@@ -1,0 +1,97 @@
+"""What the environment says of a launcher that is not ours: who started this process, and beside how many others."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from jobs import clean_env
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import holdfast
+from holdfast.comm import VirtualCommunicator, connect
+from holdfast.comm.launchers import others_started
+from holdfast.errors import ConfigError
+
+TORCHRUN = {"TORCHELASTIC_RUN_ID": "none", "RANK": "1", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
+BATCH = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4", "SLURM_NPROCS": "4", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
+STEP = BATCH | {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4"}
+RAY = {"RAY_JOB_ID": "01000000", "RAY_RAYLET_PID": "4711"}
+
+SEVERAL = {
+    "torchrun": (TORCHRUN | {"WORLD_SIZE": "4"}, "WORLD_SIZE=4 (torchrun)", "`holdfast run -n 4 SCRIPT`"),
+    "torchrun on two machines": (
+        TORCHRUN | {"WORLD_SIZE": "8"},
+        "WORLD_SIZE=8 (torchrun)",
+        "`holdfast run --nnodes 2 -n 4 ... SCRIPT` on each machine (docs/nodes.md)",
+    ),
+    "another launcher of torch": ({"WORLD_SIZE": "2"}, "WORLD_SIZE=2", "`holdfast run -n 2 SCRIPT`"),
+    "Ray Train": (RAY | {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}, "WORLD_SIZE=2 (Ray)", "holdfast run -n 2"),
+    "srun": (STEP, "SLURM_STEP_NUM_TASKS=4 (srun)", "`holdfast run --hosts slurm SCRIPT` in the allocation"),
+    "srun with PMIx": (STEP | {"PMIX_RANK": "0"}, "SLURM_STEP_NUM_TASKS=4 (srun)", "--hosts slurm"),
+    "MPICH": ({"PMI_SIZE": "3", "PMI_RANK": "0"}, "PMI_SIZE=3 (an MPI launcher)", "holdfast run -n 3"),
+    "MVAPICH": ({"MV2_COMM_WORLD_SIZE": "3"}, "MV2_COMM_WORLD_SIZE=3 (an MPI launcher)", "holdfast run -n 3"),
+    "Flux": ({"FLUX_JOB_SIZE": "3"}, "FLUX_JOB_SIZE=3 (Flux)", "holdfast run -n 3"),
+    "Horovod": ({"HOROVOD_SIZE": "3"}, "HOROVOD_SIZE=3 (horovodrun)", "holdfast run -n 3"),
+    "Kubeflow": ({"PET_NNODES": "2"}, "PET_NNODES=2 (Kubeflow)", "holdfast run --nnodes 2 "),
+    "Kubeflow, elastic": ({"PET_NNODES": "1:3"}, "PET_NNODES=1:3 (Kubeflow)", "holdfast run --nnodes 3 "),
+    "PMIx alone": (
+        {"PMIX_RANK": "0", "PMIX_NAMESPACE": "job@1"},
+        "PMIX_RANK=0 (a PMIx launcher)",
+        "`holdfast run -n N SCRIPT`",
+    ),
+}
+
+ALONE = {
+    "python": {},
+    "torchrun, one process": TORCHRUN | {"WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"},
+    "a batch script of Slurm": BATCH,
+    "a batch script that says which step it is": BATCH | {"SLURM_STEP_ID": str(0xFFFFFFFB)},
+    "the shell of salloc, which has the tasks of the allocation": STEP | {"SLURM_STEP_ID": str(0xFFFFFFFA)},
+    "srun -n 1": STEP | {"SLURM_STEP_NUM_TASKS": "1"},
+    "srun -n 1 with PMIx": STEP | {"SLURM_STEP_NUM_TASKS": "1", "PMIX_RANK": "0"},
+    "mpiexec -n 1": {"PMI_SIZE": "1", "PMI_RANK": "0"},
+    "a task of Ray, as in a search for hyperparameters": RAY,
+    "one pod of Kubeflow": {"PET_NNODES": "1", "PET_NPROC_PER_NODE": "auto"},
+    "no numbers": {"WORLD_SIZE": "", "PMI_SIZE": "many", "PET_NNODES": "a:b"},
+}
+
+
+@pytest.mark.parametrize("name", SEVERAL)
+def test_a_launcher_of_several_processes_is_named_with_what_works(name):
+    env, saw, instead = SEVERAL[name]
+
+    said = others_started(env)
+
+    assert said.startswith(f"{saw} ")
+    assert instead in said
+    assert "\n" not in said
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_one_process_is_left_alone(name):
+    assert others_started(ALONE[name]) == ""
+
+
+@pytest.fixture
+def under_torchrun(monkeypatch):
+    monkeypatch.setattr(os, "environ", clean_env(**TORCHRUN, WORLD_SIZE="4"))
+
+
+@pytest.mark.usefixtures("under_torchrun")
+def test_a_session_that_would_train_alone_is_refused_and_leaves_no_folder(tmp_path):
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    session = holdfast.Session(model, optimizer, checkpoint_dir=str(tmp_path / "saved"), checkpoint_every=1)
+
+    with pytest.raises(ConfigError, match=r"WORLD_SIZE=4 \(torchrun\)"):
+        next(session.steps(TensorDataset(torch.ones(4, 2)), 2))
+
+    assert not (tmp_path / "saved").exists()
+
+
+@pytest.mark.usefixtures("under_torchrun")
+def test_virtual_workers_that_are_asked_for_by_name_are_meant():
+    assert isinstance(connect("virtual", 2, ""), VirtualCommunicator)
