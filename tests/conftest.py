@@ -138,6 +138,14 @@ LONG = (
 """Beginnings of their names, below ``tests/``."""
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _notes_of_runs_stay_here(tmp_path_factory):
+    """Jobs of tests note that they were run; not in the home of who tests."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
+        yield
+
+
 @pytest.fixture(autouse=True)
 def _no_session_outlives_a_test(monkeypatch):
     if (session := sys.modules.get("holdfast.train.session")) is not None:  # importing torch takes seconds

@@ -1,8 +1,10 @@
 """The certificate: the same links whatever happened, what its records prove, and where two runs part."""
 
 import dataclasses
+import hashlib
 import json
 import random
+from pathlib import Path
 
 import pytest
 import reference
@@ -23,6 +25,7 @@ from holdfast.errors import ConfigError
 from holdfast.events import Finished, Recovered, RunStarted, StateHashed, StepCommitted
 from holdfast.faults.plan import FaultPlan, parse
 from holdfast.guard.fingerprint import EVERY_KIND
+from holdfast.launch.noted import note
 from holdfast.links import GENESIS, digest_of_ids, digest_of_parts, link_of
 from holdfast.records import read_run
 from holdfast.report.certified import Certified
@@ -544,3 +547,69 @@ def test_any_bit_that_flips_in_a_weight_is_found_and_the_step_named_within_a_rot
     assert parting is not None or runs[1].check_workers()
     assert parting is None or step <= parting.step <= step + 4
     assert runs[1].check() == [], "that is how it was"
+
+
+# -- what is run again
+
+STRANGE = "open('it_ran', 'w').write(' '.join(__import__('sys').argv[1:]))\n"
+JOB = {"args": ["--epochs", "3"], "settings": {"workers": 4}, "threads": "1"}
+
+
+@pytest.fixture
+def unpacked(tmp_path, quiet, monkeypatch):
+    """A report folder that came from elsewhere, with the script that it names and the script's sha256."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.chdir(tmp_path)
+    script = tmp_path / "strange.py"
+    script.write_text(STRANGE)
+    sha256 = hashlib.sha256(script.read_bytes()).hexdigest()
+    job = JOB | {"path": str(script), "sha256": sha256}
+    write_report(quiet, tmp_path / "report", started=range(4), wall_s=1.0, seed=0, job=job)
+    return job
+
+
+def say_of_job(folder, **job):
+    """Alter what the report says of the job."""
+    path = folder / "report.json"
+    report = json.loads(path.read_text())
+    path.write_text(json.dumps(report | {"job": report["job"] | job}))
+
+
+@pytest.mark.parametrize("path", ["absolute", "strange.py"])
+def test_a_script_that_a_report_from_elsewhere_names_is_shown_and_not_run(tmp_path, unpacked, capsys, path):
+    say_of_job(tmp_path / "report", path=unpacked["path"] if path == "absolute" else path)
+
+    with pytest.raises(SystemExit) as ended:
+        main(["verify", str(tmp_path / "report")])
+
+    said = capsys.readouterr().err
+    assert (ended.value.code, said.count("\n")) == (2, 1), said
+    assert f"{tmp_path}/strange.py --epochs 3, which this user has not run here" in said
+    assert "--script FILE, or --trust" in said
+    assert not Path("it_ran").exists()
+
+
+@pytest.mark.parametrize("how", ["run here", "trusted", "named"])
+def test_a_script_that_was_run_here_or_is_trusted_or_named_is_run(tmp_path, unpacked, capsys, how):
+    if how == "run here":
+        note(unpacked)
+    words = {"run here": [], "trusted": ["--trust"], "named": ["--script", unpacked["path"]]}[how]
+
+    with pytest.raises(SystemExit):
+        main(["verify", str(tmp_path / "report"), *words])
+
+    assert Path("it_ran").read_text() == "--epochs 3", capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "job", [{"path": 5}, {"args": "rm"}, {"args": [1]}, {"sha256": None}, {"settings": 3}, {"threads": 4}], ids=str
+)
+def test_a_job_that_no_run_writes_is_refused_in_one_line(tmp_path, unpacked, capsys, job):
+    say_of_job(tmp_path / "report", **job)
+
+    with pytest.raises(SystemExit) as ended:
+        main(["verify", str(tmp_path / "report")])
+
+    said = capsys.readouterr().err
+    assert (ended.value.code, said.count("\n")) == (2, 1), said
+    assert "does not say what was run" in said

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shlex
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from holdfast.cli.tables import warn
+from holdfast.cli.tables import clean, warn
 from holdfast.errors import CheckpointError, ConfigError, JobError
 
 if TYPE_CHECKING:
@@ -169,11 +170,18 @@ def pass_over(why: str) -> None:
 # -- whether it can be done
 
 
-def script_of(report: Mapping[str, Any], given: Path | None) -> Path:
+def script_of(report: Mapping[str, Any], given: Path | None, *, trusted: bool) -> Path:
     """Return the script to run: the one that is named, else the run's own if it is what it was.
 
+    A report may come from anywhere, and a sha256 that it holds proves nothing of the script that it names.
+
+    Args:
+        report: Of the run.
+        given: The script that the user names.
+        trusted: The user lets the report decide what is run.
+
     Raises:
-        ConfigError: if it is gone, or was changed.
+        ConfigError: if it is gone, was changed, or is another's: this user has not run it here, with these arguments.
     """
     job = report["job"]
     if given is not None:
@@ -183,12 +191,18 @@ def script_of(report: Mapping[str, Any], given: Path | None) -> Path:
         if _sha256(given) != job["sha256"]:
             warn(f"{given} is not the script that was run: its sha256 is another")
         return given
+    from holdfast.launch.noted import is_noted
+
     path = Path(job["path"])
     if not path.is_file():
         msg = f"the script is gone: there is no {path} any more; name where it is now with --script"
         raise ConfigError(msg)
     if _sha256(path) != job["sha256"]:
         msg = f"{path} was changed since the run; put back what was run, or name what to run instead with --script"
+        raise ConfigError(msg)
+    if not (trusted or (path.is_absolute() and is_noted(job))):
+        what = clean(shlex.join([str(path.absolute()), *job["args"]]))
+        msg = f"the report names a script to run, {what}, which this user has not run here: look at it first, then give --script FILE, or --trust"
         raise ConfigError(msg)
     return path
 
@@ -200,8 +214,8 @@ def _sha256(path: Path) -> str:
 def why_not(report: Mapping[str, Any], start: int, stop: int) -> str:
     """Return why these steps of a run cannot be done again on one process, "" if they can."""
     disturbed = report["failures"] or report["left"] or report["joined"]
-    if not report.get("job"):
-        return "its report does not say what was run: an older version wrote it"
+    if not _says_what_was_run(report.get("job")):
+        return "its report does not say what was run: an older version wrote it, or it was altered"
     if report["lost"]:
         return "forward went on without samples that failures cost, so what failed when decides its bits"
     if report.get("restored"):
@@ -214,6 +228,16 @@ def why_not(report: Mapping[str, Any], start: int, stop: int) -> str:
             where = f"--to {change['step'] - 1} ends before it, --from a step behind it if its state was saved"
             return f"{change['name']} was changed before step {change['step']} while it ran; {where}"
     return ""
+
+
+def _says_what_was_run(job: Any) -> bool:
+    return (
+        isinstance(job, dict)
+        and all(isinstance(job.get(name), str) for name in ("path", "sha256", "threads"))
+        and isinstance(job.get("args"), list)
+        and all(isinstance(word, str) for word in job["args"])
+        and isinstance(job.get("settings"), dict)
+    )
 
 
 def other_kind(run: Certified, again: Certified) -> str:

@@ -36,6 +36,9 @@ def verify(
     script: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Where the script is now, if not where it was.")
     ] = None,
+    trust: Annotated[
+        bool, typer.Option("--trust", help="Run the script that the report names, though it was not run here.")
+    ] = False,
     records_only: Annotated[
         bool, typer.Option("--records-only", help="Do nothing again: only look whether all links hold.")
     ] = False,
@@ -46,6 +49,9 @@ def verify(
     Each link is made again from what the records say of its step, so that a line that was altered, dropped or repeated is
     found. Then the script runs from the newest checkpoint before --from, or from the beginning, in a place of its own, with
     the run's settings and arguments, and each step is compared. Ends with 0 if all is as it was certified, else with 3.
+
+    This executes the script. One that this user has not run here, with these arguments, is only shown, unless --script names
+    it, or --trust lets the report decide.
 
     Example: holdfast verify out --from 20 --to 40
     """
@@ -67,7 +73,7 @@ def verify(
         if not as_json:
             _show_findings(workers)
         if not records_only:
-            told["replay"] = replay = _replay(run, report, script, start, stop)
+            told["replay"] = replay = _replay(run, report, script, start, stop, trusted=trust)
             wrong |= replay["parting"] is not None
             if not as_json:
                 _show_replay(replay)
@@ -77,7 +83,13 @@ def verify(
 
 
 def _replay(
-    run: Certified, report: dict[str, Any], script: Path | None, wanted: int | None, stop: int | None
+    run: Certified,
+    report: dict[str, Any],
+    script: Path | None,
+    wanted: int | None,
+    stop: int | None,
+    *,
+    trusted: bool,
 ) -> dict[str, Any]:
     """Do steps again; return which, from which state on, and where they part from the records, if they do.
 
@@ -100,12 +112,13 @@ def _replay(
     if why := why_not(report, first, last):
         msg = f"{run.name} cannot be done again: {why}"
         raise ConfigError(msg)
+    path = script_of(report, script, trusted=trusted)
     begin, url = find_start(run, report, first)
     if why := why_not(report, begin, last):
         msg = f"{run.name} cannot be done again from step {begin}, the last before {first} whose state is there: {why}"
         raise ConfigError(msg)
     replay = Replay(
-        script=script_of(report, script),
+        script=path,
         args=tuple(report["job"]["args"]),
         started=run.started,
         threads=report["job"]["threads"],

@@ -13,6 +13,7 @@ from holdfast.errors import ConfigError
 from holdfast.events import FaultFired, Record
 from holdfast.faults.plan import PHASES, Fault, FaultPlan
 from holdfast.launch.job import Job, command_line
+from holdfast.launch.noted import note
 
 
 def write_results(
@@ -53,6 +54,8 @@ def write_results(
     try:
         report = write_report(records, job.report_dir, **given)
         write_plan(records, plan, job.report_dir / "plan.json")
+        if facts is not None:
+            note(facts)
         if job.page and _can_draw():
             write_page(job.report_dir)
     except OSError as error:

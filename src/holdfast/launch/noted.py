@@ -1,0 +1,59 @@
+"""What this user has run here: a note for each script with its arguments, outside the folders of reports, which anybody can have written.
+
+The notes are empty files in ``$XDG_STATE_HOME/holdfast/runs`` (``~/.local/state/holdfast/runs``), each named by a digest of what was run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+_MOST = 1000
+"""Notes that are kept: the newest."""
+
+
+def note(facts: Mapping[str, Any]) -> None:
+    """Note that a job was run here. Where that cannot be written nothing is lost but an option of ``holdfast verify``.
+
+    Args:
+        facts: What :func:`~holdfast.launch.facts.job_facts` says of the job.
+    """
+    with suppress(OSError, RuntimeError):  # a home that there is not, or where nothing can be written
+        folder = _folder()
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        Path(folder, _digest(facts)).touch(mode=0o600)
+        for old in sorted(folder.iterdir(), key=lambda path: path.stat().st_mtime)[:-_MOST]:
+            old.unlink(missing_ok=True)
+
+
+def is_noted(facts: Mapping[str, Any]) -> bool:
+    """Return whether this user has run a job here: the same script, byte for byte, with the same arguments.
+
+    Args:
+        facts: What a report has under ``job``.
+    """
+    try:
+        found = Path(_folder(), _digest(facts)).lstat()
+        return found.st_uid == Path(_folder()).lstat().st_uid == os.getuid()
+    except (OSError, RuntimeError):
+        return False
+
+
+def _folder() -> Path:
+    """Return where the notes are.
+
+    Raises:
+        RuntimeError: if this user has no home.
+    """
+    given = Path(os.environ.get("XDG_STATE_HOME", ""))
+    return Path(given if given.is_absolute() else Path.home() / ".local" / "state", "holdfast", "runs")
+
+
+def _digest(facts: Mapping[str, Any]) -> str:
+    ran = [facts["path"], facts["sha256"], list(facts["args"])]
+    return hashlib.sha256(json.dumps(ran).encode()).hexdigest()
