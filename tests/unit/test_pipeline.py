@@ -659,6 +659,12 @@ flat = lambda: nn.Sequential(nn.Flatten(), nn.Linear(36, 3))  # noqa: E731
             "what stage 0 of a Pipeline returns does",
         ),
         ([flat, lambda: Deaf(3, 3)], loss_of, ScriptError, "no gradient goes back to stage 0"),
+        (
+            [flat, lambda: nn.Linear(3, 3, device="meta")],
+            loss_of,
+            ConfigError,
+            "stage 1 of a Pipeline must be in the memory of the CPU, got weight on meta",
+        ),
     ],
 )
 def test_a_stage_or_a_loss_that_is_wrong_is_named(stages, loss, error, says):
@@ -687,6 +693,15 @@ def test_a_pipeline_without_stages_is_refused():
 def test_what_does_not_go_with_a_pipeline_is_refused_at_once(optimizer, options, says):
     with pytest.raises(ConfigError, match=says):
         holdfast.Session(holdfast.Pipeline([flat], loss_of), optimizer, **options)
+
+
+def test_a_stage_on_another_device_is_refused_at_once():
+    """Of a device that is on every machine: meta."""
+    stages = [nn.Linear(2, 2), nn.BatchNorm1d(2)]
+    stages[1].running_var = stages[1].running_var.to("meta")
+
+    with pytest.raises(ConfigError, match=r"stage 1 of a Pipeline must be .*, got running_var on meta: move it there"):
+        holdfast.Session(holdfast.Pipeline(stages, loss_of), OPTIMIZERS["sgd"])
 
 
 def test_a_function_that_makes_no_optimizer_is_refused():

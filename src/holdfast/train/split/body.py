@@ -322,6 +322,7 @@ class Pipelined(Split):
         if settings.strategy == "forward":
             msg = "strategy must be rollback, restart, reinit or partial for a Pipeline, got forward: a step cannot go on without a stage"
             raise ConfigError(msg)
+        model.check_devices()
         self._model = model
         self._makers = makers
         self._clip_grad_norm = clip_grad_norm

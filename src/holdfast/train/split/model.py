@@ -29,7 +29,7 @@ class Pipeline:
     Args:
         stages: Functions that make the stages, each called only where it is needed, with the global generators seeded by
             the job's seed and the stage; or the stages, alike at all workers, each of which then has all in its memory from the beginning to the
-            end. A stage takes and returns one tensor.
+            end. A stage takes and returns one tensor, and is in the memory of the CPU.
         loss: See :data:`holdfast.train.loss.Loss`; it is given what the last stage returns.
 
     Raises:
@@ -53,8 +53,24 @@ class Pipeline:
         return len(self._stages)
 
     def build(self, part: int, seed: int) -> nn.Module:
-        """Return a stage as it is at the beginning of training."""
-        return _made(self._stages[part], seed_of("part", seed, part))
+        """Return a stage as it is at the beginning of training.
+
+        Raises:
+            ConfigError: if it is on another device than the CPU.
+        """
+        made = _made(self._stages[part], seed_of("part", seed, part))
+        check_on_cpu(made, f"stage {part} of a Pipeline")
+        return made
+
+    def check_devices(self) -> None:
+        """Make sure that the stages that are made already are in the memory of the CPU.
+
+        Raises:
+            ConfigError: if one is on another device.
+        """
+        for part, stage in enumerate(self._stages):
+            if isinstance(stage, nn.Module):
+                check_on_cpu(stage, f"stage {part} of a Pipeline")
 
 
 class Sharded:
@@ -75,7 +91,7 @@ class Sharded:
     its mirror is the worker in the same place of the other group.
 
     Args:
-        model: The whole model; it must be made alike at all workers.
+        model: The whole model, in the memory of the CPU; it must be made alike at all workers.
         shards: Number of shards, ``>= 1``, fixed for the job; 0: the workers that the job starts with.
 
     Raises:
@@ -113,6 +129,20 @@ class Sharded:
             groups[min(at, first_empty)].append(name)
             seen += parameter.numel()
         return groups
+
+
+def check_on_cpu(module: nn.Module, what: str) -> None:
+    """Make sure that a module is in the memory of the CPU: parts of a split model are lent and handed over there.
+
+    Raises:
+        ConfigError: if a parameter or a buffer is on another device.
+    """
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if tensor.device.type != "cpu":
+            msg = (
+                f"{what} must be in the memory of the CPU, got {name} on {tensor.device}: move it there with .to('cpu')"
+            )
+            raise ConfigError(msg)
 
 
 def _made(stage: Callable[[], nn.Module] | nn.Module, seed: int) -> nn.Module:

@@ -24,7 +24,7 @@ from holdfast.train.replica import Replica
 from holdfast.train.split.backups import Backups
 from holdfast.train.split.body import Split, shape_of
 from holdfast.train.split.makers import Makers
-from holdfast.train.split.model import Sharded
+from holdfast.train.split.model import Sharded, check_on_cpu
 from holdfast.train.split.rows import in_row, places
 from holdfast.train.world import World
 
@@ -48,7 +48,7 @@ class Shards(Split):
         settings: Of the run.
 
     Raises:
-        ConfigError: if the strategy is ``forward``, or there are fewer parameters than shards.
+        ConfigError: if the strategy is ``forward``, the model is not on the CPU, or there are fewer parameters than shards.
     """
 
     def __init__(
@@ -62,6 +62,7 @@ class Shards(Split):
         if settings.strategy == "forward":
             msg = "strategy must be rollback, restart, reinit or partial for a Sharded model, got forward: a step cannot go on while a shard has no home"
             raise ConfigError(msg)
+        check_on_cpu(model.module, "a Sharded model")
         self._given = model
         self._model = model.module
         self._parameters = dict(model.module.named_parameters())
