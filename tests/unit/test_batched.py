@@ -14,7 +14,6 @@ import holdfast
 from holdfast.errors import ConfigError, JobError, TooFewWorkers
 from holdfast.faults.plan import FaultPlan, parse
 from holdfast.train.batched import Batched, Change, Decision
-from holdfast.train.session import forget_sessions
 
 WORKERS, SAMPLES, BATCH, EPOCHS = 8, 200, 32, 2
 
@@ -37,7 +36,6 @@ def made(dtype: torch.dtype) -> tuple[nn.Module, torch.optim.Optimizer]:
 
 def train(kind: Any, dtype: torch.dtype = torch.float64, **settings: Any) -> tuple[torch.Tensor, Any]:
     """Train by a session or by batched workers; return all weights, and what trained them."""
-    forget_sessions()
     kills = settings.pop("kills", ())
     before_step = settings.pop("before_step", lambda trainer: None)
     faults = FaultPlan(tuple(map(parse, kills))).to_json() if kills else ""

@@ -1,8 +1,10 @@
 """The session, with virtual workers: what a script may rely on, and what it is told when it errs."""
 
+import gc
 import json
 import os
 import signal
+import weakref
 
 import numpy as np
 import pytest
@@ -18,6 +20,7 @@ from holdfast.events import Recovered, StepCommitted
 from holdfast.faults.plan import FaultPlan, parse
 from holdfast.records import read_run
 from holdfast.testing.counting import CountingCommunicator
+from holdfast.train.session import at_exit
 
 SAMPLES = 50
 
@@ -445,6 +448,35 @@ def test_leaving_the_loop_early_is_found_out_at_the_end():
 
     with pytest.raises(ScriptError, match=r"left at step 2 before its end; to end it early call step.stop\(\)"):
         session.check_finished()
+
+
+def train_and_forget(*, leave_early):
+    """Train in a function of its own, and return what tells whether its model is gone."""
+    model, _, session = make()
+    for step in session.steps(dataset(), 8):
+        for x, y in step:
+            step.backward(F.cross_entropy(model(x), y))
+        if leave_early:
+            break
+    return weakref.ref(model)
+
+
+def test_a_session_whose_loop_has_ended_is_not_kept():
+    model = train_and_forget(leave_early=False)
+
+    gc.collect()
+
+    assert model() is None
+    at_exit()
+
+
+def test_leaving_the_loop_of_a_session_that_is_gone_is_found_out_at_the_end():
+    train_and_forget(leave_early=True)
+
+    gc.collect()
+
+    with pytest.raises(ScriptError, match="left at step 0 before its end"):
+        at_exit()
 
 
 def test_replicas_that_differ_are_found_out():

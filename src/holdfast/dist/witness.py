@@ -198,5 +198,5 @@ class Witness:
 
 def _has_session() -> bool:
     """Return whether a session writes the records of this process."""
-    session = sys.modules.get("holdfast.train.session")
-    return session is not None and bool(session._sessions)
+    handover = sys.modules.get("holdfast.train.handover")
+    return handover is not None and handover.application.makes_sessions

@@ -28,7 +28,6 @@ from holdfast.faults.plan import Fault, FaultPlan
 from holdfast.study.base import MEASURED, Options, Row, Task
 from holdfast.study.pool import Workers
 from holdfast.study.stats import bootstrap
-from holdfast.train.session import forget_sessions
 from holdfast.workloads import load_dataset, loss_of, make_model
 from holdfast.workloads.train import accuracy
 
@@ -134,7 +133,6 @@ def train(training: Training, data: Path | None, seed: int, policy: str, run: in
         run: Its number.
     """
     torch.use_deterministic_algorithms(True)
-    forget_sessions()
     samples, test, (channels, side, _), classes = _data(training, data, seed)
     deaths = [] if policy == NOTHING else draw_deaths(training.steps, seed, run)
     model = make_model(training.network, classes, image=(channels, side), seed=seed)

@@ -15,7 +15,6 @@ from holdfast.faults.plan import Fault, FaultPlan
 from holdfast.simulate import Estimate
 from holdfast.study.base import MEASURED, Row
 from holdfast.train.batched import Batched
-from holdfast.train.session import forget_sessions
 from holdfast.workloads import load_dataset, loss_of, make_model
 from holdfast.workloads.train import accuracy
 
@@ -57,7 +56,6 @@ def _distance(one: torch.Tensor, other: torch.Tensor) -> float:
 
 def _trained(kind: Any, variant: str, strategy: str, seed: int, order: int | None = None) -> tuple[float, torch.Tensor]:
     """Return accuracy, percent, and weights."""
-    forget_sessions()
     network, keeps_dropout = VARIANTS[variant]
     data = load_dataset("digits", None)
     model = make_model(network, data.num_classes, seed=seed)

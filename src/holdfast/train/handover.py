@@ -21,6 +21,7 @@ class Application:
 
     Args:
         is_built_by_reinit: ``holdfast.reinit`` has called ``main``.
+        makes_sessions: It has made one, which writes the records of this process.
         has_session: It has made a session that can be built again.
         world: Of the application that was taken down, until the next one's session takes it.
         looks: Takes the place of training, for who only looks at it: is given the body of the model, the plan, the dataset and what
@@ -28,6 +29,7 @@ class Application:
     """
 
     is_built_by_reinit: bool = False
+    makes_sessions: bool = False
     has_session: bool = False
     world: World | None = None
     looks: Callable[[Any, Plan, Any, Any], Iterator[Step]] | None = None

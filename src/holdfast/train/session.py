@@ -48,6 +48,7 @@ from holdfast.train.step import Step
 from holdfast.train.world import LEAVE, World
 
 _sessions: list[Session] = []
+"""Those whose loop is open: one that is left early must be found at the end, though the script has let go of it."""
 
 
 class Session:
@@ -113,12 +114,12 @@ class Session:
             average=average,
             clip_grad_norm=clip_grad_norm,
         )
+        application.makes_sessions = True
         note_session(self._settings, is_split=self._replica.is_split)
         self._total_steps = total_steps
         self._given_comm = comm
         self._world: World | None = None
         self._training = False
-        _sessions.append(self)
 
     def register(self, **things: Stateful) -> None:
         """Keep the state of ``things`` with the model's: in checkpoints, and back to a step's start when it is redone.
@@ -199,17 +200,23 @@ class Session:
             world.loop, world.epoch = world.loop + 1, world.epoch + plan.epochs
             return
         self._training = True
+        _sessions.append(self)
         world.first_step_of_loop = world.step
         run = Run(world, self._replica, plan, source, is_newcomer=is_newcomer)
         with notice.answered(lambda: self._ask_to_leave(world)):
             try:
                 yield from run.drive()
             except SystemExit:  # it has left, or all have stopped: training is over here
-                self._training = False
+                self._close_loop()
                 raise
         world.totals = run.account()
         world.loop, world.epoch = world.loop + 1, world.epoch + plan.epochs
+        self._close_loop()
+
+    def _close_loop(self) -> None:
         self._training = False
+        if self in _sessions:
+            _sessions.remove(self)
 
     def log(self, **metrics: float) -> None:
         """Add figures to the run's report, such as the accuracy on a test set, once training is over.
@@ -375,7 +382,7 @@ def at_exit() -> None:
 
 
 def forget_sessions() -> None:
-    """Let go of the sessions of an application that was taken down."""
+    """Let go of the sessions of an application that was taken down: their loops are open, and are not asked for any more."""
     _sessions.clear()
 
 
