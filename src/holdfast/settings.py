@@ -55,6 +55,11 @@ _CHOICES = {
 FIRM = "HOLDFAST_FIRM"
 """Where this variable is 1, what the script passes to the session does not count: the run is somebody else's."""
 
+MOST_WORKERS = 1 << 16
+"""Workers, and spares, of a job: far more than one has had, and few enough to be counted one by one."""
+
+_LONGEST_HANG_S = 1e9
+"""Threads cannot sleep for much longer."""
 _SHORTEST_HANG_S = 0.1
 """A beacon pulses ten times in a second: whoever is looked at more closely seems to have stopped between two pulses."""
 _SHORTEST_START_S = 1.0
@@ -187,14 +192,21 @@ class Settings:
             if getattr(self, name) < least:
                 msg = f"{name} must be at least {least}, got {getattr(self, name)}"
                 raise ConfigError(msg)
+        for name in ("workers", "spares"):
+            if getattr(self, name) > MOST_WORKERS:
+                msg = f"{name} must be at most {MOST_WORKERS}, got {getattr(self, name)}"
+                raise ConfigError(msg)
         if self.keep_last < 0 or self.keep_last == 1:
             msg = f"keep_last must be at least 2, or 0 to keep all, got {self.keep_last}: the newest may be damaged"
             raise ConfigError(msg)
         if self.hang_timeout_s != 0 and not _SHORTEST_HANG_S <= self.hang_timeout_s < math.inf:
             msg = f"hang_timeout_s must be at least {_SHORTEST_HANG_S:g} seconds and finite, or 0 for never, got {self.hang_timeout_s:g}"
             raise ConfigError(msg)
-        if self.start_timeout_s != 0 and not _SHORTEST_START_S <= self.start_timeout_s < math.inf:
-            msg = f"start_timeout_s must be at least {_SHORTEST_START_S:g} second and finite, or 0 for never, got {self.start_timeout_s:g}"
+        if self.hang_timeout_s > _LONGEST_HANG_S:
+            msg = f"hang_timeout_s must be at most {_LONGEST_HANG_S:g} seconds, or 0 for never, got {self.hang_timeout_s:g}"
+            raise ConfigError(msg)
+        if self.start_timeout_s != 0 and not _SHORTEST_START_S <= self.start_timeout_s <= _LONGEST_HANG_S:
+            msg = f"start_timeout_s must be from {_SHORTEST_START_S:g} to {_LONGEST_HANG_S:g} seconds, or 0 for never, got {self.start_timeout_s:g}"
             raise ConfigError(msg)
         self._check_mirrors()
         if self.guard_sums and self.guard == "off":

@@ -88,6 +88,17 @@ def test_of_several_jobs_one_must_be_named(temp, other):
     assert find(other.pid).run_dir == second.run_dir
 
 
+def test_the_only_job_is_taken_without_its_number_only_where_it_was_started(temp, monkeypatch):
+    running = started(temp)
+    folder = os.getcwd()
+    monkeypatch.chdir(temp)
+
+    assert refusal(find) == (
+        f"job {os.getpid()} (train.py) was started in {folder}, not here: say that it is meant with --job {os.getpid()}"
+    )
+    assert find(os.getpid()) == running
+
+
 def test_a_number_that_no_launcher_has_is_answered_with_those_that_have_one(temp):
     started(temp)
 
@@ -118,6 +129,16 @@ def test_the_job_of_another_user_is_not_found(temp, given_away):
     os.chown(running.run_dir / "job.json" if given_away == "file" else running.run_dir, 12345, 12345)
 
     assert "no job of yours" in refusal(find)
+
+
+def test_the_job_of_an_older_launcher_which_does_not_say_where_it_was_started_needs_its_number(temp):
+    about = started(temp).run_dir / "job.json"
+    told = json.loads(about.read_text())
+    del told["folder"]
+    about.write_text(json.dumps(told))
+
+    assert "was started elsewhere, not here: say that it is meant with --job" in refusal(find)
+    assert find(os.getpid()).script == "train.py"
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can give a link to another user")

@@ -48,6 +48,24 @@ BAD = {
         "needs a secret that all nodes share",
     ),
     "no workers": (["-n", "0"], "--workers must be at least 1, got 0"),
+    "workers by the million": (["-n", "9" * 20], f"--workers must be at most 65536, got {'9' * 20}"),
+    "spares by the million": (["--spares", "9" * 20], f"--spares must be at most 65536, got {'9' * 20}"),
+    "nodes by the million": (
+        ["--fabric", "gloo", "--nnodes", "9" * 20, "--inject", "kill:rank=1,step=1"],
+        f"--nnodes must be at most 65536, got {'9' * 20}",
+    ),
+    "workers by the million on all nodes": (
+        ["--fabric", "gloo", "-n", "60000", "--spares", "2", "--nnodes", "60000", "--rdzv", "holdfast://127.0.0.1:1"],
+        "workers and spares must be at most 65536 on all 60000 nodes together, got 3600120000",
+    ),
+    "newcomers by the million": (
+        ["--fabric", "gloo", "--respawn", "--max-respawns", "9" * 20, "--inject", "kill:rank=1,step=1"],
+        f"--max-respawns must be at most 65536, got {'9' * 20}",
+    ),
+    "a hang after the end of time": (
+        ["--hang-timeout", "1e300"],
+        "--hang-timeout must be at most 1e+09 seconds, or 0 for never, got 1e+300",
+    ),
     "workers not a number": (["-n", "two"], "--workers must be a whole number, got 'two'"),
     "a unit": (["--hang-timeout", "5s"], "--hang-timeout must be a number of seconds, without a unit, got '5s'"),
     "unknown option": (["--hope"], "No such option: --hope"),

@@ -450,6 +450,22 @@ def test_leaving_the_loop_early_is_found_out_at_the_end():
         session.check_finished()
 
 
+@pytest.mark.parametrize("slices", [65537, 99999999999999])
+def test_more_slices_than_a_job_may_have_workers_are_refused_before_anything_is_made_of_them(slices):
+    model, _, session = make(slices=slices)
+
+    with pytest.raises(ConfigError, match=f"slices must be at most 65536, or batch_size if that is more, got {slices}"):
+        train(model, session)
+
+
+def test_slices_may_be_more_than_samples():
+    model, _, session = make(workers=3, slices=12)
+
+    train(model, session, epochs=1)
+
+    assert session.step == 7
+
+
 def train_and_forget(*, leave_early):
     """Train in a function of its own, and return what tells whether its model is gone."""
     model, _, session = make()

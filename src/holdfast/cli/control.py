@@ -8,7 +8,12 @@ from typing import Annotated, Any
 import typer
 
 _Job = Annotated[
-    int | None, typer.Option("--job", metavar="NUMBER", help="Process number of its launcher, if several jobs run.")
+    int | None,
+    typer.Option(
+        "--job",
+        metavar="NUMBER",
+        help="Process number of its launcher, if several jobs run, or it was started in another folder.",
+    ),
 ]
 
 

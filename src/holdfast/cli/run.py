@@ -23,6 +23,7 @@ from holdfast.settings import (
     MIRROR_DISTANCES,
     MIRROR_OPTIMIZERS,
     MIRROR_PREDICTORS,
+    MOST_WORKERS,
     ORDERS,
     REINIT_FROM,
     RESCALES,
@@ -369,6 +370,9 @@ def _check(**given: Any) -> None:
             why = ", because the newest may turn out to be damaged" if name == "keep_last" else ""
             msg = f"--{name.replace('_', '-')} must be at least {least}{why}, got {given[name]}"
             raise ConfigError(msg)
+    if given["nnodes"] > MOST_WORKERS:
+        msg = f"--nnodes must be at most {MOST_WORKERS}, got {given['nnodes']}"
+        raise ConfigError(msg)
     for name in ("mtbf", "expected_mtbf"):
         if given[name] is not None and not given[name] > 0:
             msg = f"--{name.replace('_', '-')} must be more than 0 seconds, got {given[name]:g}"
@@ -379,12 +383,15 @@ def _newcomers(max_respawns: int | None, *, respawn: bool) -> int:
     """Return how many workers may be started in the place of the dead.
 
     Raises:
-        ConfigError: if there is a limit to what nobody asked for.
+        ConfigError: if there is a limit to what nobody asked for, or it is too high.
     """
     from holdfast.launch.job import MAX_RESPAWNS
 
     if max_respawns is not None and not respawn:
         msg = f"--max-respawns {max_respawns} needs --respawn: without it nobody is started in the place of the dead"
+        raise ConfigError(msg)
+    if max_respawns is not None and max_respawns > MOST_WORKERS:
+        msg = f"--max-respawns must be at most {MOST_WORKERS}, got {max_respawns}"
         raise ConfigError(msg)
     return (MAX_RESPAWNS if max_respawns is None else max_respawns) if respawn else 0
 
@@ -401,7 +408,7 @@ def _settings(**given: Any) -> Settings:
         return Settings.from_env(**given)
     except ConfigError as error:
         name, _, what = str(error).partition(" ")
-        option = {field: option for option, field in OPTIONS}.get(name)
+        option = {field: option for option, field in (*OPTIONS, ("--workers", "workers"))}.get(name)
         if option is None or given.get(name) is None:
             raise
         msg = f"{option} {what}"

@@ -43,6 +43,7 @@ class Running:
         split: Whether they are cut anew for another number of workers, see :class:`holdfast.settings.Settings`.
         min_workers: With fewer it stops.
         saves: It has a place for checkpoints.
+        folder: Where its launcher was started; "" if an older one does not say it.
         run_dir: Where its files are.
     """
 
@@ -53,6 +54,7 @@ class Running:
     split: str
     min_workers: int
     saves: bool
+    folder: str = ""
     run_dir: Path = Path()
 
     @classmethod
@@ -67,12 +69,21 @@ class Running:
             split=settings.split,
             min_workers=settings.min_workers,
             saves=bool(settings.checkpoint_dir),
+            folder=str(Path.cwd()),
         )
 
     @property
     def pid(self) -> int:
         """Of its launcher."""
         return int(self.process.split()[0])
+
+    @property
+    def is_from_here(self) -> bool:
+        """Whether it was started in the current folder."""
+        try:
+            return bool(self.folder) and Path().samefile(self.folder)
+        except OSError:  # that folder is gone
+            return False
 
 
 def announce(run_dir: Path, job: Job) -> Running:
@@ -85,19 +96,25 @@ def announce(run_dir: Path, job: Job) -> Running:
 
 
 def find(pid: int | None = None) -> Running:
-    """Return the job whose launcher has the number ``pid``, or the only one.
+    """Return the job whose launcher has the number ``pid``, or the only one, if it was started in this folder.
 
     Raises:
-        ConfigError: if there is none, or more than one to choose from.
+        ConfigError: if there is none, more than one to choose from, or one that was started elsewhere.
     """
     all_jobs = list(_jobs())
     jobs = [job for job in all_jobs if pid in (None, job.pid)]
-    if len(jobs) == 1:
+    if len(jobs) == 1 and (pid is not None or jobs[0].is_from_here):
         return jobs[0]
     if not all_jobs:
         asked = "" if pid is None else f", and none has the launcher {pid}"
         where = tempfile.gettempdir()
         _refuse(f"no job of yours runs on this machine{asked} (looked for in {where}); holdfast run starts one")
+    if len(jobs) == 1:
+        job = jobs[0]
+        where = f"in {job.folder}" if job.folder else "elsewhere"
+        _refuse(
+            f"job {job.pid} ({job.script}) was started {where}, not here: say that it is meant with --job {job.pid}"
+        )
     there = ", ".join(f"{job.pid} ({job.script})" for job in all_jobs)
     if pid is None:
         _refuse(f"{len(all_jobs)} jobs run: {there}; say which with --job NUMBER")

@@ -19,7 +19,7 @@ from holdfast.errors import ConfigError
 from holdfast.events import Record
 from holdfast.launch.hosts import Host
 from holdfast.launch.stragglers import POLICIES
-from holdfast.settings import Settings
+from holdfast.settings import MOST_WORKERS, Settings
 
 _MAX_RESTARTS = 3
 _GRACE_S = 30.0
@@ -194,6 +194,10 @@ def _local(place: str) -> str:
 
 
 def _check_amounts(job: Job) -> None:
+    in_all = job.nnodes * (job.settings.workers + job.settings.spares)
+    if in_all > MOST_WORKERS:
+        where = f"on all {job.nnodes} nodes together" if job.nnodes > 1 else "together"
+        _refuse(f"workers and spares must be at most {MOST_WORKERS} {where}, got {in_all}")
     if job.max_restarts < 0:
         _refuse(f"--max-restarts must be at least 0, got {job.max_restarts}")
     if job.max_respawns < 0:

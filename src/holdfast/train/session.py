@@ -27,7 +27,7 @@ from holdfast.records import (
     say_connecting,
     stop_path,
 )
-from holdfast.settings import Settings
+from holdfast.settings import MOST_WORKERS, Settings
 from holdfast.train import exits
 from holdfast.train.batches import Plan
 from holdfast.train.data import check_dataset
@@ -174,6 +174,9 @@ class Session:
         if self._replica.is_split and self._world is not None and self._world.loop > 0:
             msg = "a model that is split is trained in one call of session.steps, which ends with the whole of it at every worker: ask for all epochs at once"
             raise ScriptError(msg)
+        if self._settings.slices > max(batch_size, MOST_WORKERS):
+            msg = f"slices must be at most {MOST_WORKERS}, or batch_size if that is more, got {self._settings.slices}"
+            raise ConfigError(msg)
         world = self._connect()
         world.slices = world.slices or self._choose_slices(world, batch_size)
         plan = self._plan(world, len(dataset), batch_size, epochs, shuffle=shuffle, drop_last=drop_last)
