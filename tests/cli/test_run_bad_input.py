@@ -148,6 +148,14 @@ def test_bad_options_are_refused_in_one_line(what, script, capsys):
     assert message in refusal([*options, script], capsys)
 
 
+def test_doctor_takes_no_more_workers_than_a_job_may_have(capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(["doctor", "-n", "9" * 20])
+
+    assert caught.value.code == 2
+    assert capsys.readouterr().err == f"error: --workers must be at most 65536, got {'9' * 20}\n"
+
+
 def test_a_missing_script_is_named(capsys):
     assert "there is no script 'nowhere.py'" in refusal(["nowhere.py"], capsys)
 

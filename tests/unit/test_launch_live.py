@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import io
+
 import pytest
+from rich.console import Console
 
 from holdfast.events import (
     FaultFired,
@@ -15,7 +18,7 @@ from holdfast.events import (
     WorkerEnded,
     WorkerFenced,
 )
-from holdfast.launch.live import Story
+from holdfast.launch.live import PlainView, Status, Story, _panel
 
 START = RunStarted(
     t_s=0.0, rank=0, step=0, fabric="gloo", strategy="rollback", seed=0, workers=3, slices=4, order="fold", split="slices",
@@ -154,3 +157,28 @@ def test_a_fault_of_a_node_names_the_node():
     assert told(fault, WorkerEnded(t_s=3.0, rank=3, step=5, exit_code=-9, pid=1)) == [
         "partition of node 1 at step 5, forward"
     ]
+
+
+# -- what a terminal would obey
+
+EVIL = "\x1b]0;title\x07\x1b[2Jname"
+
+
+def test_names_of_figures_reach_the_terminal_as_text():
+    console = Console(file=io.StringIO(), width=200, force_terminal=True, color_system=None)
+
+    console.print(_panel(Status(step=1, planned=2, alive={0: 7}, metrics={EVIL: 1.0}), "last"))
+
+    assert "\\x1b]0;title\\x07\\x1b[2Jname 1" in console.file.getvalue()
+    assert "\x1b]0;" not in console.file.getvalue()
+
+
+def test_what_the_launcher_says_is_text_and_what_a_script_prints_keeps_its_colours(capsys):
+    view = PlainView()
+
+    view.say(f"saved in {EVIL}")
+    view.output(0, "\x1b[31mred\x1b[0m")
+
+    said = capsys.readouterr()
+    assert said.err == "holdfast: saved in \\x1b]0;title\\x07\\x1b[2Jname\n"
+    assert said.out == "[0] \x1b[31mred\x1b[0m\n"

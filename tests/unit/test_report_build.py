@@ -494,6 +494,15 @@ def test_the_report_room_loads_neither_torch_nor_matplotlib():
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
+def test_the_summary_holds_nothing_that_a_terminal_obeys():
+    report = report_of(one_kill()) | {"metrics": {"\x1b[31mred\nab": 1.0, "\ud800": 2.0, "größe": 3.0}}
+
+    text = "".join(summary_lines(report))
+
+    assert "\\x1b[31mred\\nab 1, \\ud800 2, größe 3" in text
+    assert text.isprintable()
+
+
 def test_the_summary_is_a_few_lines():
     lines = summary_lines(report_of(one_kill()))
 

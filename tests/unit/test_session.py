@@ -450,6 +450,27 @@ def test_leaving_the_loop_early_is_found_out_at_the_end():
         session.check_finished()
 
 
+ODD = "half of a \ud83d"
+
+
+def test_a_figure_whose_name_is_no_text_is_refused_by_name():
+    def odd(output, y):
+        return F.cross_entropy(output, y), {ODD: 1.0}
+
+    model, _, session = make()
+    with pytest.raises(ConfigError, match=r"half of a \\ud83d' has a lone surrogate"):
+        loop(session, lambda step: [step.log(**{ODD: 1.0}) for _ in step])
+
+    model, _, session = make()
+    with pytest.raises(ConfigError, match="lone surrogate"):
+        loop(session, lambda step: step.compute(model, odd))
+
+    model, _, session = make()
+    train(model, session, epochs=1)
+    with pytest.raises(ConfigError, match="lone surrogate"):
+        session.log(**{ODD: 1.0})
+
+
 @pytest.mark.parametrize("slices", [65537, 99999999999999])
 def test_more_slices_than_a_job_may_have_workers_are_refused_before_anything_is_made_of_them(slices):
     model, _, session = make(slices=slices)

@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from holdfast.cli.signals import sigterm_as_interrupt
+from holdfast.settings import MOST_WORKERS
 
 _BREAKS = 1
 _STOPPED = 4
@@ -26,7 +27,15 @@ def doctor(
     args: Annotated[list[str] | None, typer.Argument(metavar="[ARGS]...", help="Handed on to the script.")] = None,
     *,
     workers: Annotated[
-        int, typer.Option("--workers", "-n", metavar="N", min=1, help="Of the job that it is for: slices are so large.")
+        int,
+        typer.Option(
+            "--workers",
+            "-n",
+            metavar="N",
+            min=1,
+            max=MOST_WORKERS,
+            help="Of the job that it is for: slices are so large.",
+        ),
     ] = 4,
     timeout: Annotated[float, typer.Option(metavar="SECONDS", help="For all of it.")] = 600.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print all that was found as JSON.")] = False,

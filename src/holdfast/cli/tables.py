@@ -61,7 +61,9 @@ def count(amount: int, what: str) -> str:
 
 def clean(text: object) -> str:
     """Return text on one line, without anything that a terminal would obey: names come out of files."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape", "backslashreplace").decode() for c in str(text))
+    from holdfast.report.words import clean as in_words
+
+    return in_words(text)
 
 
 def say(text: str, style: str = "") -> None:

@@ -27,7 +27,7 @@ from holdfast.events import (
 )
 from holdfast.launch.judge import cause_of_death
 from holdfast.report.history import is_distributed
-from holdfast.report.words import count, seconds, slowness
+from holdfast.report.words import clean, count, seconds, slowness
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -112,7 +112,7 @@ class PlainView:
 
     def say(self, line: str) -> None:
         """Print the line on stderr."""
-        print(f"holdfast: {line}", file=sys.stderr, flush=True)  # noqa: T201 - this is what it is for
+        print(f"holdfast: {clean(line)}", file=sys.stderr, flush=True)  # noqa: T201 - this is what it is for
 
     def show(self, status: Status) -> None:
         """Print nothing: a log is no place for a bar."""
@@ -151,8 +151,8 @@ class LiveView:
         """Print the line above the bar and keep it in sight."""
         from rich.text import Text
 
-        self._last = line
-        self._console.print(Text(f"holdfast: {line}", style="yellow"), soft_wrap=True)
+        self._last = clean(line)
+        self._console.print(Text(f"holdfast: {self._last}", style="yellow"), soft_wrap=True)
 
     def show(self, status: Status) -> None:
         """Draw the bar anew."""
@@ -175,7 +175,7 @@ def _panel(status: Status, last: str) -> Group:
     from rich.table import Table
     from rich.text import Text
 
-    metrics = "  ".join(f"{name} {value:.4g}" for name, value in status.metrics.items())
+    metrics = "  ".join(f"{clean(name)} {value:.4g}" for name, value in status.metrics.items())
     progress = Table.grid(padding=(0, 1))
     bar = ProgressBar(total=status.planned or None, completed=status.step, width=40, pulse=not status.planned)
     of = f"/{status.planned}" if status.planned else ""

@@ -104,7 +104,7 @@ def write_page(directory: Path) -> Path:
     except ConfigError:
         raise
     except (AttributeError, IndexError, KeyError, TypeError, ValueError, UndefinedError) as error:
-        msg = f"the files in {directory} are not as Holdfast writes them, {type(error).__name__}: {error}; was one of them edited, or cut?"
+        msg = f"the files in {directory} are not as Holdfast writes them, {type(error).__name__}: {str(error).partition(chr(10))[0]}; was one of them edited, or cut?"
         raise ConfigError(msg) from error
     path = directory / "index.html"
     try:

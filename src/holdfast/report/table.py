@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from holdfast.report.words import (
     DASH,
+    clean,
     count,
     everybody,
     happenings,
@@ -43,7 +44,7 @@ def summary_lines(report: Mapping[str, Any], directory: Path | None = None) -> l
     lines += [_samples(report), _replicas(report), _kinds(report.get("kinds"))]
     if directory is not None:
         lines.append(f"report   {directory / 'report.json'}   (a page of it: holdfast report {directory})")
-    return [line for line in lines if line]
+    return [clean(line) for line in lines if line]
 
 
 def demo_table(results: Mapping[str, Any]) -> Table:

@@ -77,6 +77,11 @@ def points(value: float | None) -> str:
     return percent(value, signed=True, digits=2).replace(" %", " pp")
 
 
+def clean(text: object) -> str:
+    """Return text on one line, without anything that a terminal would obey: names come from scripts, and out of files."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape", "backslashreplace").decode() for c in str(text))
+
+
 def size(size_bytes: float | None) -> str:
     """Return a size in decimal units, such as ``12.3 MB``; ``-`` if it is not known."""
     if size_bytes is None:

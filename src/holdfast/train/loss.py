@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from holdfast.errors import ScriptError
+from holdfast.errors import ConfigError, ScriptError
 
 Loss = Callable[..., torch.Tensor | tuple[torch.Tensor, Mapping[str, torch.Tensor | float]]]
 """Takes the model's output, then the rest of the batch; returns the mean over it, and figures to log if it likes."""
@@ -21,13 +21,29 @@ def loss_of(loss: Loss, output: torch.Tensor, targets: Sequence[Any]) -> tuple[t
 
     Raises:
         ScriptError: if the loss is no scalar.
+        ConfigError: if a figure has a name that cannot be written down.
     """
     made = loss(output, *targets)
     value, more = made if isinstance(made, tuple) else (made, {})
     if not isinstance(value, torch.Tensor) or value.numel() != 1:
         msg = "the loss must return a scalar, the mean over the slice that it is given"
         raise ScriptError(msg)
+    for name in more:
+        check_name(name)
     return value, {name: figure for name, figure in more.items() if name != "loss"}
+
+
+def check_name(name: str) -> None:
+    """Make sure that the name of a figure can be written down.
+
+    Raises:
+        ConfigError: if it is no text that UTF-8 has.
+    """
+    try:
+        name.encode()
+    except UnicodeEncodeError as error:
+        msg = f"a figure must have a name that can be written as UTF-8: {name!r} has a lone surrogate"
+        raise ConfigError(msg) from error
 
 
 def figure_of(value: torch.Tensor | float) -> torch.Tensor | float:

@@ -37,6 +37,7 @@ from holdfast.train.injecting import check_faults, make_faults, reach_point
 from holdfast.train.keeper import Keeper
 from holdfast.train.kind import compare_with_others, kind_of_worker
 from holdfast.train.loading import Source
+from holdfast.train.loss import check_name
 from holdfast.train.replica import Replica, Stateful
 from holdfast.train.run import Run
 from holdfast.train.sharing import choose_slices
@@ -226,10 +227,13 @@ class Session:
 
         Raises:
             ScriptError: during training, where ``step.log`` is meant.
+            ConfigError: if a name cannot be written down.
         """
         if self._training or self._world is None:
             msg = "session.log is for after training; inside the loop over the slices use step.log"
             raise ScriptError(msg)
+        for name in metrics:
+            check_name(name)
         world = self._world
         values = {name: float(value) for name, value in metrics.items()}
         world.finished = [

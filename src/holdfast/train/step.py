@@ -10,7 +10,7 @@ import torch
 
 from holdfast.errors import PeerFailed, ScriptError
 from holdfast.train.batches import MiniBatch
-from holdfast.train.loss import Forward, Loss, checked, figure_of, loss_of
+from holdfast.train.loss import Forward, Loss, check_name, checked, figure_of, loss_of
 
 _Made = TypeVar("_Made")
 
@@ -150,9 +150,11 @@ class Step:
 
         Raises:
             ScriptError: if it is called outside the loop over the slices.
+            ConfigError: if a name cannot be written down.
         """
         self._check_in_slice("log")
         for name, value in metrics.items():
+            check_name(name)
             if name != "loss":
                 self._metrics[name] = figure_of(value)
 
