@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import reference
-from jobs import clean_env
+from jobs import clean_env, exit_codes, run_report
 from train_saving import Training, undisturbed
 
 from holdfast.checkpoint import steps, verify
@@ -216,3 +216,38 @@ def test_nothing_is_left_where_what_would_end_it_is_stopped_when_the_launcher_di
             os.kill(pid, signal.SIGKILL)
 
     assert not any(process.is_alive() for process in stopped)
+
+
+LOSES_ITS_CONNECTION = """
+import socket
+import sys
+from holdfast.train.attempts import Attempts
+
+begin = Attempts.begin
+
+def lose_the_store(self, batch):
+    if batch.step == 3 and self._world.comm.here == (1,):
+        self._world.comm._store._socket.shutdown(socket.SHUT_RDWR)
+    return begin(self, batch)
+
+Attempts.begin = lose_the_store
+sys.path.insert(0, {support!r})
+sys.argv = [{script!r}, "mlp", "sgd"]
+exec(compile(open({script!r}).read(), {script!r}, "exec"))
+"""
+
+
+@pytest.mark.soak
+def test_a_worker_that_loses_its_own_connection_to_the_store_stops_nobody_and_is_done_without_at_the_next_failure(
+    tmp_path,
+):
+    script = tmp_path / "train.py"
+    script.write_text(LOSES_ITS_CONNECTION.format(support=str(REFERENCE.parent), script=str(REFERENCE)))
+    options = ("-n", 3, "--fabric", "gloo", "--max-restarts", 0, "--inject", "kill:rank=2,step=6")
+
+    report = run_report(tmp_path, *options, script)
+
+    assert exit_codes(report) == {0: 0, 1: -9, 2: -9}
+    assert report["samples"]["lost"] == report["samples"]["repeated"] == 0
+    assert report["replicas"]["state_sha256"] == reference.train("mlp", "sgd")
+    assert "worker 1: the store at 127.0.0.1:" in report["_stdout"] + report["_stderr"]
