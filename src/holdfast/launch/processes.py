@@ -121,7 +121,7 @@ class Pair:
 
     def note(self, path: Path) -> None:
         """Write it down, all or nothing."""
-        draft = path.with_suffix(".draft")
+        draft = path.with_suffix(f".{os.getpid()}.draft")  # worker and watcher both note it: either may be stopped
         draft.write_text(f"{self.worker}\n{self.watcher}\n{self.node}")
         draft.replace(path)
 

@@ -133,7 +133,7 @@ class Starting:
         late = [rank for rank in unconnected if signs[rank].is_late]
         stuck = [s for rank in late if (s := self._stuck(rank, now_s, waited_s, elsewhere=elsewhere)) is not None]
         lost = ""
-        if not late and all(now_s - self._seen[rank].moved_s > self.limit_s for rank in unconnected):
+        if not late and all(now_s - self._seen[rank].moved_s > self.timeout_s for rank in unconnected):
             stuck, lost = self._blame_connecting(unconnected, now_s)
         self._given_up.update(found.rank for found in stuck)
         return Finding(stuck, lost, self._warning(late or unconnected, now_s))
@@ -168,7 +168,7 @@ class Starting:
         if stopped:
             since = ((rank, now_s - self._seen[rank].alive_s) for rank in stopped)
             return [Stuck(rank, s, f"is stopped for {s:.1f} s while the job starts") for rank, s in since], ""
-        return [], f"the workers were not connected within {self.limit_s:g} s though all of them had asked for it"
+        return [], f"the workers were not connected within {self.timeout_s:g} s though all of them had asked for it"
 
     def _warning(self, blamed: Sequence[int], now_s: float) -> str:
         if self._warned or self._quiet_since_s is None or now_s - self._quiet_since_s < WARN_AFTER_S:

@@ -142,8 +142,8 @@ def _who() -> tuple[Settings, int]:
     return settings, int(settings.ranks.split(",")[index]) if settings.ranks else index
 
 
-def _note_pair(run_dir: Path, rank: int, pid: int) -> None:
-    worker, watcher = Process.of(pid), Process.of(os.getpid())
+def _note_pair(run_dir: Path, rank: int, worker_pid: int, watcher_pid: int) -> None:
+    worker, watcher = Process.of(worker_pid), Process.of(watcher_pid)
     if worker is not None and watcher is not None:
         Pair(worker, watcher, this_node() if LAUNCHER_NODE in os.environ else "").note(pair_path(run_dir, rank))
 
@@ -280,7 +280,7 @@ def _prepare_to_tell(settings: Settings, rank: int, pid: int) -> Callable[[int],
     if not settings.run_dir:
         return lambda exit_code: None
     run_dir = Path(settings.run_dir)
-    _note_pair(run_dir, rank, pid)
+    _note_pair(run_dir, rank, pid, os.getpid())
     clock = SystemClock(settings.origin_s)
     recorder = FileRecorder(records_path(run_dir, f"watch-{rank}"))
 
@@ -399,10 +399,18 @@ class _Output(io.FileIO):
 
 def _show_life(settings: Settings, rank: int) -> None:
     """Begin to pulse, before imports and the script: from here on this worker can be told from one that is stuck."""
+    from holdfast.errors import ConfigError
     from holdfast.records import beacon_path, show_life
 
-    if settings.run_dir:
-        show_life(beacon_path(Path(settings.run_dir), rank), settings.pulse_every_s)
+    if not settings.run_dir:
+        return
+    run_dir = Path(settings.run_dir)
+    try:
+        _note_pair(run_dir, rank, os.getpid(), os.getppid())
+        show_life(beacon_path(run_dir, rank), settings.pulse_every_s)
+    except OSError as error:
+        msg = f"cannot write to {run_dir}: {error.strerror}; free space there, or set TMPDIR to another folder"
+        raise ConfigError(msg) from error
 
 
 def _set_torchrun_variables(settings: Settings) -> None:
