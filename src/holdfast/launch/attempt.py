@@ -22,6 +22,7 @@ from holdfast.events import Record, WorkerEnded
 from holdfast.launch.hosts import Hosts
 from holdfast.launch.job import Job, find_mpirun
 from holdfast.launch.judge import cause_of_death
+from holdfast.launch.ports import shut_ports
 from holdfast.launch.processes import Pair, Process, end, pair_path, start, this_node
 from holdfast.launch.starting import Sign
 from holdfast.launch.tail import LineTail, RecordTail
@@ -31,7 +32,8 @@ from holdfast.settings import Settings
 from holdfast.temporary import TemporaryFolder, sweep
 
 _MPIRUN = ("--with-ft", "ulfm", "--bind-to", "none")
-_HERE = ("--oversubscribe",)
+_HERE = ("--oversubscribe", "--mca", "btl", "self,sm")
+"""On one machine workers reach each other over memory; the way over TCP would listen on all interfaces."""
 _BY_SLOTS = ("--map-by", "slot:OVERSUBSCRIBE")
 """Cores may be fewer than workers. The other way to say it would have all workers start on the first of several machines."""
 _MCA = (("coll", "^han"), ("mpi_yield_when_idle", "1"))
@@ -40,6 +42,8 @@ _MEMORY_VARIABLES = ("OMPI_MCA_btl_sm_backing_directory", "OMPI_MCA_osc_sm_backi
 _PREFIX = "holdfast-"
 SHARED = "shared"
 """Name of the link to a run folder that is on a file system which several machines share."""
+_SESSION_VARIABLE = "PRTE_MCA_prte_tmpdir_base"
+"""Where mpirun has its folder, which it leaves behind when it is killed."""
 _NESTED = ("PMIX_", "OMPI_COMM_WORLD_", "OMPI_UNIVERSE_", "PRTE_")
 """Variables that would tell our mpirun that it is a worker of another one."""
 
@@ -161,6 +165,7 @@ class Attempt:
         self._command = _command(job, len(ranks), None if hosts is None else hosts.mpirun_words(self._env))
         self._started: list[subprocess.Popen[bytes]] = []
         self._watchers: dict[int, subprocess.Popen[bytes]] = {}
+        self._has_open_ports = job.settings.fabric == "ulfm" and hosts is None
         if job.settings.fabric == "gloo":
             for rank in ranks:
                 self.add(rank)
@@ -240,6 +245,14 @@ class Attempt:
     def is_mpirun_stopped(self) -> bool:
         """Return whether a signal keeps mpirun from running."""
         return self._mpirun is not None and any(process.is_stopped() for process in _living(self._mpirun))
+
+    def shut_ports(self) -> None:
+        """Shut what mpirun has opened on this machine, as soon as its workers need it no more."""
+        if self._has_open_ports:
+            pairs = self.pairs()
+            living = [pair.worker.pid for pair in pairs if pair.worker.is_alive()]
+            have_started = len(pairs) == len(self.processes)
+            self._has_open_ports = not shut_ports(self._started[0].pid, living if have_started else None)
 
     def is_running(self) -> bool:
         """Return whether anything that was started here, mpirun or workers, is there."""
@@ -367,6 +380,8 @@ def _environment(settings: Settings, places: Places, grace_s: float) -> dict[str
     if places.memory_dir is not None:
         for name in _MEMORY_VARIABLES:
             env.setdefault(name, str(places.memory_dir))
+    if not places.is_shared:  # a folder that several machines share is no place for what is of one
+        env[_SESSION_VARIABLE] = str(places.run_dir)
     ours = {LOG_DIR: str(places.log_dir), LAUNCHER: str(Process.of(os.getpid())), GRACE_S: f"{grace_s:g}"}
     return env | settings.to_env() | ours
 

@@ -180,6 +180,7 @@ class Launcher:
 
     def _act(self, attempt: Attempt) -> None:
         """Do what is to be done while the job goes on."""
+        attempt.shut_ports()
         self._stopping.answer(attempt)
         self._strikes.strike(attempt)
         if self._lookout.is_due():

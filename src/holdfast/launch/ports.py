@@ -1,0 +1,131 @@
+"""Shutting the ports of mpirun on one machine, for which it has no option.
+
+PRRTE listens on all interfaces for daemons on other machines, of which there are none. PMIx listens on the loopback interface
+for the workers, each of which connects once, while it starts. It waits for the first bytes of a connection without end, so one
+that sends nothing keeps mpirun from telling of a death. The launcher, whose child mpirun is, may take copies of its sockets,
+and has the kernel drop whatever comes to those that listen.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import ipaddress
+import os
+import socket
+import struct
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+_PIDFD_GETFD = 438
+_SO_ATTACH_FILTER = 26
+_DROP = struct.pack("HBBI", 0x06, 0, 0, 0)
+"""A program for the kernel's packet filter: return 0, of every packet keep nothing."""
+_LIBC = ctypes.CDLL(None, use_errno=True)
+
+_Address = tuple[str, int]
+
+
+def shut_ports(mpirun: int, workers: Sequence[int] | None) -> bool:
+    """Let nothing connect to mpirun from other machines, nor from this one once its workers are connected.
+
+    What else has connected until then is cut off. Where the system does not let this process look into mpirun, all stays
+    as it is.
+
+    Args:
+        mpirun: The number of its process.
+        workers: Those of its workers that live; None as long as some have not started.
+
+    Returns:
+        Whether there is nothing more to do; if not, it is to be called again.
+    """
+    with contextlib.ExitStack() as copies:
+        try:
+            sockets = [copies.enter_context(copy) for copy in _tcp_sockets(mpirun)]
+            listening = [one for one in sockets if one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)]
+            near = {_address(one) for one in listening if ipaddress.ip_address(_address(one)[0]).is_loopback}
+            theirs = None if workers is None else _connections(workers, near)
+        except PermissionError:
+            return True
+        if not near:
+            return False
+        for one in listening:
+            if theirs is not None or _address(one) not in near:
+                _drop_all(one)
+        if theirs is None:
+            return False
+        ports = {_address(one)[1] for one in listening}
+        for one in sockets:
+            peer = _peer(one)
+            if peer is not None and _address(one)[1] in ports and peer not in theirs:
+                one.shutdown(socket.SHUT_RDWR)
+        return True
+
+
+def _connections(workers: Sequence[int], to: set[_Address]) -> set[_Address] | None:
+    """Return the workers' ends of their connections to any of the addresses ``to``; None if a worker has none yet."""
+    found: set[_Address] = set()
+    for worker in workers:
+        with contextlib.ExitStack() as copies:
+            sockets = [copies.enter_context(copy) for copy in _tcp_sockets(worker)]
+            own = {_address(one) for one in sockets if _peer(one) in to}
+        if not own:
+            return None
+        found |= own
+    return found
+
+
+def _tcp_sockets(pid: int) -> Iterator[socket.socket]:
+    """Give copies of the TCP sockets of a process; none if it has ended.
+
+    Raises:
+        PermissionError: if the system does not let us.
+    """
+    try:
+        process = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    try:
+        for number in _socket_numbers(pid):
+            handle = _LIBC.syscall(_PIDFD_GETFD, process, number, 0)
+            if handle >= 0:
+                copy = socket.socket(fileno=handle)
+                if copy.family in (socket.AF_INET, socket.AF_INET6) and copy.type == socket.SOCK_STREAM:
+                    yield copy
+                else:
+                    copy.close()
+            elif ctypes.get_errno() not in (errno.EBADF, errno.ESRCH):  # it is not just closed, or ended, meanwhile
+                raise PermissionError
+    finally:
+        os.close(process)
+
+
+def _socket_numbers(pid: int) -> Iterator[int]:
+    folder = Path("/proc", str(pid), "fd")
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # closed, or ended, meanwhile
+        for number in os.listdir(folder):
+            with contextlib.suppress(FileNotFoundError):
+                if os.readlink(folder / number).startswith("socket:"):
+                    yield int(number)
+
+
+def _address(one: socket.socket) -> _Address:
+    host, port = one.getsockname()[:2]
+    return host, port
+
+
+def _peer(one: socket.socket) -> _Address | None:
+    """Return the address of the other end, None if there is none."""
+    try:
+        host, port = one.getpeername()[:2]
+    except OSError:
+        return None
+    return host, port
+
+
+def _drop_all(listening: socket.socket) -> None:
+    program = ctypes.create_string_buffer(_DROP)
+    listening.setsockopt(
+        socket.SOL_SOCKET, _SO_ATTACH_FILTER, struct.pack("HP", len(_DROP) // 8, ctypes.addressof(program))
+    )
