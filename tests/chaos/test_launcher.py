@@ -329,12 +329,26 @@ def test_nothing_outlives_mpirun(shell, tmp_path):
     job = shell.start("-n", 2, "--max-restarts", 0, script=("--steps", 5000))
     shell.wait_for(job, "2 workers, 5000 steps")
     (mpirun,) = Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text().split()
+    assert list(tmp_path.rglob("ompi.*")), "it has a folder of its own"
 
     os.kill(int(mpirun), signal.SIGKILL)
     done = shell.finish(job)
 
     assert done.code == 1
     assert "the job was lost once, and --max-restarts is 0: mpirun ended before the workers did" in done.err
+    assert list(tmp_path.iterdir()) == [shell.script]
+
+
+def test_nothing_is_left_of_an_mpirun_that_is_stopped(shell, tmp_path):
+    job = shell.start("-n", 2)
+    shell.wait_for(job, "2 workers")
+    (mpirun,) = Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text().split()
+
+    os.kill(int(mpirun), signal.SIGSTOP)
+    done = shell.finish(job)
+
+    assert done.code == 0, done.err
+    assert list(tmp_path.iterdir()) == [shell.script]
 
 
 def test_a_job_that_mpirun_cannot_start_fails_with_what_mpirun_said(tmp_path, monkeypatch):
