@@ -26,6 +26,7 @@ from holdfast.events import (
     WorkerEnded,
 )
 from holdfast.launch.attempt import Places, _environment
+from holdfast.launch.hosts import Host
 from holdfast.launch.job import Job
 from holdfast.launch.judge import Broken, Lost
 from holdfast.launch.kills import Kills
@@ -317,9 +318,52 @@ def ddp_launcher():
         yield launcher
 
 
+def test_what_follows_a_step_of_the_tear_down_that_raises_is_done_all_the_same(monkeypatch, tmp_path):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    view, before = Said(), signal.getsignal(signal.SIGTERM)
+    job = Job(script=Path("train.py"), settings=Settings(fabric="ulfm", workers=1))
+
+    launcher = Launcher(job, view).__enter__()
+    memory_dir = launcher._places.memory_dir
+    launcher._attempt = SimpleNamespace(end=full_disk)
+    assert signal.getsignal(signal.SIGTERM) != before
+    assert list(tmp_path.iterdir())
+
+    with pytest.raises(OSError, match="the disk is full"):
+        launcher.__exit__(None, None, None)
+
+    assert view.is_closed
+    assert signal.getsignal(signal.SIGTERM) == before
+    assert not list(tmp_path.iterdir())
+    assert memory_dir is None or not memory_dir.exists()
+
+
+def full_disk():
+    raise OSError("the disk is full")
+
+
+def test_what_a_launcher_has_made_is_undone_if_it_cannot_begin(monkeypatch, tmp_path):
+    """The program that reaches other hosts was removed since the options were checked."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "t"))
+    (tmp_path / "t").mkdir()
+    hosts, shared = (Host("here", 1),), tmp_path / "shared"
+    settings = Settings(fabric="ulfm", workers=1)
+    job = Job(script=Path("train.py"), settings=settings, hosts=hosts, run_dir=shared, launch_agent="no-such-agent")
+
+    with pytest.raises(ConfigError, match="--launch-agent no-such-agent cannot be run"), Launcher(job, Said()):
+        pass
+
+    assert not list(shared.iterdir())
+    assert not list((tmp_path / "t").iterdir())
+
+
 class Said(NoView):
     def __init__(self):
         self.lines = []
+        self.is_closed = False
+
+    def close(self):
+        self.is_closed = True
 
     def say(self, line):
         self.lines.append(line)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
 from types import TracebackType
@@ -34,6 +35,17 @@ from holdfast.settings import Settings
 POLL_S = 0.02
 _FAR_POLL_S = 0.2
 _LINGER_S = 1.0
+_TEAR_DOWN = (
+    ("_attempt", "end"),
+    ("_strikes", "close"),
+    ("_nodes", "close"),
+    ("_view", "close"),
+    ("_files", "close"),
+    ("_stopping", "close"),
+    ("_places", "clear"),
+    ("_hosts", "close"),
+)
+"""What is undone, and how, in this order."""
 _NO_DAEMON = "A daemon failed to report back after being spawned"
 """What mpirun says when it cannot begin; it happens on crowded hosts, too, and passes."""
 
@@ -81,6 +93,13 @@ class Launcher:
         self._restarts = 0
 
     def __enter__(self) -> Self:
+        with contextlib.ExitStack() as if_it_fails:
+            if_it_fails.callback(self._tear_down)
+            self._make_ready()
+            if_it_fails.pop_all()
+        return self
+
+    def _make_ready(self) -> None:
         job = self._job
         if job.settings.fabric == "gloo":
             self._nodes = Nodes(job)
@@ -107,22 +126,18 @@ class Launcher:
         self._strikes = Strikes(run, self._news, self._plan)
         self._stopping = Stopping(run, self._news)
         self._stopping.take_signals()
-        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, frames: TracebackType | None
     ) -> None:
-        if self._attempt is not None:
-            self._attempt.end()
-        self._strikes.close()
-        if self._nodes is not None:
-            self._nodes.close()
-        self._view.close()
-        self._files.close()
-        self._stopping.close()
-        self._places.clear()
-        if self._hosts is not None:
-            self._hosts.close()
+        self._tear_down()
+
+    def _tear_down(self) -> None:
+        """Undo what was made, which is not all of it if the launcher could not begin."""
+        with contextlib.ExitStack() as steps:  # which does each, whatever another one raises
+            for name, step in reversed(_TEAR_DOWN):
+                if (part := getattr(self, name, None)) is not None:
+                    steps.callback(getattr(part, step))
 
     def run(self) -> Outcome:
         """Start the job, as often as it takes and is allowed, and return how it ended."""
