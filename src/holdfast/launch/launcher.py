@@ -35,17 +35,6 @@ from holdfast.settings import Settings
 POLL_S = 0.02
 _FAR_POLL_S = 0.2
 _LINGER_S = 1.0
-_TEAR_DOWN = (
-    ("_attempt", "end"),
-    ("_strikes", "close"),
-    ("_nodes", "close"),
-    ("_view", "close"),
-    ("_files", "close"),
-    ("_stopping", "close"),
-    ("_places", "clear"),
-    ("_hosts", "close"),
-)
-"""What is undone, and how, in this order."""
 _NO_DAEMON = "A daemon failed to report back after being spawned"
 """What mpirun says when it cannot begin; it happens on crowded hosts, too, and passes."""
 
@@ -93,22 +82,27 @@ class Launcher:
         self._restarts = 0
 
     def __enter__(self) -> Self:
-        with contextlib.ExitStack() as if_it_fails:
-            if_it_fails.callback(self._tear_down)
-            self._make_ready()
-            if_it_fails.pop_all()
+        with contextlib.ExitStack() as undo:
+            self._make_ready(undo)
+            self._undo = undo.pop_all()
         return self
 
-    def _make_ready(self) -> None:
+    def _make_ready(self, undo: contextlib.ExitStack) -> None:
+        """Make what a run needs; ``undo`` is told how each part is undone, whatever another one raises."""
         job = self._job
         if job.settings.fabric == "gloo":
             self._nodes = Nodes(job)
+            undo.callback(self._nodes.close)
         self._origin_s = time.monotonic() if self._nodes is None else self._nodes.origin_s()
         report_logs = None if job.report_dir is None else job.report_dir / "logs"
         self._places = Places.make(job.log_dir or report_logs, shared_folder(job))
+        undo.callback(self._places.clear)
         if job.hosts:
             self._hosts = Hosts(job, self._places)
+            undo.callback(self._hosts.close)
         self._files = Files(self._places)
+        undo.callback(self._files.close)
+        undo.callback(self._view.close)
         self._run = run = Run(
             job=job,
             view=self._view,
@@ -123,21 +117,21 @@ class Launcher:
         self._lookout = Lookout(run, self._news)
         self._crew = Crew(run)
         self._killer = Killer(run, self._news, len(self._plan.faults))
-        self._strikes = Strikes(run, self._news, self._plan)
         self._stopping = Stopping(run, self._news)
+        undo.callback(self._stopping.close)
         self._stopping.take_signals()
+        self._strikes = Strikes(run, self._news, self._plan)
+        undo.callback(self._strikes.close)
+        undo.callback(self._end_attempt)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, frames: TracebackType | None
     ) -> None:
-        self._tear_down()
+        self._undo.close()
 
-    def _tear_down(self) -> None:
-        """Undo what was made, which is not all of it if the launcher could not begin."""
-        with contextlib.ExitStack() as steps:  # which does each, whatever another one raises
-            for name, step in reversed(_TEAR_DOWN):
-                if (part := getattr(self, name, None)) is not None:
-                    steps.callback(getattr(part, step))
+    def _end_attempt(self) -> None:
+        if self._attempt is not None:
+            self._attempt.end()
 
     def run(self) -> Outcome:
         """Start the job, as often as it takes and is allowed, and return how it ended."""
@@ -195,10 +189,10 @@ class Launcher:
 
     def _act(self, attempt: Attempt) -> None:
         """Do what is to be done while the job goes on."""
-        attempt.shut_ports()
         self._stopping.answer(attempt)
         self._strikes.strike(attempt)
         if self._lookout.is_due():
+            attempt.shut_ports()
             self._lookout.look(attempt)
             self._crew.answer_requests(attempt)
         if not self._stopping.is_asked:
