@@ -5,6 +5,8 @@ PY     := $(VENV)/bin/python
 READY  := $(VENV)/.ready
 PEERS  := .venv-peers
 PEERS_READY := $(PEERS)/.ready
+# The torch of .venv and of the peers. Holdfast itself takes any from 2.9 on; make test-torch tries another one.
+TORCH := 2.13.0
 PYTHON ?= $(shell for p in python3.11 python3 python3.12 python3.13 python; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
 
@@ -65,11 +67,9 @@ clean:  ## Remove results and caches; .venv and .venv-peers stay
 DEV := import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["dependency-groups"]["dev"], sep="\n")
 
 # The peers stay out of the project's dependencies, and Holdfast out of theirs; torch is the same.
-TORCH := import tomllib; print(*[d for d in tomllib.load(open("pyproject.toml", "rb"))["project"]["dependencies"] if d.startswith("torch")])
-
 $(PEERS_READY): Makefile pyproject.toml | $(READY)
 	test -x $(PEERS)/bin/python || $(PY) -m venv $(PEERS)
-	$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check "$$($(PY) -c '$(TORCH)')" torchft==0.2.0 orbax-checkpoint==0.12.8 numpy
+	$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check torch==$(TORCH) torchft==0.2.0 orbax-checkpoint==0.12.8 numpy
 	@touch $@
 
 # Chainer is from 2022: its build needs an old setuptools, it runs with no newer numpy.
@@ -84,9 +84,15 @@ $(PEERS_READY): Makefile pyproject.toml | $(READY)
 	$(if $(THEN),$(@D)/bin/python -m pip install --quiet --disable-pip-version-check $(THEN))
 	@touch $@
 
-$(READY): pyproject.toml
+$(READY): Makefile pyproject.toml
 	@test -n "$(PYTHON)" || { echo "Holdfast needs Python 3.11 or newer; say where it is: make $(MAKECMDGOALS) PYTHON=/path/to/python3.11" >&2; exit 1; }
 	@$(PYTHON) -c 'import ensurepip, venv' || { echo "$(PYTHON) cannot create virtual environments; on Debian and Ubuntu install python3-venv" >&2; exit 1; }
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
-	$(PY) -c '$(DEV)' | $(PY) -m pip install --quiet --disable-pip-version-check --editable '.[all]' -r /dev/stdin
+	$(PY) -c '$(DEV)' | $(PY) -m pip install --quiet --disable-pip-version-check torch==$(TORCH) --editable '.[all]' -r /dev/stdin
+	@touch $@
+
+# Another torch, beside the one of .venv; a build for CUDA takes 5.5 GB and runs on the CPU.
+.venv-torch-%/.ready: Makefile pyproject.toml
+	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -c '$(DEV)' | $(@D)/bin/python -m pip install --quiet --disable-pip-version-check torch==$* --editable '.[all]' -r /dev/stdin
 	@touch $@
