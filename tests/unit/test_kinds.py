@@ -93,6 +93,21 @@ def test_a_kind_tells_threads_and_flags_of_this_process():
     assert before.keys() == FIELDS.keys()
 
 
+@pytest.mark.parametrize(("place", "told"), [("mkldnn", "matmul bf16/none"), ("cuda", "matmul none/tf32")])
+def test_a_kind_tells_the_precision_of_each_backend_where_a_script_sets_that(place, told):
+    matmul = getattr(torch.backends, place).matmul
+    before, precision = kind_of_worker(), matmul.fp32_precision
+    matmul.fp32_precision = "bf16" if place == "mkldnn" else "tf32"
+    try:
+        after = kind_of_worker()
+    finally:
+        matmul.fp32_precision = precision
+
+    assert told in after["flags"].split(", ")
+    assert "matmul highest" in before["flags"].split(", ")
+    assert before == kind_of_worker()
+
+
 @pytest.mark.parametrize(
     ("setting", "promised"),
     [({}, True), ({"strategy": "forward"}, False), ({"split": "even"}, False), ({"batch": "local"}, False)],

@@ -12,7 +12,7 @@ import json
 import platform
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -70,8 +70,16 @@ def _flags() -> dict[str, str]:
         "mkldnn": "on" if torch.backends.mkldnn.enabled else "off",
         "deterministic": "on" if torch.are_deterministic_algorithms_enabled() else "off",
         "denormals": "kept" if tiny.item() else "flushed",
-        "matmul": torch.get_float32_matmul_precision(),
+        "matmul": _matmul_precision(),
     }
+
+
+def _matmul_precision() -> str:
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:  # the script has set what torch calls fp32_precision, of which there is one a backend
+        mkldnn: Any = torch.backends.mkldnn
+        return f"{mkldnn.matmul.fp32_precision}/{torch.backends.cuda.matmul.fp32_precision}"
 
 
 @functools.lru_cache(maxsize=8)
