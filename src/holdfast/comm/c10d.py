@@ -27,6 +27,7 @@ from holdfast.comm.waiting import waiting
 from holdfast.errors import InternalError, PeerFailed, StoreLost
 from holdfast.events import Progress
 from holdfast.membership import Roster, Store
+from holdfast.torch_private import gather_flat
 
 _BROADCAST_BYTES = 16 << 20
 """A broadcast goes in pieces of this size, so that it needs little memory beside the data."""
@@ -108,7 +109,7 @@ class C10dCommunicator:
         elif not part.numel():
             self.barrier()
         else:
-            self._run(lambda group: group._allgather_base(as_bytes(out), as_bytes(part)), part.device.type)
+            self._run(lambda group: gather_flat(group, as_bytes(out), as_bytes(part)), part.device.type)
 
     def swap(
         self, send: Sequence[tuple[int, torch.Tensor]], receive: Sequence[tuple[int, torch.Tensor]], tag: int = 0

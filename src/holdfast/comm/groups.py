@@ -25,6 +25,7 @@ import torch.distributed as dist
 
 from holdfast.errors import PeerFailed
 from holdfast.membership import Store
+from holdfast.torch_private import gloo_options, nccl_options
 
 FOREVER = timedelta(days=1)
 """How long a group may take for an operation: nobody can tell here whether the others are slow or cannot be reached."""
@@ -194,13 +195,10 @@ def make_gloo(meeting: Meeting, place: int, size: int, address: str, timeout_s: 
         address: Of this machine, where the others reach it; ``GLOO_SOCKET_IFNAME`` overrules it.
         timeout_s: Of making connections.
     """
-    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    options._timeout = timedelta(seconds=timeout_s)
-    options._threads = 1  # there is one operation at a time
     interfaces = os.environ.get("GLOO_SOCKET_IFNAME", "")
     make = dist.ProcessGroupGloo.create_device
-    options._devices = [make(interface=name) for name in interfaces.split(",") if name] or [make(hostname=address)]
-    group = dist.ProcessGroupGloo(meeting, place, size, options)
+    devices = [make(interface=name) for name in interfaces.split(",") if name] or [make(hostname=address)]
+    group = dist.ProcessGroupGloo(meeting, place, size, gloo_options(timedelta(seconds=timeout_s), devices))
     group.set_timeout(FOREVER)
     return group
 
@@ -208,9 +206,7 @@ def make_gloo(meeting: Meeting, place: int, size: int, address: str, timeout_s: 
 def make_nccl(meeting: Meeting, place: int, size: int, address: str, timeout_s: float) -> Any:
     """Return a group of NCCL's, for the tensors of this process's CUDA device; see :func:`make_gloo`."""
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")  # torch would end the process; here recovery answers
-    options = dist.ProcessGroupNCCL.Options()
-    options._timeout = FOREVER
-    group = dist.ProcessGroupNCCL(meeting, place, size, options)
+    group = dist.ProcessGroupNCCL(meeting, place, size, nccl_options(FOREVER))
     group.eager_connect_single_device(torch.device("cuda", torch.cuda.current_device()))
     return group
 

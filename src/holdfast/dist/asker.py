@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from types import FrameType
 
+from holdfast.torch_private import JOINED
+
 _BACKWARD_MODULE = "torch.autograd.graph"
 _DDP_MODULE = "torch.nn.parallel.distributed"
-_JOINED = "_match_all_reduce_for_bwd_pass"
-"""What a rank that has no more data calls, so that the others' reducers find as many ranks as ever."""
 _DDP_MODULES = (_DDP_MODULE, "torch.distributed.algorithms.ddp_comm_hooks")
 _PYTHON_API = ("torch.distributed.distributed_c10d", "torch.distributed.c10d_logger")
 _DDP_START_MODULE = "torch.distributed.utils"
@@ -28,7 +28,7 @@ class Asker:
     def __init__(self, frame: FrameType, task: int) -> None:
         self.task = task
         name = _module(frame)
-        is_joined = task < 0 and name == _DDP_MODULE and frame.f_code.co_name == _JOINED
+        is_joined = task < 0 and name == _DDP_MODULE and frame.f_code.co_name == JOINED
         self.is_reducer = is_joined or (task >= 0 and name == _BACKWARD_MODULE)
         """Whether DDP's reducer asks, or C++ that cannot be told from it: it waits, or reads the future's value."""
         self.backward: object = frame if is_joined else task

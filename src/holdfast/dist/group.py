@@ -35,6 +35,7 @@ from holdfast.dist.tensors import (
 from holdfast.dist.work import Pending
 from holdfast.errors import ConfigError, RanksLost
 from holdfast.settings import debug_wanted
+from holdfast.torch_private import check_version, task_of_backward
 
 _TAGS = 1 << 29
 """Groups have tags below it, messages between two ranks those above."""
@@ -56,6 +57,8 @@ def create(options: Any) -> HoldfastGroup:
     if engine.world.here != (me,) or max(ranks) >= engine.world.first_size:
         msg = f"RANK and WORLD_SIZE say rank {me} of {options.group_size}, mpirun says rank {engine.world.here[0]} of {engine.world.first_size}"
         raise ConfigError(msg)
+    if me == engine.world.members[0]:
+        check_version()
     if ranks != tuple(sorted(ranks)):
         msg = f"the ranks of a group must be ascending, got {', '.join(map(str, ranks))}"
         raise ConfigError(msg)
@@ -566,7 +569,7 @@ class HoldfastGroup(ProcessGroup):
         frame = sys._getframe(1)
         while frame.f_globals.get("__name__") == __name__ and frame.f_back is not None:
             frame = frame.f_back
-        return Asker(frame, torch._C._current_graph_task_id())
+        return Asker(frame, task_of_backward())
 
     def _check_alive(self, rank: int, what: str) -> None:
         members = self._members

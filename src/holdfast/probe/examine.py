@@ -8,10 +8,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_map
 
 from holdfast.probe.found import Found
 from holdfast.probe.subject import Subject, digest_of, digests_of, noise_like, results_of
+from holdfast.torch_private import tree_flatten, tree_map
 
 _TIMES = 3
 """How often the same is computed again: what differs now and then may not do so at once."""

@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_map
 
 from holdfast.errors import ConfigError
 from holdfast.probe.examine import differing, examine, thread_counts, threads_set
 from holdfast.probe.found import Seen
 from holdfast.probe.subject import Subject, digests_of, is_at_odd_place
+from holdfast.torch_private import tree_flatten, tree_map
 from holdfast.train.batches import Batches, Cursor, MiniBatch, Plan
 from holdfast.train.data import fetch
 from holdfast.train.replica import Replica

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 import xxhash
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_map
 
+from holdfast.torch_private import tree_flatten, tree_map
 from holdfast.train.seeds import seed_of, seeded
 
 _ALIGNED_BYTES = 64

@@ -14,6 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from holdfast.torch_private import buffers_of, parameters_of
+
 
 class Stateful(Protocol):
     """Anything with a state that it can be given again, such as a schedule of the learning rate."""
@@ -46,7 +48,7 @@ class Held:
         self._tensors = [
             _HeldTensor(tensors, name, tensor)
             for part, _ in self._modules
-            for tensors in (part._parameters, part._buffers)
+            for tensors in (parameters_of(part), buffers_of(part))
             for name, tensor in tensors.items()
             if tensor is not None
         ]

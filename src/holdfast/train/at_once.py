@@ -31,6 +31,7 @@ from torch import nn
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from holdfast.clock import Clock
+from holdfast.torch_private import gradient_hooks
 from holdfast.train.gradients import Terms
 from holdfast.train.loss import Forward, Loss, figure_of, loss_of
 from holdfast.train.replica import Replica
@@ -368,8 +369,8 @@ def _layers_of(model: nn.Module) -> dict[nn.Module, Own]:
 
 def _has_hooks(parameter: nn.Parameter) -> bool:
     """Return whether somebody else than the buckets wants to see each gradient."""
-    hooks: Any = parameter
-    return bool(hooks._backward_hooks) or len(hooks._post_accumulate_grad_hooks or ()) > 1
+    on_the_way, accumulated = gradient_hooks(parameter)
+    return on_the_way > 0 or accumulated > 1
 
 
 def _of_linear(layer: nn.Module, given: torch.Tensor, back: torch.Tensor, into: Into) -> None:

@@ -18,6 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from holdfast.comm import Span
 from holdfast.errors import ConfigError, ScriptError
+from holdfast.torch_private import buffers_of, copy_each, version_of
 
 MAX_METRICS = 16
 """Most figures that a script may log in a step, the loss among them."""
@@ -281,7 +282,7 @@ class StepBuffers:
         }
         self._places = [(module, name, b) for _, module, name, b in found.values() if b.numel() <= self.MAX_NUMEL]
         self._constants = [place for place in found.values() if place[3].numel() > self.MAX_NUMEL]
-        self._versions = [buffer._version for *_, buffer in self._constants]
+        self._versions = [version_of(buffer) for *_, buffer in self._constants]
         self._paths = [path for path, *_, b in found.values() if b.numel() <= self.MAX_NUMEL]
         buffers = [b for *_, b in self._places]
         self._start = [b.detach().clone() for b in buffers]
@@ -299,7 +300,7 @@ class StepBuffers:
         """Remember where the step begins."""
         _copy(self._start, self._collected())
         self._flat_start = torch.empty(0)
-        self._versions = [buffer._version for *_, buffer in self._constants]
+        self._versions = [version_of(buffer) for *_, buffer in self._constants]
 
     def rewind(self) -> None:
         """Go back to the beginning of the step."""
@@ -311,7 +312,7 @@ class StepBuffers:
         For a pass that goes back only after others have gone forward: it may have kept its buffers for that.
         """
         for (module, name, _), start in zip(self._places, self._start, strict=True):
-            module._buffers[name] = start.clone()
+            buffers_of(module)[name] = start.clone()
 
     def give(self, figures: torch.Tensor) -> None:
         """Write what a slice made of the buffers, and behind it of each how many of its numbers it changed.
@@ -354,15 +355,15 @@ class StepBuffers:
     def _collected(self) -> list[torch.Tensor]:
         """Return the buffers; one that the forward pass replaced by a new tensor is moved into the old one."""
         for module, name, buffer in self._places:
-            now = module._buffers[name]
+            now = buffers_of(module)[name]
             if now is not buffer and now is not None:
                 buffer.copy_(now.detach())
-                module._buffers[name] = buffer
+                buffers_of(module)[name] = buffer
         return [buffer for *_, buffer in self._places]
 
     def _check_constants(self) -> None:
         for (path, module, name, buffer), version in zip(self._constants, self._versions, strict=True):
-            if module._buffers[name] is not buffer or buffer._version != version:
+            if version_of(buffer) != version or buffers_of(module)[name] is not buffer:
                 msg = (
                     f"the forward pass changed the buffer {path} of {buffer.numel()} numbers; buffers of more than "
                     f"{self.MAX_NUMEL} must stay constant during a step, because they are not averaged"
@@ -373,7 +374,7 @@ class StepBuffers:
 def _copy(into: list[torch.Tensor], values: list[torch.Tensor]) -> None:
     """Copy each value into its tensor; a call for each would take longer than the copies."""
     if into:
-        torch._foreach_copy_(into, values)
+        copy_each(into, values)
 
 
 def _advanced(start: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:

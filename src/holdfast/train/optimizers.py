@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from torch import optim
-from torch.optim import optimizer as base
+
+from holdfast.torch_private import has_step_hooks
 
 
 def may_write_gradients(optimizer: optim.Optimizer) -> bool:
@@ -36,13 +37,7 @@ def updates_each_alone(optimizer: optim.Optimizer) -> bool:
 
 def _is_extended(optimizer: optim.Optimizer) -> bool:
     """Return whether a step does more than that of its class."""
-    hooks = (
-        optimizer._optimizer_step_pre_hooks
-        or optimizer._optimizer_step_post_hooks
-        or base._global_optimizer_pre_hooks
-        or base._global_optimizer_post_hooks
-    )
-    return bool(hooks) or _has_a_step_of_its_own(optimizer)
+    return has_step_hooks(optimizer) or _has_a_step_of_its_own(optimizer)
 
 
 def _has_a_step_of_its_own(optimizer: optim.Optimizer) -> bool:

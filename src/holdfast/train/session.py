@@ -28,6 +28,7 @@ from holdfast.records import (
     stop_path,
 )
 from holdfast.settings import MOST_WORKERS, Settings
+from holdfast.torch_private import check_version
 from holdfast.train import exits
 from holdfast.train.batches import Plan
 from holdfast.train.data import check_dataset
@@ -329,6 +330,8 @@ class Session:
             exits.end_job_on_errors(at_exit)
         if real:
             waiting.tell(world.beacon.say_waits)
+        if world.comm.members and world.is_lead:
+            check_version()
         if settings.faults:
             world.faults = make_faults(world)
             points.arm(lambda name: reach_point(world, name))

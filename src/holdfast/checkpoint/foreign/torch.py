@@ -27,6 +27,7 @@ from holdfast.checkpoint.foreign.base import (
 from holdfast.checkpoint.format import flatten
 from holdfast.checkpoint.source import Entry, Source, scalars_of
 from holdfast.errors import CheckpointError
+from holdfast.torch_private import fake_tensors, offset_in_file
 
 _MAX_VALUES = 3_000_000
 """A pickle of a few hundred bytes can name one list a million million times."""
@@ -70,12 +71,10 @@ def locate_torch(path: Path) -> dict[str, Spot]:
     Raises:
         CheckpointError: if torch wrote the file in its format of before 1.6, or does not say where the values are.
     """
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
     with path.open("rb") as file:
         if file.read(4) != b"PK\x03\x04":
             refuse(path, "is in torch's format of before 1.6, in which values are not found; load it and save it again")
-    with FakeTensorMode():
+    with fake_tensors():
         found = _load(path)
     with zipfile.ZipFile(path) as archive:
         sizes = {member_start(path, member): member.file_size for member in archive.infolist()}
@@ -83,7 +82,7 @@ def locate_torch(path: Path) -> dict[str, Spot]:
     stand_ins: dict[Spot, torch.Tensor] = {}
 
     def stand_in(tensor: torch.Tensor) -> torch.Tensor:
-        start = getattr(tensor.untyped_storage(), "_checkpoint_offset", -1)
+        start = offset_in_file(tensor)
         if sizes.get(start, -1) < tensor.untyped_storage().nbytes():
             refuse(path, f"cannot be altered: torch {torch.__version__} does not say where its values are")
         offset = start + int(tensor.storage_offset()) * tensor.element_size()

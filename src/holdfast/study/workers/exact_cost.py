@@ -27,6 +27,7 @@ from torch.utils.data import TensorDataset
 
 import holdfast
 from holdfast.testing.unordered import sum_unordered
+from holdfast.torch_private import logging_data
 from holdfast.workloads import loss_of, make_model, make_optimizer
 
 FOLD, TREE, CERTIFICATE = ORDERED = ("fold", "tree", "fold, certificate")
@@ -256,7 +257,7 @@ class Race:
             }
             mine = {"slots and result": sum(size for number, size in segments.items() if number not in before)}
         if wrapped is not None:
-            told = wrapped._get_ddp_logging_data()  # nothing public says what was allocated
+            told = logging_data(wrapped)
             buckets = sum(int(size) for size in re.findall(r"\d+", str(told["bucket_sizes"])))
             gradients = sum(4 * parameter.numel() for parameter in training.model.parameters())
             mine = {"buckets": self._comm.allreduce(buckets), "gradients": self._comm.allreduce(gradients)}

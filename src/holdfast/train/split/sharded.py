@@ -313,10 +313,8 @@ def _tree(named: dict[str, nn.Parameter]) -> nn.Module:
         *path, last = name.split(".")
         at = root
         for step in path:
-            if step not in at._modules:
+            if step not in dict(at.named_children()):
                 at.add_module(step, nn.Module())
-            inner = at._modules[step]
-            assert inner is not None
-            at = inner
+            at = at.get_submodule(step)
         at.register_parameter(last, parameter)
     return root
