@@ -463,6 +463,10 @@ class HoldfastGroup(ProcessGroup):
     allgather_into_tensor_coalesced = all_gather_single_coalesced
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
+    def _get_backend(self, device: Any) -> ProcessGroup:
+        """Return what works for a device, as torch >= 2.14 asks before a batch of messages: no part of this group, but all of it."""
+        return self
+
     def _start_coalescing(self, device: Any = None) -> None:
         self._pending = None
 
