@@ -15,12 +15,17 @@ export OMP_NUM_THREADS := 1
 
 BENCHMARKS := sum step_time split protection slices eager guard certificate batched recovery rejoin goodput scale checkpoint running injection
 
+# What another torch could break: the fabrics and the backend, the bits, and what is read of torch itself.
+TORCH_TESTS := tests/contract/test_communicator.py tests/contract/test_torch_backend.py \
+	tests/chaos/test_ddp.py tests/chaos/test_exact_gloo.py tests/chaos/test_exact_ulfm.py tests/property/test_exact_virtual.py \
+	tests/unit/test_at_once.py tests/unit/test_checkpoint_foreign.py tests/unit/test_kinds.py tests/unit/test_torch_private.py
+
 # One environment a framework: what each needs does not go together.
 STUDY_PEERS := chainer tensorflow orbax
 STUDY_MPI := 'mpi4py>=4.1,<5' 'openmpi>=5.0.10,<6'
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check chaos chaos-20 proof bench bench-peers study-peers clean
+.PHONY: help setup demo test test-torch check chaos chaos-20 proof bench bench-peers study-peers clean
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -32,6 +37,11 @@ demo: $(READY)  ## Train with four workers, kill two of them under each strategy
 
 test: $(READY)  ## Every test but the long campaigns: kills real processes, minutes
 	$(PY) -m pytest -n 2 --dist loadfile
+
+test-torch:  ## Contract, backend and exactness with another torch: make test-torch VERSION=2.14.1
+	@test -n "$(VERSION)" || { echo "say which torch: make test-torch VERSION=2.14.1" >&2; exit 1; }
+	@$(MAKE) --no-print-directory .venv-torch-$(VERSION)/.ready
+	.venv-torch-$(VERSION)/bin/python -m pytest -n 2 --dist loadfile $(TORCH_TESTS)
 
 check: $(READY)  ## Style, format, types, and the tests that start no job: a minute
 	$(VENV)/bin/ruff check
@@ -91,8 +101,8 @@ $(READY): Makefile pyproject.toml
 	$(PY) -c '$(DEV)' | $(PY) -m pip install --quiet --disable-pip-version-check torch==$(TORCH) --editable '.[all]' -r /dev/stdin
 	@touch $@
 
-# Another torch, beside the one of .venv; a build for CUDA takes 5.5 GB and runs on the CPU.
-.venv-torch-%/.ready: Makefile pyproject.toml
-	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+# A torch beside the one of .venv; pip takes a build for CUDA, of 6 to 8 GB, which runs on the CPU, too.
+.venv-torch-%/.ready: Makefile pyproject.toml | $(READY)
+	test -x $(@D)/bin/python || $(PY) -m venv $(@D)
 	$(@D)/bin/python -c '$(DEV)' | $(@D)/bin/python -m pip install --quiet --disable-pip-version-check torch==$* --editable '.[all]' -r /dev/stdin
 	@touch $@

@@ -206,7 +206,10 @@ def test_the_license_is_whole():
 
 
 def test_continuous_integration_runs_the_tests():
+    from holdfast.torch_private import TRIED
+
     script = ROOT / ".ci" / "run"
 
     assert script.stat().st_mode & 0o111
     assert "make test" in script.read_text()
+    assert f"make test-torch VERSION={TRIED}" in script.read_text()

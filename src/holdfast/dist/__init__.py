@@ -1,6 +1,6 @@
 """``torch.distributed`` over Holdfast: ``init_process_group("holdfast")`` is all that an unmodified DDP script needs.
 
-Importing this registers the backend; torch does so by itself where Holdfast is installed (its ``torch.backends`` entry
+Importing this registers the backend; torch does so by itself where Holdfast is installed (its entry
 points), so that the word alone is enough. Workers are started by ``holdfast run -n 4 SCRIPT`` or by
 ``mpirun --with-ft ulfm -n 4 python SCRIPT``.
 
@@ -40,7 +40,7 @@ def alive(group: dist.ProcessGroup | None = None) -> tuple[int, ...]:
 
 
 def autoload() -> None:
-    """Be called by torch when it is imported; the import of this module did everything."""
+    """Be called by torch when it is imported, or looks for the backend; the import of this module did everything."""
 
 
 def _create(options: Any, _: Any) -> dist.ProcessGroup:
