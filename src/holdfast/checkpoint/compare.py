@@ -181,7 +181,7 @@ def compare_tensors(diff: TensorDiff, a: torch.Tensor, b: torch.Tensor) -> Tenso
         nans = [nans[0] + _num_nans(x), nans[1] + _num_nans(y)]
         if not odd.any():
             continue
-        x, y = x[odd], y[odd]
+        x, y = _taken(x, odd), _taken(y, odd)
         error, scale = _errors(x, y)
         differ += x.numel()
         if error.numel():
@@ -203,6 +203,11 @@ def compare_tensors(diff: TensorDiff, a: torch.Tensor, b: torch.Tensor) -> Tenso
 def _chunks(a: torch.Tensor, b: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     for start in range(0, a.numel(), _CHUNK):
         yield a[start : start + _CHUNK], b[start : start + _CHUNK]
+
+
+def _taken(x: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+    """Return the values that are wanted; by their bits, because torch 2.9 cannot pick from unsigned integers and float8."""
+    return x[wanted] if x.element_size() == 16 else x.view(_SAME_WIDTH[x.element_size()])[wanted].view(x.dtype)
 
 
 def _odd(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
