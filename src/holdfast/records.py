@@ -53,7 +53,7 @@ PHASES = (
     "connect",
 )
 """Where a worker can be. ``launch``: it imports, and runs the script, before it asks for the others. ``connect``: it waits until
-they have asked, too. ``start``: it is connected. ``script``: outside the training loop, between two or after."""
+they have asked for it, too. ``start``: it is connected. ``script``: outside the training loop, between two or after."""
 
 UNCONNECTED = ("launch", "connect")
 """Phases before a worker is connected with the others."""
@@ -75,7 +75,7 @@ class NoRecorder:
 
 
 class FileRecorder:
-    """Appends JSON lines to ``path``. A full disk is no reason to stop training: what cannot be written is dropped.
+    """Appends JSON lines to ``path``. Training must not stop for a full disk: records that cannot be written are dropped.
 
     Room is reserved ahead of the end of the file, so that a disk that fills up costs lines about steps, of which there are many,
     and not those about failures and the end of a worker, on which the launcher acts.
@@ -354,7 +354,7 @@ _of_process: dict[Path, Beacon] = {}
 
 
 def show_life(path: Path, pulse_every_s: float) -> None:
-    """Make the beacon of this process before anything else of it runs, so that a worker that starts can be told from a stuck one.
+    """Make the beacon of this process before anything else runs, so that a starting worker can be told from a stuck one.
 
     Args:
         path: Where it goes, as of :func:`beacon_path`.
@@ -367,7 +367,7 @@ def show_life(path: Path, pulse_every_s: float) -> None:
 
 
 def say_connecting() -> None:
-    """Say that this process waits for the others to connect with it, if it has a beacon."""
+    """Mark in the beacon, if there is one, that this process waits to be connected with the others."""
     for beacon in _of_process.values():
         beacon.mark("connect", -1)
 

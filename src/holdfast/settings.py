@@ -56,7 +56,7 @@ FIRM = "HOLDFAST_FIRM"
 """Where this variable is 1, what the script passes to the session does not count: the run is somebody else's."""
 
 MOST_WORKERS = 1 << 16
-"""Workers, and spares, of a job: far more than one has had, and few enough to be counted one by one."""
+"""Most workers and spares of a job: far more than any job has had, and few enough to list one by one."""
 
 _LONGEST_HANG_S = 1e9
 """Threads cannot sleep for much longer."""
@@ -156,7 +156,8 @@ class Settings:
     hang_timeout_s: float = 30.0
     """A worker that has given no sign for so long, or for three times as long as ever before, is ended; 0 ends none."""
     start_timeout_s: float = 120.0
-    """A worker that has not connected with the others for so long, or for three times as long as others took, is ended; 0 ends none."""
+    """A worker that is not ready to connect after so long, or after three times what the slowest other one took, is ended if the
+    others wait for it or it shows no sign of life; 0 ends none."""
     stop_after: int = -1
     """Stop, with the state saved, when this step is committed; -1: when the script ends."""
     resume: bool = False
@@ -306,14 +307,14 @@ def debug_wanted(env: Mapping[str, str] | None = None) -> bool:
 
 
 MAX_REQUEST = 1 << 16
-"""So many characters may a line have that asks a running job for changes."""
+"""Most characters of a line that asks a running job for changes."""
 
 
 def request_in(line: str) -> dict[str, Any]:
-    """Return what a line of a file asks a running job for; whether a value is allowed is for the caller to see.
+    """Return what a line of a file asks a running job for; the caller checks whether a value is allowed.
 
     Raises:
-        ConfigError: if it is no JSON object whose keys could be names of settings.
+        ConfigError: if it is no JSON object with names of settings as keys.
     """
     if len(line) > MAX_REQUEST:
         msg = f"it has more than {MAX_REQUEST} characters"

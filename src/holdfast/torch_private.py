@@ -1,7 +1,7 @@
-"""All that Holdfast uses of torch and torch does not promise to keep: its private names, in one place.
+"""All private names of torch that Holdfast uses, in one place.
 
-A newer torch may change them without a word, so :data:`TRIED` says how far they are known. ``make test-torch VERSION=...``
-tries another one. What cannot stand here are the methods by which torch calls a process group or a work
+A newer torch may change them silently, so :data:`TRIED` names the newest version they were tried with. ``make test-torch VERSION=...``
+tries another one. Not here are the methods by which torch calls a process group or a work
 (``dist/group.py``, ``dist/work.py``).
 """
 
@@ -41,7 +41,7 @@ __all__ = [
 ]
 
 TRIED = "2.14.1"
-"""The newest torch whose private names are known to do what is said here."""
+"""The newest torch version in which these private names are known to work as described here."""
 
 JOINED = "_match_all_reduce_for_bwd_pass"
 """The method of DistributedDataParallel that sums for a rank that has no more data, as many times as the others' reducers."""
@@ -129,7 +129,7 @@ def offset_in_file(tensor: torch.Tensor) -> int:
 
 
 def gloo_options(timeout: timedelta, devices: list[Any]) -> Any:
-    """Return the options of a group of Gloo's with one thread: there is one operation at a time.
+    """Return the options of a Gloo group with one thread, as there is one operation at a time.
 
     Args:
         timeout: Of making connections.
@@ -142,7 +142,7 @@ def gloo_options(timeout: timedelta, devices: list[Any]) -> Any:
 
 
 def nccl_options(timeout: timedelta) -> Any:
-    """Return the options of a group of NCCL's, whose operations may take ``timeout``."""
+    """Return the options of an NCCL group with this time limit for operations."""
     options: Any = torch.distributed.ProcessGroupNCCL.Options()
     options._timeout = timeout
     return options
@@ -154,6 +154,6 @@ def gather_flat(group: Any, out: torch.Tensor, part: torch.Tensor) -> Any:
 
 
 def logging_data(model: Any) -> dict[str, Any]:
-    """Return what DistributedDataParallel says of its buckets; nothing public says what was allocated."""
+    """Return DistributedDataParallel's logging data on its buckets; no public name says what was allocated."""
     data: dict[str, Any] = model._get_ddp_logging_data()
     return data

@@ -94,7 +94,7 @@ def test_the_only_job_is_taken_without_its_number_only_where_it_was_started(temp
     monkeypatch.chdir(temp)
 
     assert refusal(find) == (
-        f"job {os.getpid()} (train.py) was started in {folder}, not here: say that it is meant with --job {os.getpid()}"
+        f"job {os.getpid()} (train.py) was started in {folder}, not here: name it with --job {os.getpid()}"
     )
     assert find(os.getpid()) == running
 
@@ -137,7 +137,7 @@ def test_the_job_of_an_older_launcher_which_does_not_say_where_it_was_started_ne
     del told["folder"]
     about.write_text(json.dumps(told))
 
-    assert "was started elsewhere, not here: say that it is meant with --job" in refusal(find)
+    assert "was started elsewhere, not here: name it with --job" in refusal(find)
     assert find(os.getpid()).script == "train.py"
 
 

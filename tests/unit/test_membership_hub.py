@@ -175,7 +175,7 @@ def test_of_strangers_that_come_again_and_again_the_first_is_named_and_the_rest_
     assert "sent nonsense and was cut off" in line
     hub.close()
     _, line = caplog.messages
-    assert line.startswith("hub: the same or the like 59 times more, the last of them: ('127.0.0.1', ")
+    assert line.startswith("hub: 59 more like this, the last of them: ('127.0.0.1', ")
     assert line.endswith(" was refused: a wrong token")
 
 
@@ -193,9 +193,9 @@ def test_strangers_are_counted_once_a_minute(caplog):
 
     assert caplog.messages == [
         "hub: stranger 0",
-        "hub: the same or the like 60 times more, the last of them: stranger 60",
-        "hub: the same or the like 60 times more, the last of them: stranger 120",
-        "hub: the same or the like 29 times more, the last of them: stranger 149",
+        "hub: 60 more like this, the last of them: stranger 60",
+        "hub: 60 more like this, the last of them: stranger 120",
+        "hub: 29 more like this, the last of them: stranger 149",
         "hub: much later",
     ]
 

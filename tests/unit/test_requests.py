@@ -121,7 +121,7 @@ def test_lines_that_ask_for_nothing_that_can_be_are_left_out_with_a_line_each_an
     assert changes(run_dir) == [(3, "lr", 0.2), (9, "lr", 0.3)]
     assert done.session._world.requests_taken == len(BAD_LINES) + 2
     said = capsys.readouterr().err.splitlines()
-    numbers = [int(line.split()[2]) for line in said if "of requests.jsonl is left out: " in line]
+    numbers = [int(line.split()[2]) for line in said if "of requests.jsonl is skipped: " in line]
     assert numbers == list(range(1, 1 + len(BAD_LINES)))
     assert max(map(len, said)) < 500
 

@@ -88,7 +88,7 @@ def _carry_out(run: Run, folder: Path, workers: int) -> Outcome:
 
 
 def _remove_earlier_checkpoints(folder: Path) -> None:
-    """Remove the checkpoints of an earlier demo, which left a report beside them; others are not ours."""
+    """Remove the checkpoints of an earlier demo, recognised by the report beside them; other folders are not touched."""
     if (folder / "report.json").is_file():
         shutil.rmtree(folder / "checkpoints", ignore_errors=True)
 

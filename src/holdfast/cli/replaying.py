@@ -173,15 +173,15 @@ def pass_over(why: str) -> None:
 def script_of(report: Mapping[str, Any], given: Path | None, *, trusted: bool) -> Path:
     """Return the script to run: the one that is named, else the run's own if it is what it was.
 
-    A report may come from anywhere, and a sha256 that it holds proves nothing of the script that it names.
+    A report may come from an untrusted source, and the sha256 in it proves nothing about the script that it names.
 
     Args:
-        report: Of the run.
+        report: The report of the run.
         given: The script that the user names.
-        trusted: The user lets the report decide what is run.
+        trusted: Execute the script that the report names, even if this user has not run it here.
 
     Raises:
-        ConfigError: if it is gone, was changed, or is another's: this user has not run it here, with these arguments.
+        ConfigError: if it is gone, was changed, or this user has not run it here with these arguments.
     """
     job = report["job"]
     if given is not None:

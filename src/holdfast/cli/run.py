@@ -383,7 +383,7 @@ def _newcomers(max_respawns: int | None, *, respawn: bool) -> int:
     """Return how many workers may be started in the place of the dead.
 
     Raises:
-        ConfigError: if there is a limit to what nobody asked for, or it is too high.
+        ConfigError: if there is a limit without --respawn, or it is too high.
     """
     from holdfast.launch.job import MAX_RESPAWNS
 

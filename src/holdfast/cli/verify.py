@@ -50,8 +50,8 @@ def verify(
     found. Then the script runs from the newest checkpoint before --from, or from the beginning, in a place of its own, with
     the run's settings and arguments, and each step is compared. Ends with 0 if all is as it was certified, else with 3.
 
-    This executes the script. One that this user has not run here, with these arguments, is only shown, unless --script names
-    it, or --trust lets the report decide.
+    This executes the script. A script that this user has not run here with these arguments is only shown, unless --script
+    names it or --trust is given.
 
     Example: holdfast verify out --from 20 --to 40
     """

@@ -202,7 +202,7 @@ class Communicator(Exchange, Protocol):
 
     @property
     def is_stranded(self) -> bool:
-        """Whether this member can go on with the others only as they are: it could agree on nothing after a failure."""
+        """Whether this member can continue only with the current members: without the store no agreement is possible after a failure."""
         ...
 
     def join(self, loop: int) -> bool:

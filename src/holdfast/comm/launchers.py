@@ -1,4 +1,4 @@
-"""What the environment says of a launcher that is not ours: that it started this process beside others."""
+"""Recognises from the environment that a foreign launcher started this process as one of several."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _SIZES = {
     "HOROVOD_SIZE": "horovodrun",
     "PET_NNODES": "Kubeflow",  # a range, MIN:MAX, where the job is elastic
 }
-"""Variables that say how many processes there are, and who sets them. Open MPI's is not among them: the ``ulfm`` fabric answers it."""
+"""Variables that hold the number of processes, and the launcher that sets each. Open MPI's is not among them: the ``ulfm`` fabric handles it."""
 
 _STEPS_OF_SLURM = 0xFFFFFFFA
 """Steps from this number on are Slurm's own: a batch script, the shell of ``salloc``. Each is one process, though that shell has the

@@ -383,7 +383,7 @@ class UlfmCommunicator(FixedMembership):
 
 
 def _give_up(why: str) -> NoReturn:
-    """End this process: it cannot take part any more, and the launcher starts the job again."""
+    """Abort this process, which can no longer communicate; the launcher starts the job again."""
     sys.stderr.write(f"holdfast: {why}\n")
     sys.stderr.flush()
     os.abort()

@@ -33,7 +33,7 @@ from holdfast.temporary import TemporaryFolder, sweep
 
 _MPIRUN = ("--with-ft", "ulfm", "--bind-to", "none")
 _HERE = ("--oversubscribe", "--mca", "btl", "self,sm")
-"""On one machine workers reach each other over memory; the way over TCP would listen on all interfaces."""
+"""On one machine workers communicate over shared memory; the TCP transport would listen on all interfaces."""
 _BY_SLOTS = ("--map-by", "slot:OVERSUBSCRIBE")
 """Cores may be fewer than workers. The other way to say it would have all workers start on the first of several machines."""
 _MCA = (("coll", "^han"), ("mpi_yield_when_idle", "1"))
@@ -43,7 +43,7 @@ _PREFIX = "holdfast-"
 SHARED = "shared"
 """Name of the link to a run folder that is on a file system which several machines share."""
 _SESSION_VARIABLE = "PRTE_MCA_prte_tmpdir_base"
-"""Where mpirun has its folder, which it leaves behind when it is killed."""
+"""Sets where mpirun makes its folder, which is left behind when it is killed."""
 _NESTED = ("PMIX_", "OMPI_COMM_WORLD_", "OMPI_UNIVERSE_", "PRTE_")
 """Variables that would tell our mpirun that it is a worker of another one."""
 
@@ -87,7 +87,7 @@ class Places:
                 own.append(_make(parent))
                 undo.callback(own[-1].remove)
             run_dir = own[0].path
-            if shared is not None:  # not swept: whether its launcher lives is only known on the launcher's machine
+            if shared is not None:  # not swept: only the launcher's machine knows whether it is alive
                 run_dir = Path(tempfile.mkdtemp(prefix=f".holdfast-run-{this_node()}-", dir=shared))
                 undo.callback(shutil.rmtree, run_dir)
                 (own[0].path / SHARED).symlink_to(run_dir)
@@ -194,7 +194,7 @@ class Attempt:
         return pair is not None and pair.watcher.is_alive()
 
     def note_end(self, rank: int, t_s: float, exit_code: int) -> None:
-        """Write down how a worker ended, in the place of its watcher, which is ended: over MPI that tells the others."""
+        """Write down how a worker ended, in place of its watcher, and end the watcher: over MPI that notifies the others."""
         pair, position = self.pair(rank), self.position(rank)
         if pair is not None:
             pair.watcher.send(signal.SIGKILL)
@@ -226,7 +226,7 @@ class Attempt:
         return Sign(position.phase, position.pulse, position.beats, position.waits, is_stopped)
 
     def fence(self, rank: int) -> bool:
-        """Kill a worker, and resume a stopped watcher so that it tells of that; return whether its process is known."""
+        """Kill a worker, and resume a stopped watcher so that it records the death; return whether the worker's process is known."""
         pair = self.pair(rank)
         if pair is not None:
             pair.watcher.send(signal.SIGCONT)
@@ -247,7 +247,7 @@ class Attempt:
         return self._mpirun is not None and any(process.is_stopped() for process in _living(self._mpirun))
 
     def shut_ports(self) -> None:
-        """Shut what mpirun has opened on this machine, as soon as its workers need it no more."""
+        """Shut the ports of mpirun on this machine as soon as its workers no longer need them."""
         if self._has_open_ports:
             pairs = self.pairs()
             living = [pair.worker.pid for pair in pairs if pair.worker.is_alive()]
@@ -380,7 +380,7 @@ def _environment(settings: Settings, places: Places, grace_s: float) -> dict[str
     if places.memory_dir is not None:
         for name in _MEMORY_VARIABLES:
             env.setdefault(name, str(places.memory_dir))
-    if not places.is_shared:  # a folder that several machines share is no place for what is of one
+    if not places.is_shared:  # files of one machine do not belong in a folder that several share
         env[_SESSION_VARIABLE] = str(places.run_dir)
     ours = {LOG_DIR: str(places.log_dir), LAUNCHER: str(Process.of(os.getpid())), GRACE_S: f"{grace_s:g}"}
     return env | settings.to_env() | ours

@@ -112,9 +112,7 @@ def find(pid: int | None = None) -> Running:
     if len(jobs) == 1:
         job = jobs[0]
         where = f"in {job.folder}" if job.folder else "elsewhere"
-        _refuse(
-            f"job {job.pid} ({job.script}) was started {where}, not here: say that it is meant with --job {job.pid}"
-        )
+        _refuse(f"job {job.pid} ({job.script}) was started {where}, not here: name it with --job {job.pid}")
     there = ", ".join(f"{job.pid} ({job.script})" for job in all_jobs)
     if pid is None:
         _refuse(f"{len(all_jobs)} jobs run: {there}; say which with --job NUMBER")
@@ -246,7 +244,7 @@ class Asked:
 
     Args:
         run_dir: Of the job.
-        say: Is told of each line that asks for nothing.
+        say: Called with a message for each invalid line.
     """
 
     def __init__(self, run_dir: Path, say: Callable[[str], None]) -> None:
@@ -270,7 +268,7 @@ class Asked:
         try:
             return request_in(line.decode(errors="replace"))
         except ConfigError as error:
-            self._say(f"not changed: line {self._taken} of {_ASKED} is passed over: {error}")
+            self._say(f"not changed: line {self._taken} of {_ASKED} is skipped: {error}")
             return None
 
 

@@ -103,7 +103,7 @@ class Judge:
     Args:
         script: Name of the script, for messages.
         virtual: Whether all workers live in one process.
-        all_connect: Whether the fabric connects all workers or none: one that dies before that keeps the others waiting.
+        all_connect: Whether the fabric connects all workers or none: a death before that keeps the others waiting.
         stall_timeout_s: After this long without a sign of life while all wait for each other, or with recoveries of which
             nothing comes, the job is lost.
     """
@@ -152,12 +152,12 @@ class Judge:
             self._start.lost_s.setdefault(rank, 0.0)
 
     def give_up(self, reason: str, ranks: Iterable[int]) -> None:
-        """Hear that this start of the job cannot begin, and which workers are to blame for it."""
+        """Note that this start of the job cannot begin, and the workers that cause it."""
         self._start.given_up = reason
         self.lose(ranks)
 
     def connect(self, ranks: Iterable[int]) -> None:
-        """Hear which workers are connected with the others."""
+        """Note which workers are connected with the others."""
         self._start.connected.update(ranks)
 
     def unconnected(self) -> set[int]:
@@ -268,7 +268,7 @@ class Judge:
         )
 
     def _never_began(self) -> Verdict | None:
-        """Return the verdict where a worker died before all were connected: the others wait for it, and see no death."""
+        """Return the verdict if a worker died before all were connected: the others wait for it, and do not see its death."""
         start = self._start
         if start.given_up:
             return Lost(start.given_up)

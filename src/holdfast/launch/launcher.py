@@ -88,7 +88,7 @@ class Launcher:
         return self
 
     def _make_ready(self, undo: contextlib.ExitStack) -> None:
-        """Make what a run needs; ``undo`` is told how each part is undone, whatever another one raises."""
+        """Make what a run needs, and register with ``undo`` how to undo each part, even if another one raises."""
         job = self._job
         if job.settings.fabric == "gloo":
             self._nodes = Nodes(job)
@@ -199,7 +199,7 @@ class Launcher:
             self._crew.start_newcomers(attempt)
 
     def _lost_folder(self) -> Verdict | None:
-        """Return the verdict where something has removed a folder of this run: what the workers do is no longer seen."""
+        """Return the verdict if something has removed a folder of this run: its workers can no longer be observed."""
         path = self._places.lost()
         if path is None:
             return None

@@ -20,7 +20,7 @@ from holdfast.records import Position, requests_path
 
 _LOOK_S = 0.25
 _TELL_WITHIN_S = 2.0
-"""So long may a watcher take to write down how its worker ended."""
+"""A watcher may take this long to write down how its worker ended."""
 
 
 class Lookout:
@@ -84,7 +84,7 @@ class Lookout:
                 others.say("stalls", true=self._run.judge.stand_still(living, now_s))
 
     def _note_untold_ends(self, attempt: Attempt, living: Sequence[int], now_s: float) -> None:
-        """Tell of workers that have ended without a word: the watcher was killed, is stopped, or could not write it down."""
+        """Note workers whose end the watcher has not recorded: it was killed, is stopped, or could not write."""
         before = self._ended
         self._ended = {rank: before.get(rank, now_s) for rank in living if attempt.is_ended(rank)}
         for rank, since_s in self._ended.items():
@@ -92,7 +92,7 @@ class Lookout:
                 attempt.fence(rank)
                 is_over = now_s - since_s > _TELL_WITHIN_S
             else:
-                is_over = rank in before  # what the watcher itself has said was heard since
+                is_over = rank in before  # a record of the watcher's own would have been read since
             if is_over:
                 attempt.note_end(rank, now_s, 0 if self._run.judge.has_finished(rank) else -signal.SIGKILL)
 

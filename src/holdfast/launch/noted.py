@@ -1,4 +1,4 @@
-"""What this user has run here: a note for each script with its arguments, outside the folders of reports, which anybody can have written.
+"""Notes of what this user has run here, one for each script with its arguments. They are kept outside of report folders, which may be untrusted.
 
 The notes are empty files in ``$XDG_STATE_HOME/holdfast/runs`` (``~/.local/state/holdfast/runs``), each named by a digest of what was run.
 """
@@ -18,12 +18,12 @@ _MOST = 1000
 
 
 def note(facts: Mapping[str, Any]) -> None:
-    """Note that a job was run here. Where that cannot be written nothing is lost but an option of ``holdfast verify``.
+    """Note that a job was run here. If that cannot be written, ``holdfast verify`` will need ``--trust`` or ``--script``.
 
     Args:
         facts: What :func:`~holdfast.launch.facts.job_facts` says of the job.
     """
-    with suppress(OSError, RuntimeError):  # a home that there is not, or where nothing can be written
+    with suppress(OSError, RuntimeError):  # there is no home, or it is not writable
         folder = _folder()
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         Path(folder, _digest(facts)).touch(mode=0o600)

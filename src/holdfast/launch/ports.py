@@ -2,8 +2,8 @@
 
 PRRTE listens on all interfaces for daemons on other machines, of which there are none. PMIx listens on the loopback interface
 for the workers, each of which connects once, while it starts. It waits for the first bytes of a connection without end, so one
-that sends nothing keeps mpirun from telling of a death. The launcher, whose child mpirun is, may take copies of its sockets,
-and has the kernel drop whatever comes to those that listen.
+that sends nothing keeps mpirun from reporting a death. As the parent of mpirun, the launcher may copy its sockets, and has
+the kernel drop all packets to those that listen.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pathlib import Path
 _PIDFD_GETFD = 438
 _SO_ATTACH_FILTER = 26
 _DROP = struct.pack("HBBI", 0x06, 0, 0, 0)
-"""A program for the kernel's packet filter: return 0, of every packet keep nothing."""
+"""A program for the kernel's packet filter: return 0, which drops every packet."""
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 _Address = tuple[str, int]
@@ -30,15 +30,14 @@ _Address = tuple[str, int]
 def shut_ports(mpirun: int, workers: Sequence[int] | None) -> bool:
     """Let nothing connect to mpirun from other machines, nor from this one once its workers are connected.
 
-    What else has connected until then is cut off. Where the system does not let this process look into mpirun, all stays
-    as it is.
+    Other connections made before are closed. If the system does not permit copies of mpirun's sockets, the ports stay open.
 
     Args:
         mpirun: The number of its process.
-        workers: Those of its workers that live; None as long as some have not started.
+        workers: Process numbers of its living workers; None as long as some have not started.
 
     Returns:
-        Whether there is nothing more to do; if not, it is to be called again.
+        Whether this is done; if not, call it again.
     """
     with contextlib.ExitStack() as copies:
         try:
@@ -80,7 +79,7 @@ def _tcp_sockets(pid: int) -> Iterator[socket.socket]:
     """Give copies of the TCP sockets of a process; none if it has ended.
 
     Raises:
-        PermissionError: if the system does not let us.
+        PermissionError: if the system does not permit it.
     """
     try:
         process = os.pidfd_open(pid)
@@ -95,7 +94,7 @@ def _tcp_sockets(pid: int) -> Iterator[socket.socket]:
                     yield copy
                 else:
                     copy.close()
-            elif ctypes.get_errno() not in (errno.EBADF, errno.ESRCH):  # it is not just closed, or ended, meanwhile
+            elif ctypes.get_errno() not in (errno.EBADF, errno.ESRCH):  # neither closed nor ended meanwhile
                 raise PermissionError
     finally:
         os.close(process)

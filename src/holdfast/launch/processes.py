@@ -289,7 +289,7 @@ def end(processes: Sequence[subprocess.Popen[bytes]], pairs: Sequence[Pair]) -> 
 
     Args:
         processes: What was started: mpirun, or watchers.
-        pairs: The watchers and workers that are known; what could not note who it is, is found below ``processes``.
+        pairs: The watchers and workers that are known; those that have not noted themselves are found below ``processes``.
     """
     known = [pair.worker.pid for pair in pairs if pair.worker.is_alive()]
     running = [process.pid for process in processes if process.poll() is None]

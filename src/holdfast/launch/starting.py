@@ -24,9 +24,9 @@ class Sign:
     """What is seen of a worker.
 
     Args:
-        phase: Where it is, one of :data:`holdfast.records.PHASES`; "" if it has not said so yet.
+        phase: Where it is, one of :data:`holdfast.records.PHASES`; "" if it is not known yet.
         pulse: Grows while its interpreter runs.
-        beats: Grows whenever it says where it is.
+        beats: Grows whenever it reports its phase.
         waits: It waits for others.
         is_stopped: Its process is stopped by a signal.
     """
@@ -100,7 +100,7 @@ class Starting:
     """Whether a worker of this node has waited for an unconnected one as long as the limit."""
 
     def begin(self) -> None:
-        """Hear that the job is started, or started again."""
+        """Reset: the job is started, or started again."""
         self._seen.clear()
         self._given_up.clear()
         self._quiet_since_s = None
@@ -128,7 +128,7 @@ class Starting:
             return Finding()
         waited_s = max((now_s - self._seen[r].moved_s for r, s in signs.items() if s.is_waiting), default=0.0)
         self.keeps_waiting = waited_s > self.limit_s
-        if not self._given_up.isdisjoint(unconnected):  # its end is still to be heard
+        if not self._given_up.isdisjoint(unconnected):  # its end is not recorded yet
             return Finding()
         late = [rank for rank in unconnected if signs[rank].is_late]
         stuck = [s for rank in late if (s := self._stuck(rank, now_s, waited_s, elsewhere=elsewhere)) is not None]
@@ -174,7 +174,7 @@ class Starting:
         if self._warned or self._quiet_since_s is None or now_s - self._quiet_since_s < WARN_AFTER_S:
             return ""
         if all(seen.sign.phase == "launch" and not seen.sign.is_stopped for seen in self._seen.values()):
-            return ""  # the script takes its time, and no worker waits for another
+            return ""  # the script is still preparing, and no worker waits for another
         self._warned = True
         states: dict[str, list[int]] = {}
         for rank in sorted(blamed):

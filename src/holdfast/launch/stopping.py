@@ -129,10 +129,10 @@ class Stopping:
     # -- without a store
 
     def without_store(self, attempt: Attempt, why: str) -> Verdict | None:
-        """Have the workers save and stop, if nobody can do without this launcher; return what has become of it.
+        """Have the workers save and stop, if the job cannot continue without this launcher; return the verdict once there is one.
 
-        Else it may be that only this node is cut off. Its workers must stop nobody then, and have ended before other nodes
-        may start the job again. Where no worker of the job reaches the store they find that out among themselves, and stop.
+        Otherwise this node alone may be cut off. Then its workers must not stop the job, and must have ended before other nodes
+        may start it again. If no worker of the job reaches the store, the closing sum tells them so, and they stop.
         """
         run = self._run
         if self._lost_store_by_s is None:
@@ -140,7 +140,7 @@ class Stopping:
             if self._is_needed():
                 self._tell(attempt, all_stop=True)
             else:
-                what += " if no node reaches it, and are ended if others do"
+                what += " if no node reaches the store, and are ended otherwise"
             if run.job.nnodes > 1:
                 grace_s = min(grace_s, (FENCE_LEASES - 1) * run.job.node_timeout_s)
             run.view.say(f"stopping: {why}; {what}, within {grace_s:g} s")

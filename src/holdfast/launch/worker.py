@@ -6,8 +6,8 @@ of a worker that is killed, and does not tell them of one that ends with another
 case they would wait for it for ever.
 
 The watcher also looks after what would be left over: the children of a worker that has ended, the worker when mpirun has
-ended, and all of it when the launcher has: then the worker is told to save and stop, and is killed if it does not. A watcher
-that is stopped (SIGSTOP) just then could not: its worker wakes it, and so do the other watchers.
+ended, and all of it when the launcher has: then the worker is told to save and stop, and is killed if it does not. If the
+watcher is stopped (SIGSTOP) at that moment, its worker resumes it, and so do the other watchers.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ GRACE_S = "HOLDFAST_GRACE_S"
 """How long workers may take to save and end when the launcher is gone, in seconds."""
 
 _WAKE_S = 1.0
-"""How often a worker whose launcher is gone wakes its watcher."""
+"""Interval at which a worker resumes its watcher after the launcher is gone."""
 
 _PUBLISH_S = 1.0
 """How often what a worker has written is brought to the other machines."""
@@ -121,7 +121,7 @@ def watch(pid: int, mpirun: Process | None) -> NoReturn:
         with contextlib.suppress(OSError):  # a full disk may be what is wrong
             sys.excepthook(*sys.exc_info())
             sys.stderr.flush()
-    finally:  # whatever went wrong here: the others wait until Open MPI has seen this end
+    finally:  # in any case: the others wait until Open MPI has seen this process end
         if exit_code == 0:
             os._exit(0)
         os.kill(os.getpid(), signal.SIGKILL)
@@ -231,14 +231,14 @@ def _tell_to_stop(pid: int, settings: Settings) -> None:
 
 
 def _wake_watchers(settings: Settings) -> None:
-    """Have the other watchers on this machine go on that may be stopped: their workers could do nothing, or be gone."""
+    """Resume the other watchers on this machine, which may be stopped: their workers may be stuck or gone."""
     for pair in _pairs(settings):
         if pair.node in ("", this_node()):
             pair.watcher.send(signal.SIGCONT)
 
 
 def _pairs(settings: Settings) -> list[Pair]:
-    """Return the workers that were there, with their watchers."""
+    """Return all workers of this start, living or not, with their watchers."""
     paths = Path(settings.run_dir).glob("process-*[0-9]") if settings.run_dir else ()
     return [pair for path in paths if (pair := Pair.read(path)) is not None]
 
@@ -297,7 +297,7 @@ def _prepare_to_tell(settings: Settings, rank: int, pid: int) -> Callable[[int],
 
 
 def _wake_without_launcher(watcher: int) -> None:
-    """See to it that the watcher, which has to end this worker when the launcher has ended, is not stopped then."""
+    """Resume the watcher again and again once the launcher has ended: it has to end this worker then."""
     launcher = _launcher()
     handle = None if launcher is None else launcher.open()
     if handle is None:
@@ -388,7 +388,7 @@ def _open_output(stream: TextIO) -> TextIO:
 
 
 class _Output(io.FileIO):
-    """A file for output in which a full disk leaves a gap: it must not end the script that prints."""
+    """A file for output in which a full disk leaves a gap, instead of an error in the script that prints."""
 
     def write(self, data: Buffer) -> int:
         """Write ``data``; what cannot be written is dropped."""
@@ -398,7 +398,7 @@ class _Output(io.FileIO):
 
 
 def _show_life(settings: Settings, rank: int) -> None:
-    """Begin to pulse, before imports and the script: from here on this worker can be told from one that is stuck."""
+    """Start the pulse before imports and the script: it tells a slow worker from a stuck one."""
     from holdfast.errors import ConfigError
     from holdfast.records import beacon_path, show_life
 

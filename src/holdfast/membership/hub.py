@@ -27,7 +27,7 @@ _HELLO_S = 10.0
 _CLOSE_S = 1.0
 _MAX_READ = 1 << 16
 _MAX_STRANGERS = 256
-"""So many may be connected that have not said who they are; one more takes the place of the oldest."""
+"""At most so many connections that have not sent the token; one more replaces the oldest."""
 _SAY_EVERY_S = 60.0
 _MAX_BACKLOG_BYTES = 64 << 20
 """A client that lets so much pile up does not read any more."""
@@ -37,7 +37,7 @@ _LOOKS = 10
 
 
 class Seldom:
-    """Says what strangers can bring about as often as they like: the first time at once, then how often it was.
+    """Limits log lines that unknown clients can cause at will: the first one is logged at once, later ones are counted.
 
     Args:
         every_s: At most one line in so many seconds.
@@ -61,7 +61,7 @@ class Seldom:
     def look(self, *, last: bool = False) -> None:
         """Say what was not said yet, if it is time to, or for the last time."""
         if self._count and (last or self._clock() >= self._again_s):
-            self._log(f"the same or the like {self._count} times more, the last of them: {self._last}")
+            self._log(f"{self._count} more like this, the last of them: {self._last}")
             self._count = 0
 
     def _log(self, what: str) -> None:
@@ -239,10 +239,10 @@ class Hub:
 
     async def _first(self, incoming: _Incoming, writer: asyncio.StreamWriter) -> bytes | None:
         """Return what somebody says first, None if that is nothing."""
-        if len(self._strangers) >= _MAX_STRANGERS:  # whoever knows the token says so at once
+        if len(self._strangers) >= _MAX_STRANGERS:  # a client that knows the token sends it at once
             oldest = next(iter(self._strangers))
             self._seldom.say(
-                f"{oldest.get_extra_info('peername')} was cut off: {_MAX_STRANGERS} came later that say nothing"
+                f"{oldest.get_extra_info('peername')} was cut off: {_MAX_STRANGERS} newer connections have not sent the token either"
             )
             del self._strangers[oldest]
             oldest.transport.abort()

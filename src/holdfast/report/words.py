@@ -78,7 +78,7 @@ def points(value: float | None) -> str:
 
 
 def clean(text: object) -> str:
-    """Return text on one line, without anything that a terminal would obey: names come from scripts, and out of files."""
+    """Return text on one line, with control characters escaped: names come from scripts and files, and may hold terminal sequences."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape", "backslashreplace").decode() for c in str(text))
 
 

@@ -50,7 +50,7 @@ class Read(NamedTuple):
 
 
 def _watched_s(path: Path, span_s: float | None, last_s: float) -> float:
-    """Return how long the machines of a file that does not say it were watched.
+    """Return how long the machines were observed, for a file that does not say so.
 
     Args:
         path: The file.
@@ -71,9 +71,9 @@ def _watched_s(path: Path, span_s: float | None, last_s: float) -> float:
 
 
 def _still_down(spells: Sequence[Spell], down: Mapping[int, float], span_s: float) -> list[Spell]:
-    """Return the outages of those that are down when a trace ends: they last until the trace, begun again, gives the machine back.
+    """Return the outages of machines that are down when a trace ends: they last until the repeated trace brings the machine back.
 
-    One that it never gave back is there again when the trace begins again.
+    A machine that never comes back is up again when the trace begins again.
 
     Args:
         spells: The other outages.

@@ -24,7 +24,7 @@ class Trace:
 
     The units of the trace become the workers, nodes or racks of the cluster. Where the cluster has more of them, the trace is
     laid on it several times; where it runs for longer, the trace begins again: a unit that is up
-    when it ends stays so until it next fails, also where it is down from the begin.
+    at its end stays up until its next failure, also if the trace begins with that unit down.
 
     Args:
         spells: Unit, begin and end of each outage, seconds from the begin of the trace; a unit may have several at once. An
@@ -80,10 +80,10 @@ class Trace:
         return Outages.of(start, end, first, np.minimum(width, cluster.total - first))
 
     def _met_again(self, spells: Seconds) -> npt.NDArray[np.bool_]:
-        """Return which outages there are when the trace has begun again.
+        """Return which outages occur in repetitions of the trace.
 
-        Of those from its begin only what goes on where one at its end leaves off: a unit that is up at its end stays so, and one that is down
-        beyond its end is down already.
+        An outage that starts with the trace occurs only if it continues one at the end: a unit that is up at the end stays up, and
+        one that is down beyond the end is down already.
         """
         failed, whose = np.unique(spells[:, 0], return_inverse=True)
         last_s = np.zeros(len(failed))
@@ -128,8 +128,8 @@ def read_trace(
     ``table``        CSV with a header ``unit,start_s,end_s``; needs ``span_s``
     ===============  =========================================================================================
 
-    How long the machines were watched is in the file; of ``spot`` and ``table``, which do not say it, it is ``span_s``, seconds from
-    the begin of the trace, not less than its last event. A quiet end belongs to a trace: without it failures come too often.
+    The file says how long the machines were observed. ``spot`` and ``table`` files do not, and need ``span_s``: seconds from the begin
+    of the trace, not less than its last event. A quiet end belongs to a trace: without it failures come too often.
     Files that end in ``.gz``, ``.xz`` or ``.zip`` are unpacked.
 
     Args:

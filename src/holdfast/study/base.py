@@ -35,8 +35,8 @@ SHARE = "share"
 """The unit of a number from 0 to 1 that is a part of a whole."""
 
 _TELLING = 0.5
-"""The interval of a share must be narrower for a claim to hold by it: one of all runs that reaches below a half does not tell a
-rule from a coin. With the exact interval it takes six runs of six."""
+"""A claim holds by a share of runs only if its interval is narrower than this: an interval that reaches below a half does not
+exclude chance. With the exact interval it takes six runs of six."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,11 +87,11 @@ class Claim:
         unit: Of all numbers of the claim, as it stands behind them: ``%``, ``points``; :data:`SHARE` is shown in percent;
             "" for a number that has none.
         ci: Its 95 % confidence interval, an end of it infinite where the data set none; None if there is no interval.
-        holds: Whether it does; None if it was not checked. A claim that too little speaks for is undecided, which is None, too: one
-            that stands on a single run, and one that would hold by a share of runs whose interval is half of all shares wide. What
-            was not so in one run is against a claim of all runs, however few they are.
+        holds: Whether it does; None if it was not checked. A claim with too little evidence is undecided, which is None, too: one
+            on a single run, and one that would hold by a share of runs with an interval wider than a half. A single run in which
+            it is not so refutes a claim about all runs.
         found: In words.
-        runs: How many runs, or pairs of them, an interval was drawn from, where that is not said by a share.
+        runs: Number of runs, or pairs of runs, behind an interval that is not of a share.
     """
 
     claim: str
@@ -109,7 +109,7 @@ class Claim:
             object.__setattr__(self, "holds", None)
 
     def _share_width(self) -> float:
-        """Return how wide the interval of a share of runs is that all, or none, of them had; 0 of anything else."""
+        """Return the width of the interval of a share of runs that is all or none of them; 0 for any other interval."""
         whole = {SHARE: 1.0, "%": 100.0}.get(self.unit)
         if whole is None or self.ci is None:
             return 0.0

@@ -21,7 +21,7 @@ class Application:
 
     Args:
         is_built_by_reinit: ``holdfast.reinit`` has called ``main``.
-        makes_sessions: It has made one, which writes the records of this process.
+        makes_sessions: The application has made a session, which writes the records of this process.
         has_session: It has made a session that can be built again.
         world: Of the application that was taken down, until the next one's session takes it.
         looks: Takes the place of training, for who only looks at it: is given the body of the model, the plan, the dataset and what

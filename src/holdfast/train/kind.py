@@ -77,7 +77,7 @@ def _flags() -> dict[str, str]:
 def _matmul_precision() -> str:
     try:
         return torch.get_float32_matmul_precision()
-    except RuntimeError:  # the script has set what torch calls fp32_precision, of which there is one a backend
+    except RuntimeError:  # the script has set torch's fp32_precision, which each backend has
         mkldnn: Any = torch.backends.mkldnn
         return f"{mkldnn.matmul.fp32_precision}/{torch.backends.cuda.matmul.fp32_precision}"
 

@@ -37,7 +37,7 @@ def check_name(name: str) -> None:
     """Make sure that the name of a figure can be written down.
 
     Raises:
-        ConfigError: if it is no text that UTF-8 has.
+        ConfigError: if it cannot be encoded as UTF-8.
     """
     try:
         name.encode()

@@ -114,7 +114,7 @@ class Requests:
             return
         if size != self._seen_bytes:
             self._seen_bytes = size
-            lines = self._path.read_bytes().split(b"\n")[:-1]  # half a line is left for the next time
+            lines = self._path.read_bytes().split(b"\n")[:-1]  # an incomplete line is read the next time
             self._lines = [line.decode(errors="replace")[: MAX_REQUEST + 1] for line in lines]
 
     def _make(self, number: int, line: str) -> None:
@@ -122,7 +122,7 @@ class Requests:
             request = _checked(request_in(line))
         except ConfigError as error:
             if self._world.is_lead:
-                sys.stderr.write(f"holdfast: line {number + 1} of {requests_path(Path()).name} is left out: {error}\n")
+                sys.stderr.write(f"holdfast: line {number + 1} of {requests_path(Path()).name} is skipped: {error}\n")
             return
         for name, value in request.items():
             if name == "strategy" and (why := self._why_not(value)):
@@ -211,7 +211,7 @@ _ALLOWED: dict[str, Callable[[Any], bool]] = {
     "workers": lambda value: _is_whole(value, 1),
     "speeds": _are_speeds,
 }
-"""What each may be. The launcher refuses more, and says why; this is for lines that others have written."""
+"""Allowed values of each. The launcher refuses more, and says why; this is for lines that something else has written."""
 
 
 def _checked(request: dict[str, Any]) -> dict[str, Any]:

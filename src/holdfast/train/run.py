@@ -401,7 +401,7 @@ class Run:
             return False
         if self._certificate is not None:
             self._certificate.hears(step, said[len(brought) : len(brought) + len(hashed)])
-        if not (stays and agrees):  # where all would leave, or could agree on nothing, nobody would go on: all stop
+        if not (stays and agrees):  # all leave, or none can reach the store: no worker would continue, so all stop
             changes, leave = 0, LEAVE
         self._heard |= stop | leave | changes | asks
         self._save_due = any(saves)
@@ -533,14 +533,16 @@ class Run:
         return ActDone()
 
     def _stop_alone(self, lost: StoreLost) -> NoReturn:
-        """Save the state before the step in progress, unless somebody has, and stop: nothing can be agreed on any more.
+        """Save the state before the step in progress, unless it is saved, and stop: no agreement is possible any more.
 
-        Where the launcher is there, others may be, too, that reach the store: they go on without this worker.
+        If the launcher is alive, other workers may still reach the store and continue: then only this worker ends.
         """
         world, run_dir = self._world, self._world.settings.run_dir
         has_begun = self._announced and self._protocol.progress.completed >= 0
         if has_begun and not launcher_is_gone(run_dir):
-            self._scribe.warn(f"{lost}; this worker can agree on nothing with the others and ends, as if it had died")
+            self._scribe.warn(
+                f"{lost}; this worker cannot take part in agreements any more, so it ends as if it had died"
+            )
             kill_self()
         if not has_begun or self._replica.is_split:  # one alone has not all of it
             raise lost

@@ -50,7 +50,7 @@ from holdfast.train.step import Step
 from holdfast.train.world import LEAVE, World
 
 _sessions: list[Session] = []
-"""Those whose loop is open: one that is left early must be found at the end, though the script has let go of it."""
+"""Sessions with an open loop: one that is left early must be found at exit, though the script has dropped it."""
 
 
 class Session:
@@ -392,7 +392,7 @@ def at_exit() -> None:
 
 
 def forget_sessions() -> None:
-    """Let go of the sessions of an application that was taken down: their loops are open, and are not asked for any more."""
+    """Forget the sessions of an application that was taken down: their loops are open, and will not be continued."""
     _sessions.clear()
 
 

@@ -93,7 +93,7 @@ def train(
         begin: The state to go on from; None: a new model.
         fault: What strikes; None: nothing.
     """
-    forget_sessions()  # those whose loop did not come to its end would be kept
+    forget_sessions()  # sessions with an unfinished loop would be kept
     data = _dataset(setup.size)
     channels, side, _ = data.shape
     image = (channels, side)

@@ -61,7 +61,7 @@ class SessionProcess:
         Raises:
             InternalError: if the session's guard found what was altered: the trial is void.
         """
-        forget_sessions()  # those whose loop did not come to its end would be kept
+        forget_sessions()  # sessions with an unfinished loop would be kept
         training = Training(self._setup, self._rank, self._setup.training_seed + 1)
         read_state(training.platform, self._file)
         told = [training.disturb(rank, what) if what else ([], 0) for rank, what in enumerate(disturbances)]

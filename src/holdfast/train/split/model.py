@@ -132,7 +132,7 @@ class Sharded:
 
 
 def check_on_cpu(module: nn.Module, what: str) -> None:
-    """Make sure that a module is in the memory of the CPU: parts of a split model are lent and handed over there.
+    """Make sure that a module is in CPU memory: parts of a split model are lent and handed over there.
 
     Raises:
         ConfigError: if a parameter or a buffer is on another device.
