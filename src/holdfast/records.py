@@ -34,7 +34,7 @@ _MANY = (StepCommitted, StateHashed)
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _LIBC.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
 _KEEP_SIZE = 1
-_CANNOT_RESERVE = (errno.EOPNOTSUPP, errno.ENOSYS)
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 _COMPUTED_STEPS = 15
 """What a worker takes to compute is the median over so many steps: one that held an evaluation does not count."""
@@ -127,7 +127,7 @@ class FileRecorder:
         wanted = self._size + size + 2 * _RESERVE_BYTES
         if _LIBC.fallocate(self._file, _KEEP_SIZE, 0, wanted):
             error = ctypes.get_errno()
-            if error not in _CANNOT_RESERVE:
+            if error in _FULL:  # after any other error writing still works, without a reserve
                 raise OSError(error, os.strerror(error))
         self._reserved = wanted
 

@@ -60,8 +60,10 @@ class TemporaryFolder:
         """Return whether something removed the folder, or put another one in its place."""
         try:
             return not os.path.samestat(os.fstat(self.lock), self.path.stat())
-        except OSError:
+        except (FileNotFoundError, NotADirectoryError):
             return True
+        except OSError:  # such as of a network that is away for a moment
+            return False
 
     def remove(self) -> None:
         """Remove the folder and give up the lock; in a forked child only the child's copy of the lock is closed."""
@@ -94,7 +96,11 @@ def _lock_abandoned(path: Path) -> int | None:
 
 
 def _is_ours(path: Path, found: os.stat_result) -> bool:
-    if found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) != _MODE or not os.path.samestat(found, path.stat()):
+    if (
+        found.st_uid != os.getuid()
+        or stat.S_IMODE(found.st_mode) & 0o777 != _MODE
+        or not os.path.samestat(found, path.stat())
+    ):
         return False
     try:
         made_by = json.loads((path / MARKER).read_bytes())

@@ -479,11 +479,11 @@ def test_an_exception_before_all_are_connected_is_a_bug_of_the_script(beginning)
     assert isinstance(beginning.verdict(1.0, running=True), Broken)
 
 
-def test_a_start_that_is_given_up_is_lost_without_the_workers_to_blame(beginning):
-    beginning.give_up("rank 2 has not started for 120.0 s", [2])
+def test_a_start_that_is_given_up_is_lost_and_may_be_made_again_with_all_workers(beginning):
+    beginning.give_up("rank 2 has not started for 120.0 s")
 
     assert beginning.verdict(1.0, running=True) == Lost("rank 2 has not started for 120.0 s")
-    assert beginning.ranks_left() == (0, 1)
+    assert beginning.ranks_left() == (0, 1, 2)
 
 
 def test_an_mpirun_that_is_killed_before_a_worker_began_is_no_reason_to_give_up(beginning):

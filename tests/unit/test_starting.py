@@ -25,9 +25,8 @@ def look_until(end_s, signs, starting=None, **also):
     starting = starting or Starting(LIMIT_S, "train.py")
     found = []
     for now_s in range(int(end_s) + 1):
-        finding = starting.look(
-            {rank: sign(now_s) if callable(sign) else sign for rank, sign in signs.items()}, float(now_s), **also
-        )
+        seen = {rank: sign(now_s) if callable(sign) else sign for rank, sign in signs.items()}
+        finding = starting.look(seen, float(now_s), **also)
         found += [(now_s, "stuck", stuck.rank, stuck.reason) for stuck in finding.stuck]
         found += [(now_s, "lost", finding.lost)] if finding.lost else []
         found += [(now_s, "warning", finding.warning)] if finding.warning else []
@@ -36,6 +35,13 @@ def look_until(end_s, signs, starting=None, **also):
 
 def of_kind(found, kind):
     return [one for one in found if one[1] == kind]
+
+
+def test_a_missing_pulse_alone_is_no_sign_of_a_stuck_worker():
+    """An import that takes minutes keeps Python's lock."""
+    silent = Sign("launch", pulse=1, beats=1)
+
+    assert look_until(1000, {0: silent, 1: silent}) == []
 
 
 @pytest.mark.parametrize("sign", [ABSENT, STOPPED], ids=["never started", "stopped"])
@@ -64,9 +70,34 @@ def test_a_newcomer_that_prepares_keeps_no_worker_waiting_that_trains():
 
 
 def test_a_worker_of_another_node_may_be_the_one_that_waits():
-    assert look_until(60, {1: prepares}) == []
+    """Over gloo a worker that has arrived is connected at once, and waits for the others in training."""
+    here, there = Starting(LIMIT_S, "train.py"), Starting(LIMIT_S, "train.py")
+    found = []
+    for now_s in range(60):
+        here.look({0: Sign("start", pulse=now_s, beats=2, waits=True)}, now_s)
+        finding = there.look({1: prepares(now_s)}, now_s, elsewhere=here.keeps_waiting)
+        found += [(now_s, stuck.rank) for stuck in finding.stuck] + (
+            [(now_s, finding.warning)] if finding.warning else []
+        )
 
-    assert of_kind(look_until(60, {1: prepares}, elsewhere=True), "stuck")[0][:3] == (LIMIT_S + 1, "stuck", 1)
+    assert [one[0] for one in found] == [WARN_AFTER_S, LIMIT_S + 1]
+    assert "rank 1 is still importing, or preparing in train.py" in found[0][1]
+    assert found[1][1] == 1
+
+
+def test_a_newcomer_that_prepares_is_left_alone_though_workers_wait_for_each_other():
+    stays = Sign("allreduce", pulse=1, beats=5, waits=True)
+
+    assert look_until(1000, {0: stays, 1: stays, 2: prepares}, has_begun=True) == []
+    assert of_kind(look_until(60, {0: stays, 2: STOPPED}, has_begun=True), "stuck")
+
+
+def test_a_standstill_of_the_whole_machine_counts_for_nothing():
+    starting = Starting(LIMIT_S, "train.py")
+    look_until(5, {0: WAITS, 1: prepares}, starting)
+
+    assert not starting.look({0: WAITS, 1: prepares(5)}, 305.0).stuck
+    assert not starting.look({0: WAITS, 1: prepares(6)}, 306.0).stuck
 
 
 def test_the_limit_follows_what_the_slowest_arrival_took():
@@ -95,6 +126,12 @@ def test_a_stopped_worker_is_to_blame_where_all_wait_to_be_connected():
 
     assert of_kind(found, "lost") == []
     assert [one[2] for one in of_kind(found, "stuck")] == [1]
+
+
+def test_a_connected_worker_that_is_stopped_before_it_trains_is_given_up():
+    stopped = Sign("start", pulse=1, beats=3, is_stopped=True)
+
+    assert [one[2] for one in of_kind(look_until(40, {0: trains, 1: stopped}), "stuck")] == [1]
 
 
 def test_one_line_says_for_which_workers_the_others_wait():

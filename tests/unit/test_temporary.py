@@ -10,8 +10,10 @@ import subprocess
 import sys
 
 import pytest
+from small_disk import fill, small_disk
 
 from holdfast.checkpoint.storage.staging import Staging
+from holdfast.errors import ConfigError
 from holdfast.launch.attempt import Places
 from holdfast.temporary import MARKER, TemporaryFolder, sweep
 
@@ -157,8 +159,23 @@ def test_a_folder_that_was_removed_or_replaced_is_gone(tmp_path):
     assert folder.path.is_dir(), "it is not ours"
 
 
-def test_a_temporary_directory_that_is_full_is_one_clear_line(monkeypatch, tmp_path):
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "not-there"))
+def test_a_temporary_directory_that_is_full_is_one_clear_line_and_nothing_is_left(monkeypatch, tmp_path):
+    with small_disk(tmp_path / "disk") as disk:
+        monkeypatch.setattr("tempfile.tempdir", str(disk))
+        fill(disk)
 
-    with pytest.raises(Exception, match=r"cannot make a folder for the run in .*not-there.*set TMPDIR"):
-        Places.make(None)
+        with pytest.raises(ConfigError, match=r"cannot make a folder for the run in .*No space left.*set TMPDIR"):
+            Places.make(None)
+
+        assert names(disk) == ["filler"]
+
+
+def test_the_group_of_a_shared_directory_does_not_keep_folders_from_being_removed(tmp_path):
+    tmp_path.chmod(0o2700)
+    process, (path,) = start(HOLD, tmp_path)
+    end(process)
+    assert os.stat(path).st_mode & 0o2000, "it inherits the bit"
+
+    sweep("holdfast-", tmp_path)
+
+    assert names(tmp_path) == []

@@ -27,7 +27,7 @@ from holdfast.launch.processes import Pair, Process, end, pair_path, start, this
 from holdfast.launch.starting import Sign
 from holdfast.launch.tail import LineTail, RecordTail
 from holdfast.launch.worker import ALL_STOP, GRACE_S, LAUNCHER, LAUNCHER_NODE, LOG_DIR
-from holdfast.records import UNCONNECTED, Beacon, FileRecorder, Position, beacon_path, records_path
+from holdfast.records import UNCONNECTED, Beacon, Position, beacon_path, records_path
 from holdfast.settings import Settings
 from holdfast.temporary import TemporaryFolder, sweep
 
@@ -44,6 +44,8 @@ SHARED = "shared"
 """Name of the link to a run folder that is on a file system which several machines share."""
 _SESSION_VARIABLE = "PRTE_MCA_prte_tmpdir_base"
 """Sets where mpirun makes its folder, which is left behind when it is killed."""
+_PORT_LOOKS = 8
+"""Looks in a row at mpirun's ports that find nothing to close; mpirun accepts what waits there one by one."""
 _NESTED = ("PMIX_", "OMPI_COMM_WORLD_", "OMPI_UNIVERSE_", "PRTE_")
 """Variables that would tell our mpirun that it is a worker of another one."""
 
@@ -107,9 +109,9 @@ class Places:
         return tuple(folder.lock for folder in self.own)
 
     def lost(self) -> Path | None:
-        """Return a folder that something removed while the job runs, None if all are there."""
-        gone = [folder.path for folder in self.own if folder.is_gone()]
-        return gone[0] if gone else None if self.run_dir.is_dir() else self.run_dir
+        """Return the run's folder if something removed it while the job runs, else None; MPI has its memory open already."""
+        gone = [folder.path for folder in self.own[:1] if folder.is_gone()]
+        return gone[0] if gone else None
 
     def clear(self) -> None:
         """Remove what goes with the run."""
@@ -165,7 +167,7 @@ class Attempt:
         self._command = _command(job, len(ranks), None if hosts is None else hosts.mpirun_words(self._env))
         self._started: list[subprocess.Popen[bytes]] = []
         self._watchers: dict[int, subprocess.Popen[bytes]] = {}
-        self._has_open_ports = job.settings.fabric == "ulfm" and hosts is None
+        self._looks_at_ports = _PORT_LOOKS if job.settings.fabric == "ulfm" and hosts is None else 0
         if job.settings.fabric == "gloo":
             for rank in ranks:
                 self.add(rank)
@@ -193,20 +195,13 @@ class Attempt:
         pair = self.pair(rank)
         return pair is not None and pair.watcher.is_alive()
 
-    def note_end(self, rank: int, t_s: float, exit_code: int) -> None:
-        """Write down how a worker ended, in place of its watcher, and end the watcher: over MPI that notifies the others."""
+    def untold_end(self, rank: int, t_s: float, exit_code: int) -> WorkerEnded:
+        """End the watcher of a worker that has ended, which over MPI tells the others; return the record that it did not write."""
         pair, position = self.pair(rank), self.position(rank)
         if pair is not None:
             pair.watcher.send(signal.SIGKILL)
-        FileRecorder(records_path(self._run_dir, f"watch-{rank}")).write(
-            WorkerEnded(
-                t_s=t_s,
-                rank=rank,
-                step=-1 if position is None else position.step,
-                exit_code=exit_code,
-                pid=-1 if pair is None else pair.worker.pid,
-            )
-        )
+        step, pid = -1 if position is None else position.step, -1 if pair is None else pair.worker.pid
+        return WorkerEnded(t_s=t_s, rank=rank, step=step, exit_code=exit_code, pid=pid)
 
     def is_connected(self, rank: int) -> bool:
         """Return whether a worker of this launcher is connected with the others."""
@@ -248,11 +243,12 @@ class Attempt:
 
     def shut_ports(self) -> None:
         """Shut the ports of mpirun on this machine as soon as its workers no longer need them."""
-        if self._has_open_ports:
+        if self._looks_at_ports:
             pairs = self.pairs()
             living = [pair.worker.pid for pair in pairs if pair.worker.is_alive()]
             have_started = len(pairs) == len(self.processes)
-            self._has_open_ports = not shut_ports(self._started[0].pid, living if have_started else None)
+            closed = shut_ports(self._started[0].pid, living if have_started else None)
+            self._looks_at_ports = self._looks_at_ports - 1 if closed == 0 else _PORT_LOOKS
 
     def is_running(self) -> bool:
         """Return whether anything that was started here, mpirun or workers, is there."""

@@ -58,12 +58,9 @@ class Hangs:
 
     Args:
         timeout_s: The least time without a sign after which a worker is given up; 0 gives none up.
-        start_timeout_s: The most time without a pulse that a connected worker has before its first step, if that is more than
-            ``timeout_s``; 0: ten times ``timeout_s``. Those that are not connected yet are looked after by ``starting``.
     """
 
     timeout_s: float
-    start_timeout_s: float = 0.0
     _pulses: dict[int, _Sight] = field(default_factory=dict)
     _places: dict[int, _Sight] = field(default_factory=dict)
     _longest_silence_s: float = 0.0
@@ -120,8 +117,6 @@ class Hangs:
             return None
         times = _NEW_TIMES if position.phase == "start" else 1.0 if position.applied else _TIMES
         limit_s = times * max(self.timeout_s, _TIMES * self._longest_silence_s)
-        if position.phase == "start" and self.start_timeout_s:
-            limit_s = min(limit_s, max(self.timeout_s, self.start_timeout_s))
         if not position.pulse or position.phase in UNCONNECTED or silent_s <= limit_s:
             return None
         why = "its process is stopped, or something in it keeps Python's lock"

@@ -151,10 +151,9 @@ class Judge:
         for rank in ranks:
             self._start.lost_s.setdefault(rank, 0.0)
 
-    def give_up(self, reason: str, ranks: Iterable[int]) -> None:
-        """Note that this start of the job cannot begin, and the workers that cause it."""
+    def give_up(self, reason: str) -> None:
+        """Give up this start of the job, which cannot begin; none of its workers is known to be to blame."""
         self._start.given_up = reason
-        self.lose(ranks)
 
     def connect(self, ranks: Iterable[int]) -> None:
         """Note which workers are connected with the others."""
@@ -163,6 +162,15 @@ class Judge:
     def unconnected(self) -> set[int]:
         """Return the processes that run and, as far as is known, are not connected yet."""
         return set(self.living()) - self._start.connected
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether a worker has begun to train since the job was started, or started again."""
+        return bool(self._start.begun)
+
+    def has_ended(self, rank: int) -> bool:
+        """Return whether the end of a worker is known."""
+        return rank in self._start.ended
 
     def has_finished(self, rank: int) -> bool:
         """Return whether a worker has passed the gate at the end of training."""

@@ -10,6 +10,7 @@ from holdfast.faults.plan import mtbf_schedule
 from holdfast.launch.attempt import Attempt
 from holdfast.launch.news import News
 from holdfast.launch.run import Run
+from holdfast.records import UNCONNECTED
 
 
 class Kills:
@@ -55,7 +56,7 @@ class Killer:
             return False
         position = attempt.position(victim)
         pair = attempt.pair(victim)
-        if position is None or pair is None or not pair.worker.is_alive():
+        if position is None or position.phase in UNCONNECTED or pair is None or not pair.worker.is_alive():
             return False
         number = self._planned + sum(fault >= self._planned for fault in run.judge.fired)
         self._news.note(

@@ -171,13 +171,14 @@ class Launcher:
             running = self._is_running(attempt)  # before the records are read: who is gone has written everything
             self._news.read(attempt)
             self._judge.connect(rank for rank in self._judge.unconnected() if attempt.is_connected(rank))
-            self._act(attempt)
-            verdict = (
-                self._stopping.timed_out()
-                or self._lost_folder()
-                or self._others_say(attempt)
-                or self._judge.verdict(self._run.clock.now_s(), running=running, crash=attempt.crash())
-            )
+            verdict = self._lost_folder()
+            if verdict is None:
+                self._act(attempt)
+                verdict = (
+                    self._stopping.timed_out()
+                    or self._others_say(attempt)
+                    or self._judge.verdict(self._run.clock.now_s(), running=running, crash=attempt.crash())
+                )
             if verdict is None and not self._killer.kill(attempt):
                 time.sleep(POLL_S if self._hosts is None else _FAR_POLL_S)
         self._judge.close()

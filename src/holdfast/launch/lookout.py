@@ -19,8 +19,8 @@ from holdfast.launch.stragglers import Stragglers
 from holdfast.records import Position, requests_path
 
 _LOOK_S = 0.25
-_TELL_WITHIN_S = 2.0
-"""A watcher may take this long to write down how its worker ended."""
+_TELL_WITHIN_S = 10.0
+"""A watcher may take this long to record how its worker ended: on a busy machine its imports may not be through."""
 
 
 class Lookout:
@@ -34,9 +34,7 @@ class Lookout:
     def __init__(self, run: Run, news: News) -> None:
         self._run = run
         self._news = news
-        self._hangs = Hangs(
-            0.0 if run.job.is_virtual else run.job.settings.hang_timeout_s, run.job.settings.start_timeout_s
-        )
+        self._hangs = Hangs(0.0 if run.job.is_virtual else run.job.settings.hang_timeout_s)
         self._stragglers = Stragglers(run.job.straggler_factor)
         self._starting = Starting(0.0 if run.job.is_virtual else run.job.settings.start_timeout_s, run.job.script.name)
         self._look_at_s = 0.0
@@ -58,8 +56,8 @@ class Lookout:
         now_s = self._run.clock.now_s()
         self._look_at_s = now_s + min(_LOOK_S, self._hangs.look_every_s or _LOOK_S)
         living = [rank for rank in self._run.judge.living() if rank in attempt.processes]
-        self._note_untold_ends(attempt, living, now_s)
         watched = {*living, *self._run.judge.waiting} & set(attempt.processes)
+        self._note_untold_ends(attempt, watched, now_s)
         positions = {rank: p for rank in watched if (p := attempt.position(rank)) is not None}
         self._run.judge.watch(positions, now_s)
         self._look_at_start(attempt, watched, now_s)
@@ -83,10 +81,10 @@ class Lookout:
                 others.say("waits", true=self._hangs.keep_us_waiting)
                 others.say("stalls", true=self._run.judge.stand_still(living, now_s))
 
-    def _note_untold_ends(self, attempt: Attempt, living: Sequence[int], now_s: float) -> None:
+    def _note_untold_ends(self, attempt: Attempt, watched: Set[int], now_s: float) -> None:
         """Note workers whose end the watcher has not recorded: it was killed, is stopped, or could not write."""
         before = self._ended
-        self._ended = {rank: before.get(rank, now_s) for rank in living if attempt.is_ended(rank)}
+        self._ended = {rank: before.get(rank, now_s) for rank in watched if attempt.is_ended(rank)}
         for rank, since_s in self._ended.items():
             if attempt.is_watched(rank):
                 attempt.fence(rank)
@@ -94,27 +92,28 @@ class Lookout:
             else:
                 is_over = rank in before  # a record of the watcher's own would have been read since
             if is_over:
-                attempt.note_end(rank, now_s, 0 if self._run.judge.has_finished(rank) else -signal.SIGKILL)
+                exit_code = 0 if self._run.judge.has_finished(rank) else -signal.SIGKILL
+                self._news.note_end(attempt.untold_end(rank, now_s, exit_code), attempt)
 
     def _look_at_start(self, attempt: Attempt, watched: Set[int], now_s: float) -> None:
         """Give up workers that keep the job from beginning."""
-        nodes, others = self._run.nodes, self._run.others
+        nodes, others, judge = self._run.nodes, self._run.others, self._run.judge
+        signs = {rank: attempt.sign(rank) for rank in watched}
         elsewhere = nodes is not None and nodes.any_says("starts")
-        found = self._starting.look({rank: attempt.sign(rank) for rank in watched}, now_s, elsewhere=elsewhere)
+        found = self._starting.look(signs, now_s, has_begun=judge.has_begun, elsewhere=elsewhere)
         if others is not None:
             with contextlib.suppress(StoreLost):  # found at the next look
-                others.say("starts", true=self._starting.keeps_waiting)
+                others.say("starts", true=self._starting.keeps_waiting and not judge.has_begun)
         if found.warning:
             self._run.view.say(found.warning)
         for stuck in found.stuck:
             self._news.note(
                 WorkerFenced(t_s=now_s, rank=stuck.rank, step=-1, silent_s=stuck.silent_s, reason=stuck.reason)
             )
-            if not attempt.fence(stuck.rank):
-                self._run.judge.give_up(f"rank {stuck.rank} {stuck.reason}", [stuck.rank])
-        if found.lost:
-            why = "mpirun is stopped" if attempt.is_mpirun_stopped() else found.lost
-            self._run.judge.give_up(why, [])
+        unknown = [stuck for stuck in found.stuck if not attempt.fence(stuck.rank)]  # over gloo there is none
+        if found.lost or unknown:
+            why = found.lost or f"rank {unknown[0].rank} {unknown[0].reason}"
+            judge.give_up("mpirun is stopped" if attempt.is_mpirun_stopped() else why)
 
     def _end_stuck(self, attempt: Attempt, positions: Mapping[int, Position], now_s: float) -> None:
         nodes = self._run.nodes

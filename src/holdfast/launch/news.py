@@ -95,6 +95,13 @@ class News:
         if isinstance(record, FaultFired | WorkerFenced | StragglerSeen):
             self._noted.append((record, None))
 
+    def note_end(self, ended: WorkerEnded, attempt: Attempt) -> None:
+        """Write down how a worker ended, in the place of its watcher, and answer it."""
+        self._recorder.write(ended)
+        position = self._end_of(ended, attempt)
+        self.hear(ended, position)
+        self._noted.append((ended, position))
+
     def show(self, alive: Mapping[int, int]) -> None:
         """Show how far the run is, with the process numbers of the workers."""
         self._status = dataclasses.replace(self._status, alive=alive)
@@ -102,7 +109,7 @@ class News:
 
     def _end_of(self, record: Record, attempt: Attempt) -> Position | None:
         """Answer the end of a worker of this node; return where it was."""
-        if not isinstance(record, WorkerEnded):
+        if not isinstance(record, WorkerEnded) or self._run.judge.has_ended(record.rank):
             return None
         if record.exit_code:
             self._run.births.died(record.rank, self._run.clock.now_s())

@@ -27,7 +27,7 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 _Address = tuple[str, int]
 
 
-def shut_ports(mpirun: int, workers: Sequence[int] | None) -> bool:
+def shut_ports(mpirun: int, workers: Sequence[int] | None) -> int | None:
     """Let nothing connect to mpirun from other machines, nor from this one once its workers are connected.
 
     Other connections made before are closed. If the system does not permit copies of mpirun's sockets, the ports stay open.
@@ -37,7 +37,8 @@ def shut_ports(mpirun: int, workers: Sequence[int] | None) -> bool:
         workers: Process numbers of its living workers; None as long as some have not started.
 
     Returns:
-        Whether this is done; if not, call it again.
+        How many connections were closed; None if the workers are not connected yet. Connections that waited to be accepted
+        when the ports were shut are found by later calls.
     """
     with contextlib.ExitStack() as copies:
         try:
@@ -45,21 +46,21 @@ def shut_ports(mpirun: int, workers: Sequence[int] | None) -> bool:
             listening = [one for one in sockets if one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)]
             near = {_address(one) for one in listening if ipaddress.ip_address(_address(one)[0]).is_loopback}
             theirs = None if workers is None else _connections(workers, near)
+            if not near:
+                return None
+            for one in listening:
+                if theirs is not None or _address(one) not in near:
+                    _drop_all(one)
         except PermissionError:
-            return True
-        if not near:
-            return False
-        for one in listening:
-            if theirs is not None or _address(one) not in near:
-                _drop_all(one)
+            return 0
         if theirs is None:
-            return False
+            return None
         ports = {_address(one)[1] for one in listening}
-        for one in sockets:
-            peer = _peer(one)
-            if peer is not None and _address(one)[1] in ports and peer not in theirs:
+        strange = [one for one in sockets if _address(one)[1] in ports and _peer(one) not in {None, *theirs}]
+        for one in strange:
+            with contextlib.suppress(OSError):  # its other end has closed it just now
                 one.shutdown(socket.SHUT_RDWR)
-        return True
+        return len(strange)
 
 
 def _connections(workers: Sequence[int], to: set[_Address]) -> set[_Address] | None:

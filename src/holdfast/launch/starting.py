@@ -2,7 +2,7 @@
 
 A worker has arrived once it asks to be connected with the others. It runs imports and the script's own preparations before,
 which may take long by nature: the limit is the timeout, or three times what the slowest arrival took so far. A worker that is
-not there by then is stuck if it gives no sign of life, or if another one has waited for it as long as the limit.
+not there by then is stuck if its process is stopped or not there, or if another one has waited for it as long as the limit.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from holdfast.records import UNCONNECTED
 
 _TIMES = 3.0
 """So many times what the slowest worker took to arrive."""
+_STANDSTILL_S = 5.0
+"""A launcher that has not looked for so long may have stood still with the whole machine."""
 WARN_AFTER_S = 10.0
 """After so long without an arrival, say for which workers the others wait."""
 
@@ -41,6 +43,11 @@ class Sign:
     def is_late(self) -> bool:
         """Whether it has not asked for the others yet."""
         return self.phase in ("", "launch")
+
+    @property
+    def is_missing(self) -> bool:
+        """Whether the others may wait for it: it has not asked for them yet, or is stopped before it trains."""
+        return self.is_late or (self.is_stopped and self.phase in ("connect", "start"))
 
     @property
     def is_waiting(self) -> bool:
@@ -94,49 +101,65 @@ class Starting:
     _seen: dict[int, _Sight] = field(default_factory=dict)
     _given_up: set[int] = field(default_factory=set)
     _slowest_s: float = 0.0
-    _quiet_since_s: float | None = None
+    _looked_s: float | None = None
+    _quiet_since_s: float = 0.0
+    _elsewhere_since_s: float | None = None
     _warned: bool = False
     keeps_waiting: bool = field(default=False, init=False)
-    """Whether a worker of this node has waited for an unconnected one as long as the limit."""
+    """Whether a worker of this node has waited for others for :data:`WARN_AFTER_S` before the job has begun."""
 
     def begin(self) -> None:
         """Reset: the job is started, or started again."""
         self._seen.clear()
         self._given_up.clear()
-        self._quiet_since_s = None
-        self._warned = False
-        self.keeps_waiting = False
+        self._looked_s = self._elsewhere_since_s = None
+        self._warned = self.keeps_waiting = False
 
     @property
     def limit_s(self) -> float:
         """How long a worker has to arrive, as far as is known by now; 0: as long as it likes."""
         return self.timeout_s and max(self.timeout_s, _TIMES * self._slowest_s)
 
-    def look(self, signs: Mapping[int, Sign], now_s: float, *, elsewhere: bool = False) -> Finding:
+    def look(
+        self, signs: Mapping[int, Sign], now_s: float, *, has_begun: bool = False, elsewhere: bool = False
+    ) -> Finding:
         """Return what is to be done; each worker is given up once.
 
         Args:
             signs: Of all living workers of this node.
             now_s: The time, seconds.
-            elsewhere: A worker of another node has waited as long as the limit.
+            has_begun: The job trains; a worker that is not connected is a newcomer, for which no other one waits.
+            elsewhere: :attr:`keeps_waiting` is true on another node.
         """
+        if not self.timeout_s:
+            return Finding()
+        self._leave_out_standstill(now_s)
         for rank, sign in signs.items():
             self._note(rank, sign, now_s)
-        unconnected = [r for r, s in signs.items() if not s.phase or s.phase in UNCONNECTED]
-        if not unconnected or not self.timeout_s:
-            self.keeps_waiting, self._quiet_since_s = False, None
-            return Finding()
-        waited_s = max((now_s - self._seen[r].moved_s for r, s in signs.items() if s.is_waiting), default=0.0)
-        self.keeps_waiting = waited_s > self.limit_s
-        if not self._given_up.isdisjoint(unconnected):  # its end is not recorded yet
-            return Finding()
-        late = [rank for rank in unconnected if signs[rank].is_late]
-        stuck = [s for rank in late if (s := self._stuck(rank, now_s, waited_s, elsewhere=elsewhere)) is not None]
+        waited_s = 0.0 if has_begun else self._waited_s(signs, now_s, elsewhere=elsewhere)
+        unconnected = [rank for rank, sign in signs.items() if not sign.phase or sign.phase in UNCONNECTED]
+        late = [rank for rank, sign in signs.items() if sign.is_missing and rank not in self._given_up]
+        stuck = [found for rank in late if (found := self._stuck(rank, now_s, waited_s)) is not None]
         lost = ""
-        if not late and all(now_s - self._seen[rank].moved_s > self.timeout_s for rank in unconnected):
-            stuck, lost = self._blame_connecting(unconnected, now_s)
+        is_blamed = bool(late) or not self._given_up.isdisjoint(unconnected)  # or its end is not recorded yet
+        if not (has_begun or is_blamed) and self._all_wait(unconnected, now_s):
+            lost = f"the workers were not connected within {self.timeout_s:g} s though all of them had asked for it"
         self._given_up.update(found.rank for found in stuck)
-        return Finding(stuck, lost, self._warning(late or unconnected, now_s))
+        warning = "" if waited_s < WARN_AFTER_S and self._are_preparing(unconnected) else self._warning(late, now_s)
+        return Finding(stuck, lost, "" if has_begun else warning)
+
+    def _leave_out_standstill(self, now_s: float) -> None:
+        """Shift all times by one in which the launcher stood still, perhaps with the whole machine."""
+        gap_s = 0.0 if self._looked_s is None else now_s - self._looked_s
+        self._looked_s = now_s
+        if gap_s > _STANDSTILL_S:
+            for seen in self._seen.values():
+                seen.began_s, seen.moved_s, seen.alive_s = (
+                    at_s + gap_s for at_s in (seen.began_s, seen.moved_s, seen.alive_s)
+                )
+            self._quiet_since_s += gap_s
+            if self._elsewhere_since_s is not None:
+                self._elsewhere_since_s += gap_s
 
     def _note(self, rank: int, sign: Sign, now_s: float) -> None:
         seen = self._seen.get(rank)
@@ -152,29 +175,41 @@ class Starting:
         if before.is_late and not sign.is_late:
             self._slowest_s = max(self._slowest_s, now_s - seen.began_s)
 
-    def _stuck(self, rank: int, now_s: float, waited_s: float, *, elsewhere: bool) -> Stuck | None:
+    def _waited_s(self, signs: Mapping[int, Sign], now_s: float, *, elsewhere: bool) -> float:
+        """Return for how long a worker has waited for others, on this node or another."""
+        here_s = max((now_s - self._seen[rank].moved_s for rank, s in signs.items() if s.is_waiting), default=0.0)
+        self.keeps_waiting = here_s >= WARN_AFTER_S
+        if not elsewhere:
+            self._elsewhere_since_s = None
+            return here_s
+        if self._elsewhere_since_s is None:
+            self._elsewhere_since_s = now_s - WARN_AFTER_S
+        return max(here_s, now_s - self._elsewhere_since_s)
+
+    def _stuck(self, rank: int, now_s: float, waited_s: float) -> Stuck | None:
         seen = self._seen[rank]
         taken_s, silent_s = now_s - seen.began_s, now_s - seen.alive_s
-        if silent_s > self.limit_s:
+        # A long import keeps Python's lock, so a missing pulse alone does not show that a process is stuck.
+        if silent_s > self.limit_s and (seen.sign.is_stopped or not seen.sign.phase):
             return Stuck(rank, silent_s, f"{self._state(seen.sign)} for {silent_s:.1f} s while the job starts")
-        if taken_s > self.limit_s and (elsewhere or waited_s > self.limit_s):
+        if taken_s > self.limit_s and waited_s > self.limit_s:
             what = f"{self._state(seen.sign)} {taken_s:.1f} s after its start, and the others wait for it"
             return Stuck(rank, taken_s, f"{what}; if it may take so long: --start-timeout")
         return None
 
-    def _blame_connecting(self, unconnected: Sequence[int], now_s: float) -> tuple[list[Stuck], str]:
-        """Return which of the workers that all wait to be connected are stopped; if none is, why the start is lost."""
-        stopped = [rank for rank in unconnected if self._seen[rank].sign.is_stopped]
-        if stopped:
-            since = ((rank, now_s - self._seen[rank].alive_s) for rank in stopped)
-            return [Stuck(rank, s, f"is stopped for {s:.1f} s while the job starts") for rank, s in since], ""
-        return [], f"the workers were not connected within {self.timeout_s:g} s though all of them had asked for it"
+    def _all_wait(self, unconnected: Sequence[int], now_s: float) -> bool:
+        """Return whether there are unconnected workers, and all of them have waited for longer than the timeout."""
+        return bool(unconnected) and all(now_s - self._seen[r].moved_s > self.timeout_s for r in unconnected)
 
-    def _warning(self, blamed: Sequence[int], now_s: float) -> str:
-        if self._warned or self._quiet_since_s is None or now_s - self._quiet_since_s < WARN_AFTER_S:
+    def _are_preparing(self, unconnected: Sequence[int]) -> bool:
+        """Return whether all unconnected workers run, so that the script may just take its time."""
+        return all(self._seen[r].sign.phase == "launch" and not self._seen[r].sign.is_stopped for r in unconnected)
+
+    def _warning(self, late: Sequence[int], now_s: float) -> str:
+        """Return which workers the others wait for, once, after a while in which nothing has changed."""
+        blamed = late or [rank for rank, seen in self._seen.items() if seen.sign.phase in UNCONNECTED]
+        if self._warned or not blamed or now_s - self._quiet_since_s < WARN_AFTER_S:
             return ""
-        if all(seen.sign.phase == "launch" and not seen.sign.is_stopped for seen in self._seen.values()):
-            return ""  # the script is still preparing, and no worker waits for another
         self._warned = True
         states: dict[str, list[int]] = {}
         for rank in sorted(blamed):
@@ -187,7 +222,7 @@ class Starting:
             return "is stopped"
         if not sign.phase:
             return "has not started"
-        if sign.phase == "launch":
+        if sign.is_late:
             return f"is still importing, or preparing in {self.script}"
         return "waits to be connected"
 
