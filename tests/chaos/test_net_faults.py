@@ -12,7 +12,7 @@ from jobs import clean_env
 from netns import ip, make_hosts
 
 from holdfast.launch import cut
-from holdfast.launch.processes import values_of
+from holdfast.launch.processes import value_of
 from holdfast.launch.worker import LAUNCHER
 from holdfast.records import Beacon
 
@@ -47,7 +47,8 @@ def test_of_a_node_whose_power_fails_nothing_is_left_and_the_others_know_what_wa
         codes = cluster.wait()
 
         assert codes == {0: 0, 1: -signal.SIGKILL}, cluster.said()
-        assert {value for value in values_of(LAUNCHER) if value.split()[0] == lost} == set()
+        served = {value_of(int(entry.name), LAUNCHER) for entry in Path("/proc").glob("[0-9]*")} - {None}
+        assert {value for value in served if value.split()[0] == lost} == set()
         assert list(launchers[1].place.glob("tmp/holdfast-*/process-*")), "nobody had time to clear up"
         assert cluster.live(launchers[1], "WorkerEnded") == [], "nobody had time to tell"
         assert max(cluster.committed(launchers[1]).values()) <= 3

@@ -323,7 +323,7 @@ def test_the_temporary_directory_is_empty_at_every_attempt_and_gone_when_the_fil
     storage.store(FOLDER, ("a",))
 
     assert names == []
-    assert held == [second]
+    assert held == [second.parent]
     assert list(scratch.iterdir()) == []
     assert storage.names(FOLDER) == ["a"]
 

@@ -27,5 +27,6 @@ class Staging:
         with explained("make a temporary directory in", root):
             sweep(_PREFIX, root)
             folder = TemporaryFolder.make(_PREFIX, root)
-        self.path = folder.path
+            self.path = folder.path / "files"
+            self.path.mkdir()
         self.close = weakref.finalize(self, folder.remove)
