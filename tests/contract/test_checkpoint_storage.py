@@ -393,7 +393,7 @@ def test_what_a_killed_process_left_behind_is_removed_by_the_next_and_what_a_liv
             own.remove(FOLDER)
 
             assert found == {path.parent, of_alive}
-            assert (of_alive / "a").read_bytes() == b"1" * 1000
+            assert (of_alive / "files" / "a").read_bytes() == b"1" * 1000
             alive.communicate(b"\n", timeout=30)
     assert list(scratch.iterdir()) == []  # a process that ends by itself removes its own
 
