@@ -42,6 +42,7 @@ SEVERAL = {
         "PMIX_RANK=0 (a PMIx launcher)",
         "`holdfast run -n N SCRIPT`",
     ),
+    "a task of Ray": (RAY, "RAY_JOB_ID=01000000 (Ray)", "`holdfast run -n N SCRIPT`"),
 }
 
 ALONE = {
@@ -53,7 +54,7 @@ ALONE = {
     "srun -n 1": STEP | {"SLURM_STEP_NUM_TASKS": "1"},
     "srun -n 1 with PMIx": STEP | {"SLURM_STEP_NUM_TASKS": "1", "PMIX_RANK": "0"},
     "mpiexec -n 1": {"PMI_SIZE": "1", "PMI_RANK": "0"},
-    "a task of Ray, as in a search for hyperparameters": RAY,
+    "a worker of Ray Train that is the only one": RAY | {"WORLD_SIZE": "1"},
     "one pod of Kubeflow": {"PET_NNODES": "1", "PET_NPROC_PER_NODE": "auto"},
     "no numbers": {"WORLD_SIZE": "", "PMI_SIZE": "many", "PET_NNODES": "a:b"},
 }

@@ -15,6 +15,9 @@ _SIZES = {
 }
 """Variables that hold the number of processes, and the launcher that sets each. Open MPI's is not among them: the ``ulfm`` fabric handles it."""
 
+_WITHOUT_SIZE = {"PMIX_RANK": "a PMIx launcher", "RAY_JOB_ID": "Ray"}
+"""Variables that launchers set in each process that they start, without saying how many there are."""
+
 _STEPS_OF_SLURM = 0xFFFFFFFA
 """Steps from this number on are Slurm's own: a batch script, the shell of ``salloc``. Each is one process, though that shell has the
 number of tasks of the allocation."""
@@ -28,12 +31,14 @@ def others_started(env: Mapping[str, str]) -> str:
     """
     sizes = {name: size for name in _SIZES if (size := _size(env, name)) > 0}
     saw = next((name for name, size in sizes.items() if size > 1), "")
-    if not saw and (sizes or "PMIX_RANK" not in env):
+    if not saw and not sizes:
+        saw = next((name for name in _WITHOUT_SIZE if name in env), "")
+    if not saw:
         return ""
-    saw, size = (saw, sizes[saw]) if saw else ("PMIX_RANK", 0)
-    who = _who(env, saw)
+    size, who = sizes.get(saw, 0), _who(env, saw)
+    what = "is" if size else "may be"
     return (
-        f"{saw}={env[saw]}{f' ({who})' if who else ''} says that this process is one of several, each of which would train alone: "
+        f"{saw}={env[saw]}{f' ({who})' if who else ''} says that this process {what} one of several, each of which would train alone: "
         f'start {_instead(env, saw, size)}, or let it train alone with fabric="virtual" or HOLDFAST_FABRIC=virtual'
     )
 
@@ -50,8 +55,8 @@ def _number(text: str) -> int:
 
 
 def _who(env: Mapping[str, str], saw: str) -> str:
-    if saw == "PMIX_RANK":
-        return "a PMIx launcher"
+    if saw in _WITHOUT_SIZE:
+        return _WITHOUT_SIZE[saw]
     if saw != "WORLD_SIZE":
         return _SIZES[saw]
     return "torchrun" if "TORCHELASTIC_RUN_ID" in env else "Ray" if "RAY_JOB_ID" in env else ""
