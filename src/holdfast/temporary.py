@@ -58,18 +58,28 @@ class TemporaryFolder:
 
     def is_gone(self) -> bool:
         """Return whether something removed the folder, or put another one in its place."""
-        try:
-            return not os.path.samestat(os.fstat(self.lock), self.path.stat())
-        except (FileNotFoundError, NotADirectoryError):
+        if is_missing(self.path):
             return True
-        except OSError:  # such as of a network that is away for a moment
-            return False
+        with contextlib.suppress(OSError):
+            return not os.path.samestat(os.fstat(self.lock), self.path.stat())
+        return False
 
     def remove(self) -> None:
         """Remove the folder and give up the lock; in a forked child only the child's copy of the lock is closed."""
         if os.getpid() == self._owner and not self.is_gone():
             shutil.rmtree(self.path, ignore_errors=True)
         os.close(self.lock)
+
+
+def is_missing(path: Path) -> bool:
+    """Return whether a path does not exist; one that cannot be looked at, as when a network is away for a moment, may exist."""
+    try:
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return True
+    except OSError:
+        return False
+    return False
 
 
 def sweep(prefix: str, parent: Path) -> None:

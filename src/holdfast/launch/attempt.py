@@ -29,7 +29,7 @@ from holdfast.launch.tail import LineTail, RecordTail
 from holdfast.launch.worker import ALL_STOP, GRACE_S, LAUNCHER, LAUNCHER_NODE, LOG_DIR
 from holdfast.records import UNCONNECTED, Beacon, Position, beacon_path, records_path
 from holdfast.settings import Settings
-from holdfast.temporary import TemporaryFolder, sweep
+from holdfast.temporary import TemporaryFolder, is_missing, sweep
 
 _MPIRUN = ("--with-ft", "ulfm", "--bind-to", "none")
 _HERE = ("--oversubscribe", "--mca", "btl", "self,sm")
@@ -110,8 +110,9 @@ class Places:
 
     def lost(self) -> Path | None:
         """Return the run's folder if something removed it while the job runs, else None; MPI has its memory open already."""
-        gone = [folder.path for folder in self.own[:1] if folder.is_gone()]
-        return gone[0] if gone else None
+        if self.own and self.own[0].is_gone():
+            return self.own[0].path
+        return self.run_dir if self.is_shared and is_missing(self.run_dir) else None
 
     def clear(self) -> None:
         """Remove what goes with the run."""
