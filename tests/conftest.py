@@ -134,6 +134,15 @@ LONG = (
     "contract/test_torch_backend.py::test_every_rank_passes_and_all_hold_the_same[gloo-3-all_reduce_of_every_op",
     "cli/test_study.py::test_a_quick_study_measures_says_what_it_left_out_and_is_not_done_twice",
     "property/test_shared_sum_explored.py::test_nothing_goes_wrong_when_no_moves_are_joined[rollback]",
+    "chaos/test_ddp.py::test_a_collective_raises_once_at_every_survivor_and_works_again[collectives_two-",
+    "chaos/test_exact_ulfm.py::test_any_number_of_workers_gives_the_bits_of_the_reference[cnn-sgd-4]",
+    "chaos/test_full_disk.py::test_a_run_folder_that_is_removed_ends_the_job_with_one_clear_line[ulfm]",
+    "chaos/test_hangs.py::test_who_waited_for_one_that_is_stuck_in_a_checkpoint_longer_than_a_stall_takes_goes_on_without_it[gloo]",
+    "chaos/test_launcher_death.py::test_nothing_is_left_where_what_would_end_it_is_stopped_when_the_launcher_dies[ulfm-all watchers]",
+    "chaos/test_partial.py::test_an_optimizer_that_is_kept_comes_back_as_it_was_with_parameters_that_are_older[sharded-gloo",
+    "chaos/test_pipeline.py::test_in_one_of_two_chains_a_twin_or_a_spare_takes_over[options0",
+    "chaos/test_start.py::test_an_mpirun_that_is_stopped_or_killed_before_training_is_started_again[9]",
+    "contract/test_torch_backend.py::test_every_rank_passes_and_all_hold_the_same[gloo-3-reduce_of_every_op",
 )
 """Beginnings of their names, below ``tests/``."""
 

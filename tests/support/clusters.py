@@ -14,7 +14,7 @@ from pathlib import Path
 import reference
 from jobs import clean_env
 
-from holdfast.records import read_run
+from holdfast.records import UNCONNECTED, Beacon, read_run
 
 SCRIPT = Path(__file__).parents[1] / "chaos" / "nodes_script.py"
 ALL_SAMPLES = {"planned": 406, "committed": 406, "lost": 0, "repeated": 0}
@@ -88,6 +88,12 @@ class Way:
                 target.shutdown(socket.SHUT_WR)
 
 
+def is_connected(beacon):
+    """Whether the worker that has this beacon asks to be let in, and does not import any more."""
+    position = Beacon.read(beacon)
+    return position is not None and position.phase not in UNCONNECTED
+
+
 class Cluster:
     """The launchers of one job, numbered from 0.
 
@@ -156,7 +162,7 @@ class Cluster:
     def come_back(self, node, rank):
         """Start the launcher of a node again; training goes on when its newcomer is there."""
         back = self.start(node)
-        until(lambda: list(back.place.glob(f"tmp/holdfast-*/beacon-{rank}")), f"the newcomer {rank}")
+        until(lambda: any(map(is_connected, back.place.glob(f"tmp/holdfast-*/beacon-{rank}"))), f"the newcomer {rank}")
         self.hold[1].touch()
         return back
 
