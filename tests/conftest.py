@@ -141,6 +141,8 @@ LONG = (
     "chaos/test_launcher_death.py::test_nothing_is_left_where_what_would_end_it_is_stopped_when_the_launcher_dies[ulfm-all watchers]",
     "chaos/test_partial.py::test_an_optimizer_that_is_kept_comes_back_as_it_was_with_parameters_that_are_older[sharded-gloo",
     "chaos/test_pipeline.py::test_in_one_of_two_chains_a_twin_or_a_spare_takes_over[options0",
+    "chaos/test_pipeline.py::test_two_deaths_of_four_workers_change_no_bit[ulfm-kills0]",
+    "chaos/test_ulfm_nodes.py::test_where_a_daemon_does_not_come_up_the_job_is_started_again",
     "chaos/test_start.py::test_an_mpirun_that_is_stopped_or_killed_before_training_is_started_again[9]",
     "contract/test_torch_backend.py::test_every_rank_passes_and_all_hold_the_same[gloo-3-reduce_of_every_op",
 )
