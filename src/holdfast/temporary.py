@@ -115,7 +115,7 @@ def _is_ours(path: Path, found: os.stat_result) -> bool:
     try:
         made_by = json.loads((path / MARKER).read_bytes())
         pid, started, boot = made_by["pid"], made_by["started"], made_by["boot"]
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return False
     # On another machine that shares the folder the lock may not be seen, so this machine only removes its own.
     return bool(boot and boot == _boot_id() and started != _start_time(pid))

@@ -133,7 +133,7 @@ def test_a_folder_whose_marker_does_not_prove_that_it_is_ours_stays(tmp_path, ch
         case "of another boot":
             marker.write_text(json.dumps(made_by | {"boot": "e0f5b3c0-0000-4000-8000-000000000000"}))
         case "no JSON":
-            marker.write_text("[" * 10)
+            marker.write_text("[" * 100_000)
         case "not private":
             os.chmod(path, 0o755)  # noqa: S103
         case "of a process that is alive":

@@ -209,9 +209,9 @@ class Attempt:
         position = self.position(rank)
         return position is not None and position.phase not in UNCONNECTED
 
-    def sign(self, rank: int) -> Sign:
-        """Return what is seen of a worker that may not have begun yet."""
-        pair, position = self.pair(rank), self.position(rank)
+    def sign(self, rank: int, position: Position | None) -> Sign:
+        """Return what is seen of a worker that may not have begun yet; ``position`` is where it is."""
+        pair = self.pair(rank)
         is_here = pair is not None and pair.node in ("", this_node())
         processes = [pair.worker, *([pair.watcher] if position is None else [])] if is_here and pair is not None else []
         if pair is None and rank in self._watchers:

@@ -14,11 +14,12 @@ from holdfast.launch.hangs import Hangs
 from holdfast.launch.news import News
 from holdfast.launch.nodes import Nodes
 from holdfast.launch.run import Run
-from holdfast.launch.starting import Starting
+from holdfast.launch.starting import Finding, Starting
 from holdfast.launch.stragglers import Stragglers
-from holdfast.records import Position, requests_path
+from holdfast.records import UNCONNECTED, Position, requests_path
 
 _LOOK_S = 0.25
+_BEFORE_TRAINING = (*UNCONNECTED, "start")
 _TELL_WITHIN_S = 10.0
 """A watcher may take this long to record how its worker ended: on a busy machine its imports may not be through."""
 
@@ -60,7 +61,7 @@ class Lookout:
         self._note_untold_ends(attempt, watched, now_s)
         positions = {rank: p for rank in watched if (p := attempt.position(rank)) is not None}
         self._run.judge.watch(positions, now_s)
-        self._look_at_start(attempt, watched, now_s)
+        self._look_at_start(attempt, watched, positions, now_s)
         self._end_stuck(attempt, positions, now_s)
         self._say_how_it_goes(living, now_s)
         self._look_for_stragglers(attempt, positions, now_s)
@@ -95,12 +96,17 @@ class Lookout:
                 exit_code = 0 if self._run.judge.has_finished(rank) else -signal.SIGKILL
                 self._news.note_end(attempt.untold_end(rank, now_s, exit_code), attempt)
 
-    def _look_at_start(self, attempt: Attempt, watched: Set[int], now_s: float) -> None:
+    def _look_at_start(
+        self, attempt: Attempt, watched: Set[int], positions: Mapping[int, Position], now_s: float
+    ) -> None:
         """Give up workers that keep the job from beginning."""
         nodes, others, judge = self._run.nodes, self._run.others, self._run.judge
-        signs = {rank: attempt.sign(rank) for rank in watched}
-        elsewhere = nodes is not None and nodes.any_says("starts")
-        found = self._starting.look(signs, now_s, has_begun=judge.has_begun, elsewhere=elsewhere)
+        found = Finding()
+        all_train = all(rank in positions and positions[rank].phase not in _BEFORE_TRAINING for rank in watched)
+        if not (judge.has_begun and all_train):
+            signs = {rank: attempt.sign(rank, positions.get(rank)) for rank in watched}
+            elsewhere = nodes is not None and nodes.any_says("starts")
+            found = self._starting.look(signs, now_s, has_begun=judge.has_begun, elsewhere=elsewhere)
         if others is not None:
             with contextlib.suppress(StoreLost):  # found at the next look
                 others.say("starts", true=self._starting.keeps_waiting and not judge.has_begun)
