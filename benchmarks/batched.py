@@ -21,8 +21,8 @@ from common import ratio, spread, table, write_json
 from torch.utils.data import TensorDataset
 
 from holdfast.faults.plan import FaultPlan, parse
-from holdfast.train.batched import Batched
-from holdfast.workloads import make_model, make_optimizer
+from holdfast_lab.virtual_ddp.training import Batched
+from holdfast_lab.workloads import make_model, make_optimizer
 
 BLOCK = 10
 """Steps of a block."""

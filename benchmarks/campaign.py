@@ -26,12 +26,12 @@ from typing import Any
 import torch
 from common import ratio, spread, table, write_json
 
-from holdfast.study.campaign import run_campaign
-from holdfast.study.campaign_plan import Campaign, Cell, Stop, seed_of
-from holdfast.study.campaign_table import as_json, read_rows
-from holdfast.study.outcomes import are_finite, digest, outcome_of
-from holdfast.study.warm import Held
-from holdfast.workloads import load_dataset, make_model
+from holdfast_lab.studies.campaign import run_campaign
+from holdfast_lab.studies.campaign_plan import Campaign, Cell, Stop, seed_of
+from holdfast_lab.studies.campaign_table import as_json, read_rows
+from holdfast_lab.studies.outcomes import are_finite, digest, outcome_of
+from holdfast_lab.studies.warm import Held
+from holdfast_lab.workloads import load_dataset, make_model
 
 EPOCHS = 3
 """Before the checkpoint."""

@@ -33,8 +33,8 @@ from turns import connect_each, leave, make_parser, run_jobs, show_turns, take_t
 import holdfast
 from holdfast.clock import SystemClock
 from holdfast.comm import Communicator
-from holdfast.train.eager import Eager, Spent
-from holdfast.train.gradients import Buckets
+from holdfast.models.gradients import Buckets
+from holdfast.models.overlap import Eager, Spent
 
 VARIANTS = ("lazy", "eager", "no copy")
 WARM_UP_STEPS = 5

@@ -44,9 +44,9 @@ from common import ratio, spread, table, write_json
 from peers import injector_2022
 
 from holdfast.faults.alteration import Alteration, Change, Place, apply, draw
-from holdfast.faults.files import Target
 from holdfast.faults.formats import FORMATS
-from holdfast.faults.inject import inject
+from holdfast_lab.inject.files import Target
+from holdfast_lab.inject.inject import inject
 
 
 def make_file(path: Path, size_bytes: float, tensors: int) -> None:

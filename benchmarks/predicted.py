@@ -36,9 +36,9 @@ from spent import Spent, spent
 
 from holdfast.events import Record, RunStarted, StepCommitted
 from holdfast.records import read_run
-from holdfast.simulate import Cluster, Costs, Job, Outcome, Scenario, Trace, simulate
-from holdfast.simulate.outcome import Estimate
-from holdfast.simulate.reading import Spell
+from holdfast_lab.simulate import Cluster, Costs, Job, Outcome, Scenario, Trace, simulate
+from holdfast_lab.simulate.outcome import Estimate
+from holdfast_lab.simulate.reading import Spell
 
 STRATEGIES = ("rollback", "forward", "restart")
 WORKERS = 4

@@ -29,10 +29,11 @@ from models import JOBS, loss_of, make_model, make_optimizer
 from turns import connect_each, leave, make_parser, run_jobs, show_turns, take_turns
 
 import holdfast
-from holdfast.comm import Communicator, adding, connect
+from holdfast.comm import Communicator, connect
+from holdfast.comm.allreduce import adding
+from holdfast.engine.loop import Run
+from holdfast.models.replicated import Replica
 from holdfast.testing.counting import CountingCommunicator
-from holdfast.train.replica import Replica
-from holdfast.train.run import Run
 
 VARIANTS = {"protected": "unprotected", "unprotected": "protected", "any order": "protected"}
 """Each, and what it is held against."""

@@ -175,10 +175,10 @@ def as_row(
 
 def kill_once(strategy: str, fabric: str, workers: int, fault: dict[str, Any]) -> Row:
     """Run one job with one kill, and return what it cost."""
+    from holdfast.config import Settings
     from holdfast.faults.plan import Fault, FaultPlan
     from holdfast.launch.job import Job as HoldfastJob
     from holdfast.launch.launcher import launch
-    from holdfast.settings import Settings
 
     with tempfile.TemporaryDirectory() as folder:
         saving = {"checkpoint_dir": folder, "checkpoint_every": CHECKPOINT_EVERY} if strategy == "restart" else {}

@@ -77,10 +77,10 @@ def told(kind: str, row: Row) -> Row:
 
 def run_once(kind: str, workers: int, megabytes: int, seed: int) -> Row:
     """Run one job with one kill."""
+    from holdfast.config import Settings
     from holdfast.faults.plan import Fault, FaultPlan
     from holdfast.launch.job import Job
     from holdfast.launch.launcher import launch
-    from holdfast.settings import Settings
 
     victim = seed % workers
     plan = FaultPlan((Fault("kill", victim, KILL_AT, "backward"),)).to_json()
@@ -178,7 +178,7 @@ def measure_parts(session: Any, size_bytes: int) -> None:
     """Write down how long the parts of a joining take in this worker."""
     from holdfast.comm import OrderedSum
     from holdfast.comm.c10d import C10dCommunicator
-    from holdfast.train.beginning import Beginning
+    from holdfast.state.restorer import Beginning
 
     file = Path(os.environ[PARTS], str(os.getpid())).open("a")  # noqa: SIM115 - until this process ends
 

@@ -33,7 +33,7 @@ import torch
 from common import ratio, spread, table, write_json
 from models import JOBS, loss_of, make_model, make_optimizer
 
-from holdfast.checkpoint.running import Running, Saving
+from holdfast.checkpoint.priority import Running, Saving
 
 BLOCK_NUMBERS = 16
 EVERY = 16

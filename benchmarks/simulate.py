@@ -22,7 +22,7 @@ from typing import Any
 
 from common import table, write_json
 
-from holdfast.simulate import (
+from holdfast_lab.simulate import (
     Cluster,
     Costs,
     Exponential,

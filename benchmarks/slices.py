@@ -2,7 +2,7 @@
 
 A worker's samples in 1 to 16 slices: a step of a session that loops over them, each a forward and a backward pass of its
 own, and one that calls ``step.compute``, which takes all slices through the model at once where that gives each the bits
-that it has by itself (:mod:`holdfast.train.at_once`). Both train in turns, and must end with the same weights.
+that it has by itself (:mod:`holdfast.models.slice_batching`). Both train in turns, and must end with the same weights.
 
 Two other ways to read the weights less often are held against the loop, by the share of the gradients' numbers that have its
 bits:
@@ -33,7 +33,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import holdfast
-from holdfast.train.at_once import TRIALS
+from holdfast.models.slice_batching import TRIALS
 
 Gradients = list[list[torch.Tensor]]
 """Of each slice, of each parameter."""

@@ -19,7 +19,7 @@ from common import spread, table, write_json
 COMMANDS = {
     "the interpreter": ("-c", "pass"),
     "import holdfast": ("-c", "import holdfast"),
-    "import holdfast.simulate": ("-c", "import holdfast.simulate"),
+    "import holdfast_lab.simulate": ("-c", "import holdfast_lab.simulate"),
     "holdfast plan --help": ("-m", "holdfast", "plan", "--help"),
 }
 LIMIT_S = 120.0

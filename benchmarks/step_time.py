@@ -155,7 +155,7 @@ def work_ddp(training: Training, turns: Turns, *, backend: str) -> None:
     from torch.nn.parallel import DistributedDataParallel
 
     if backend == "holdfast":
-        import holdfast.dist  # noqa: F401 - makes its backend known to torch
+        import holdfast.distributed  # noqa: F401 - makes its backend known to torch
     dist.init_process_group(backend)
     model = DistributedDataParallel(training.model)
     training.loop(turns, dist.get_rank(), model, training.optimizer)

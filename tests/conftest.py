@@ -108,8 +108,8 @@ LONG = (
     "contract/test_torch_backend.py::test_every_worker_ends_well[gloo-2]",
     "contract/test_torch_backend.py::test_every_worker_ends_well[gloo-4]",
     "contract/test_torch_backend.py::test_every_worker_ends_well[holdfast-2]",
-    "property/test_shared_sum_explored.py::test_nothing_goes_wrong_when_no_moves_are_joined[forward]",
-    "property/test_shared_sum_explored.py::test_nothing_goes_wrong_when_no_moves_are_joined[restart]",
+    "model/test_shared_sum_explored.py::test_nothing_goes_wrong_when_no_moves_are_joined[forward]",
+    "model/test_shared_sum_explored.py::test_nothing_goes_wrong_when_no_moves_are_joined[restart]",
     "chaos/test_bodies.py::test_what_changes_the_bits_changes_them_alike_in_both_bodies[rollback-specs3",
     "chaos/test_ddp.py::test_a_list_made_before_a_second_death_raises_like_everybody_elses",
     "chaos/test_ddp.py::test_a_reducer_with_a_hook_that_compresses_goes_on",
@@ -132,8 +132,8 @@ LONG = (
     "chaos/test_sharded.py::test_killed_workers_change_no_bit[gloo-killed1",
     "chaos/test_soak.py::test_a_few_random_plans_change_no_bit[24]",
     "contract/test_torch_backend.py::test_every_rank_passes_and_all_hold_the_same[gloo-3-all_reduce_of_every_op",
-    "cli/test_study.py::test_a_quick_study_measures_says_what_it_left_out_and_is_not_done_twice",
-    "property/test_shared_sum_explored.py::test_nothing_goes_wrong_when_no_moves_are_joined[rollback]",
+    "lab/cli/test_study.py::test_a_quick_study_measures_says_what_it_left_out_and_is_not_done_twice",
+    "model/test_shared_sum_explored.py::test_nothing_goes_wrong_when_no_moves_are_joined[rollback]",
     "chaos/test_ddp.py::test_a_collective_raises_once_at_every_survivor_and_works_again[collectives_two-",
     "chaos/test_exact_ulfm.py::test_any_number_of_workers_gives_the_bits_of_the_reference[cnn-sgd-4]",
     "chaos/test_full_disk.py::test_a_run_folder_that_is_removed_ends_the_job_with_one_clear_line[ulfm]",
@@ -159,7 +159,7 @@ def _notes_of_runs_stay_here(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def _no_session_outlives_a_test(monkeypatch):
-    if (session := sys.modules.get("holdfast.train.session")) is not None:  # importing torch takes seconds
+    if (session := sys.modules.get("holdfast.session.session")) is not None:  # importing torch takes seconds
         monkeypatch.setattr(session, "_sessions", [])
 
 

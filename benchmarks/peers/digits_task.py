@@ -98,7 +98,7 @@ def make_data() -> TensorDataset:
 
 
 def make_model() -> nn.Sequential:
-    """Return the CNN of ``holdfast.workloads`` for 8x8 images: 55,114 parameters."""
+    """Return the CNN of ``holdfast_lab.workloads`` for 8x8 images: 55,114 parameters."""
     torch.manual_seed(0)
     return nn.Sequential(
         nn.Conv2d(1, 16, 3, padding=1),
@@ -117,7 +117,7 @@ def make_model() -> nn.Sequential:
 
 
 def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
-    """Return the optimizer of ``holdfast.workloads``."""
+    """Return the optimizer of ``holdfast_lab.workloads``."""
     return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 
 

@@ -59,7 +59,7 @@ class Holdfast(Store):
 
     def begin(self, folder: Path, state: State) -> Wait:
         """See :meth:`Store.begin`."""
-        from holdfast.checkpoint.content import take
+        from holdfast.checkpoint.write_plan import take
         from holdfast.checkpoint.writer import Writer
 
         # One writer for all rounds, as in a run: its memory is used again.

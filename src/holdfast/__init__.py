@@ -9,25 +9,25 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from holdfast.config import Settings
     from holdfast.errors import ConfigError, HoldfastError, ScriptError
-    from holdfast.settings import Settings
-    from holdfast.train.reinit import reinit
-    from holdfast.train.session import Session
-    from holdfast.train.split.model import Pipeline, Sharded
-    from holdfast.train.step import Step
+    from holdfast.session.models import Pipeline, Sharded
+    from holdfast.session.reinit import reinit
+    from holdfast.session.session import Session
+    from holdfast.session.step import Step
 
 __version__ = "0.1.0"
 
 _WHERE = {
     "ConfigError": "holdfast.errors",
     "HoldfastError": "holdfast.errors",
-    "Pipeline": "holdfast.train.split.model",
+    "Pipeline": "holdfast.session.models",
     "ScriptError": "holdfast.errors",
-    "Session": "holdfast.train.session",
-    "Settings": "holdfast.settings",
-    "Sharded": "holdfast.train.split.model",
-    "Step": "holdfast.train.step",
-    "reinit": "holdfast.train.reinit",
+    "Session": "holdfast.session.session",
+    "Settings": "holdfast.config",
+    "Sharded": "holdfast.session.models",
+    "Step": "holdfast.session.step",
+    "reinit": "holdfast.session.reinit",
 }
 
 __all__ = [

@@ -367,8 +367,8 @@ class RunStarted(Record):
     The ``torch.distributed`` backend writes it too, at the first step of ``DistributedDataParallel`` or at the end of a
     script that has none. It knows neither the model nor a plan: what is planned, the buckets and the parameters are 0.
 
-    ``link`` is that of the step before (see :mod:`holdfast.links`): :data:`holdfast.links.GENESIS` where the links begin, "" where
-    there is none. ``kind`` is that of the worker, see :mod:`holdfast.kinds`; under ``torch.distributed`` nobody looks. ``given_up``
+    ``link`` is that of the step before (see :mod:`holdfast.integrity.hash_chain`): :data:`holdfast.integrity.hash_chain.GENESIS` where the links begin, "" where
+    there is none. ``kind`` is that of the worker, see :mod:`holdfast.state.platform`; under ``torch.distributed`` nobody looks. ``given_up``
     says how another worker, or who made the checkpoint that is gone on from, differs in it, "" if nobody does.
     """
 
@@ -399,7 +399,7 @@ class StepCommitted(Record):
         samples: Samples whose gradients are in the step; 0 under ``torch.distributed``, where nobody knows.
         workers: Workers that took part.
         metrics: What the script logged, mean over the samples of the step, ``loss`` among it.
-        link: Of the certificate, made of all that follows and of the link before; see :mod:`holdfast.links`. "" where there is none.
+        link: Of the certificate, made of all that follows and of the link before; see :mod:`holdfast.integrity.hash_chain`. "" where there is none.
         ids: Digest of the samples, slice by slice.
         figures: Digest of the exact metrics.
         state: Digest of a part of the state before the step, of another part in each step.
@@ -421,7 +421,7 @@ class StepCommitted(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateHashed(Record):
-    """All of the state before ``step``, as ``rank`` has it: every :data:`holdfast.links.WHOLE_EVERY` steps, and at the end.
+    """All of the state before ``step``, as ``rank`` has it: every :data:`holdfast.integrity.hash_chain.WHOLE_EVERY` steps, and at the end.
 
     Args:
         link: Of the step before, by what this worker itself has seen.
@@ -641,7 +641,7 @@ class UpdatedEagerly(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlicesTried(Record):
-    """``rank`` knows whether the slices of a step, where it holds so many, go through the model at once; see :meth:`holdfast.train.step.Step.compute`.
+    """``rank`` knows whether the slices of a step, where it holds so many, go through the model at once; see :meth:`holdfast.session.step.Step.compute`.
 
     Args:
         samples: Of each slice.
@@ -667,7 +667,7 @@ class WorkerRefused(Record):
 
     Args:
         why: How it differs, and what to do.
-        kind: Its own, see :mod:`holdfast.kinds`.
+        kind: Its own, see :mod:`holdfast.state.platform`.
     """
 
     why: str

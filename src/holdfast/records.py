@@ -423,5 +423,5 @@ def strike_path(run_dir: Path, fault: int) -> Path:
 
 
 def requests_path(run_dir: Path) -> Path:
-    """Return the file whose lines ask for changes to the running job: JSON objects, see ``train/requests.py``."""
+    """Return the file whose lines ask for changes to the running job: JSON objects, see ``engine/live_config.py``."""
     return run_dir / "requests.jsonl"

@@ -18,6 +18,7 @@ import numpy as np  # noqa: E402
 from mpi4py import MPI  # noqa: E402
 
 from holdfast.clock import SystemClock  # noqa: E402
+from holdfast.config import Settings  # noqa: E402
 from holdfast.errors import ConfigError  # noqa: E402
 from holdfast.events import (  # noqa: E402
     CheckpointSaved,
@@ -29,7 +30,6 @@ from holdfast.events import (  # noqa: E402
 )
 from holdfast.faults.plan import FaultPlan  # noqa: E402
 from holdfast.records import Beacon, FileRecorder, beacon_path, records_path  # noqa: E402
-from holdfast.settings import Settings  # noqa: E402
 
 
 def main() -> None:

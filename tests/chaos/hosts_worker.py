@@ -7,9 +7,10 @@ import sys
 
 import torch
 
-from holdfast.comm import OrderedSum, Span, adding, connect
+from holdfast.comm import OrderedSum, Span, connect
+from holdfast.comm.allreduce import adding
+from holdfast.config import Settings
 from holdfast.errors import PeerFailed
-from holdfast.settings import Settings
 from holdfast.testing.contract import check_communicator
 from holdfast.testing.counting import CountingCommunicator
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import torch
 
 from holdfast.comm import Mail, OrderedSum, Subgroup, connect
-from holdfast.comm.outbox import Outbox
-from holdfast.comm.shared import SharedSum
+from holdfast.comm.allreduce.shm import SharedSum
+from holdfast.comm.shm_p2p import Outbox
+from holdfast.config import Settings
 from holdfast.errors import PeerFailed
-from holdfast.settings import Settings
 
 WITHIN_S = 60.0
 STOPPED = 1

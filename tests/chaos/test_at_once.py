@@ -5,7 +5,7 @@ import reference
 from exact import SCRIPT, check_nothing_lost, reference_hash
 from jobs import assert_landed, run_report
 
-from holdfast.train.at_once import TRIALS
+from holdfast.models.slice_batching import TRIALS
 
 pytestmark = pytest.mark.chaos
 SLICES = 6

@@ -31,9 +31,9 @@ from checkpoint_writers import (
     write_part,
 )
 
-from holdfast import points
 from holdfast.checkpoint import load, load_box, load_newest, newest_intact, steps, verify
 from holdfast.errors import CheckpointError
+from holdfast.faults import points
 
 pytestmark = pytest.mark.chaos
 
@@ -425,9 +425,7 @@ def test_a_checkpoint_that_cannot_be_completed_says_why(tmp_path):
 
 
 def test_a_point_to_die_at_may_be_named_in_the_environment():
-    code = (
-        "from holdfast import points; points.reach('checkpoint.begin'); print('on'); points.reach('checkpoint.tensors')"
-    )
+    code = "from holdfast.faults import points; points.reach('checkpoint.begin'); print('on'); points.reach('checkpoint.tensors')"
     environment = os.environ | {"HOLDFAST_CRASH_AT": "checkpoint.tensors"}
     command = [sys.executable, "-u", "-c", code]
 

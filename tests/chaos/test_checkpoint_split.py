@@ -10,8 +10,8 @@ from checkpoint_bytes import data_dir, same, step_dir
 from checkpoint_writers import end, start
 from split_writers import NUM_STAGES, save_part, stage, state_of
 
-from holdfast import points
 from holdfast.checkpoint import all_but, load, newest_intact, steps, verify
+from holdfast.faults import points
 
 pytestmark = pytest.mark.chaos
 

@@ -18,10 +18,10 @@ from pathlib import Path
 
 import pytest
 
+from holdfast.config import Settings
 from holdfast.launch import attempt
 from holdfast.launch.job import Job
 from holdfast.launch.launcher import launch
-from holdfast.settings import Settings
 from holdfast.temporary import MARKER
 
 FAKE = Path(__file__).with_name("fake_training.py")
@@ -198,7 +198,7 @@ import sys
 from pathlib import Path
 from holdfast.events import Finished
 from holdfast.records import FileRecorder, records_path
-from holdfast.settings import Settings
+from holdfast.config import Settings
 settings = Settings.from_env()
 print(settings.workers, settings.fabric)
 for rank in range(1, settings.workers):

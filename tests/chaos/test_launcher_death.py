@@ -221,7 +221,7 @@ def test_nothing_is_left_where_what_would_end_it_is_stopped_when_the_launcher_di
 LOSES_ITS_CONNECTION = """
 import socket
 import sys
-from holdfast.train.attempts import Attempts
+from holdfast.engine.executor import Attempts
 
 begin = Attempts.begin
 

@@ -11,7 +11,7 @@ from clusters import Cluster, assert_complete, of_kind, until
 from jobs import clean_env
 from netns import ip, make_hosts
 
-from holdfast.launch import cut
+from holdfast.launch import network_partition as cut
 from holdfast.launch.processes import value_of
 from holdfast.launch.worker import LAUNCHER
 from holdfast.records import Beacon

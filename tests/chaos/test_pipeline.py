@@ -251,7 +251,7 @@ import itertools
 import sys
 sys.path.insert(0, {support!r})
 from train_pipeline import train
-from holdfast.comm.mail import Mail
+from holdfast.comm.p2p import Mail
 
 def send_so_far(self, to, data, send=Mail.send, count=itertools.count()):
     if self._comm.here == (0,) or next(count) < 17:  # then it is in the middle of the way back through a step

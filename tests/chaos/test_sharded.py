@@ -16,7 +16,7 @@ from jobs import assert_landed, assert_landed_for_good, exit_codes, run_report
 from reference import make_model
 
 from holdfast import Sharded
-from holdfast.report.words import listing
+from holdfast.report.formatting import listing
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(400)]
 
@@ -175,7 +175,7 @@ def test_negative_control_a_shard_that_comes_without_its_momenta_is_found_out(tm
     broken = tmp_path / "broken.py"
     broken.write_text(
         f"import runpy, sys\n"
-        f"from holdfast.train.split import holdings\n"
+        f"from holdfast.models import resident_parts as holdings\n"
         f"take = holdings.take\n"
         f"def forget(comm, giver):\n"
         f"    state = take(comm, giver)\n"
@@ -210,8 +210,8 @@ def test_newcomers_take_the_places_of_the_dead(tmp_path):
     patient = tmp_path / "patient.py"  # step 7 is not computed before both newcomers are at the door
     patient.write_text(
         f"import runpy, sys, time\n"
-        f"from holdfast.train import session\n"
-        f"from holdfast.train.step import Step\n"
+        f"from holdfast.session import session\n"
+        f"from holdfast.session.step import Step\n"
         f"backward = Step.backward\n"
         f"def wait(self, loss):\n"
         f"    world, ends_s = session._sessions[0]._world, time.monotonic() + {LIMIT_S}\n"
@@ -303,8 +303,8 @@ def test_who_writes_a_parameter_that_is_lent_dies_and_harms_nobody_else(tmp_path
     broken.write_text(
         f"import os, runpy, sys\n"
         f"import torch\n"
-        f"from holdfast.train import session\n"
-        f"from holdfast.train.step import Step\n"
+        f"from holdfast.session import session\n"
+        f"from holdfast.session.step import Step\n"
         f"backward = Step.backward\n"
         f"def write(self, loss):\n"
         f"    if self.number == 4 and os.environ['HOLDFAST_RANK'] == '2':\n"

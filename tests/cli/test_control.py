@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 from jobs import holdfast
 
+from holdfast.config import Settings
 from holdfast.errors import ConfigError
 from holdfast.launch.control import Asked, Running, advice, announce, append, ask, check, find
 from holdfast.launch.job import Job
 from holdfast.launch.processes import Process
-from holdfast.settings import Settings
 
 
 @pytest.fixture

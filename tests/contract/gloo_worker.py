@@ -8,8 +8,8 @@ import time
 import torch
 
 from holdfast.comm import connect, groups
+from holdfast.config import Settings
 from holdfast.errors import PeerFailed
-from holdfast.settings import Settings
 from holdfast.testing.contract import check_communicator
 
 REBUILDS = 60

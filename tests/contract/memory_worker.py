@@ -11,7 +11,8 @@ import warnings
 
 import torch
 
-from holdfast.comm import OrderedSum, Span, connect, shared
+from holdfast.comm import OrderedSum, Span, connect
+from holdfast.comm.allreduce import shm as shared
 
 SPAN = Span(0, 50_001, torch.float32)
 CLONE_NEWUTS = 0x04000000

@@ -17,8 +17,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from jobs import MPIRUN, ROOT, clean_env
 
-from holdfast.comm import Mean, Span, adding, hosts
-from holdfast.comm.hosts import HostsSum, pieces
+from holdfast.comm import Mean, Span
+from holdfast.comm.allreduce import adding
+from holdfast.comm.allreduce import hierarchical as hosts
+from holdfast.comm.allreduce.hierarchical import HostsSum, pieces
 from holdfast.errors import PeerFailed, ScriptError
 
 WORKER = Path(__file__).with_name("memory_worker.py")

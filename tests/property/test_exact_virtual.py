@@ -10,9 +10,13 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from train_reference import train
 
-from holdfast.comm import VirtualCommunicator, adding
+from holdfast.comm import VirtualCommunicator
+from holdfast.comm.allreduce import adding
+from holdfast.data import loader as loading
+from holdfast.data import plan as batches
+from holdfast.data import position as place
+from holdfast.engine import loop as run
 from holdfast.faults.plan import FaultPlan, parse
-from holdfast.train import batches, loading, place, run
 
 reference_hash = functools.cache(reference.train)
 BUCKETS = {"mlp": 2, "cnn": 3}

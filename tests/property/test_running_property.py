@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.checkpoint.running import Running, Saving
-from holdfast.checkpoint.running_choice import highest
+from holdfast.checkpoint.priority import Running, Saving
+from holdfast.checkpoint.priority_choice import highest
 
 UNHURRIED = settings(deadline=None, max_examples=60)
 

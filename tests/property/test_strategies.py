@@ -24,7 +24,7 @@ from holdfast.events import (
     SaveAndStop,
 )
 from holdfast.recovery import Forward, Protocol, Reinit, Restart, Rollback, make_strategy
-from holdfast.testing.explorer import Lapse, World, walk
+from model.explorer import Lapse, World, walk
 
 BUSY = World(
     workers=5,

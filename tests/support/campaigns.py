@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
-from holdfast.study.campaign import run_campaign
-from holdfast.study.campaign_plan import Campaign, Cell, Stop
-from holdfast.study.outcomes import ACCR, NAN, RWC, are_finite, digest, outcome_of
-from holdfast.study.warm import Held
+from holdfast_lab.studies.campaign import run_campaign
+from holdfast_lab.studies.campaign_plan import Campaign, Cell, Stop
+from holdfast_lab.studies.outcomes import ACCR, NAN, RWC, are_finite, digest, outcome_of
+from holdfast_lab.studies.warm import Held
 
 DEADLINE_S = 60
 

@@ -9,12 +9,12 @@ import signal
 
 import torch
 
-from holdfast import points
 from holdfast.checkpoint import Checkpoints, newest_intact, take, write, write_tensors
 from holdfast.checkpoint.manifest import MANIFEST_NAME, dump
 from holdfast.checkpoint.save import remove
 from holdfast.checkpoint.writer import Writer
 from holdfast.errors import CheckpointError
+from holdfast.faults import points
 
 DEADLINE_S = 60
 SIZE = 1000

@@ -1853,7 +1853,7 @@ def a_collective_that_others_never_join_times_out(job):
 
 def initialise(backend):
     if backend == "holdfast":
-        import holdfast.dist  # noqa: F401  # registers it
+        import holdfast.distributed  # noqa: F401  # registers it
     dist.init_process_group(backend, timeout=datetime.timedelta(seconds=30))
 
 

@@ -24,9 +24,9 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
-import holdfast.dist
-import holdfast.dist.group
-from holdfast.comm.shared import SharedSum
+import holdfast.distributed
+import holdfast.distributed.group
+from holdfast.comm.allreduce.shm import SharedSum
 from holdfast.errors import PeerFailed
 
 FOLDER = "DIST_PLAYS_FOLDER"
@@ -64,7 +64,7 @@ def sha256(tensors):
 
 
 def alive():
-    return list(holdfast.dist.alive())
+    return list(holdfast.distributed.alive())
 
 
 def me():
@@ -288,12 +288,12 @@ def without_recovery(script):
     """The negative control: DDP's sums fail like any other collective."""
     import runpy
 
-    submit = holdfast.dist.group.HoldfastGroup._submit
+    submit = holdfast.distributed.group.HoldfastGroup._submit
 
     def submit_once(group, *args, **kwargs):
         return submit(group, *args, **(kwargs | {"recovers": False}))
 
-    holdfast.dist.group.HoldfastGroup._submit = submit_once
+    holdfast.distributed.group.HoldfastGroup._submit = submit_once
     dist.destroy_process_group()
     sys.argv = [script]
     runpy.run_path(script, run_name="__main__")
@@ -422,7 +422,7 @@ def collectives_one():
     group = dist.new_group(alive())  # rank 0, which held torch's store, is dead
     given = torch.tensor([float(me())])
     dist.all_reduce(given, group=group)
-    note("new group", sum=given.item(), alive=list(holdfast.dist.alive(group)), size=dist.get_world_size(group))
+    note("new group", sum=given.item(), alive=list(holdfast.distributed.alive(group)), size=dist.get_world_size(group))
 
 
 def later(act):
@@ -540,7 +540,7 @@ def groups():
         results=sorted({r["result"] for r in rounds if "result" in r}),
         again=again,
         between=between,
-        alive=[alive(), list(holdfast.dist.alive(mine))],
+        alive=[alive(), list(holdfast.distributed.alive(mine))],
     )
 
 

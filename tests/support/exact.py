@@ -6,7 +6,7 @@ from pathlib import Path
 import reference
 
 from holdfast.events import record_from_dict
-from holdfast.simulate import replay
+from holdfast_lab.simulate import replay
 
 SCRIPT = Path(__file__).with_name("train_reference.py")
 reference_hash = functools.cache(reference.train)

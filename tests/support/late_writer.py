@@ -72,8 +72,8 @@ def wait_for(name):
 
 def stop_while_adding():
     """Stop between barrier A and the worker's own addition; once woken, add, say so, and do nothing more."""
-    from holdfast.comm.shared import SharedSum
-    from holdfast.train.attempts import Attempts
+    from holdfast.comm.allreduce.shm import SharedSum
+    from holdfast.engine.executor import Attempts
 
     meet, was_stopped = SharedSum._meet, []
 
@@ -95,7 +95,7 @@ def stop_while_adding():
 
 def wait_before_reading():
     """When the sums of the step are done, and before anybody reads them, let the stopped worker write."""
-    from holdfast.train.run import Run
+    from holdfast.engine.loop import Run
 
     apply = Run._apply
 
@@ -115,7 +115,7 @@ def wait_before_reading():
 
 def reuse_memory():
     """Let the first result serve all generations; it shrinks by the line of the dead, and is as if it were new."""
-    from holdfast.comm import shared
+    from holdfast.comm.allreduce import shm as shared
 
     class Kept:
         first = None

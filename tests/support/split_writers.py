@@ -3,8 +3,8 @@
 import torch
 from checkpoint_writers import die_at
 
-from holdfast.settings import Settings
-from holdfast.train.keeper import Keeper
+from holdfast.config import Settings
+from holdfast.state.manager import Keeper
 
 NUM_STAGES = 4
 

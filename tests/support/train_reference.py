@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch.utils.data import TensorDataset
 
 import holdfast
-from holdfast.train import at_once
+from holdfast.models import slice_batching as at_once
 
 
 class OwnNoise(reference.Noisy):
@@ -118,7 +118,7 @@ def evaluate(model):
 
 def turn_recovery_off():
     """A failed sum raises into the script, as it does everywhere else."""
-    from holdfast.train.run import Run
+    from holdfast.engine.loop import Run
 
     def raise_it(run, error):
         raise error
@@ -128,7 +128,7 @@ def turn_recovery_off():
 
 def turn_undo_off():
     """What was updated eagerly stays when its step is taken back."""
-    from holdfast.train.eager import UndoCopy
+    from holdfast.models.overlap import UndoCopy
 
     UndoCopy.put_back = UndoCopy.forget
 

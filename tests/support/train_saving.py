@@ -22,7 +22,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import holdfast
-from holdfast import points
+from holdfast.faults import points
 from holdfast.records import requests_path
 
 SAMPLES, BATCH, SLICES, SEED = 60, 10, 3, 11

@@ -10,11 +10,12 @@ from torch.nn.utils import prune
 from torch.utils.data import TensorDataset
 
 import holdfast
+from holdfast.engine import executor as attempts
+from holdfast.engine.scribe import Scribe
 from holdfast.errors import ScriptError
 from holdfast.faults.plan import FaultPlan, parse
-from holdfast.train import at_once, attempts
-from holdfast.train.at_once import TRIALS, Tried
-from holdfast.train.scribe import Scribe
+from holdfast.models import slice_batching as at_once
+from holdfast.models.slice_batching import TRIALS, Tried
 
 SAMPLES, EPOCHS, SIDE, WORDS = 96, 3, 6, 11
 

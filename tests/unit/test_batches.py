@@ -7,8 +7,8 @@ import dataclasses
 import numpy as np
 import pytest
 
-from holdfast.train.batches import Batches, Plan
-from holdfast.train.place import Place
+from holdfast.data.plan import Batches, Plan
+from holdfast.data.position import Place
 
 PLAN = Plan(
     num_samples=96,

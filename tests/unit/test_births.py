@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from holdfast.launch.births import Births
+from holdfast.launch.population import Births
 
 
 def times(births, seconds, every_s=0.5):

@@ -24,15 +24,15 @@ from holdfast.comm import VirtualCommunicator
 from holdfast.errors import ConfigError
 from holdfast.events import Finished, Recovered, RunStarted, StateHashed, StepCommitted
 from holdfast.faults.plan import FaultPlan, parse
-from holdfast.guard.fingerprint import EVERY_KIND
+from holdfast.integrity.fingerprint import EVERY_KIND
+from holdfast.integrity.hash_chain import GENESIS, digest_of_ids, digest_of_parts, link_of
+from holdfast.integrity.state_hashes import Said, WholeHashes
 from holdfast.launch.noted import note
-from holdfast.links import GENESIS, digest_of_ids, digest_of_parts, link_of
+from holdfast.models.replicated import Replica
 from holdfast.records import read_run
-from holdfast.report.certified import Certified
+from holdfast.report.certificate import Certified
+from holdfast.report.divergence import compare_runs
 from holdfast.report.files import write_report
-from holdfast.report.parting import compare_runs
-from holdfast.train.hashing import Said, WholeHashes
-from holdfast.train.replica import Replica
 
 
 def plan(*specs):

@@ -12,10 +12,12 @@ from torch.utils.data import TensorDataset
 from train_split import stages
 
 import holdfast
-from holdfast.comm import SUM, Mean, OrderedSum, Span, VirtualCommunicator, checked, shared
-from holdfast.comm.exchanged import ExchangedSum
-from holdfast.comm.hosts import HostsSum
-from holdfast.comm.shared import SharedSum
+from holdfast.comm import SUM, Mean, OrderedSum, Span, VirtualCommunicator
+from holdfast.comm.allreduce import checksums as checked
+from holdfast.comm.allreduce import shm as shared
+from holdfast.comm.allreduce.alltoall import ExchangedSum
+from holdfast.comm.allreduce.hierarchical import HostsSum
+from holdfast.comm.allreduce.shm import SharedSum
 from holdfast.errors import MessageAltered
 from holdfast.events import CorruptionFound, CorruptionHealed, Finished, Recovered, StepCommitted
 from holdfast.faults.plan import FaultPlan, parse

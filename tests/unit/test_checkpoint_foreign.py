@@ -13,7 +13,7 @@ from holdfast.checkpoint.compare import compare
 from holdfast.checkpoint.convert import convert
 from holdfast.checkpoint.foreign import open_foreign
 from holdfast.checkpoint.format import DTYPES
-from holdfast.checkpoint.inventory import attempts, examine, prune
+from holdfast.checkpoint.listing import attempts, examine, prune
 from holdfast.checkpoint.source import Entry, Source, saved_source, tensor_digest
 from holdfast.errors import CheckpointCorrupt, CheckpointError, ConfigError
 

@@ -11,7 +11,6 @@ import safetensors.torch
 import torch
 from checkpoint_bytes import all_names, any_bits, data_dir, data_files, every_dtype, flip, manifest_file, same, step_dir
 
-from holdfast import points
 from holdfast.checkpoint import (
     Checkpoints,
     find_damage,
@@ -25,10 +24,11 @@ from holdfast.checkpoint import (
     write_tensors,
 )
 from holdfast.checkpoint.blocks import BLOCK_BYTES
-from holdfast.checkpoint.inventory import examine_all
+from holdfast.checkpoint.listing import examine_all
 from holdfast.checkpoint.save import remove
 from holdfast.checkpoint.storage.local import LocalStorage
 from holdfast.errors import CheckpointCorrupt, CheckpointError, CheckpointMissing, ConfigError
+from holdfast.faults import points
 
 ATTEMPT = {"token": "1a-0"}
 

@@ -11,11 +11,11 @@ import torch
 import xxhash
 from checkpoint_bytes import data_dir, every_dtype, fields_of, same, save_parts, step_dir
 
-from holdfast import points
 from holdfast.checkpoint import FORMATS, load, newest_intact, verify, write_tensors
 from holdfast.checkpoint.blocks import BLOCK_BYTES
 from holdfast.checkpoint.format import DTYPES
 from holdfast.checkpoint.manifest import SCHEMA
+from holdfast.faults import points
 
 PAGE = (Path(__file__).parents[2] / "docs" / "checkpoint-format.md").read_text()
 

@@ -11,13 +11,13 @@ import pytest
 import torch
 from checkpoint_bytes import all_names, any_bits, data_dir, fields_of, flip, same
 
-from holdfast import points
 from holdfast.checkpoint import FORMATS, Shard, all_but, load, newest_intact, steps, take, verify, write, write_tensors
 from holdfast.checkpoint.parts import pick
 from holdfast.checkpoint.storage.local import LocalStorage
+from holdfast.config import Settings
 from holdfast.errors import CheckpointCorrupt, CheckpointError, ConfigError
-from holdfast.settings import Settings
-from holdfast.train.keeper import Keeper
+from holdfast.faults import points
+from holdfast.state.manager import Keeper
 
 TOKEN = {"token": "split"}
 

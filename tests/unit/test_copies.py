@@ -14,16 +14,16 @@ from torch.utils.data import TensorDataset
 import holdfast
 from holdfast.checkpoint import Checkpoints, steps, verify
 from holdfast.checkpoint.format import flatten
-from holdfast.checkpoint.inventory import attempts, prune
+from holdfast.checkpoint.listing import attempts, prune
 from holdfast.checkpoint.storage import open_storage
 from holdfast.checkpoint.storage.local import LocalStorage
 from holdfast.comm import VirtualCommunicator
+from holdfast.config import Settings
 from holdfast.events import PartRestored, Recovered
 from holdfast.faults.plan import FaultPlan, parse
+from holdfast.models.standby_files import Copies
+from holdfast.models.training_state import clone
 from holdfast.records import read_run
-from holdfast.settings import Settings
-from holdfast.train.split.copies import Copies
-from holdfast.train.state import clone
 
 PATIENCE_S = 60.0
 PART = 2

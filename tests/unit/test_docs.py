@@ -120,7 +120,7 @@ def test_the_architecture_page_has_a_row_for_every_room():
 
 
 def test_every_choice_of_a_setting_is_documented():
-    from holdfast import settings
+    from holdfast import config as settings
 
     page = (ROOT / "docs" / "cli.md").read_text()
 

@@ -16,12 +16,12 @@ import holdfast
 from holdfast.clock import SystemClock
 from holdfast.errors import ConfigError
 from holdfast.faults.plan import FaultPlan, parse
-from holdfast.guard import RotatingDigest
+from holdfast.integrity import RotatingDigest
+from holdfast.models.gradients import Buckets
+from holdfast.models.overlap import Eager, Spent, UndoCopy
+from holdfast.models.training_state import state_sha256
 from holdfast.records import read_run
 from holdfast.report import build_report, summary_lines
-from holdfast.train.eager import Eager, Spent, UndoCopy
-from holdfast.train.gradients import Buckets
-from holdfast.train.state import state_sha256
 
 KINDS = {
     "sgd": lambda p: optim.SGD(p, lr=0.1),

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from threads import Threads, side_by_side
 
 from holdfast.comm import OrderedSum, Span
-from holdfast.comm.adding import ORDERS, addable
+from holdfast.comm.allreduce.adding import ORDERS, addable
 
 LENGTH = 3000
 

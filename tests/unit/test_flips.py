@@ -11,12 +11,12 @@ from torch.utils.data import TensorDataset
 from train_split import stages
 
 import holdfast
-from holdfast.dist.witness import Witness
+from holdfast.distributed.recorder import Witness
 from holdfast.errors import ConfigError, ReplicasDiffer
 from holdfast.events import FaultFired, Finished, ValuesAltered
 from holdfast.faults.plan import FaultPlan, parse
+from holdfast.models.divergent import OwnStates
 from holdfast.records import read_run
-from holdfast.train.own import OwnStates
 
 SLICES, STEPS = 4, 6
 

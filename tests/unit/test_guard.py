@@ -14,10 +14,10 @@ import holdfast
 from holdfast.cli import main
 from holdfast.errors import ConfigError, ReplicasDiffer
 from holdfast.faults.plan import FaultPlan, parse
-from holdfast.guard import Computed, Ranges, RotatingDigest, copied, find_odd
-from holdfast.guard.fingerprint import EVERYTHING, WINDOW_BYTES
+from holdfast.integrity import Computed, Ranges, RotatingDigest, copied, find_odd
+from holdfast.integrity.fingerprint import EVERYTHING, WINDOW_BYTES
+from holdfast.integrity.sdc_guard import Watch
 from holdfast.records import read_run
-from holdfast.train.watch import Watch
 
 
 def make(hidden=512):

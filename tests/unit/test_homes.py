@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.errors import ConfigError
-from holdfast.recovery.homes import Gift, Homes, Restoration, Shape, first_homes, gifts, new_homes, restorations
+from holdfast.recovery.placement import Gift, Homes, Restoration, Shape, first_homes, gifts, new_homes, restorations
 
 shapes = st.builds(
     Shape, parts=st.integers(1, 5), chains=st.integers(1, 3), copies=st.integers(1, 4), lazy=st.booleans()

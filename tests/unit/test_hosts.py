@@ -10,15 +10,15 @@ from pathlib import Path
 
 import pytest
 
+from holdfast.config import Settings
 from holdfast.errors import ConfigError
 from holdfast.launch import worker
 from holdfast.launch.agent import Agent
 from holdfast.launch.attempt import Places
 from holdfast.launch.control import announce, find
-from holdfast.launch.hosts import Host, Hosts, check_hosts, parse_hosts, shared_folder
 from holdfast.launch.job import Job, resume_command
+from holdfast.launch.mpi_hosts import Host, Hosts, check_hosts, parse_hosts, shared_folder
 from holdfast.launch.processes import Pair, Process
-from holdfast.settings import Settings
 
 FAR, AWAY = "203.0.113.1", "203.0.113.2"
 """Addresses that are no machine's (RFC 5737)."""

@@ -14,15 +14,15 @@ import pytest
 import torch
 from train_saving import LOOP_ENDS, Training, undisturbed
 
-from holdfast import points
 from holdfast.checkpoint import load, steps, verify, write_tensors
 from holdfast.checkpoint import writer as writers
+from holdfast.config import Settings
+from holdfast.data.seeds import generator_states, set_generator_states
 from holdfast.errors import CheckpointError, ConfigError
-from holdfast.settings import Settings
-from holdfast.train import keeper as keepers
-from holdfast.train.beginning import Beginning
-from holdfast.train.keeper import Keeper
-from holdfast.train.seeds import generator_states, set_generator_states
+from holdfast.faults import points
+from holdfast.state import manager as keepers
+from holdfast.state.manager import Keeper
+from holdfast.state.restorer import Beginning
 
 STEPS = LOOP_ENDS[-1]
 

@@ -10,11 +10,11 @@ import pytest
 import torch
 from train_kinds import train
 
+from holdfast.config import Settings
 from holdfast.events import RunStarted, WorkerRefused
-from holdfast.kinds import FIELDS, between, difference, number_of, promises_bits
 from holdfast.report import build_report
-from holdfast.settings import Settings
-from holdfast.train.kind import compare_with_others, kind_of_worker
+from holdfast.state.platform import FIELDS, between, difference, number_of, promises_bits
+from holdfast.state.platform_check import compare_with_others, kind_of_worker
 
 AVX512 = {"capability": "AVX512", "cpu": "A 1", "torch": "2.0", "threads": "1", "kernels": "77"}
 AVX2 = AVX512 | {"capability": "AVX2", "kernels": "88"}
@@ -197,7 +197,7 @@ def test_going_on_from_a_checkpoint_of_another_kind_is_said_and_written_down(tmp
     train(checkpoint_every=2, **given)
     assert capsys.readouterr().err == ""
 
-    monkeypatch.setattr("holdfast.train.session.kind_of_worker", lambda: AVX2)
+    monkeypatch.setattr("holdfast.session.session.kind_of_worker", lambda: AVX2)
     session = train(resume=True, **given)
 
     assert session._world.given_up.startswith("not exact: worker 0 has CPU capability AVX2, who made the checkpoint ")

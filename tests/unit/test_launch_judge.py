@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from holdfast.events import FaultFired, Finished, Left, Recovered, RunStarted, ScriptFailed, WorkerEnded
-from holdfast.launch.judge import VAIN_RECOVERIES, Broken, Completed, Judge, Lost
+from holdfast.launch.job_state import VAIN_RECOVERIES, Broken, Completed, Judge, Lost
 from holdfast.records import Position
 
 

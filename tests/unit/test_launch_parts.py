@@ -15,6 +15,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from holdfast.config import Settings
 from holdfast.errors import ConfigError, TooFewWorkers
 from holdfast.events import (
     FailureSeen,
@@ -26,18 +27,17 @@ from holdfast.events import (
     WorkerEnded,
 )
 from holdfast.launch.attempt import Places, _environment
-from holdfast.launch.hosts import Host
 from holdfast.launch.job import Job
-from holdfast.launch.judge import Broken, Lost
+from holdfast.launch.job_state import Broken, Lost
 from holdfast.launch.kills import Kills
 from holdfast.launch.launcher import Launcher
 from holdfast.launch.live import NoView, Status, Story, make_view
+from holdfast.launch.mpi_hosts import Host
 from holdfast.launch.processes import Pair, Process, descendants_of, end_gently, wait_for_end
 from holdfast.launch.stopping import Stopping
 from holdfast.launch.tail import LineTail, RecordTail
 from holdfast.launch.worker import describe
 from holdfast.records import FileRecorder, read_records, stop_path
-from holdfast.settings import Settings
 
 SEEN = FailureSeen(t_s=1.0, rank=0, step=3, phase="allreduce")
 

@@ -10,11 +10,11 @@ import torch
 from train_reference import train
 
 import holdfast
+from holdfast.data import loader as loading_room
+from holdfast.data.loader import Loading, Source
+from holdfast.data.plan import MiniBatch
 from holdfast.errors import ConfigError
 from holdfast.faults.plan import FaultPlan, parse
-from holdfast.train import loading as loading_room
-from holdfast.train.batches import MiniBatch
-from holdfast.train.loading import Loading, Source
 
 
 class Numbers(torch.utils.data.Dataset):

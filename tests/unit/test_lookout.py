@@ -8,11 +8,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from holdfast.launch.births import Births
+from holdfast.config import Settings
+from holdfast.launch.health import Lookout
 from holdfast.launch.job import Job
-from holdfast.launch.lookout import Lookout
+from holdfast.launch.population import Births
 from holdfast.records import Position
-from holdfast.settings import Settings
 
 SLOW = {1: 0.4, 2: 0.5}
 

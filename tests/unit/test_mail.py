@@ -8,9 +8,10 @@ import pytest
 import torch
 from threads import PATIENCE_S, Threads, side_by_side
 
-from holdfast.comm import Mail, OrderedSum, Span, VirtualCommunicator, outbox
+from holdfast.comm import Mail, OrderedSum, Span, VirtualCommunicator
+from holdfast.comm import shm_p2p as outbox
 from holdfast.comm.memory import Opened
-from holdfast.comm.outbox import Inbox, Outbox
+from holdfast.comm.shm_p2p import Inbox, Outbox
 from holdfast.errors import InternalError, PeerFailed, ScriptError
 
 ME, OTHER = 0, 1

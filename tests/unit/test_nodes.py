@@ -7,14 +7,15 @@ import time
 
 import pytest
 
+from holdfast.config import Settings
 from holdfast.errors import ConfigError
 from holdfast.events import StepCommitted, WorkerEnded
-from holdfast.launch import nodes, telling
+from holdfast.launch import nodes
+from holdfast.launch import record_replication as telling
 from holdfast.launch.job import Job
+from holdfast.launch.node_options import check_nodes, split_address
 from holdfast.launch.nodes import FENCE_LEASES, Nodes
-from holdfast.launch.rdzv import check_nodes, split_address
 from holdfast.records import Position
-from holdfast.settings import Settings
 
 LEASE_S = 0.6
 DEADLINE_S = 20.0

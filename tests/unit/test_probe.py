@@ -11,15 +11,15 @@ from jobs import ROOT, holdfast
 from torch import nn
 from train_broken import BREAKS, train
 
+from holdfast.doctor.checks import Found, examine
+from holdfast.doctor.findings import Seen, blame
+from holdfast.doctor.layers import usual_subjects
+from holdfast.doctor.report import checks_of, is_exact, lines_of
+from holdfast.doctor.script import Look, Looked
+from holdfast.doctor.subprocesses import ask
+from holdfast.doctor.target import Subject, is_at_odd_place
 from holdfast.errors import ConfigError
-from holdfast.probe.ask import ask
-from holdfast.probe.examine import Found, examine
-from holdfast.probe.found import Seen, blame
-from holdfast.probe.script import Look, Looked
-from holdfast.probe.subject import Subject, is_at_odd_place
-from holdfast.probe.usual import usual_subjects
-from holdfast.probe.words import checks_of, is_exact, lines_of
-from holdfast.train.handover import application
+from holdfast.session.reinit_context import application
 
 NAMES = {name: made.__name__ for name, made in BREAKS.items()}
 FACTS = {

@@ -25,8 +25,8 @@ from holdfast.faults.plan import FaultPlan, parse
 from holdfast.records import read_run
 from holdfast.recovery import Reinit
 from holdfast.report.build import build_report
-from holdfast.report.words import happenings
-from holdfast.train.handover import application
+from holdfast.report.formatting import happenings
+from holdfast.session.reinit_context import application
 
 STEPS = 12
 """Of one loop."""

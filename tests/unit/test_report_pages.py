@@ -42,7 +42,7 @@ from holdfast.report import (
 from holdfast.report.canvas import Canvas
 from holdfast.report.figures import timeline
 from holdfast.report.history import History
-from holdfast.report.lanes import stretches
+from holdfast.report.timeline import stretches
 
 STEPS, BATCH, PACE_S = 120, 120, 0.041
 KILLS = ((1, 31, "allreduce"), (3, 78, "backward"))

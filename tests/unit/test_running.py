@@ -7,12 +7,13 @@ import itertools
 import pytest
 import torch
 
-from holdfast.checkpoint import load, running_codec, write_tensors
-from holdfast.checkpoint.running import DISTANCES, PREDICTORS, Running, Saving
-from holdfast.checkpoint.running_choice import CHOICES, highest
-from holdfast.checkpoint.running_codec import CODECS
+from holdfast.checkpoint import load, write_tensors
+from holdfast.checkpoint import priority_codec as running_codec
+from holdfast.checkpoint.priority import DISTANCES, PREDICTORS, Running, Saving
+from holdfast.checkpoint.priority_choice import CHOICES, highest
+from holdfast.checkpoint.priority_codec import CODECS
+from holdfast.config import MIRROR_CHOICES, MIRROR_CODECS, MIRROR_DISTANCES, MIRROR_PREDICTORS
 from holdfast.errors import ConfigError
-from holdfast.settings import MIRROR_CHOICES, MIRROR_CODECS, MIRROR_DISTANCES, MIRROR_PREDICTORS
 
 FRACTIONS = [1, 1 / 2, 1 / 4, 1 / 8]
 EVERY = 16

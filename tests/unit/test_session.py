@@ -19,8 +19,8 @@ from holdfast.errors import ConfigError, ReplicasDiffer, ScriptError, TooFewWork
 from holdfast.events import Recovered, StepCommitted
 from holdfast.faults.plan import FaultPlan, parse
 from holdfast.records import read_run
+from holdfast.session.session import at_exit
 from holdfast.testing.counting import CountingCommunicator
-from holdfast.train.session import at_exit
 
 SAMPLES = 50
 

@@ -16,14 +16,16 @@ from threads import PATIENCE_S, Threads, side_by_side
 from torch import nn
 from train_reference import train
 
-from holdfast.comm import Mean, OrderedSum, Span, adding, ordered, shared
+from holdfast.comm import Mean, OrderedSum, Span
+from holdfast.comm.allreduce import adding, ordered
+from holdfast.comm.allreduce import shm as shared
+from holdfast.comm.allreduce.shm import SharedSum
 from holdfast.comm.memory import Segment, open_segment
-from holdfast.comm.shared import SharedSum
+from holdfast.data.plan import Cursor, MiniBatch
 from holdfast.errors import PeerFailed
-from holdfast.train import replica as replicas
-from holdfast.train.batches import Cursor, MiniBatch
-from holdfast.train.gradients import Buckets
-from holdfast.train.replica import Replica
+from holdfast.models import replicated as replicas
+from holdfast.models.gradients import Buckets
+from holdfast.models.replicated import Replica
 
 SPAN = Span(0, 1000, torch.float32)
 

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from holdfast.comm.adding import groups
+from holdfast.comm.allreduce.adding import groups
+from holdfast.config import Settings, losses_of
+from holdfast.data.assignment import choose_slices, homes, share_out
 from holdfast.errors import ConfigError
-from holdfast.settings import Settings, losses_of
-from holdfast.train.sharing import choose_slices, homes, share_out
 
 
 def all_counts(slices, workers):

@@ -4,13 +4,13 @@ import threading
 
 import pytest
 
+from holdfast.config import Settings
 from holdfast.errors import ConfigError
 from holdfast.faults.plan import FaultPlan, parse
 from holdfast.faults.process import ask_launcher
 from holdfast.launch.job import Job, check_plan
-from holdfast.launch.strikes import check_strikes
+from holdfast.launch.node_faults import check_strikes
 from holdfast.records import strike_path
-from holdfast.settings import Settings
 
 CUT = "partition:node=1,step=2"
 
@@ -45,7 +45,7 @@ def test_a_network_that_nobody_knows_cannot_be_cut(make_job):
 
 
 def test_who_cuts_needs_the_command_for_it_and_the_others_do_not(make_job, monkeypatch, tmp_path):
-    monkeypatch.setattr("holdfast.launch.strikes._own_addresses", lambda job, fault: ["10.1.2.3"])
+    monkeypatch.setattr("holdfast.launch.node_faults._own_addresses", lambda job, fault: ["10.1.2.3"])
     monkeypatch.setenv("PATH", str(tmp_path))
 
     check_strikes(make_job(CUT, node=0))

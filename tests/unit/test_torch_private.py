@@ -136,7 +136,7 @@ print(dist.Backend.backend_list.count("holdfast"))
     ("autoload", "more"),
     [
         ("1", ""),
-        ("0", "import holdfast.dist"),
+        ("0", "import holdfast.distributed"),
         pytest.param(
             "0", "", marks=pytest.mark.skipif(MINOR < (2, 14), reason="torch looks for no backend before 2.14")
         ),

@@ -11,8 +11,8 @@ import torch
 from holdfast.comm.c10d import C10dCommunicator
 from holdfast.errors import CheckpointError, PeerFailed
 from holdfast.membership import Hub, open_store
-from holdfast.train import welcome
-from holdfast.train.welcome import give_state, take_state
+from holdfast.state import transfer as welcome
+from holdfast.state.transfer import give_state, take_state
 
 LIMIT_S = 60
 

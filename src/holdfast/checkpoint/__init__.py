@@ -21,8 +21,6 @@ there), ``source.py`` (tensors one by one), ``compare.py``, ``convert.py`` and `
 
 from __future__ import annotations
 
-from holdfast.checkpoint.content import Content, take
-from holdfast.checkpoint.engine import Checkpoints
 from holdfast.checkpoint.format import Shard, flatten, unflatten
 from holdfast.checkpoint.formats import FORMATS
 from holdfast.checkpoint.load import (
@@ -37,10 +35,12 @@ from holdfast.checkpoint.load import (
     steps,
     verify,
 )
+from holdfast.checkpoint.manager import Checkpoints
 from holdfast.checkpoint.manifest import Manifest, Piece, TensorEntry
 from holdfast.checkpoint.parts import all_but
 from holdfast.checkpoint.save import PendingCheckpoint, SavedCheckpoint, write, write_tensors
 from holdfast.checkpoint.storage import Storage, open_storage
+from holdfast.checkpoint.write_plan import Content, take
 
 __all__ = [
     "FORMATS",

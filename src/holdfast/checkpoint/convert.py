@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from pathlib import PurePath
 
-from holdfast.checkpoint.content import Content, take
 from holdfast.checkpoint.formats import FORMATS
 from holdfast.checkpoint.load import steps, verify
 from holdfast.checkpoint.manifest import Manifest
 from holdfast.checkpoint.save import SavedCheckpoint, remove, write
 from holdfast.checkpoint.source import Source, tensor_digest
 from holdfast.checkpoint.storage import Storage
+from holdfast.checkpoint.write_plan import Content, take
 from holdfast.errors import CheckpointCorrupt, CheckpointError, ConfigError
 
 

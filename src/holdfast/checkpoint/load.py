@@ -15,12 +15,12 @@ from typing import Any, TypeVar
 import torch
 import xxhash
 
+from holdfast.checkpoint.block_writer import gaps
 from holdfast.checkpoint.blocks import BLOCK_BYTES, block_ranges, digest_of, parts_of, run
 from holdfast.checkpoint.format import DTYPES, flatten, tensor_bytes, unflatten
 from holdfast.checkpoint.formats import FORMATS
 from holdfast.checkpoint.manifest import MANIFEST_NAME, Manifest, Piece, TensorEntry, parse
 from holdfast.checkpoint.parts import Wanted, select
-from holdfast.checkpoint.pour import gaps
 from holdfast.checkpoint.storage import Reader, Storage, Where, as_storage, step_folder, step_of
 from holdfast.errors import CheckpointCorrupt, CheckpointError, CheckpointMissing
 

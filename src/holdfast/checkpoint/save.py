@@ -19,8 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from holdfast import points
-from holdfast.checkpoint.content import Content, take
+from holdfast.checkpoint.block_writer import pour
 from holdfast.checkpoint.formats import FORMATS
 from holdfast.checkpoint.manifest import (
     MANIFEST_NAME,
@@ -32,10 +31,11 @@ from holdfast.checkpoint.manifest import (
     versions,
 )
 from holdfast.checkpoint.parts import merge
-from holdfast.checkpoint.pour import pour
 from holdfast.checkpoint.storage import Storage, Where, as_storage, step_folder, step_of
 from holdfast.checkpoint.storage.local import explained
+from holdfast.checkpoint.write_plan import Content, take
 from holdfast.errors import CheckpointCorrupt, CheckpointError, ConfigError
+from holdfast.faults import points
 
 _POLL_S = 0.01
 

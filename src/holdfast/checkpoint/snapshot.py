@@ -6,7 +6,7 @@ import dataclasses
 
 import torch
 
-from holdfast.checkpoint.content import Box, Content
+from holdfast.checkpoint.write_plan import Box, Content
 
 _ALIGN = 64
 

@@ -40,7 +40,7 @@ class Source:
         kind: Its format.
         tensors: By path; tied ones stand here under each of their paths.
         read: Reads one of them. Raises :class:`~holdfast.errors.CheckpointCorrupt` if it is damaged.
-        load: Reads everything and puts it together, as :func:`~holdfast.checkpoint.content.take` wants it.
+        load: Reads everything and puts it together, as :func:`~holdfast.checkpoint.write_plan.take` wants it.
         scalars: What else is in it, by path; None if its format can hold nothing else.
         step: Steps that the state has behind it, None if nobody says.
         manifest: That of a checkpoint; None for another program's file.

@@ -22,10 +22,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from holdfast.checkpoint.content import Content
-from holdfast.checkpoint.engine import Checkpoints
+from holdfast.checkpoint.manager import Checkpoints
 from holdfast.checkpoint.save import PendingCheckpoint, SavedCheckpoint
 from holdfast.checkpoint.snapshot import Snapshot
+from holdfast.checkpoint.write_plan import Content
 from holdfast.errors import CheckpointError
 
 _LIMIT_S = 600.0

@@ -11,19 +11,19 @@ import typer
 
 from holdfast.cli.ckpt import ckpt
 from holdfast.cli.control import scale, set_
-from holdfast.cli.demo import demo
 from holdfast.cli.diff_runs import diff_runs
 from holdfast.cli.doctor import doctor
-from holdfast.cli.inject import inject
-from holdfast.cli.plan import plan
-from holdfast.cli.rehearse import rehearse
 from holdfast.cli.report import report
 from holdfast.cli.run import run
-from holdfast.cli.simulate import simulate
-from holdfast.cli.study import study
 from holdfast.cli.tables import clean, need_command
 from holdfast.cli.verify import verify
 from holdfast.errors import CheckpointCorrupt, CheckpointMissing, ConfigError, HoldfastError, InternalError
+from holdfast_lab.commands.demo import demo
+from holdfast_lab.commands.inject import inject
+from holdfast_lab.commands.plan import plan
+from holdfast_lab.commands.rehearse import rehearse
+from holdfast_lab.commands.simulate import simulate
+from holdfast_lab.commands.study import study
 
 app = typer.Typer(
     name="holdfast",

@@ -16,7 +16,7 @@ from holdfast.errors import CheckpointCorrupt, CheckpointMissing, ConfigError
 
 if TYPE_CHECKING:
     from holdfast.checkpoint.compare import Comparison, TensorDiff
-    from holdfast.checkpoint.inventory import Examined
+    from holdfast.checkpoint.listing import Examined
     from holdfast.checkpoint.source import Source
 
 _DAMAGED = 3
@@ -62,7 +62,7 @@ def ls(
 
     Example: holdfast ckpt ls runs/a
     """
-    from holdfast.checkpoint.inventory import attempts, examine_all
+    from holdfast.checkpoint.listing import attempts, examine_all
 
     storage = find_root(directory)
     with progress(f"looking into {storage.url}") as now:
@@ -189,7 +189,7 @@ def verify(path: _Path, *, everything: _All = False, as_json: _Json = False) -> 
 
     Example: holdfast ckpt verify runs/a/step-00000020
     """
-    from holdfast.checkpoint.inventory import examine, examine_all
+    from holdfast.checkpoint.listing import examine, examine_all
 
     if Path(path).is_file() and Path(path).name != "manifest.json":
         msg = f"{path} is a file of another program, which has no digests; name a checkpoint, or a directory of them"
@@ -359,7 +359,7 @@ def _check_plausible(source: Source, guard: str) -> None:
     Raises:
         CheckpointCorrupt: if there are any and ``guard`` is ``"stop"``.
     """
-    from holdfast.guard import find_odd
+    from holdfast.integrity import find_odd
 
     for path in source.tensors:
         odd = find_odd(source.read(path))
@@ -388,7 +388,7 @@ def prune(
 
     Example: holdfast ckpt prune runs/a --keep-last 3 --keep-every 1000 --dry-run
     """
-    from holdfast.checkpoint.inventory import prune as carry_out
+    from holdfast.checkpoint.listing import prune as carry_out
 
     for name, value, least in (("--keep-last", keep_last, 2), ("--keep-every", keep_every, 0)):
         if value < least:

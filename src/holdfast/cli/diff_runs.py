@@ -13,8 +13,8 @@ from holdfast.cli.tables import count, in_json, progress, say
 
 if TYPE_CHECKING:
     from holdfast.checkpoint.compare import Spot
-    from holdfast.report.certified import Certified, Finding
-    from holdfast.report.parting import Compared, Parting
+    from holdfast.report.certificate import Certified, Finding
+    from holdfast.report.divergence import Compared, Parting
 
 _MOST_TENSORS = 5
 _WRONG = 3
@@ -39,9 +39,9 @@ def diff_runs(
     """
     from holdfast.errors import ConfigError
     from holdfast.records import load_events
-    from holdfast.report.certified import Certified
+    from holdfast.report.certificate import Certified
+    from holdfast.report.divergence import compare_runs, different_settings
     from holdfast.report.files import load_report
-    from holdfast.report.parting import compare_runs, different_settings
 
     reports = [load_report(folder) for folder in (first, second)]
     runs = [Certified(load_events(folder), str(folder)) for folder in (first, second)]

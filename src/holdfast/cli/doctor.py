@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from holdfast.cli.signals import sigterm_as_interrupt
-from holdfast.settings import MOST_WORKERS
+from holdfast.config import MOST_WORKERS
 
 _BREAKS = 1
 _STOPPED = 4
@@ -48,8 +48,8 @@ def doctor(
     Example: holdfast doctor train.py --epochs 3
     """
     from holdfast.cli.tables import say
-    from holdfast.probe.ask import ask
-    from holdfast.probe.words import checks_of, is_exact, lines_of
+    from holdfast.doctor.report import checks_of, is_exact, lines_of
+    from holdfast.doctor.subprocesses import ask
 
     try:
         with sigterm_as_interrupt():

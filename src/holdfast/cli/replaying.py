@@ -19,7 +19,7 @@ from holdfast.errors import CheckpointError, ConfigError, JobError
 if TYPE_CHECKING:
     from holdfast.events import Record, RunStarted
     from holdfast.launch.job import Outcome
-    from holdfast.report.certified import Certified
+    from holdfast.report.certificate import Certified
 
 _DECIDE = ("slices", "order", "seed", "rescale")
 """What bits depend on, as the run had it: the script may have asked for it."""
@@ -63,10 +63,10 @@ class Replay:
         return outcome.records
 
     def _launch(self, folder: Path) -> Outcome:
+        from holdfast.config import FIRM, Settings
         from holdfast.launch.job import Job
         from holdfast.launch.launcher import launch
         from holdfast.launch.live import make_view
-        from holdfast.settings import FIRM, Settings
 
         if self.checkpoint:
             _copy_checkpoint(self.checkpoint, self.start, folder / "checkpoints")
@@ -242,7 +242,7 @@ def _says_what_was_run(job: Any) -> bool:
 
 def other_kind(run: Certified, again: Certified) -> str:
     """Return how those who did steps again differ from the worker of the run, in what decides bits; "" if they do not."""
-    from holdfast.kinds import between
+    from holdfast.state.platform import between
 
     if not run.started.kind:
         return ""
@@ -257,7 +257,7 @@ def load_job(directory: Path) -> dict[str, Any]:
         ConfigError: if it is none, or its script spoke to ``torch.distributed``.
     """
     from holdfast.report.files import load_report
-    from holdfast.report.words import is_distributed
+    from holdfast.report.formatting import is_distributed
 
     report = load_report(directory)
     if is_distributed(report):

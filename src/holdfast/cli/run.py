@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from holdfast.cli.signals import sigterm_as_interrupt
-from holdfast.errors import ConfigError
-from holdfast.settings import (
+from holdfast.config import (
     BATCHES,
     CHECKPOINT_FORMATS,
     FABRICS,
@@ -33,6 +32,7 @@ from holdfast.settings import (
     Settings,
     losses_of,
 )
+from holdfast.errors import ConfigError
 
 if TYPE_CHECKING:
     from holdfast.launch.job import Outcome
@@ -243,10 +243,10 @@ def run(
 
     Example: holdfast run -n 4 --inject kill:rank=1,step=20 --report out train.py --epochs 3
     """
-    from holdfast.launch.hosts import parse_hosts
     from holdfast.launch.job import Job
     from holdfast.launch.launcher import launch
     from holdfast.launch.live import make_view
+    from holdfast.launch.mpi_hosts import parse_hosts
 
     _check(
         workers=workers,
@@ -482,7 +482,7 @@ def _check_baseline(baseline: Path | None, report_dir: Path | None) -> None:
     """
     if baseline is None:
         return
-    from holdfast.study.against import read_losses
+    from holdfast.report.against import read_losses
 
     if report_dir is None:
         msg = f"--baseline {baseline} needs --report DIR: this run's losses are read from there"
@@ -493,7 +493,7 @@ def _check_baseline(baseline: Path | None, report_dir: Path | None) -> None:
 def _add_cost(report: dict[str, Any], report_dir: Path, baseline: Path) -> None:
     """Say in the report what the failures cost, in steps, against an undisturbed run."""
     from holdfast.report import save_report
-    from holdfast.study.against import cost_against
+    from holdfast.report.against import cost_against
 
     try:
         report["iteration_cost"] = cost_against(report_dir, baseline)
@@ -505,7 +505,7 @@ def _add_cost(report: dict[str, Any], report_dir: Path, baseline: Path) -> None:
 def _show(outcome: Outcome, report_dir: Path | None, *, as_json: bool) -> None:
     """Print the summary, then why it failed: a traceback comes last, where it is seen."""
     from holdfast.report import summary_lines
-    from holdfast.report.words import is_distributed
+    from holdfast.report.formatting import is_distributed
 
     if as_json:
         print(json.dumps(outcome.report, indent=1))

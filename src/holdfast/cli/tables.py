@@ -44,7 +44,7 @@ def _plain(value: Any) -> Any:
 
 def size(num_bytes: float | None) -> str:
     """Return a size in decimal units, such as ``12.3 MB``; ``-`` if it is not known."""
-    from holdfast.report.words import size as in_words
+    from holdfast.report.formatting import size as in_words
 
     return in_words(num_bytes)
 
@@ -61,7 +61,7 @@ def count(amount: int, what: str) -> str:
 
 def clean(text: object) -> str:
     """Return text on one line, without anything that a terminal would obey: names come out of files."""
-    from holdfast.report.words import clean as in_words
+    from holdfast.report.formatting import clean as in_words
 
     return in_words(text)
 

@@ -13,8 +13,8 @@ from holdfast.cli.tables import count, in_json, say, warn
 from holdfast.errors import ConfigError
 
 if TYPE_CHECKING:
-    from holdfast.report.certified import Certified, Finding
-    from holdfast.report.parting import Parting
+    from holdfast.report.certificate import Certified, Finding
+    from holdfast.report.divergence import Parting
 
 _WRONG = 3
 """The exit code if something is not as it was certified, or does not come out again."""
@@ -57,7 +57,7 @@ def verify(
     """
     from holdfast.cli.replaying import load_job
     from holdfast.records import load_events
-    from holdfast.report.certified import Certified
+    from holdfast.report.certificate import Certified
 
     report = load_job(directory)
     run = Certified(load_events(directory), str(directory))
@@ -98,8 +98,8 @@ def _replay(
         JobError: if the script failed.
     """
     from holdfast.cli.replaying import Replay, find_start, other_kind, script_of, why_not
-    from holdfast.report.certified import Certified
-    from holdfast.report.parting import compare_runs
+    from holdfast.report.certificate import Certified
+    from holdfast.report.divergence import compare_runs
 
     first = run.first if wanted is None else wanted
     last = run.last if stop is None else stop

@@ -7,7 +7,7 @@ on a GPU would use a separate NCCL group; no session has such tensors, as models
 
 An operation that was given up may still write to its tensors, and read from them, until its group is buried. What is
 written to must therefore be used by one generation only, and what is read from must not change before all have answered
-the recovery; :mod:`~holdfast.comm.ordered` sees to both.
+the recovery; :mod:`~holdfast.comm.allreduce.ordered` sees to both.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from holdfast.comm.alone import Alone, Messages
 from holdfast.comm.groups import MAKERS, Aside, Meeting, Sending, Work, as_bytes, as_peer_failure, bury, wait
+from holdfast.comm.storeless_agreement import Alone, Messages
 from holdfast.comm.waiting import waiting
 from holdfast.errors import InternalError, PeerFailed, StoreLost
 from holdfast.events import Progress

@@ -17,18 +17,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
+from holdfast.config import Settings
 from holdfast.errors import ConfigError
 from holdfast.events import Record, WorkerEnded
-from holdfast.launch.hosts import Hosts
 from holdfast.launch.job import Job, find_mpirun
-from holdfast.launch.judge import cause_of_death
+from holdfast.launch.job_state import cause_of_death
+from holdfast.launch.mpi_hosts import Hosts
 from holdfast.launch.ports import shut_ports
 from holdfast.launch.processes import Pair, Process, end, pair_path, start, this_node
 from holdfast.launch.starting import Sign
 from holdfast.launch.tail import LineTail, RecordTail
 from holdfast.launch.worker import ALL_STOP, GRACE_S, LAUNCHER, LAUNCHER_NODE, LOG_DIR
 from holdfast.records import UNCONNECTED, Beacon, Position, beacon_path, records_path
-from holdfast.settings import Settings
 from holdfast.temporary import TemporaryFolder, is_missing, sweep
 
 _MPIRUN = ("--with-ft", "ulfm", "--bind-to", "none")

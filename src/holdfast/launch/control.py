@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
+from holdfast.config import STRATEGIES, request_in
 from holdfast.errors import ConfigError
 from holdfast.launch.attempt import SHARED
 from holdfast.launch.processes import Process
-from holdfast.settings import STRATEGIES, request_in
 
 if TYPE_CHECKING:
     from holdfast.launch.job import Job
@@ -40,7 +40,7 @@ class Running:
         script: What it runs.
         fabric: How its workers talk.
         slices: Pieces of a mini-batch; 0 if a checkpoint says it.
-        split: Whether they are cut anew for another number of workers, see :class:`holdfast.settings.Settings`.
+        split: Whether they are cut anew for another number of workers, see :class:`holdfast.config.Settings`.
         min_workers: With fewer it stops.
         saves: It has a place for checkpoints.
         folder: Where its launcher was started; "" if an older one does not say it.

@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+from holdfast.config import MOST_WORKERS, Settings
 from holdfast.errors import ConfigError
 from holdfast.events import Record
-from holdfast.launch.hosts import Host
+from holdfast.launch.mpi_hosts import Host
 from holdfast.launch.stragglers import POLICIES
-from holdfast.settings import MOST_WORKERS, Settings
 
 _MAX_RESTARTS = 3
 _GRACE_S = 30.0

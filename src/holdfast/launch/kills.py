@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from holdfast.events import FaultFired
 from holdfast.faults.plan import mtbf_schedule
 from holdfast.launch.attempt import Attempt
-from holdfast.launch.news import News
+from holdfast.launch.record_bus import News
 from holdfast.launch.run import Run
 from holdfast.records import UNCONNECTED
 

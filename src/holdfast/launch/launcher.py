@@ -9,28 +9,28 @@ from types import TracebackType
 from typing import Self
 
 from holdfast.clock import SystemClock
+from holdfast.config import Settings
 from holdfast.errors import StoreLost
 from holdfast.events import JobRestarted, RunStarted
 from holdfast.faults.plan import FaultPlan
 from holdfast.launch.attempt import Attempt, Files, Places
-from holdfast.launch.births import Births
-from holdfast.launch.crew import Crew
-from holdfast.launch.endings import explain, unsaid, why_not_again
-from holdfast.launch.facts import job_facts
-from holdfast.launch.hosts import Hosts, check_hosts, shared_folder
+from holdfast.launch.elasticity import Crew
+from holdfast.launch.exit_status import explain, unsaid, why_not_again
+from holdfast.launch.health import Lookout
 from holdfast.launch.job import Job, Outcome, check
-from holdfast.launch.judge import Broken, Completed, Departed, Judge, Lost, Verdict
+from holdfast.launch.job_state import Broken, Completed, Departed, Judge, Lost, Verdict
 from holdfast.launch.kills import Killer
 from holdfast.launch.live import NoView, View
-from holdfast.launch.lookout import Lookout
-from holdfast.launch.news import News
+from holdfast.launch.mpi_hosts import Hosts, check_hosts, shared_folder
+from holdfast.launch.node_faults import Strikes, check_strikes
+from holdfast.launch.node_options import check_nodes
 from holdfast.launch.nodes import Nodes, Start
-from holdfast.launch.rdzv import check_nodes
+from holdfast.launch.population import Births
+from holdfast.launch.provenance import job_facts
+from holdfast.launch.record_bus import News
 from holdfast.launch.run import Run
 from holdfast.launch.stopping import Stopping
-from holdfast.launch.strikes import Strikes, check_strikes
 from holdfast.records import read_run
-from holdfast.settings import Settings
 
 POLL_S = 0.02
 _FAR_POLL_S = 0.2

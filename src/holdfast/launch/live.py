@@ -25,9 +25,9 @@ from holdfast.events import (
     WorkerEnded,
     WorkerFenced,
 )
-from holdfast.launch.judge import cause_of_death
+from holdfast.launch.job_state import cause_of_death
+from holdfast.report.formatting import clean, count, seconds, slowness
 from holdfast.report.history import is_distributed
-from holdfast.report.words import clean, count, seconds, slowness
 
 if TYPE_CHECKING:
     from rich.console import Group

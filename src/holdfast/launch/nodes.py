@@ -38,8 +38,8 @@ from typing import Any
 from holdfast.errors import StoreLost
 from holdfast.events import Record
 from holdfast.launch.job import Job
-from holdfast.launch.meeting import Meeting, Seated
-from holdfast.launch.telling import Telling, Told
+from holdfast.launch.record_replication import Telling, Told
+from holdfast.launch.rendezvous import Meeting, Seated
 from holdfast.membership import Store
 from holdfast.records import Position
 

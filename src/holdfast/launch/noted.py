@@ -21,7 +21,7 @@ def note(facts: Mapping[str, Any]) -> None:
     """Note that a job was run here. If that cannot be written, ``holdfast verify`` will need ``--trust`` or ``--script``.
 
     Args:
-        facts: What :func:`~holdfast.launch.facts.job_facts` says of the job.
+        facts: What :func:`~holdfast.launch.provenance.job_facts` says of the job.
     """
     with suppress(OSError, RuntimeError):  # there is no home, or it is not writable
         folder = _folder()

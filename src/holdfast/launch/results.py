@@ -35,7 +35,7 @@ def write_results(
         plan: The faults that were planned.
         fired: Numbers of those that struck.
         wall_s: How long it took.
-        facts: What :func:`~holdfast.launch.facts.job_facts` returned when it was started.
+        facts: What :func:`~holdfast.launch.provenance.job_facts` returned when it was started.
     """
     from holdfast.report import build_report, write_page, write_report
 

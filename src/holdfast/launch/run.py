@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 from holdfast.clock import Clock
 from holdfast.launch.attempt import Files, Places
-from holdfast.launch.births import Births
 from holdfast.launch.job import Job
-from holdfast.launch.judge import Judge
+from holdfast.launch.job_state import Judge
 from holdfast.launch.live import View
 from holdfast.launch.nodes import Nodes
+from holdfast.launch.population import Births
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,9 +10,9 @@ from typing import Any
 
 from holdfast.errors import StoreLost
 from holdfast.launch.attempt import Attempt
-from holdfast.launch.judge import Broken, Completed, Verdict
-from holdfast.launch.news import News
+from holdfast.launch.job_state import Broken, Completed, Verdict
 from holdfast.launch.nodes import FENCE_LEASES
+from holdfast.launch.record_bus import News
 from holdfast.launch.run import Run
 from holdfast.records import stop_path
 

@@ -44,8 +44,8 @@ if TYPE_CHECKING:
 
     from typing_extensions import Buffer
 
+    from holdfast.config import Settings
     from holdfast.events import ScriptFailed
-    from holdfast.settings import Settings
 
 LOG_DIR = "HOLDFAST_LOG_DIR"
 """Names the folder in which each worker keeps its output; without it output goes where it went."""
@@ -129,8 +129,8 @@ def watch(pid: int, mpirun: Process | None) -> NoReturn:
 
 
 def _who() -> tuple[Settings, int]:
+    from holdfast.config import Settings
     from holdfast.errors import ConfigError
-    from holdfast.settings import Settings
 
     try:
         settings = Settings.from_env()
@@ -432,10 +432,10 @@ def _check_trained() -> None:
     Raises:
         ScriptError: if the script ended in the middle of training.
     """
-    session = sys.modules.get("holdfast.train.session")
+    session = sys.modules.get("holdfast.session.session")
     if session is not None:
         session.at_exit()
-    engine = sys.modules.get("holdfast.dist.engine")
+    engine = sys.modules.get("holdfast.distributed.comm_thread")
     if engine is not None:
         engine.leave()
 

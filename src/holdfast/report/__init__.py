@@ -14,10 +14,10 @@ if TYPE_CHECKING:
     from holdfast.report.build import build_report, demo_rows
     from holdfast.report.figures import curves, timeline, trade_off
     from holdfast.report.files import load_report, load_results, load_study, save_report, write_report, write_results
+    from holdfast.report.formatting import headline
     from holdfast.report.html import render_demo, render_run, write_page
-    from holdfast.report.study import claim_lines, render_study
     from holdfast.report.table import demo_table, summary_lines
-    from holdfast.report.words import headline
+    from holdfast_lab.pages.study import claim_lines, render_study
 
 _WHERE = {
     "build_report": "build",

@@ -25,9 +25,9 @@ from holdfast.events import (
     UpdatedEagerly,
     ValuesAltered,
 )
+from holdfast.report.formatting import DISTRIBUTED
 from holdfast.report.history import Failure, History, Joining, Life
-from holdfast.report.kinds import workers_kinds
-from holdfast.report.words import DISTRIBUTED
+from holdfast.report.platforms import workers_kinds
 
 SCHEMA = 1
 """Version of ``report.json``: what stands in it keeps its name and meaning, more may be added."""
@@ -72,7 +72,7 @@ def build_report(
         seed: Of the run.
         faults_not_fired: Injected faults that never struck, as they were written.
         command: The command line that repeats the run.
-        job: What it was, so that it can be done again; see ``launch/facts.py``.
+        job: What it was, so that it can be done again; see ``launch/provenance.py``.
         nodes: How many launchers there were.
     """
     history = History(records, started)

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 from holdfast.events import Record
 from holdfast.report import canvas as style
 from holdfast.report.canvas import WIDTH_IN, canvas
+from holdfast.report.formatting import MINUS, count, percent, plain, points
 from holdfast.report.history import Failure, History
-from holdfast.report.lanes import draw_lanes, draw_legend, draw_zoom, first_answered
-from holdfast.report.words import MINUS, count, percent, plain, points
+from holdfast.report.timeline import draw_lanes, draw_legend, draw_zoom, first_answered
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

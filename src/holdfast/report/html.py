@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 from holdfast.errors import ConfigError
 from holdfast.events import Record, StepCommitted
 from holdfast.records import load_events
-from holdfast.report import words
+from holdfast.report import formatting as words
 from holdfast.report.canvas import kept_in
 from holdfast.report.files import load_report, load_results, load_study
-from holdfast.report.simulated import load_simulated, render_simulated
-from holdfast.report.study import render_study
 from holdfast.report.table import demo_cells
+from holdfast_lab.pages.simulated import load_simulated, render_simulated
+from holdfast_lab.pages.study import render_study
 
 if TYPE_CHECKING:
     from jinja2 import Environment

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from holdfast.report.words import (
+from holdfast.report.formatting import (
     DASH,
     clean,
     count,

@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from holdfast import points
 from holdfast.checkpoint.blocks import PART_BYTES
 from holdfast.checkpoint.manifest import MAX_BYTES
 from holdfast.errors import CheckpointCorrupt, CheckpointError
+from holdfast.faults import points
 
 _UNREADABLE = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENXIO, errno.EIO}
 _ADVICE = {

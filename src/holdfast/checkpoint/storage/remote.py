@@ -234,7 +234,7 @@ def within(limit_s: float, do: Callable[..., _Result], *args: Any) -> _Result:
 def _open(url: str) -> Objects:
     scheme, _, place = url.partition("://")
     if scheme in ("s3", "s3a"):
-        from holdfast.checkpoint.storage.s3 import S3Objects
+        from holdfast.checkpoint.storage.objectstore import S3Objects
 
         bucket, _, folder = place.partition("/")
         return S3Objects(bucket, folder)

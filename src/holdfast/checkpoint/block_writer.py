@@ -1,0 +1,100 @@
+"""Values into the files that a format has laid out, digested on the way; several blocks at a time."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import xxhash
+
+from holdfast.checkpoint.blocks import block_ranges, digest, digest_of, parts_of, run
+from holdfast.checkpoint.format import tensor_bytes
+from holdfast.checkpoint.formats import Layout
+from holdfast.checkpoint.manifest import FileEntry, Piece, TensorEntry
+from holdfast.checkpoint.write_plan import Box
+from holdfast.errors import CheckpointError
+
+_EARLY_BYTES = 1 << 20
+"""Blocks of at least this size go to the disk at once; page by page it would have more to do, not less."""
+
+
+def pour(folder: Path, layout: Layout, boxes: Sequence[Box]) -> tuple[dict[str, FileEntry], dict[str, TensorEntry]]:
+    """Write the values to where the layout has a place for them, digesting them on the way; several blocks at a time."""
+    numbers = {name: os.open(folder / name, os.O_RDWR | os.O_CLOEXEC) for name in layout.files}
+    try:
+        jobs = [(box, start, end) for box in boxes for start, end in block_ranges(box.tensor.nbytes)]
+
+        def write(job: tuple[Box, int, int]) -> str:
+            box, start, end = job
+            data = tensor_bytes(box.tensor)[start:end]
+            if layout.has_values:
+                return digest(data)
+            file, offset = layout.places[box.key]
+            return _write_block(numbers[file], data, offset + start)
+
+        total = sum(box.tensor.nbytes for box in boxes)
+        digests: dict[str, list[str]] = {}
+        for (box, _, _), found in zip(jobs, run(write, jobs, total), strict=True):
+            digests.setdefault(box.key, []).append(found)
+        tensors: dict[str, TensorEntry] = {}
+        for box in boxes:
+            piece = _piece(box, layout, digests[box.key])
+            tensors[box.path] = TensorEntry(
+                dtype=str(box.tensor.dtype).removeprefix("torch."), shape=box.whole, pieces=(piece,)
+            )
+        files = {name: _describe_file(name, number, tensors) for name, number in numbers.items()}
+    finally:
+        for number in numbers.values():
+            os.close(number)
+    return files, tensors
+
+
+def _piece(box: Box, layout: Layout, blocks: Sequence[str]) -> Piece:
+    file, offset = layout.places[box.key]
+    return Piece(
+        file=file,
+        offset=offset,
+        start=box.start,
+        shape=tuple(box.tensor.shape),
+        size_bytes=box.tensor.nbytes,
+        blocks=tuple(blocks),
+    )
+
+
+def _write_block(number: int, data: memoryview, offset: int) -> str:
+    """Write a block and return its digest."""
+    whole = xxhash.xxh3_64()
+    for start, part in parts_of(data):
+        whole.update(part)
+        _write_all(number, part, offset + start)
+    if len(data) >= _EARLY_BYTES:
+        # Linux begins to write these pages to the disk now, while others are digested, instead of when the file is synced.
+        os.posix_fadvise(number, offset, len(data), os.POSIX_FADV_DONTNEED)
+    return whole.hexdigest()
+
+
+def _write_all(number: int, data: memoryview, offset: int) -> None:
+    done = 0
+    while done < len(data):
+        done += os.pwrite(number, data[done:], offset + done)
+
+
+def _describe_file(name: str, number: int, tensors: Mapping[str, TensorEntry]) -> FileEntry:
+    size = os.fstat(number).st_size
+    pieces = [piece for entry in tensors.values() for piece in entry.pieces if piece.file == name]
+    rest = digest_of(gaps(size, pieces), lambda offset, out: os.preadv(number, [out], offset))
+    if rest is None:
+        msg = f"{name} ends after {size} bytes, before the values that were written into it"
+        raise CheckpointError(msg)
+    return FileEntry(size_bytes=size, rest_xxh3=rest)
+
+
+def gaps(size_bytes: int, pieces: Sequence[Piece]) -> list[tuple[int, int]]:
+    """Return the ranges of a file that hold no values."""
+    found, end = [], 0
+    for piece in sorted(pieces, key=lambda piece: piece.offset):
+        if piece.size_bytes:
+            found.append((end, piece.offset))
+            end = piece.offset + piece.size_bytes
+    return [(a, b) for a, b in [*found, (end, size_bytes)] if b > a]

@@ -1,0 +1,198 @@
+"""What is in a place of checkpoints: steps, attempts that were never completed, and removing what need not be kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from holdfast.checkpoint.load import Damage, find_damage, newest_intact, read_manifest, steps
+from holdfast.checkpoint.manifest import MANIFEST_NAME, Manifest
+from holdfast.checkpoint.retention import to_remove
+from holdfast.checkpoint.save import remove
+from holdfast.checkpoint.source import written_s
+from holdfast.checkpoint.storage import Storage, step_folder, step_of
+from holdfast.errors import CheckpointCorrupt, CheckpointMissing
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Examined:
+    """A complete checkpoint that was looked at.
+
+    Args:
+        step: Which one.
+        manifest: What it holds; None if that cannot be read.
+        damage: All that was found.
+        was_read: Whether every byte of it was; otherwise only the manifest was.
+        written_s: When it was completed, seconds since 1970; None if the storage does not say.
+    """
+
+    step: int
+    manifest: Manifest | None
+    damage: tuple[Damage, ...]
+    was_read: bool
+    written_s: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attempt:
+    """Files that belong to no complete checkpoint: its writer was killed, or is still at work.
+
+    Args:
+        step: Of which step.
+        folder: Where, below the root.
+        size_bytes: Of its files.
+    """
+
+    step: int
+    folder: str
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pruned:
+    """What was removed, or would be.
+
+    Args:
+        steps: Checkpoints.
+        attempts: That were never completed, all of them older than the newest complete step.
+        kept: Checkpoints that stay.
+        damaged: Of these, the ones that were found to be damaged; only the newest are looked at.
+        freed_bytes: Of all that is removed.
+    """
+
+    steps: tuple[int, ...]
+    attempts: tuple[Attempt, ...]
+    kept: tuple[int, ...]
+    damaged: tuple[int, ...]
+    freed_bytes: int
+
+
+def examine(storage: Storage, step: int, *, read_all: bool = True) -> Examined:
+    """Look at a checkpoint, at every byte of it or only at its manifest.
+
+    Raises:
+        CheckpointMissing: if there is no complete checkpoint of this step.
+    """
+    manifest: Manifest | None = None
+    damage: list[Damage] = []
+    try:
+        if read_all:
+            manifest, damage = find_damage(storage, step)
+        else:
+            manifest = read_manifest(storage, step)
+    except CheckpointCorrupt as error:
+        damage = [Damage(tensor="", file=MANIFEST_NAME, start=0, end=0, what=str(error.__cause__ or error))]
+    return Examined(
+        step=step, manifest=manifest, damage=tuple(damage), was_read=read_all, written_s=written_s(storage, step)
+    )
+
+
+def examine_all(storage: Storage, now: Callable[[int], None], *, read_all: bool = True) -> list[Examined]:
+    """Look at all checkpoints, in order; those that a running job removes meanwhile are left out.
+
+    Args:
+        storage: Where they are.
+        now: Is told of each step before it is looked at.
+        read_all: Every byte, not only the manifests.
+    """
+    found = []
+    for step in steps(storage):
+        now(step)
+        try:
+            found.append(examine(storage, step, read_all=read_all))
+        except CheckpointMissing:
+            continue
+    return found
+
+
+def attempts(storage: Storage) -> list[Attempt]:
+    """Return all attempts that were not completed, oldest step first."""
+    found: list[tuple[int, str]] = []
+    for name in storage.names(""):
+        step = step_of(name)
+        if step is None:
+            continue
+        inside = storage.names(name)
+        if MANIFEST_NAME not in inside:
+            found.append((step, name))
+            continue
+        try:
+            mine = read_manifest(storage, step).folder
+        except (CheckpointCorrupt, CheckpointMissing):
+            continue  # nobody knows which of its folders is the checkpoint's own
+        found += [(step, f"{name}/{other}") for other in inside if other.startswith("data-") and other != mine]
+    return [
+        Attempt(step=step, folder=folder, size_bytes=folder_bytes(storage, folder)) for step, folder in sorted(found)
+    ]
+
+
+def folder_bytes(storage: Storage, folder: str) -> int:
+    """Return the size of all files of a step, or of one of its folders."""
+    total = 0
+    for name in storage.names(folder):
+        path = f"{folder}/{name}"
+        if name.startswith("data-"):
+            total += folder_bytes(storage, path)
+            continue
+        try:
+            with storage.reader(path) as file:
+                total += file.size_bytes
+        except CheckpointCorrupt:
+            continue  # gone since it was listed, or no plain file
+    return total
+
+
+def prune(
+    storage: Storage,
+    keep_last: int,
+    keep_every: int = 0,
+    *,
+    dry_run: bool = False,
+    on_damaged: Callable[[int, CheckpointCorrupt], None] = lambda step, error: None,
+) -> Pruned:
+    """Remove checkpoints that need not be kept, and attempts that will never be completed.
+
+    The newest intact checkpoint always stays: if something is to be removed, steps are read from the newest on until
+    one is intact.
+
+    Args:
+        storage: Where.
+        keep_last: How many of the newest stay, ``>= 2``.
+        keep_every: Steps that it divides stay, too; 0: none for that reason.
+        dry_run: Remove nothing, only say what would be.
+        on_damaged: Is told of each damaged checkpoint.
+
+    Raises:
+        CheckpointCorrupt: if something would be removed and no checkpoint is intact.
+        ConfigError: if a number is not allowed.
+    """
+    there = steps(storage)
+    going = to_remove(there, keep_last, keep_every)
+    damaged: list[int] = []
+
+    def note(step: int, error: CheckpointCorrupt) -> None:
+        damaged.append(step)
+        on_damaged(step, error)
+
+    if going:
+        intact = newest_intact(storage, note)
+        if intact is None:
+            msg = f"none of the {len(there)} checkpoints in {storage.url} is intact; none was removed"
+            raise CheckpointCorrupt(msg)
+        going = to_remove(there, keep_last, keep_every, intact)
+    rubbish = [attempt for attempt in attempts(storage) if there and attempt.step < there[-1]]
+    # What goes with its step is not counted twice.
+    rubbish = [attempt for attempt in rubbish if attempt.step not in going]
+    freed_bytes = sum(folder_bytes(storage, step_folder(step)) for step in going)
+    if not dry_run:
+        for step in going:
+            remove(storage, step)
+        for attempt in rubbish:
+            storage.remove(attempt.folder)
+    return Pruned(
+        steps=tuple(going),
+        attempts=tuple(rubbish),
+        kept=tuple(step for step in there if step not in going),
+        damaged=tuple(sorted(damaged)),
+        freed_bytes=freed_bytes + sum(attempt.size_bytes for attempt in rubbish),
+    )

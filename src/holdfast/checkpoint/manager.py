@@ -1,0 +1,92 @@
+"""Checkpoints in one place: what a session, a command or a script talks to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from holdfast.checkpoint import load, save
+from holdfast.checkpoint.load import Loaded
+from holdfast.checkpoint.parts import Wanted
+from holdfast.checkpoint.save import PendingCheckpoint
+from holdfast.checkpoint.storage import Storage, open_storage
+from holdfast.checkpoint.write_plan import Content, take
+from holdfast.errors import CheckpointCorrupt
+
+
+class Checkpoints:
+    """All checkpoints of a run. The writers of one step at a time write; anybody may read at any moment.
+
+    A checkpoint is complete when ``commit`` has begun to return, and at no moment is a step that was complete
+    incomplete. Nothing that is read is ever executed.
+
+    Args:
+        url: A directory, or an URL that fsspec understands.
+        format: Of what is written; what is read may have any.
+
+    Raises:
+        ConfigError: if the URL cannot be used.
+    """
+
+    def __init__(self, url: str | Path, format: str = "safetensors") -> None:
+        self._storage = open_storage(url)
+        self._format = format
+        self._clean: set[int] = set()
+        """See :class:`~holdfast.checkpoint.save.PendingCheckpoint`."""
+
+    @property
+    def storage(self) -> Storage:
+        """Where they are."""
+        return self._storage
+
+    @property
+    def url(self) -> str:
+        """Where they are, for messages."""
+        return self._storage.url
+
+    def write(self, step: int, content: Content, info: dict[str, Any], token: str = "") -> PendingCheckpoint:
+        """See :func:`holdfast.checkpoint.save.write`."""
+        return save.write(self._storage, step, content, info, format=self._format, token=token, clean=self._clean)
+
+    def write_tensors(self, step: int, state: Any, info: dict[str, Any]) -> PendingCheckpoint:
+        """See :func:`holdfast.checkpoint.save.write_tensors`."""
+        return self.write(step, take(state), info)
+
+    def newest_intact(self, on_damaged: Callable[[int, CheckpointCorrupt], None] | None = None) -> int | None:
+        """See :func:`holdfast.checkpoint.load.newest_intact`."""
+        return load.newest_intact(self._storage, on_damaged)
+
+    def load_newest(
+        self, on_damaged: Callable[[int, CheckpointCorrupt], None] | None = None, into: Any = None
+    ) -> Loaded | None:
+        """See :func:`holdfast.checkpoint.load.load_newest`."""
+        return load.load_newest(self._storage, on_damaged, into)
+
+    def load(self, step: int, into: Any = None, only: Wanted | None = None) -> Loaded:
+        """See :func:`holdfast.checkpoint.load.load`."""
+        return load.load(self._storage, step, into, only)
+
+    def info(self, step: int) -> dict[str, Any]:
+        """Return what was written down beside the state, without reading it; see :func:`load.read_manifest`."""
+        return load.read_manifest(self._storage, step).info
+
+    def steps(self) -> list[int]:
+        """See :func:`holdfast.checkpoint.load.steps`."""
+        return load.steps(self._storage)
+
+    def steps_to_prune(self) -> list[int]:
+        """Return the same after each checkpoint that is completed here, without looking into every folder again.
+
+        There may be thousands: what was complete when the one before was completed, and is still there, counts as complete.
+        """
+        return load.steps(self._storage, known=self._clean)
+
+    def discard(self, step: int, token: str) -> None:
+        """See :func:`holdfast.checkpoint.save.discard`."""
+        save.discard(self._storage, step, token)
+
+    def remove(self, step: int) -> None:
+        """Remove a step: its manifest first, so that nobody ever finds half of it."""
+        self._clean.discard(step)
+        save.remove(self._storage, step)

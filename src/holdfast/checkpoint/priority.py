@@ -1,0 +1,391 @@
+"""The running checkpoint: the newest saved value of every block of parameters, each as it was at its own step.
+
+It starts as the state it is made of. Every ``round(r C)`` steps a part of the blocks is saved, so that over ``C`` steps
+as many bytes are written as one full save has, whatever the fraction ``r`` is. Who loses blocks gets back what was last
+saved of them; the others keep what they have.
+
+::
+
+    running = Running([weights, momentum], Saving(every=16, fraction=1 / 8))
+    for step in range(steps):
+        if running.is_due(step):
+            saved = running.take([weights, momentum], step)     # the loop waits for this alone
+            running.put(saved)                                  # here, and in the equal one of a peer
+        ...
+    weights[lost], momentum[lost] = running.recover(lost, step)
+
+Source: Qiao, Aragam, Zhang, Xing, "Fault tolerance in iterative-convergent machine learning", ICML 2019; there it stays
+at the last saved value, is written exactly, and which blocks are farthest is decided by their distance to that.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from holdfast.checkpoint.priority_choice import CHOICES, drawn, euclidean, highest, unit
+from holdfast.checkpoint.priority_codec import CODECS, chunk_rows, coded_bytes, decode, encode, finite, is_stepped, wide
+from holdfast.errors import ConfigError
+
+PREDICTORS = ("last", "line", "calibrated")
+DISTANCES = ("euclidean", "scaled")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Saving:
+    """How blocks are saved.
+
+    Raises:
+        ConfigError: if a value is not allowed.
+    """
+
+    every: int = 16
+    """C: steps in which as many bytes are saved as a full save has, as it is without a codec."""
+    fraction: float = 1.0
+    """r: of a full save's bytes, how many one save has; above 0, at most 1, and ``round(r C)`` at least 1."""
+    choice: str = "priority"
+    """``priority``: the blocks farthest from what they would be restored to; ``round-robin``: those saved longest ago;
+    ``random``: any."""
+    distance: str = "euclidean"
+    """How far a block is from what it would be restored to: the distance of its numbers in the first tensor; or that of all
+    that is saved of it, each tensor ``scaled`` by the root of the mean square of its saved numbers."""
+    predictor: str = "last"
+    """What a lost block is restored to: its ``last`` saved value; where the ``line`` through the last two leads; or
+    ``calibrated``: as far along the line as all blocks together had gone along theirs when something was last saved."""
+    codec: str = "exact"
+    """How blocks are written: ``exact``, or as ``int8`` steps from what they would be restored to. About four times as
+    many blocks of float32 fit into the same bytes then; where that is more than all, fewer bytes are saved."""
+    seed: int = 0
+    """Of the random choice."""
+
+    def __post_init__(self) -> None:
+        if self.every < 1:
+            _refuse("every", self.every, "at least 1 step", "give the steps in which as much is saved as there is")
+        if not 0 < self.fraction <= 1:
+            _refuse("fraction", self.fraction, "above 0 and at most 1", "give 1, 0.5, 0.25 or 0.125")
+        if self.period < 1:
+            rule = f"so large that fraction * every ({self.every}) rounds to at least 1 step"
+            _refuse("fraction", self.fraction, rule, "give a larger one, or a larger every")
+        named = (("choice", CHOICES), ("distance", DISTANCES), ("predictor", PREDICTORS), ("codec", CODECS))
+        for name, allowed in named:
+            if getattr(self, name) not in allowed:
+                _refuse(name, repr(getattr(self, name)), f"one of {', '.join(allowed)}", "choose one of them")
+
+    @property
+    def period(self) -> int:
+        """Return the steps from one save to the next."""
+        return round(self.fraction * self.every)
+
+
+def _refuse(name: str, value: object, allowed: str, advice: str) -> None:
+    msg = f"{name} must be {allowed}, got {value}; {advice}"
+    raise ConfigError(msg)
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """One partial save: what goes from the owner to a peer."""
+
+    step: int
+    """The state before this step is what was saved."""
+    blocks: Tensor
+    """Numbers of the blocks in rising order; int64, of shape (k,)."""
+    payload: tuple[Tensor, ...]
+    """What is written of them: of each tensor its rows, or int8 steps and their lengths. It shares memory with nobody."""
+    share: float = 1.0
+    """How far along their lines blocks are expected to be, from 0 to 1; see :attr:`Saving.predictor`."""
+
+    def size_bytes(self) -> int:
+        """Return the bytes of what is written; the numbers of the blocks come on top of it."""
+        return sum(tensor.nbytes for tensor in self.payload)
+
+
+class Running:
+    """A running checkpoint of blocks.
+
+    A block in which a number is not finite, or whose distance is not, is not saved: what was saved of it before stays,
+    and the next block has its place.
+
+    Args:
+        start: What is saved, as it is before ``step``: tensors of shape (blocks, any width), which are copied. The
+            distance is that of the first, unless it is scaled, and where there is a line, the first follows it; the others
+            go along, as an optimizer's state. What is not to be saved is not given.
+        saving: How.
+        step: Number of the step.
+        block_bytes: What saving each block as it is takes, int64 of shape (blocks,); if not given, what its rows take.
+        distance: One of your own, in the place of that of ``saving``. Returns how far each row of the first argument is
+            from that of the second, numbers ``>= 0`` of shape (blocks,). It is given all rows of the first tensor, and what
+            they would be restored to.
+
+    Raises:
+        ConfigError: if tensors or sizes do not go together.
+    """
+
+    saved_at: Tensor
+    """Of each block the step before which its newest saved value was current; int64, of shape (blocks,)."""
+
+    def __init__(
+        self,
+        start: Sequence[Tensor],
+        saving: Saving,
+        *,
+        step: int = 0,
+        block_bytes: Tensor | None = None,
+        distance: Callable[[Tensor, Tensor], Tensor] | None = None,
+    ) -> None:
+        _check_start(start, block_bytes)
+        self._saving = saving
+        self._distance = distance
+        # A block that is at a finite Euclidean distance has no number that is not finite.
+        self._distance_tells = saving.choice == "priority" and distance is None
+        self._step = step
+        self._saved = [tensor.detach().clone(memory_format=torch.contiguous_format) for tensor in start]
+        self.saved_at = torch.full((len(start[0]),), step)
+        self._slope: Tensor | None = None
+        if saving.predictor != "last" and start[0].is_floating_point():
+            self._slope = torch.zeros_like(self._saved[0], dtype=wide(start[0].dtype))
+        self._share = 0.0 if saving.predictor == "calibrated" else 1.0
+        plain = sum(coded_bytes(tensor, "exact") for tensor in start)
+        coded = sum(coded_bytes(tensor, saving.codec) for tensor in start)
+        sizes = torch.tensor([plain]) if block_bytes is None else block_bytes.to(torch.int64)
+        self._sizes = sizes[:1] if (sizes == sizes[0]).all() else sizes
+        # Credit is counted so that all is whole: a block of b bytes costs b * _price, a save brings _income.
+        shared = math.gcd(plain, coded)
+        self._price = coded // shared * saving.every
+        self._income = self._bytes_of(torch.arange(len(start[0]))) * saving.period * (plain // shared)
+        self._credit = 0
+
+    def is_due(self, step: int) -> bool:
+        """Return whether the state before ``step`` is to be saved: every ``round(r C)`` steps, and not twice."""
+        return step % self._saving.period == 0 and step > self._step
+
+    def save(self, rows: Sequence[Tensor], step: int) -> Saved:
+        """Choose blocks, save them here, and return what was written: :meth:`take`, then :meth:`put`."""
+        saved = self.take(rows, step)
+        self.put(saved)
+        return saved
+
+    @torch.no_grad()
+    def take(self, rows: Sequence[Tensor], step: int) -> Saved:
+        """Choose blocks and return what is written of them; nothing is changed before it is :meth:`put`.
+
+        Args:
+            rows: As they are before ``step``; of the shapes and dtypes of ``start``.
+            step: After that of the last save.
+
+        Raises:
+            ConfigError: if the step is not after it, or the rows are not such.
+        """
+        self._check_step(step)
+        self._check_rows(rows)
+        share = self._share_gone(rows[0], step)
+        scores = self._scores(rows, step, share)
+        room = (self._credit + self._income) // self._price
+        while True:
+            blocks = highest(scores, self._sizes, room)
+            payload, checks = self._encode(rows, blocks, step, share)
+            unfit = [blocks[~good] for good in checks if not good.all()]
+            if not unfit:
+                return Saved(step, blocks, payload, share)
+            scores = scores.index_fill(0, torch.cat(unfit), -1)  # there is a next one for each of them
+
+    @torch.no_grad()
+    def put(self, saved: Saved) -> None:
+        """Save here what was taken of this one, or of an equal one; those that were equal are so again, bit for bit.
+
+        Raises:
+            ConfigError: if it is of a step that is not after that of the last save.
+        """
+        self._check_step(saved.step)
+        size = chunk_rows(max(mine.shape[1] for mine in self._saved))
+        for some, *payload in zip(*(tensor.split(size) for tensor in (saved.blocks, *saved.payload)), strict=True):
+            self._put_some(some, iter(payload), saved.step, saved.share)
+        self.saved_at[saved.blocks] = saved.step
+        self._step, self._share = saved.step, saved.share
+        self._credit += self._income - self._bytes_of(saved.blocks) * self._price
+        # More than the block that did not fit is left only where all that can be saved was.
+        self._credit = min(self._credit, int(self._sizes.max()) * self._price)
+
+    @torch.no_grad()
+    def recover(self, blocks: Tensor, step: int) -> tuple[Tensor, ...]:
+        """Return what lost blocks are restored to.
+
+        Args:
+            blocks: Their numbers; int64, of shape (k,).
+            step: Before which they are restored.
+
+        Returns:
+            Of each tensor of ``start`` the rows, of shape (k, its width).
+        """
+        return tuple(
+            self._expected(number, blocks, step, self._share).to(mine.dtype) for number, mine in enumerate(self._saved)
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all that it consists of, as tensors, numbers and strings; the tensors are its own, not copies."""
+        return {
+            "saving": dataclasses.asdict(self._saving),
+            "step": self._step,
+            "credit": self._credit,
+            "saved_at": self.saved_at,
+            "saved": list(self._saved),
+            "slope": self._slope,
+            "share": self._share,
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Become equal to the one that ``state`` is of; its tensors are copied.
+
+        Raises:
+            ConfigError: if that one saves in another way, or other blocks.
+        """
+        if state["saving"] != dataclasses.asdict(self._saving):
+            msg = (
+                f"this running checkpoint was kept with {state['saving']}, not with {self._saving}; use the same values"
+            )
+            raise ConfigError(msg)
+        self._check_rows(state["saved"])
+        for mine, given in zip(self._saved, state["saved"], strict=True):
+            mine.copy_(given)
+        if self._slope is not None:
+            self._slope.copy_(state["slope"])
+        self.saved_at.copy_(state["saved_at"])
+        self._step, self._credit, self._share = state["step"], state["credit"], state["share"]
+
+    # -- what is chosen
+
+    def _scores(self, rows: Sequence[Tensor], step: int, share: float) -> Tensor:
+        if self._saving.choice == "round-robin":
+            return step - self.saved_at
+        if self._saving.choice == "random":
+            return drawn(len(self.saved_at), self._saving.seed, step)
+        if self._distance is not None:
+            if self._slope is None:
+                return self._distance(rows[0], self._saved[0])
+            everything = torch.arange(len(self.saved_at))
+            return self._distance(rows[0], self._expected(0, everything, step, share).to(rows[0].dtype))
+        if self._saving.distance == "scaled":
+            scaled = [self._distances(n, row, step, share) / unit(self._saved[n]) for n, row in enumerate(rows)]
+            return torch.stack(scaled).square_().sum(0).sqrt_()
+        return self._distances(0, rows[0], step, share)
+
+    def _distances(self, number: int, rows: Tensor, step: int, share: float) -> Tensor:
+        """Return the Euclidean distances to what :meth:`_expected` returns, which never lies in memory as a whole.
+
+        The sum may be fused here, as nobody has to come to the same bits.
+        """
+        if number or self._slope is None:
+            return euclidean(rows, self._saved[number])
+        scratch = torch.empty_like(self._slope[: chunk_rows(rows.shape[1])])
+        distances = []
+        for row, saved, way, steps in self._along_lines(rows, self._slope, step):
+            expected = torch.addcmul(saved, way, steps.mul_(share), out=scratch[: len(row)])
+            distances.append(euclidean(row, expected))
+        return torch.cat(distances)
+
+    def _share_gone(self, rows: Tensor, step: int) -> float:
+        """Return how far along their lines blocks have gone, of how far these lead: that of least squares, from 0 to 1.
+
+        It is 0 where no line leads anywhere, and the same with any number of threads. Who is no number has gone nowhere.
+        """
+        if self._saving.predictor != "calibrated" or self._slope is None:
+            return self._share
+        gone, all_of_it = [], []
+        for row, saved, way, steps in self._along_lines(rows, self._slope, step):
+            ahead = way * steps
+            gone.append((row.to(ahead.dtype) - saved).mul_(ahead).sum(1))
+            all_of_it.append(ahead.square_().sum(1))
+        products, squares = torch.cat(gone).double().numpy(), torch.cat(all_of_it).double().numpy()
+        fit = np.isfinite(products)
+        length = float(squares[fit].sum())
+        return min(1.0, max(0.0, float(products[fit].sum()) / length)) if length else 0.0
+
+    def _along_lines(self, rows: Tensor, slope: Tensor, step: int) -> Iterator[tuple[Tensor, ...]]:
+        """Yield some rows at a time, what was saved of them, their slopes, and for how many steps these hold."""
+        ahead = (step - self.saved_at).to(slope.dtype).unsqueeze(1)
+        size = chunk_rows(rows.shape[1])
+        yield from zip(*(t.split(size) for t in (rows, self._saved[0], slope, ahead)), strict=True)
+
+    def _bytes_of(self, blocks: Tensor) -> int:
+        return int(self._sizes) * len(blocks) if len(self._sizes) == 1 else int(self._sizes[blocks].sum())
+
+    # -- what is written
+
+    def _expected(self, number: int, blocks: Tensor, step: int, share: float) -> Tensor:
+        """Return what blocks of a tensor are restored to, in the dtype in which it is computed."""
+        mine = self._saved[number].index_select(0, blocks)
+        if number or self._slope is None:
+            return mine
+        ahead = (step - self.saved_at[blocks]).to(self._slope.dtype).mul_(share)
+        return self._slope.index_select(0, blocks).mul_(ahead.unsqueeze(1)).add_(mine)
+
+    def _encode(
+        self, rows: Sequence[Tensor], blocks: Tensor, step: int, share: float
+    ) -> tuple[tuple[Tensor, ...], list[Tensor]]:
+        """Return the payload, and checks that say of each block whether it is fit to be saved."""
+        payload: list[Tensor] = []
+        checks: list[Tensor] = []
+        for number, row in enumerate(rows):
+            if is_stepped(row, self._saving.codec):
+                payload += encode(row, blocks, partial(self._expected_wide, number, step=step, share=share))
+                checks.append(finite(payload[-1]))
+            else:
+                payload.append(row.index_select(0, blocks))
+                if number or not self._distance_tells:
+                    checks.append(finite(payload[-1]))
+        return tuple(payload), checks
+
+    def _put_some(self, blocks: Tensor, payload: Iterator[Tensor], step: int, share: float) -> None:
+        """Save blocks, given what was written of them."""
+        for number, mine in enumerate(self._saved):
+            rows = next(payload)
+            if is_stepped(mine, self._saving.codec):
+                rows = decode(rows, next(payload), self._expected_wide(number, blocks, step, share), mine.dtype)
+            if not number and self._slope is not None:
+                since = (step - self.saved_at[blocks]).to(self._slope.dtype)
+                way = rows.to(self._slope.dtype) - mine.index_select(0, blocks).to(self._slope.dtype)
+                self._slope.index_copy_(0, blocks, way.div_(since.unsqueeze(1)))
+            mine.index_copy_(0, blocks, rows)
+
+    def _expected_wide(self, number: int, blocks: Tensor, step: int, share: float) -> Tensor:
+        return self._expected(number, blocks, step, share).to(wide(self._saved[number].dtype))
+
+    # -- what is refused
+
+    def _check_step(self, step: int) -> None:
+        if step <= self._step:
+            msg = (
+                f"a save of step {step} must come after the last one, which is of step {self._step}; "
+                "to go back, load the state of another running checkpoint or begin a new one"
+            )
+            raise ConfigError(msg)
+
+    def _check_rows(self, rows: Sequence[Tensor]) -> None:
+        given, mine = ([(tuple(t.shape), t.dtype) for t in tensors] for tensors in (rows, self._saved))
+        if given != mine:
+            msg = (
+                f"rows must have the shapes and dtypes that it started with, {mine}, got {given}; give the same tensors"
+            )
+            raise ConfigError(msg)
+
+
+def _check_start(start: Sequence[Tensor], block_bytes: Tensor | None) -> None:
+    shapes = [tuple(tensor.shape) for tensor in start]
+    if not shapes or any(len(shape) != 2 or shape[0] != shapes[0][0] or 0 in shape for shape in shapes):
+        msg = f"start must be tensors of shape (blocks, width), of as many blocks, got {shapes}; reshape them to blocks"
+        raise ConfigError(msg)
+    if block_bytes is not None and (block_bytes.shape != shapes[0][:1] or bool((block_bytes < 0).any())):
+        msg = (
+            f"block_bytes must be {shapes[0][0]} numbers of 0 or more, one a block, got {len(block_bytes)} from "
+            f"{block_bytes.min()} up; give what saving each block takes"
+        )
+        raise ConfigError(msg)

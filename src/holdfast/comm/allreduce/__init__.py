@@ -1,0 +1,1 @@
+"""The all-reduce whose order belongs to the job, and the paths that its bytes take."""

@@ -1,0 +1,200 @@
+"""The sum by messages: exchange slices (Alltoall), add one's share in order, collect the shares (Allgather).
+
+Slices that their holder may add first without changing a bit go as their sum (:func:`~holdfast.comm.allreduce.adding.addable`):
+so in the order ``tree`` who holds many slices has little more to send than who holds one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from holdfast.comm.allreduce.adding import Addition, Mean, addable
+from holdfast.comm.allreduce.checksums import SUM, Altered, Vector, nobody_listens, num_tiles
+from holdfast.comm.allreduce.shm import LEFT_OUT, Slots, Span, aligned
+from holdfast.comm.base import Exchange
+
+_MOST_KEPT = 64
+"""Spans whose buffers are kept from one sum to the next."""
+
+
+@dataclass(slots=True)
+class _Buffers:
+    """What one exchange needs, kept from step to step because fresh memory costs page faults.
+
+    What goes to a process is a chunk of each row, and right behind it the checksums of the chunk if there are any. A row
+    is a slice, or the sum of several.
+
+    Args:
+        cut: How chunks and checksums lie in a row.
+        slots: What the rows are of.
+        raw: Where the slices lie that are sent as they are, and in which row.
+        sums: Make the rows that are sums, chunk by chunk.
+        send: Shape ``(processes, rows, numbers)``.
+        received: Of the same shape.
+        share: This process's part of the result.
+        result: All of it.
+        addition: Makes the share.
+    """
+
+    cut: _Cut
+    slots: Slots
+    raw: list[tuple[int, int]]
+    sums: list[Addition]
+    send: torch.Tensor
+    received: torch.Tensor
+    share: Vector
+    result: Vector
+    addition: Addition
+
+
+class ExchangedSum:
+    """The sum among processes that share no memory, or none that is large enough.
+
+    Args:
+        comm: Who takes part.
+        terms: The memory of each slot of this process, bytes.
+    """
+
+    def __init__(self, comm: Exchange, terms: Sequence[torch.Tensor]) -> None:
+        self._comm = comm
+        self._terms = terms
+        self._last = torch.empty(0)
+        self._me = comm.processes.index(comm.here)
+        self._buffers: dict[tuple[Span, str], _Buffers] = {}
+
+    def __call__(
+        self,
+        span: Span,
+        slots: Slots,
+        order: str,
+        mean: Mean | None,
+        midway: Callable[[], None],
+        altered: Altered = nobody_listens,
+    ) -> torch.Tensor:
+        """Return the sum; see :class:`~holdfast.comm.allreduce.ordered.OrderedSum`."""
+        buffers = self._get_buffers(span, slots, order)
+        for slot, row in buffers.raw:
+            columns = buffers.cut.split(buffers.send[:, row])
+            for mine, column in zip(span.vector(self._terms[slot]).messages(), columns, strict=True):
+                _scatter(mine, column)
+        for addition in buffers.sums:
+            addition(altered=altered)
+        self._comm.alltoall(buffers.send, buffers.received)
+        midway()
+        buffers.addition(mean, altered)
+        for mine, everybodys in zip(buffers.share.messages(), buffers.result.messages(), strict=True):
+            self._comm.allgather(mine, everybodys)
+        self._last = buffers.result.numbers
+        if span.checked and not _flat(buffers.result, span.length).is_intact():
+            altered(SUM)
+        return self.result(span)
+
+    def result(self, span: Span) -> torch.Tensor:
+        """Return the sum that was made last; it is whole only where it was completed."""
+        return self._last.view(-1)[: span.length]
+
+    def _get_buffers(self, span: Span, slots: Slots, order: str) -> _Buffers:
+        if len(self._buffers) > _MOST_KEPT:  # collectives may be of any length
+            self._buffers.clear()
+        known = self._buffers.get((span, order))
+        if known is None or known.slots != slots:
+            known = self._buffers[span, order] = self._make_buffers(span, slots, order)
+        return known
+
+    def _make_buffers(self, span: Span, slots: Slots, order: str) -> _Buffers:
+        cut, rows = _Cut(span, len(slots)), _rows(slots, order)
+        device = self._terms[0].device if self._terms else torch.device("cpu")
+        send = torch.zeros(len(slots), max(1, *map(len, rows)), cut.width, dtype=span.dtype, device=device)
+        received = torch.zeros_like(send)
+
+        def summed(*shape: int) -> Vector:
+            numbers = torch.zeros(*shape, cut.chunk, dtype=span.dtype, device=device)
+            checksums = torch.zeros(*shape, cut.tiles, dtype=torch.int64, device=device) if span.checked else None
+            return Vector(numbers, checksums, span.tile)
+
+        share, part = summed(), cut.part(self._me)
+        places = sorted(
+            (group[0], (process, row)) for process, mine in enumerate(rows) for row, group in enumerate(mine)
+        )
+        terms = [(n, cut.term(received[place], part)) for n, place in places]
+        addition = Addition(terms, share[slice(0, part.stop - part.start)], part.start, order)
+        raw, sums = self._make_rows(cut, slots[self._me], rows[self._me], order, send)
+        return _Buffers(cut, slots, raw, sums, send, received, share, summed(len(slots)), addition)
+
+    def _make_rows(
+        self, cut: _Cut, held: Sequence[int], groups: Sequence[tuple[int, ...]], order: str, send: torch.Tensor
+    ) -> tuple[list[tuple[int, int]], list[Addition]]:
+        """Return which slots go into which rows as they are, and what makes the rows that are sums."""
+        raw, sums = [], []
+        for row, group in enumerate(groups):
+            if len(group) == 1:
+                raw.append((held.index(group[0]), row))
+                continue
+            vectors = [(n, cut.span.vector(self._terms[held.index(n)])) for n in group]
+            for place, sent in enumerate(send[:, row]):
+                part = cut.part(place)
+                terms = [(n, vector[part]) for n, vector in vectors]
+                sums.append(Addition(terms, cut.term(sent, part), part.start, order))
+        return raw, sums
+
+
+class _Cut:
+    """How a vector is cut into a chunk for each process.
+
+    Args:
+        span: The vector.
+        processes: How many.
+    """
+
+    def __init__(self, span: Span, processes: int) -> None:
+        self.span = span
+        self.chunk = -(-span.length // (processes * span.line)) * span.line
+        """Numbers of each; the last ones may be short, or empty."""
+        self.tiles = num_tiles(self.chunk, span.tile) * span.checked
+        """Checksums of each."""
+        self.width = self.chunk + aligned(8 * self.tiles) // span.dtype.itemsize
+        """Numbers of both together."""
+
+    def part(self, place: int) -> slice:
+        """Return where the chunk of a process lies."""
+        return slice(min(place * self.chunk, self.span.length), min((place + 1) * self.chunk, self.span.length))
+
+    def term(self, sent: torch.Tensor, part: slice) -> Vector:
+        """Return what is sent of a part as a vector, with its checksums if there are any."""
+        numbers, *checksums = self.split(sent)
+        return Vector(numbers, checksums[0] if checksums else None, self.span.tile)[slice(0, part.stop - part.start)]
+
+    def split(self, rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return the numbers in some rows, and the checksums behind them if there are any; shapes ``(..., chunk)``, ``(..., tiles)``."""
+        if not self.span.checked:
+            return (rows,)
+        at = self.chunk * self.span.dtype.itemsize
+        return rows[..., : self.chunk], rows.view(torch.uint8)[..., at : at + 8 * self.tiles].view(torch.int64)
+
+
+def _rows(slots: Slots, order: str) -> list[list[tuple[int, ...]]]:
+    """Return what each process sends: slices, and groups of slices that it adds before."""
+    holders = {n: process for process, held in enumerate(slots) for n in held if n != LEFT_OUT}
+    rows: list[list[tuple[int, ...]]] = [[] for _ in slots]
+    for group in addable(holders, order):
+        rows[holders[group[0]]].append(group)
+    return rows
+
+
+def _flat(rows: Vector, length: int) -> Vector:
+    """Return the vector whose chunks are rows, without what fills up the last ones."""
+    assert rows.checksums is not None
+    return Vector(rows.numbers.view(-1), rows.checksums.view(-1), rows.tile)[slice(0, length)]
+
+
+def _scatter(term: torch.Tensor, columns: torch.Tensor) -> None:
+    """Copy ``term`` into the rows of ``columns``, one process's chunk after another; the last one may be short."""
+    processes, chunk = columns.shape
+    whole = min(processes, term.numel() // chunk) if chunk else 0
+    columns[:whole].copy_(term[: whole * chunk].view(whole, chunk))
+    if whole < processes and chunk:
+        rest = term[whole * chunk :]
+        columns[whole, : rest.numel()].copy_(rest)

@@ -1,0 +1,266 @@
+"""The sum between hosts: shared memory inside each, and between them nothing that could be added before it is sent.
+
+Only in the order ``tree``, whose aligned groups of slices can be added by whoever holds them all
+(:func:`~holdfast.comm.allreduce.adding.groups`)::
+
+    each worker's terms lie in its own segments          nobody else writes them
+    all say that they are ready (A)                      all terms are there
+    add the groups of my host, my share of the vector    straight from where the terms lie
+    exchange the sums of groups, finish the tree         each chunk at one worker, which divides it
+    exchange what is finished                            it arrives in the result that my host shares
+    all say that they are done (B)                       all shares of all results are there
+    the optimizer reads the result of its host in place
+
+Every worker of a host has a share of the vector and talks, about each piece of it, to the one worker of every other
+host whose share the piece is in. So each chunk crosses once from host to host, however many workers they have, and no
+worker waits for another of its own host between A and B.
+
+What keeps it right when workers die or wake up late is what does in :mod:`~holdfast.comm.allreduce.shm`: one writer of every
+share, terms that nobody writes, fresh memory in every generation. The words that say how far everybody is are
+exchanged instead of written to memory, because not everybody could read them there; a word that is missing, or old,
+fails the sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import torch
+
+from holdfast.comm.allreduce.adding import Addition, Mean, groups
+from holdfast.comm.allreduce.checksums import SUM, Altered, Vector, nobody_listens, num_tiles
+from holdfast.comm.allreduce.shm import Introduction, Slots, Span
+from holdfast.comm.base import Exchange
+from holdfast.errors import PeerFailed, ScriptError
+
+ORDER_BETWEEN_HOSTS = "tree"
+"""The order in which hosts may add before they send."""
+
+_Messages = list[tuple[int, torch.Tensor]]
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A part of the vector that lies in one worker's share on every host.
+
+    Args:
+        part: Where it lies.
+        workers: Of each host, the process in whose share it is.
+        finisher: Which of them finishes its sum.
+    """
+
+    part: slice
+    workers: tuple[int, ...]
+    finisher: int
+
+
+@dataclass(slots=True)
+class _Plan:
+    """What one worker does for one span: its additions, and what it gives to whom and takes from whom."""
+
+    slots: Slots
+    own: list[Addition] = field(default_factory=list)
+    give_sums: _Messages = field(default_factory=list)
+    take_sums: _Messages = field(default_factory=list)
+    finish: list[Addition] = field(default_factory=list)
+    give_results: _Messages = field(default_factory=list)
+    take_results: _Messages = field(default_factory=list)
+    taken: list[Vector] = field(default_factory=list)
+
+
+class HostsSum:
+    """The sum among processes on several hosts, each of which shares the memory of its own.
+
+    Args:
+        comm: Who takes part.
+        hosts: The host of each process, from 0 without gaps.
+        terms: Of each process, the memory of each slot, bytes; those of other hosts are not looked at.
+        result: Where the sum goes on this host, bytes, for writing.
+        given: The same memory as it is given out.
+        incarnations: Of each process, what it says who it is.
+    """
+
+    def __init__(
+        self,
+        comm: Exchange,
+        hosts: Sequence[int],
+        terms: Sequence[Sequence[torch.Tensor]],
+        result: torch.Tensor,
+        given: torch.Tensor,
+        incarnations: Sequence[int],
+    ) -> None:
+        self._comm = comm
+        self._hosts = hosts
+        self._terms = terms
+        self._result = result
+        self._given = given
+        self._me = comm.processes.index(comm.here)
+        self._words = torch.tensor([[who, comm.generation, 0, 0] for who in incarnations], dtype=torch.int64)
+        self._heard = torch.zeros_like(self._words)
+        self._plans: dict[Span, _Plan] = {}
+
+    def __call__(
+        self,
+        span: Span,
+        slots: Slots,
+        order: str,
+        mean: Mean | None,
+        midway: Callable[[], None],
+        altered: Altered = nobody_listens,
+    ) -> torch.Tensor:
+        """Return the sum; see :class:`~holdfast.comm.allreduce.ordered.OrderedSum`."""
+        assert order == ORDER_BETWEEN_HOSTS, order
+        plan = self._get_plan(span, slots)
+        self._meet(span)  # A: all terms are there
+        midway()
+        for addition in plan.own:
+            addition(altered=altered)
+        self._comm.swap(plan.give_sums, plan.take_sums)
+        for addition in plan.finish:
+            addition(mean, altered)
+        self._comm.swap(plan.give_results, plan.take_results)
+        if not all(part.is_intact() for part in plan.taken):
+            altered(SUM)
+        self._meet(span)  # B: all shares are there, on all hosts
+        return self.result(span)
+
+    def result(self, span: Span) -> torch.Tensor:
+        """Return the sum that was made last; it is whole once *anybody* has completed it, on whichever host."""
+        return span.of(self._given)
+
+    def _meet(self, span: Span) -> None:
+        """Hear from everybody, and make sure that everybody is as far as this worker, no less and no more."""
+        self._words[:, 2] += 1
+        self._words[self._me, 3] = span.length
+        self._comm.allgather(self._words[self._me], self._heard)
+        if not torch.equal(self._heard[:, :3], self._words[:, :3]):
+            msg = f"not everybody was heard from at phase {self._words[0, 2]}: {self._heard[:, :3].tolist()}"
+            raise PeerFailed(msg)
+        if (self._heard[:, 3] != span.length).any():
+            msg = f"the workers sum vectors of different lengths, in the order of ranks {self._heard[:, 3].tolist()}"
+            raise ScriptError(msg)
+
+    # -- who adds what, and who tells whom
+
+    def _get_plan(self, span: Span, slots: Slots) -> _Plan:
+        known = self._plans.get(span)
+        if known is None or known.slots != slots:
+            known = self._plans[span] = self._make_plan(span, slots)
+        return known
+
+    def _make_plan(self, span: Span, slots: Slots) -> _Plan:
+        plan, host = _Plan(slots), self._hosts[self._me]
+        places = {n: (process, row) for process, held in enumerate(slots) for row, n in enumerate(held)}
+        holders = {n: self._hosts[process] for n, (process, _) in places.items()}
+        of_host: list[list[tuple[int, ...]]] = [[] for _ in set(self._hosts)]
+        for group in groups(holders):
+            of_host[holders[group[0]]].append(group)
+        terms = {n: span.vector(self._terms[p][row]) for n, (p, row) in sorted(places.items()) if holders[n] == host}
+        for piece in pieces(self._hosts, span.length, span.line):
+            if piece.workers[host] == self._me and piece.finisher == host:
+                self._finish(plan, span, piece, terms, of_host)
+            elif piece.workers[host] == self._me:
+                self._hand_in(plan, span, piece, terms, of_host[host])
+        return plan
+
+    def _hand_in(
+        self, plan: _Plan, span: Span, piece: Piece, terms: dict[int, Vector], mine: list[tuple[int, ...]]
+    ) -> None:
+        """Add the groups of this host, give their sums to who finishes the piece, and take the result from there."""
+        peer, part = piece.workers[piece.finisher], piece.part
+        if mine:
+            sums = _rows(mine, span, part)
+            for i, group in enumerate(mine):
+                group_terms = [(n, terms[n][part]) for n in group]
+                plan.own.append(Addition(group_terms, _row(sums, i), part.start, ORDER_BETWEEN_HOSTS))
+            plan.give_sums += [(peer, message) for message in sums.messages()]
+        result = _result(span, span.of(self._result)[part])
+        plan.take_results += [(peer, message) for message in result.messages()]
+        plan.taken.append(result)
+
+    def _finish(
+        self,
+        plan: _Plan,
+        span: Span,
+        piece: Piece,
+        terms: dict[int, Vector],
+        of_host: list[list[tuple[int, ...]]],
+    ) -> None:
+        """Take the sums of the other hosts, add them and the slices of this one, and give the result to all hosts."""
+        meeting = [(n, term[piece.part]) for n, term in terms.items()]
+        out = _result(span, span.of(self._result)[piece.part])
+        for host, (peer, theirs) in enumerate(zip(piece.workers, of_host, strict=True)):
+            if host == piece.finisher:
+                continue
+            if theirs:
+                sums = _rows(theirs, span, piece.part)
+                plan.take_sums += [(peer, message) for message in sums.messages()]
+                # The sum of a group stands where one of its slices would: nothing else joins before it is complete.
+                meeting += [(group[0], _row(sums, i)) for i, group in enumerate(theirs)]
+            plan.give_results += [(peer, message) for message in out.messages()]
+        meeting.sort(key=lambda term: term[0])
+        plan.finish.append(Addition(meeting, out, piece.part.start, ORDER_BETWEEN_HOSTS))
+
+
+def _rows(of: Sequence[object], span: Span, part: slice) -> Vector:
+    """Return memory for a row of numbers each, and for their checksums."""
+    length = part.stop - part.start
+    checksums = torch.zeros(len(of), num_tiles(length, span.tile), dtype=torch.int64) if span.checked else None
+    return Vector(torch.zeros(len(of), length, dtype=span.dtype), checksums, span.tile)
+
+
+def _row(rows: Vector, i: int) -> Vector:
+    return Vector(rows.numbers[i], None if rows.checksums is None else rows.checksums[i], rows.tile)
+
+
+def _result(span: Span, numbers: torch.Tensor) -> Vector:
+    """Return a part of the result, with memory for the checksums that go with it to other hosts."""
+    tiles = num_tiles(numbers.numel(), span.tile)
+    return Vector(numbers, torch.zeros(tiles, dtype=torch.int64) if span.checked else None, span.tile)
+
+
+def pieces(hosts: Sequence[int], length: int, line: int) -> Iterator[Piece]:
+    """Yield the pieces of a vector, ascending, none of them empty.
+
+    Every host cuts the vector evenly among its workers. Between two cuts of any host, the vector is cut evenly among the
+    hosts; each finishes one of these pieces, so that all send and receive the same amounts.
+
+    Args:
+        hosts: The host of each process, from 0 without gaps.
+        length: Of the vector.
+        line: Cuts are at multiples of it.
+    """
+    count = max(hosts) + 1
+    workers = [[process for process, host in enumerate(hosts) if host == mine] for mine in range(count)]
+    chunks = [_even(length, len(here), line) for here in workers]
+    places = (i * chunk for here, chunk in zip(workers, chunks, strict=True) for i in range(len(here)))
+    cuts = sorted({place for place in places if place < length})
+    for start, stop in pairwise([*cuts, length]):
+        who = tuple(here[start // chunk] for here, chunk in zip(workers, chunks, strict=True))
+        size = _even(stop - start, count, line)
+        for finisher, begin in enumerate(range(start, stop, size)):
+            yield Piece(slice(begin, min(begin + size, stop)), who, finisher)
+
+
+def _even(length: int, count: int, line: int) -> int:
+    """Return the size of the largest of ``count`` parts of a vector, a multiple of ``line``, at least one."""
+    return max(1, -(-length // (count * line))) * line
+
+
+def sum_hosts(known: Introduction) -> HostsSum | str:
+    """Return the sum between hosts, or in words why there can be none.
+
+    Args:
+        known: Of members on several hosts.
+
+    Raises:
+        PeerFailed: if somebody died meanwhile.
+    """
+    known.tell_results()
+    memory = known.open()
+    if isinstance(memory, str):
+        return memory
+    incarnations = [row.incarnation for row in known.told]
+    return HostsSum(known.comm, known.hosts, memory.terms, memory.result, memory.given, incarnations)

@@ -1,0 +1,422 @@
+"""The sum through shared memory: everybody adds its share, straight from where the others' terms lie.
+
+::
+
+    each worker's terms lie in its own segments     nobody else writes them
+    barrier A                                       all terms are there
+    add my share of the vector into the result      nobody else writes that share
+    barrier B                                       all shares are there
+    the optimizer reads the result in place
+
+Nothing is sent and no term is touched. What makes it safe when workers die, or were stopped and wake up late:
+
+- *The barrier is what everybody has written.* Each worker writes how far it is into the result's head; A and B are over
+  when all words say so. MPI is asked meanwhile whether somebody has died, and is trusted for nothing else.
+- *New generation, fresh memory.* A worker that was stopped while adding may wake much later and write old values. It
+  writes them into the memory of its own generation, which nobody uses any more: survivors make a new result.
+- *Read-only.* The terms of others, and the result as it is given out, are mapped for reading: nobody can change what
+  others still read.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import platform
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from holdfast.comm.allreduce.adding import ORDERS, Addition, Mean
+from holdfast.comm.allreduce.checksums import TILE, Altered, Vector, nobody_listens, num_tiles, tile_of
+from holdfast.comm.base import Exchange
+from holdfast.comm.memory import Opened, Segment, host_id, open_segment
+from holdfast.comm.waiting import patience, wait_until, waiting
+from holdfast.errors import PeerFailed, ScriptError
+
+ALIGN = 64
+"""Vectors, and everybody's share of them, begin on cache lines, bytes."""
+
+_WORDS = 40
+"""64-bit words in a worker's line of the head: incarnation, generation, how far, length of the vector and its kind; integers, twice."""
+
+MAX_INTEGERS = 15
+"""Most integers of which a maximum is taken through the head."""
+
+_INTEGERS_AT = 8
+_MOST_KEPT = 512
+"""Spans whose additions are kept from one sum to the next."""
+ORDERED_STORES = platform.machine() in ("x86_64", "AMD64")
+"""Whether others see a worker's stores in their order, so that a word that is there says that the numbers are."""
+
+_MAGIC = 0x5355_4D4D_4148_4F4C
+"""Says, in the last word of the first line, that a segment is the result of a sum."""
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Where a vector lies in the memory of every slice.
+
+    Args:
+        start: First byte, a multiple of :data:`ALIGN`.
+        length: Numbers.
+        dtype: Of the numbers.
+        checked: Checksums lie behind them; see :mod:`~holdfast.comm.allreduce.checksums`.
+    """
+
+    start: int
+    length: int
+    dtype: torch.dtype
+    checked: bool = False
+
+    @property
+    def end(self) -> int:
+        """First byte behind it where another span may begin."""
+        return self._numbers_end + aligned(8 * num_tiles(self.length, self.tile) * self.checked)
+
+    @property
+    def _numbers_end(self) -> int:
+        return self.start + aligned(self.length * self.dtype.itemsize)
+
+    @property
+    def line(self) -> int:
+        """Parts of the vector begin at multiples of so many numbers."""
+        return self.tile if self.checked else ALIGN // self.dtype.itemsize
+
+    @property
+    def tile(self) -> int:
+        """Numbers that are added at a time, and have a checksum together if they have one."""
+        return tile_of(self.length) if self.checked else TILE
+
+    def of(self, memory: torch.Tensor) -> torch.Tensor:
+        """Return the vector in ``memory`` (bytes)."""
+        return memory[self.start : self.start + self.length * self.dtype.itemsize].view(self.dtype)
+
+    def vector(self, memory: torch.Tensor) -> Vector:
+        """Return the vector in ``memory`` (bytes), with its checksums if it has some."""
+        if not self.checked:
+            return Vector(self.of(memory))
+        at = self._numbers_end
+        checksums = memory[at : at + 8 * num_tiles(self.length, self.tile)].view(torch.int64)
+        return Vector(self.of(memory), checksums, self.tile)
+
+
+def aligned(size_bytes: int) -> int:
+    """Return the next multiple of :data:`ALIGN`."""
+    return -(-size_bytes // ALIGN) * ALIGN
+
+
+DTYPES = sorted({t for t in vars(torch).values() if isinstance(t, torch.dtype)}, key=str)
+"""In an order that all workers know."""
+_ORDERS = list(ORDERS)
+
+
+@functools.cache
+def _kind(dtype: torch.dtype, order: str) -> int:
+    return DTYPES.index(dtype) * len(_ORDERS) + _ORDERS.index(order)
+
+
+def _kind_name(kind: int) -> str:
+    dtype, order = divmod(kind, len(_ORDERS))
+    return f"{DTYPES[dtype]} {_ORDERS[order]}" if 0 <= dtype < len(DTYPES) else "nothing"
+
+
+LEFT_OUT = -1
+"""Stands for a slice whose term does not take part."""
+
+Slots = Sequence[Sequence[int]]
+"""The slices that each process holds, ascending; the place of a slice in its list says where its term lies."""
+
+
+class SharedSum:
+    """The sum among processes whose terms and result lie in memory that all of them can reach.
+
+    Args:
+        comm: Gives barriers.
+        terms: Of each process, the memory of each slot, bytes.
+        result: Where the sum goes, bytes, for writing.
+        given: The same memory as it is given out.
+        words: How far each process is, 64-bit, shape ``(processes, 40)``; None where one process is all there is.
+        incarnations: What each process writes into its line first.
+    """
+
+    def __init__(
+        self,
+        comm: Exchange,
+        terms: Sequence[Sequence[torch.Tensor]],
+        result: torch.Tensor,
+        given: torch.Tensor,
+        words: np.ndarray[tuple[int, int], np.dtype[np.int64]] | None = None,
+        incarnations: Sequence[int] = (),
+    ) -> None:
+        self._comm = comm
+        self._terms = terms
+        self._result = result
+        self._given = given
+        self._words = words
+        self._me = comm.processes.index(comm.here)
+        self._known = np.array([[who, comm.generation] for who in incarnations], dtype=np.int64)
+        self._phase = 0
+        self._words_far = np.zeros(1, dtype=np.int64) if words is None else words[:, 2]
+        self._maxima = 0
+        self._patience = patience(comm.crowd)
+        self._additions: dict[tuple[Span, str], tuple[Slots, Addition]] = {}
+
+    def __call__(
+        self,
+        span: Span,
+        slots: Slots,
+        order: str,
+        mean: Mean | None,
+        midway: Callable[[], None],
+        altered: Altered = nobody_listens,
+    ) -> torch.Tensor:
+        """Return the sum; see :class:`~holdfast.comm.allreduce.ordered.OrderedSum`. Nothing is sent back: it is read where it was added."""
+        addition = self._addition(span, slots, order)
+        self.check_same(span, order)  # A: all terms are there
+        midway()
+        addition(mean, altered)
+        self._meet()  # B: all shares are there
+        return self.result(span)
+
+    def check_same(self, span: Span, order: str) -> None:
+        """Meet, and make sure that all sum vectors of one length, type and order.
+
+        Raises:
+            PeerFailed: if somebody died.
+            ScriptError: if they do not.
+        """
+        if self._words is None:
+            self._meet()
+            return
+        self._words[self._me, 3:5] = (span.length, _kind(span.dtype, order))
+        self._meet()
+        lengths, kinds = self._words[:, 3].tolist(), self._words[:, 4].tolist()
+        if len(set(lengths)) > 1 or len(set(kinds)) > 1:
+            self._meet()  # nobody may write its next words before all have seen these
+        if len(set(lengths)) > 1:
+            msg = f"the workers sum vectors of different lengths, in the order of ranks {lengths}"
+            raise ScriptError(msg)
+        if len(set(kinds)) > 1:
+            names = ", ".join(_kind_name(kind) for kind in kinds)
+            msg = f"the workers sum vectors of different kinds, in the order of ranks {names}"
+            raise ScriptError(msg)
+
+    def maximum(self, values: Sequence[int]) -> list[int] | None:
+        """Return the maximum of each integer over all members, None if there are no words to carry it.
+
+        One meeting is enough: the next integers go elsewhere, and those after them wait until all have read these,
+        because all have come to the meeting in between.
+        """
+        if self._words is None or len(values) > MAX_INTEGERS:
+            return None
+        self._maxima += 1
+        start = _INTEGERS_AT + self._maxima % 2 * MAX_INTEGERS
+        places = slice(start, start + len(values))
+        self._words[self._me, places] = values
+        self._meet()
+        largest: list[int] = self._words[:, places].max(0).tolist()
+        return largest
+
+    def result(self, span: Span) -> torch.Tensor:
+        """Return the sum that was made last; it is whole once *anybody* has completed it."""
+        return span.of(self._given)
+
+    def _addition(self, span: Span, slots: Slots, order: str) -> Addition:
+        if len(self._additions) > _MOST_KEPT:  # collectives may be of any length
+            del self._additions[next(iter(self._additions))]
+        known = self._additions.get((span, order))
+        if known is None or known[0] != slots:
+            chunk = -(-span.length // (len(slots) * span.line)) * span.line
+            mine = slice(min(self._me * chunk, span.length), min((self._me + 1) * chunk, span.length))
+            terms = sorted(
+                (n, (process, row)) for process, held in enumerate(slots) for row, n in enumerate(held) if n != LEFT_OUT
+            )
+            addition = Addition(
+                [(n, span.vector(self._terms[process][row])[mine]) for n, (process, row) in terms],
+                Vector(span.of(self._result)[mine], tile=span.tile),
+                mine.start,
+                order,
+            )
+            known = self._additions[span, order] = (slots, addition)
+        return known[1]
+
+    def _meet(self) -> None:
+        """Wait for everybody, and make sure that everybody is as far as this worker."""
+        self._phase += 1
+        if self._words is None:
+            self._comm.barrier()
+            return
+        self._words[self._me, 2] = self._phase
+        # MPI's own barrier would turn round and round meanwhile, and take the core from those who are still computing.
+        with waiting:
+            wait_until(lambda: self._words_far.min() >= self._phase, self._comm.look, self._patience)
+        if not ORDERED_STORES:
+            self._comm.barrier()
+        if (self._words[:, 2] < self._phase).any() or (self._words[:, :2] != self._known).any():
+            msg = f"not everybody is at phase {self._phase}: {self._words[:, :3].tolist()}"
+            raise PeerFailed(msg)
+
+
+# ---------------------------------------------------------------------------------------------
+# Setting up, an act of recovery: all members take part, and all end with the same answer
+
+
+def sum_alone(comm: Exchange, slots: Sequence[torch.Tensor], size_bytes: int, device: torch.device) -> SharedSum:
+    """Return the sum of a process that is all there is; the result lies in its private memory."""
+    result = torch.zeros(size_bytes, dtype=torch.uint8, device=device)
+    return SharedSum(comm, [slots], result, result)
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """What a process says of itself before memory is shared.
+
+    Args:
+        ready: Whether it has the memory that it needs.
+        host: Who shares memory with it; see :func:`~holdfast.comm.memory.host_id`.
+        pid: Its process.
+        incarnation: A number that no other process has.
+        result: File descriptor of the result that it made, or -1.
+        slots: File descriptors of its slots.
+    """
+
+    ready: bool
+    host: int
+    pid: int
+    incarnation: int
+    result: int
+    slots: tuple[int, ...]
+
+
+class Introduction:
+    """All members say where their memory is; then they know who shares a host, and the same things.
+
+    Args:
+        comm: Whose members take part, all at the same time.
+        mine: This worker's slots; None if it has no memory for them.
+        size_bytes: Of every slot.
+        opened: Slots of others that are mapped already: only their owners write them, so they outlive a generation.
+
+    Raises:
+        PeerFailed: if somebody died meanwhile.
+    """
+
+    def __init__(self, comm: Exchange, mine: Sequence[Segment] | None, size_bytes: int, opened: Opened) -> None:
+        self.comm = comm
+        self.size_bytes = size_bytes
+        self._opened = opened
+        self.me = comm.processes.index(comm.here)
+        self._mine = mine
+        self._head_bytes = len(comm.processes) * _WORDS * 8
+        self._incarnation = int.from_bytes(os.urandom(7), "little")
+        self._made = self._make_result() if self.me == 0 else None
+        self.told = self._tell(is_maker=self.me == 0)
+
+    @property
+    def hosts(self) -> tuple[int, ...]:
+        """The host of each process, numbered as they are met."""
+        numbers = {host: i for i, host in enumerate(dict.fromkeys(row.host for row in self.told))}
+        return tuple(numbers[row.host] for row in self.told)
+
+    @property
+    def is_one_host(self) -> bool:
+        """Whether all members share memory."""
+        return not any(self.hosts)
+
+    def tell_results(self) -> None:
+        """Let the first process of each host make a result, and say so."""
+        is_maker = self.me == self.hosts.index(self.hosts[self.me])
+        if is_maker and self._made is None:
+            self._made = self._make_result()
+        self.told = self._tell(is_maker=is_maker)
+
+    def open(self) -> Memory | str:
+        """Return the memory of this worker's host, or in words why not everybody has all of it."""
+        memory = self._open() if all(row.ready for row in self.told) else None
+        self._opened.forget_others()
+        if self.comm.maximum([int(memory is None)])[0] or memory is None:
+            return "not every worker has the memory"
+        return memory
+
+    def _make_result(self) -> Segment | None:
+        if self._mine is None:
+            return None
+        try:
+            made = Segment(self._head_bytes + self.size_bytes)
+        except OSError:
+            return None
+        made.bytes[: _WORDS * 8].view(torch.int64)[-1] = _MAGIC
+        return made
+
+    def _tell(self, *, is_maker: bool) -> list[Told]:
+        ready = self._mine is not None and (self._made is not None or not is_maker)
+        fds = [segment.fd for segment in self._mine or ()]
+        result = -1 if self._made is None else self._made.fd
+        said = [int(ready), host_id(), os.getpid(), self._incarnation, result, *fds]
+        width, largest, smallest = self.comm.maximum([len(said), self.size_bytes, -self.size_bytes])
+        if largest != -smallest:
+            msg = f"the workers want memory for vectors of different lengths, of {-smallest} to {largest} bytes"
+            raise ScriptError(msg)
+        row = torch.tensor(said + [-1] * (width - len(said)), dtype=torch.int64)
+        rows = torch.empty(len(self.comm.processes), width, dtype=torch.int64)
+        self.comm.allgather(row, rows)
+        return [
+            Told(bool(ready), host, pid, incarnation, result, tuple(fd for fd in slots if fd >= 0))
+            for ready, host, pid, incarnation, result, *slots in rows.tolist()
+        ]
+
+    def _open(self) -> Memory | None:
+        host, size_bytes = self.told[self.me].host, self._head_bytes + self.size_bytes
+        maker = next(row for row in self.told if row.host == host)
+        try:
+            terms = [
+                [open_segment(row.pid, fd, self.size_bytes, opened=self._opened) for fd in row.slots]
+                if row.host == host
+                else []
+                for row in self.told
+            ]
+            whole = open_segment(maker.pid, maker.result, size_bytes, writable=True)
+            given = open_segment(maker.pid, maker.result, size_bytes)
+        except OSError:
+            return None
+        head = whole[: self._head_bytes].view(torch.int64).numpy().reshape(len(self.told), _WORDS)
+        if head[0, -1] != _MAGIC:
+            return None
+        head[self.me, :2] = (self._incarnation, self.comm.generation)
+        return Memory(terms, whole[self._head_bytes :], given[self._head_bytes :], head)
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """The memory of one host, as one of its processes sees it.
+
+    Args:
+        terms: Of each process, the memory of each slot, bytes; nothing of those on other hosts.
+        result: Where the sum goes, bytes, for writing.
+        given: The same memory, for reading.
+        words: The head of the result, 64-bit, a line a process.
+    """
+
+    terms: list[list[torch.Tensor]]
+    result: torch.Tensor
+    given: torch.Tensor
+    words: np.ndarray[tuple[int, int], np.dtype[np.int64]]
+
+
+def sum_shared(known: Introduction) -> SharedSum | str:
+    """Return the sum through memory that all members share, or in words why there can be none.
+
+    Args:
+        known: Of members on one host.
+
+    Raises:
+        PeerFailed: if somebody died meanwhile.
+    """
+    memory = known.open()
+    if isinstance(memory, str):
+        return memory
+    incarnations = [row.incarnation for row in known.told]
+    return SharedSum(known.comm, memory.terms, memory.result, memory.given, memory.words, incarnations)

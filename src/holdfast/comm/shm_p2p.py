@@ -1,0 +1,205 @@
+"""Messages that lie in the memory of who wrote them, where the others of its host read them.
+
+::
+
+    table       a line a message, in the order of sending, whoever it is for; its first word is written last
+    segments    what the messages hold; they last for as long as the worker lives
+
+An outbox is written by its owner only, and mapped by others for reading. Every generation has a fresh table: what a
+worker writes that was stopped and wakes up late lies where nobody looks any more. Segments are used again, in later
+generations too: who reads them has met their owner since.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from holdfast.comm.allreduce.shm import ALIGN, DTYPES
+from holdfast.comm.memory import Opened, Segment, open_segment
+
+MAX_DIMS = 8
+"""Most dimensions of what is sent."""
+
+ELSEWHERE = -1
+"""Stands for the file of a message that comes by the communicator, because there was no memory for it."""
+
+_LINES, _WORDS = 256, 16
+TABLE_BYTES = _LINES * _WORDS * 8
+_STAMP, _TO, _FD, _SIZE, _OFFSET, _DTYPE, _DIMS, _SHAPE = range(8)
+_GOES_ON = -1
+"""Stands for whom the last line of a table is for: it says where the next table is."""
+
+_LEAST_BYTES = 1 << 20
+
+_Words = np.ndarray[tuple[int, int], np.dtype[np.int64]]
+
+
+def _words(table: torch.Tensor) -> _Words:
+    return table.view(torch.int64).numpy().reshape(_LINES, _WORDS)
+
+
+@dataclass(slots=True)
+class _Part:
+    """A segment, and how much of it holds messages of this attempt."""
+
+    segment: Segment
+    used: int = 0
+
+
+class Outbox:
+    """What this worker sends.
+
+    Args:
+        may_take: Says whether this worker may share so many bytes more, beside those it shares.
+    """
+
+    def __init__(self, may_take: Callable[[int, int], bool]) -> None:
+        self._may_take = may_take
+        self._parts: list[_Part] = []
+        self._tables: list[Segment] = []
+        self._table = self._line = self._attempt = 0
+
+    def renew(self) -> int:
+        """Begin a table that nobody has seen; return its file.
+
+        Raises:
+            OSError: if there is no memory for it.
+        """
+        self._tables = [Segment(TABLE_BYTES)]
+        return self._tables[0].fd
+
+    def begin(self, attempt: int) -> None:
+        """Begin anew, for everybody's ``attempt``, ``>= 1``: what was sent may be overwritten."""
+        self._table, self._line, self._attempt = 0, 0, attempt
+        for part in self._parts:
+            part.used = 0
+
+    def put(self, to: Collection[int], data: torch.Tensor) -> bool:
+        """Send one copy of ``data`` to some; return False if there is no memory for it, which the receivers are told.
+
+        Raises:
+            OSError: if there is no memory to say so.
+        """
+        size = data.numel() * data.element_size()
+        part = self._find_room(size)
+        if part is None:
+            for rank in to:
+                self._say(rank, [ELSEWHERE])
+            return False
+        start = part.used
+        part.used += -(-size // ALIGN) * ALIGN
+        memory = part.segment.bytes
+        memory[start : start + size].view(data.dtype).view(data.shape).copy_(data)
+        shape = list(data.shape)
+        for rank in to:
+            self._say(rank, [part.segment.fd, memory.numel(), start, DTYPES.index(data.dtype), len(shape), *shape])
+        return True
+
+    def _say(self, to: int, words: list[int]) -> None:
+        if self._line == _LINES - 1:
+            if self._table + 1 == len(self._tables):
+                self._tables.append(Segment(TABLE_BYTES))
+            self._write(_GOES_ON, [self._tables[self._table + 1].fd])
+            self._table, self._line = self._table + 1, 0
+        self._write(to, words)
+        self._line += 1
+
+    def _write(self, to: int, words: list[int]) -> None:
+        line = _words(self._tables[self._table].bytes)[self._line]
+        line[_TO : _FD + len(words)] = [to, *words]
+        line[_STAMP] = self._attempt  # last: who sees it sees the others, and the message
+
+    def _find_room(self, size: int) -> _Part | None:
+        """Return the first segment with room: the same ones in every step that sends the same."""
+        for part in self._parts:
+            if part.used + size <= part.segment.bytes.numel():
+                return part
+        held = sum(part.segment.bytes.numel() for part in self._parts)
+        wanted = -(-max(size, held, _LEAST_BYTES) // ALIGN) * ALIGN
+        if not self._may_take(held, wanted):
+            return None
+        try:
+            self._parts.append(_Part(Segment(wanted)))
+        except OSError:
+            return None
+        return self._parts[-1]
+
+
+@dataclass(slots=True)
+class Inbox:
+    """What one other worker of this host sends to this one, in one generation.
+
+    Args:
+        me: This worker's rank.
+        pid: The other one's process.
+        table: File of its table there.
+        opened: What is mapped already.
+    """
+
+    me: int
+    pid: int
+    table: int
+    opened: Opened
+    _attempt: int = 0
+    _line: int = 0
+    _now: _Words = field(init=False)
+    _tables: dict[int, _Words] = field(init=False, default_factory=dict)
+    _segments: dict[int, torch.Tensor] = field(init=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Open the table.
+
+        Raises:
+            OSError: if it cannot be opened.
+        """
+        self._open_table(self.table)
+
+    def begin(self, attempt: int) -> None:
+        """Look for the messages of everybody's ``attempt`` from now on."""
+        self._attempt, self._line = attempt, 0
+        self._now = self._tables[self.table]
+
+    def has_next(self) -> bool:
+        """Return whether the next message to this worker is there.
+
+        Raises:
+            OSError: if it cannot be opened: its sender has died.
+        """
+        while self._now[self._line, _STAMP] == self._attempt:
+            to = self._now[self._line, _TO]
+            if to == self.me:
+                return True
+            if to == _GOES_ON:
+                self._open_table(int(self._now[self._line, _FD]))
+                self._line = 0
+            else:
+                self._line += 1
+        return False
+
+    def take(self) -> torch.Tensor | None:
+        """Return the next message, which is there, read-only; None if it comes by the communicator.
+
+        Raises:
+            OSError: if it cannot be opened: its sender has died.
+        """
+        line = [int(word) for word in self._now[self._line]]
+        self._line += 1
+        if line[_FD] == ELSEWHERE:
+            return None
+        memory = self._segments.get(line[_FD])
+        if memory is None:
+            memory = open_segment(self.pid, line[_FD], line[_SIZE], opened=self.opened)
+            self._segments[line[_FD]] = memory
+        dtype, shape = DTYPES[line[_DTYPE]], line[_SHAPE : _SHAPE + line[_DIMS]]
+        start = line[_OFFSET]
+        size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+        return memory[start : start + size].view(dtype).view(shape)
+
+    def _open_table(self, fd: int) -> None:
+        if fd not in self._tables:
+            self._tables[fd] = _words(open_segment(self.pid, fd, TABLE_BYTES))
+        self._now = self._tables[fd]

@@ -1,0 +1,95 @@
+"""The ledger: which samples are in the weights, held against the plan."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from holdfast.data.plan import Cursor, Ids, Plan
+
+_ONCE = np.uint8(1)
+"""Of the type that is counted in: adding one of another type takes seven times as long."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Account:
+    """Samples of the plan, up to a moment; ``planned = committed + lost`` and ``repeated = 0`` in an honest run.
+
+    Args:
+        planned: In the plan.
+        committed: In the weights.
+        lost: In the plan and not, or not whole, in the weights.
+        repeated: In the weights more than once.
+    """
+
+    planned: int = 0
+    committed: int = 0
+    lost: int = 0
+    repeated: int = 0
+
+    def plus(self, other: Account) -> Account:
+        """Return the sum of two accounts."""
+        return Account(
+            planned=self.planned + other.planned,
+            committed=self.committed + other.committed,
+            lost=self.lost + other.lost,
+            repeated=self.repeated + other.repeated,
+        )
+
+
+class Ledger:
+    """Counts how often each sample of the epoch in progress was committed; closed epochs are kept as totals.
+
+    It is told what the slices really held, and judges by the plan's own order, not by the cursor that cut them.
+
+    Args:
+        plan: What should be committed.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self._times = np.zeros(plan.num_samples, dtype=np.uint8)
+        self._epoch = plan.first_epoch
+        self._closed = Account()
+
+    def commit(self, epoch: int, ids: Ids) -> None:
+        """Count ``ids`` as committed in ``epoch``; a sample that was lost is not among them."""
+        if epoch != self._epoch:
+            self._closed = self._closed.plus(self._judge(self._plan.epoch_samples))
+            self._times[:] = 0
+            self._epoch = epoch
+        np.add.at(self._times, ids, _ONCE)
+
+    def account(self, cursor: Cursor) -> Account:
+        """Return the account of everything before ``cursor``."""
+        ended = cursor.epoch > self._epoch
+        return self._closed.plus(self._judge(self._plan.epoch_samples if ended else cursor.offset))
+
+    def _judge(self, until: int) -> Account:
+        planned = self._plan.order(self._epoch)[:until]
+        times = self._times[planned]
+        return Account(
+            planned=len(planned),
+            committed=int((times > 0).sum()),
+            lost=int((times == 0).sum()),
+            repeated=int((self._times > 1).sum()),
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps."""
+        closed = self._closed
+        return {
+            "epoch": self._epoch,
+            "times": torch.from_numpy(self._times.copy()),
+            "closed": [closed.planned, closed.committed, closed.lost, closed.repeated],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from what :meth:`state_dict` returned."""
+        planned, committed, lost, repeated = state["closed"]
+        self._epoch = state["epoch"]
+        self._times = state["times"].numpy().copy()
+        self._closed = Account(planned=planned, committed=committed, lost=lost, repeated=repeated)

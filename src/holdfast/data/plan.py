@@ -1,0 +1,216 @@
+"""Which samples make up a step, how they are cut into slices, and who holds which slice.
+
+All of it is a function of (seed, position, survivors), so workers need no message to agree on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
+from typing import Any
+
+import numpy as np
+
+from holdfast.data.assignment import homes, share_out
+from holdfast.data.seeds import order_of
+
+Ids = np.ndarray[tuple[int], np.dtype[np.int64]]
+"""Indices of samples in the dataset."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cursor:
+    """How far the plan has been used up.
+
+    Args:
+        epoch: Epoch in progress.
+        offset: Samples of that epoch's order that committed steps have taken.
+    """
+
+    epoch: int
+    offset: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MiniBatch:
+    """The samples of one step.
+
+    Args:
+        step: Number of the step.
+        epoch: Where its samples are from.
+        slices: Samples of each slice, in order; a slice of a short mini-batch may be empty.
+        owners: Who holds each slice that has samples.
+        full_size: Samples that the mini-batch would have with everybody alive.
+        after: The cursor once the step is committed.
+    """
+
+    step: int
+    epoch: int
+    slices: tuple[Ids, ...]
+    owners: dict[int, int]
+    full_size: int
+    after: Cursor
+
+    @property
+    def ids(self) -> Ids:
+        """All samples of the step."""
+        return np.concatenate(self.slices)
+
+    def samples_of(self, slices: Sequence[int]) -> int:
+        """Return how many samples are in these slices."""
+        return sum(len(self.slices[number]) for number in slices)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """The order of samples and the policies that cut it.
+
+    Args:
+        num_samples: Size of the dataset.
+        batch_size: Samples of a step with everybody alive.
+        first_epoch: Number of the first epoch; epochs count through the whole job.
+        epochs: How many there are.
+        seed: Of the order.
+        shuffle: Otherwise samples come in the order of the dataset.
+        drop_last: Leave out the short mini-batch at the end of an epoch.
+        slices: Pieces of a mini-batch, fixed for the job.
+        world: The workers that the job was started with, without its spares.
+        split: ``"slices"`` or ``"even"``, see :class:`holdfast.config.Settings`.
+        batch: ``"global"`` or ``"local"``.
+        in_tree: Slices are added in a tree, so runs that end where large groups do are better.
+        workers: How many of the living share the work; -1 is as many as ``world`` has.
+        speeds: How fast workers compute, by rank, relative to each other; who is not named counts as 1.
+        given_batch_size: What the script said, where ``batch_size`` was changed since: an epoch stays as long as it was.
+    """
+
+    num_samples: int
+    batch_size: int
+    first_epoch: int
+    epochs: int
+    seed: int
+    shuffle: bool
+    drop_last: bool
+    slices: int
+    world: tuple[int, ...]
+    split: str
+    batch: str
+    in_tree: bool = False
+    workers: int = -1
+    speeds: Mapping[int, float] = field(default_factory=dict)
+    given_batch_size: int = 0
+
+    @property
+    def seats(self) -> int:
+        """How many share the work as long as nobody is missing."""
+        return len(self.world) if self.workers < 0 else self.workers
+
+    @property
+    def start(self) -> Cursor:
+        """The cursor before the first step."""
+        return Cursor(epoch=self.first_epoch, offset=0)
+
+    @property
+    def epoch_samples(self) -> int:
+        """Samples of an epoch that belong to the plan."""
+        dropped = self.num_samples % (self.given_batch_size or self.batch_size)
+        return self.num_samples - dropped if self.drop_last else self.num_samples
+
+    @property
+    def num_steps(self) -> int:
+        """Steps of the whole plan with everybody alive."""
+        return self.epochs * -(-self.epoch_samples // self.batch_size)
+
+    def order(self, epoch: int) -> Ids:
+        """Return the order of ``epoch``; only its first :attr:`epoch_samples` are used."""
+        if self.shuffle:
+            return order_of(self.seed, epoch, self.num_samples)
+        return np.arange(self.num_samples, dtype=np.int64)
+
+
+class Batches:
+    """Cuts mini-batches from a plan; keeps the order of one epoch.
+
+    Args:
+        plan: What to cut.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self._epoch = -1
+        self._order: Any = None
+        self._distributed: tuple[Sequence[int], list[int], list[float]] = ((), [], [])
+
+    def mini_batch(self, step: int, cursor: Cursor, members: Sequence[int]) -> MiniBatch | None:
+        """Return the mini-batch at ``cursor`` among ``members``; None when the plan is used up."""
+        plan = self._plan
+        if cursor.epoch >= plan.first_epoch + plan.epochs:
+            return None
+        holders, shares = self._distribute_once(members)
+        pieces = len(holders)
+        size = plan.batch_size if plan.batch == "global" else -(-plan.batch_size * pieces // plan.slices)
+        ids = self._order_of(cursor.epoch)[cursor.offset : min(cursor.offset + size, plan.epoch_samples)]
+        slices = tuple(ids[start:stop] for start, stop in pairwise(_cuts(len(ids), pieces, shares)))
+        offset = cursor.offset + len(ids)
+        done = offset >= plan.epoch_samples
+        return MiniBatch(
+            step=step,
+            epoch=cursor.epoch,
+            slices=slices,
+            owners={i: holders[i] for i in range(pieces) if len(slices[i])},
+            full_size=min(plan.batch_size, plan.epoch_samples - cursor.offset),
+            after=Cursor(epoch=cursor.epoch + 1, offset=0) if done else Cursor(epoch=cursor.epoch, offset=offset),
+        )
+
+    def _distribute_once(self, members: Sequence[int]) -> tuple[list[int], list[float]]:
+        if self._distributed[0] != members:
+            self._distributed = (members, *self._distribute(members))
+        return self._distributed[1:]
+
+    def _distribute(self, members: Sequence[int]) -> tuple[list[int], list[float]]:
+        """Return who holds each piece of a mini-batch, and how large they are, relative to each other, where they differ.
+
+        The lowest share the work; spares have higher numbers, and come in when somebody below them has died. It makes no
+        difference whether there are fewer than at first because some died or because the user said so.
+        """
+        plan = self._plan
+        active = list(members[: plan.seats])
+        seats = self._seats(active)
+        if len(active) < len(plan.world) and plan.batch == "local":
+            owners = [
+                seats[seat]
+                for seat, (start, stop) in enumerate(homes(plan.slices, len(seats)))
+                for _ in range(start, stop)
+            ]
+            return [rank for rank in owners if rank >= 0] or active, []
+        if plan.split == "even" and (len(active) != len(plan.world) or plan.speeds):
+            return active, [plan.speeds.get(rank, 1.0) for rank in active] if plan.speeds else []
+        at_home = dict(zip(seats, homes(plan.slices, len(seats)), strict=True))
+        at_home = {rank: home for rank, home in at_home.items() if rank >= 0}
+        at_home |= {rank: (plan.slices, plan.slices) for rank in active if rank not in at_home}
+        return share_out(plan.slices, at_home, plan.speeds, aligned=plan.in_tree), []
+
+    def _seats(self, active: Sequence[int]) -> list[int]:
+        """Return who sits where the workers of the first world sat, -1 where nobody does."""
+        others = iter([rank for rank in active if rank not in self._plan.world])
+        return [rank if rank in active else next(others, -1) for rank in self._plan.world]
+
+    def _order_of(self, epoch: int) -> Ids:
+        if epoch != self._epoch:
+            self._epoch, self._order = epoch, self._plan.order(epoch)
+        order: Ids = self._order
+        return order
+
+
+def _cuts(count: int, pieces: int, shares: Sequence[float]) -> list[int]:
+    """Return where each piece of so many samples begins, and where the last one ends.
+
+    Args:
+        count: Samples.
+        pieces: As even as can be, if there are no ``shares``.
+        shares: Of each piece, relative to each other.
+    """
+    if not shares:
+        return [i * count // pieces for i in range(pieces + 1)]
+    *parts, whole = accumulate(shares)
+    return [0, *(int(count * part / whole) for part in parts), count]

@@ -1,0 +1,111 @@
+"""Where training is in the data: the plan, how far it has been used up, and what of it is in the weights."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from holdfast.data.ledger import Account, Ledger
+from holdfast.data.plan import Batches, Cursor, MiniBatch, Plan
+from holdfast.errors import ConfigError
+
+_MUST_NOT_CHANGE = ("slices", "seed", "batch_size", "num_samples", "shuffle", "drop_last")
+
+
+class Place:
+    """Cuts mini-batches one after another, and keeps the ledger.
+
+    Args:
+        plan: Which samples belong to which step.
+        changes: What was changed while the job ran, see :meth:`change`.
+    """
+
+    def __init__(self, plan: Plan, changes: Mapping[str, Any]) -> None:
+        self._given = plan
+        self.change(changes)
+        self._begin_again()
+
+    def change(self, changes: Mapping[str, Any]) -> None:
+        """Cut what follows otherwise than the script said.
+
+        Args:
+            changes: All that are to be in force, as plain JSON: another ``batch_size``, number of ``workers`` that share
+                the work, or their ``speeds``.
+        """
+        values = dict(changes)
+        if "speeds" in values:
+            values["speeds"] = {int(rank): speed for rank, speed in values["speeds"].items()}
+        self.plan = dataclasses.replace(self._given, **values, given_batch_size=self._given.batch_size)
+        self._batches, self._ahead = Batches(self.plan), Batches(self.plan)
+
+    def _begin_again(self) -> None:
+        self._batches, self._ahead = Batches(self.plan), Batches(self.plan)
+        self._ledger = Ledger(self.plan)
+        self._cursor = self.plan.start
+
+    def next_batch(self, step: int, members: Sequence[int]) -> MiniBatch | None:
+        """Return the mini-batch of ``step`` among ``members``; None when the plan is used up."""
+        return self._batches.mini_batch(step, self._cursor, members)
+
+    def ahead(self, batch: MiniBatch, members: Sequence[int]) -> Iterator[MiniBatch]:
+        """Yield the mini-batches after ``batch``, as they are among ``members`` if nothing happens."""
+        batches = self._ahead  # of its own, because it keeps the order of one epoch
+        following = batches.mini_batch(batch.step + 1, batch.after, members)
+        while following is not None:
+            yield following
+            following = batches.mini_batch(following.step + 1, following.after, members)
+
+    def is_last(self, batch: MiniBatch) -> bool:
+        """Return whether the plan is used up with ``batch``."""
+        return batch.after.epoch >= self.plan.first_epoch + self.plan.epochs
+
+    def commit(self, batch: MiniBatch, lost: Collection[int]) -> int:
+        """Count ``batch`` as committed but for the slices that were ``lost``; return how many samples are in."""
+        committed = [batch.slices[number] for number in batch.owners if number not in lost]
+        self._ledger.commit(batch.epoch, np.concatenate([*committed, batch.ids[:0]]))
+        self._cursor = batch.after
+        return sum(map(len, committed))
+
+    def account(self) -> Account:
+        """Return the account of everything so far."""
+        return self._ledger.account(self._cursor)
+
+    def info(self) -> dict[str, Any]:
+        """Return what a checkpoint says in plain words."""
+        return {
+            **{name: getattr(self._given, name) for name in _MUST_NOT_CHANGE},
+            "epoch": self._cursor.epoch,
+            "offset": self._cursor.offset,
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the ledger's state."""
+        return self._ledger.state_dict()
+
+    def restore(self, info: dict[str, Any], ledger: dict[str, Any], *, keep_slices: bool) -> None:
+        """Go on from a checkpoint.
+
+        Args:
+            info: What :meth:`info` returned.
+            ledger: What :meth:`state_dict` returned.
+            keep_slices: The number of slices was asked for; otherwise it is the checkpoint's.
+
+        Raises:
+            ConfigError: if the run that made it was another one.
+        """
+        if not keep_slices:
+            self.plan = dataclasses.replace(self.plan, slices=info["slices"])
+            self._given = dataclasses.replace(self._given, slices=info["slices"])
+        for name in _MUST_NOT_CHANGE:
+            if info[name] != getattr(self._given, name):
+                msg = (
+                    f"the checkpoint was made with {name}={info[name]} and this run has {getattr(self._given, name)}: "
+                    "the run would not be the same; give the old value, or start anew in an empty directory"
+                )
+                raise ConfigError(msg)
+        self._begin_again()
+        self._ledger.load_state_dict(ledger)
+        self._cursor = Cursor(epoch=info["epoch"], offset=info["offset"])

@@ -1,0 +1,49 @@
+"""Who asks for a collective: the script, or which part of ``DistributedDataParallel``.
+
+torch tells a process group nothing of it. What DDP asks for can be made again over the survivors of a failure, what a
+script asks for cannot; and of what DDP's reducer asks for, the result need not be moved.
+"""
+
+from __future__ import annotations
+
+from types import FrameType
+
+from holdfast.torch_private import JOINED
+
+_BACKWARD_MODULE = "torch.autograd.graph"
+_DDP_MODULE = "torch.nn.parallel.distributed"
+_DDP_MODULES = (_DDP_MODULE, "torch.distributed.algorithms.ddp_comm_hooks")
+_PYTHON_API = ("torch.distributed.distributed_c10d", "torch.distributed.c10d_logger")
+_DDP_START_MODULE = "torch.distributed.utils"
+
+
+class Asker:
+    """Who asks for a collective.
+
+    Args:
+        frame: The innermost Python function on the way to it, outside this room.
+        task: The backward pass that this thread carries out, -1 if none.
+    """
+
+    def __init__(self, frame: FrameType, task: int) -> None:
+        self.task = task
+        name = _module(frame)
+        is_joined = task < 0 and name == _DDP_MODULE and frame.f_code.co_name == JOINED
+        self.is_reducer = is_joined or (task >= 0 and name == _BACKWARD_MODULE)
+        """Whether DDP's reducer asks, or C++ that cannot be told from it: it waits, or reads the future's value."""
+        self.backward: object = frame if is_joined else task
+        """The backward pass, the same in all calls that belong to it and in no others."""
+        while task >= 0 and name.startswith(_PYTHON_API) and frame.f_back is not None:
+            # torch's communication hooks call the same functions as a script does.
+            frame = frame.f_back
+            name = _module(frame)
+        self.is_backward = self.is_reducer or (task >= 0 and name.startswith(_DDP_MODULES))
+        """Whether DDP sums gradients."""
+        self.is_ddp_outside = (
+            task < 0 and not is_joined and (name.startswith(_DDP_MODULES) or name == _DDP_START_MODULE)
+        )
+        """Whether DDP asks, and not for the sum of gradients."""
+
+
+def _module(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", ""))

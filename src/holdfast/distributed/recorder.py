@@ -1,0 +1,202 @@
+"""What becomes of a ``torch.distributed`` job in the records: its steps, its failures, its end. And its planned faults.
+
+A step is one backward pass in which ``DistributedDataParallel`` sums gradients.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from holdfast.clock import SystemClock
+from holdfast.config import Settings
+from holdfast.errors import ConfigError
+from holdfast.events import FailureSeen, FaultFired, Finished, Recovered, RunStarted, StepCommitted
+from holdfast.faults.plan import FLIP, Fault, FaultPlan
+from holdfast.faults.process import Injector, NoFaults, PlannedFaults, strike
+from holdfast.records import Beacon, FileRecorder, NoBeacon, NoRecorder, connected_beacon, records_path
+
+_PHASES = ("forward", "backward", "allreduce")
+"""Where faults can strike. The backend sees a step when DDP has its first bucket of gradients: both before it are there."""
+
+
+class Witness:
+    """Writes records for one rank.
+
+    Args:
+        place: The rank in MPI's world.
+        size: Ranks at the start.
+
+    Raises:
+        ConfigError: if the environment holds a setting that is not allowed, or a fault that cannot strike here.
+    """
+
+    def __init__(self, place: int, size: int) -> None:
+        self.settings = settings = Settings.from_env()
+        self._numbers = [int(n) for n in settings.ranks.split(",")] if settings.ranks else list(range(size))
+        self._rank = self._numbers[place]
+        self._clock = SystemClock(settings.origin_s)
+        self._recorder: FileRecorder | NoRecorder = NoRecorder()
+        self._beacon: Beacon | NoBeacon = NoBeacon()
+        if settings.run_dir:
+            self._recorder = FileRecorder(records_path(Path(settings.run_dir), str(self._rank)))
+            # Nothing here says that it waits, so only a missing pulse is noticed.
+            self._beacon = connected_beacon(Path(settings.run_dir), self._rank)
+        self._alive = tuple(range(size))
+        self._task = -1
+        self._step = -1
+        self._bucket = 0
+        self._announced = False
+        self.faults: Injector = self._plan_faults() if settings.faults else NoFaults()
+
+    @property
+    def is_watched(self) -> bool:
+        """Whether somebody watches how this process ends."""
+        return bool(self.settings.run_dir)
+
+    # -- steps
+
+    def begin_sum(self, task: int) -> tuple[int, int]:
+        """Hear that DDP sums a bucket in the backward pass ``task``; return the step and the bucket."""
+        if task != self._task:
+            if self._step >= 0:
+                self._beacon.mark("optimizer", self._step)
+            self._commit()
+            self._announce()
+            self._task, self._step, self._bucket = task, self._step + 1, 0
+            self._beacon.mark("backward", self._step)
+            self.faults.reach("forward", self._step, self._rank)
+            self.faults.reach("backward", self._step, self._rank)
+        else:
+            self._bucket += 1
+        return self._step, self._bucket
+
+    def reach_in_sum(self, step: int, bucket: int) -> None:
+        """Hear that this rank has given its part of a bucket."""
+        self.faults.reach("allreduce", step, self._rank, bucket - 1 if bucket else None)
+
+    def _commit(self) -> None:
+        """Write down the step before: its optimizer has run, for the next one has begun."""
+        if self._step >= 0 and self._alive[0] == self._numbers.index(self._rank) and not _has_session():
+            self._recorder.write(
+                StepCommitted(
+                    t_s=self._clock.now_s(),
+                    rank=self._rank,
+                    step=self._step,
+                    epoch=0,
+                    samples=0,
+                    workers=len(self._alive),
+                    metrics={},
+                )
+            )
+
+    # -- failures
+
+    def failure_seen(self) -> None:
+        """Hear that a collective has failed."""
+        self._recorder.write(
+            FailureSeen(t_s=self._clock.now_s(), rank=self._rank, step=max(0, self._step), phase="allreduce")
+        )
+
+    def recovered(self, lost: tuple[int, ...], alive: tuple[int, ...], generation: int) -> None:
+        """Hear who is left."""
+        self._alive = alive
+        self._recorder.write(
+            Recovered(
+                t_s=self._clock.now_s(),
+                rank=self._rank,
+                step=max(0, self._step),
+                lost=tuple(self._numbers[place] for place in lost),
+                survivors=tuple(self._numbers[place] for place in alive),
+                decision="continue",
+                redone_steps=0,
+                generation=generation,
+            )
+        )
+        if alive[0] == self._numbers.index(self._rank) and lost and not self.is_watched:  # or the launcher says it
+            gone = ", ".join(map(str, lost))
+            sys.stderr.write(f"holdfast: lost [{gone}]; {len(alive)} ranks go on\n")
+
+    # -- the beginning and the end
+
+    def _announce(self) -> None:
+        if self._announced or _has_session():
+            return
+        self._announced = True
+        self._recorder.write(
+            RunStarted(
+                t_s=self._clock.now_s(),
+                rank=self._rank,
+                step=0,
+                fabric="ulfm",
+                strategy="forward",
+                seed=0,
+                workers=len(self._alive),
+                slices=len(self._alive),
+                order="fold",
+                split="slices",
+                batch="local",
+                rescale="survivors",
+                steps_planned=0,
+                samples_planned=0,
+                num_buckets=0,
+                parameters=0,
+            )
+        )
+
+    def finished(self) -> None:
+        """Hear that nobody needs this rank any more."""
+        if _has_session():
+            return
+        self._announce()
+        self._commit()
+        self._recorder.write(
+            Finished(
+                t_s=self._clock.now_s(),
+                rank=self._rank,
+                step=self._step + 1,
+                outcome="done",
+                sha256="",
+                state_sha256="",
+                planned=0,
+                committed=0,
+                lost=0,
+                repeated=0,
+                metrics={},
+                checkpoint="",
+            )
+        )
+
+    # -- faults
+
+    def _plan_faults(self) -> Injector:
+        plan = FaultPlan.from_json(self.settings.faults)
+        for fault in plan.faults:
+            if fault.kind == FLIP:
+                msg = f"--inject {fault.to_spec()}: under torch.distributed nobody knows the model whose values are to be altered; a flip needs a holdfast.Session"
+                raise ConfigError(msg)
+            if fault.phase not in _PHASES:
+                msg = (
+                    f"--inject {fault.to_spec()}: under torch.distributed the phase must be one of {', '.join(_PHASES)}"
+                )
+                raise ConfigError(msg)
+
+        def announce(number: int, fault: Fault) -> None:
+            self._recorder.write(
+                FaultFired(
+                    t_s=self._clock.now_s(),
+                    rank=fault.rank,
+                    step=self._step,
+                    fault=number,
+                    kind=fault.kind,
+                    phase=fault.phase,
+                )
+            )
+
+        return PlannedFaults(plan, strike, announce)
+
+
+def _has_session() -> bool:
+    """Return whether a session writes the records of this process."""
+    handover = sys.modules.get("holdfast.session.reinit_context")
+    return handover is not None and handover.application.makes_sessions

@@ -1,0 +1,137 @@
+"""Tensors and reductions, as ``torch.distributed`` names them, made plain: rows of numbers, bytes, names of orders."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.distributed import ReduceOp
+
+from holdfast.comm.allreduce.adding import ORDERS
+from holdfast.errors import ConfigError
+
+ORDER_OF = {
+    ReduceOp.SUM: "wide",
+    ReduceOp.AVG: "wide",
+    ReduceOp.PREMUL_SUM: "wide",
+    ReduceOp.PRODUCT: "product",
+    ReduceOp.MIN: "min",
+    ReduceOp.MAX: "max",
+    ReduceOp.BAND: "and",
+    ReduceOp.BOR: "or",
+    ReduceOp.BXOR: "xor",
+}
+_NAMES = {member: name for name, member in ReduceOp.RedOpType.__members__.items()}
+
+
+def one(tensors: Sequence[Any], what: str) -> Any:
+    """Return the only element of a list that torch makes."""
+    if len(tensors) != 1:
+        msg = f"{what} takes one tensor a rank, got {len(tensors)}"
+        raise ValueError(msg)
+    return tensors[0]
+
+
+def check_device(tensor: torch.Tensor, what: str) -> None:
+    """Make sure that a tensor lies in the memory of the CPU, and is dense."""
+    if tensor.device.type != "cpu":
+        msg = f"{what}: the holdfast backend moves tensors in the memory of the CPU, got one on {tensor.device}"
+        raise ConfigError(msg)
+    if tensor.layout != torch.strided:
+        msg = f"{what} needs a dense tensor, got one of layout {tensor.layout}"
+        raise ValueError(msg)
+
+
+def _type_of(op: Any) -> Any:
+    return getattr(op, "op", op)
+
+
+def name_of(op: Any) -> str:
+    """Return the name of a reduction."""
+    return _NAMES[_type_of(op)]
+
+
+def factor_of(op: Any) -> Any:
+    """Return what ``PREMUL_SUM`` multiplies by: a number or a tensor."""
+    return op.__getstate__()[1]
+
+
+def kind_of(op: Any, tensor: torch.Tensor) -> Any:
+    """Return the reduction, if it can be done with numbers of this type.
+
+    Raises:
+        ValueError: if it cannot.
+    """
+    check_device(tensor, "a reduction")
+    kind = next((known for known in ORDER_OF if _type_of(op) == known), None)
+    if kind is None:
+        msg = f"reduction {op} is not supported; there are {', '.join(_NAMES[k] for k in ORDER_OF)}"
+        raise ValueError(msg)
+    name, dtype = ORDER_OF[kind], tensor.dtype
+    is_inexact = dtype.is_floating_point or dtype.is_complex
+    if (name in ("and", "or", "xor") and is_inexact) or (name in ("min", "max") and dtype.is_complex):
+        msg = f"reduction {_NAMES[kind]} is not defined for {dtype}"
+        raise ValueError(msg)
+    if kind in (ReduceOp.AVG, ReduceOp.PREMUL_SUM) and not is_inexact:
+        msg = f"reduction {_NAMES[kind]} needs floating-point numbers, got {dtype}"
+        raise ValueError(msg)
+    _try_out(name, dtype, divides=kind is ReduceOp.AVG)
+    return kind
+
+
+@functools.cache
+def _try_out(order: str, dtype: torch.dtype, *, divides: bool) -> None:
+    """Make sure that torch can do this: found out later, by some ranks only, it would leave the others waiting.
+
+    Raises:
+        ValueError: if it cannot.
+    """
+    out = torch.ones(1, dtype=dtype)
+    try:
+        ORDERS[order]([(n, torch.ones(1, dtype=dtype)) for n in range(3)], out)
+        if divides:
+            out.div_(3)
+    except RuntimeError as error:
+        msg = f"this reduction is not supported for {dtype}: {error}"
+        raise ValueError(msg) from error
+
+
+def plain(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the numbers in one row; a copy only where they do not lie so."""
+    return tensor.detach().reshape(-1).contiguous()
+
+
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the bytes in one row; a copy only where they do not lie so."""
+    # A tensor of one element counts as contiguous whatever its stride is, and could then not be seen as bytes.
+    flat = tensor.detach().reshape(-1)
+    return flat.as_strided((flat.numel(),), (1,), flat.storage_offset()).contiguous().view(torch.uint8)
+
+
+def of_its_own(flat: torch.Tensor) -> torch.Tensor:
+    """Return the same memory as a tensor whose storage begins where it does: DDP's reducer counts from there."""
+    return torch.from_numpy(flat.view(torch.uint8).numpy()).view(flat.dtype)
+
+
+def give(tensor: torch.Tensor, flat: torch.Tensor) -> None:
+    """Overwrite ``tensor`` by the numbers, or bytes, of ``flat``."""
+    if not flat.numel():
+        return
+    data = flat if flat.dtype == tensor.dtype else flat.view(tensor.dtype)
+    tensor.detach().copy_(data.view(tensor.shape))
+
+
+def split(whole: torch.Tensor, sizes: Sequence[int] | None, count: int, what: str) -> list[torch.Tensor]:
+    """Return ``whole`` cut along its first dimension, into ``count`` equal pieces if there are no ``sizes``."""
+    rows = whole.shape[0] if whole.dim() else 0
+    if not sizes:
+        if rows % count:
+            msg = f"{what} without sizes needs a first dimension that {count} ranks divide, got {rows}"
+            raise ValueError(msg)
+        sizes = [rows // count] * count
+    if len(sizes) != count or sum(sizes) != rows:
+        msg = f"{what} needs {count} sizes that add up to the first dimension, {rows}; got {list(sizes)}"
+        raise ValueError(msg)
+    return list(whole.split(list(sizes)))

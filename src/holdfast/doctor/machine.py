@@ -1,0 +1,68 @@
+"""What this machine has that decides bits, or that Holdfast needs."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import resource
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from holdfast.state.platform_check import kind_of_worker
+
+_PREFIXES = ("MKL_", "ONEDNN_", "DNNL_", "OMP_", "KMP_", "ATEN_", "CUBLAS_", "NVIDIA_TF32")
+"""Variables that libraries read which compute."""
+_ASK_S = 20.0
+
+
+def machine_facts(environment: Mapping[str, str]) -> dict[str, Any]:
+    """Return what there is, as plain data: the kind of a worker here, versions, variables, GPUs, fabrics, room, limits.
+
+    Args:
+        environment: Variables as they were when this process began; libraries add some.
+    """
+    memory = Path("/dev/shm")  # noqa: S108 - only looked at
+    return {
+        "kind": kind_of_worker(),
+        "cpus": len(os.sched_getaffinity(0)),
+        "versions": {
+            "python": platform.python_version(),
+            "torch": str(torch.__version__),
+            "numpy": np.__version__,
+            "holdfast": importlib.metadata.version("holdfast"),
+        },
+        "libraries": {
+            "MKL": torch.backends.mkl.is_available(),
+            "oneDNN": torch.backends.mkldnn.is_available(),
+        },
+        "variables": {name: value for name, value in sorted(environment.items()) if name.startswith(_PREFIXES)},
+        "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+        "fabrics": {
+            "ulfm": _open_mpi(),
+            "gloo": torch.distributed.is_available() and torch.distributed.is_gloo_available(),
+        },
+        "shm_bytes": shutil.disk_usage(memory).free if memory.is_dir() else 0,
+        "open_files": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+    }
+
+
+def _open_mpi() -> str:
+    """Return the version of the Open MPI that workers would be started with, "" if there is none."""
+    beside = Path(sys.executable).with_name("mpirun")
+    found = str(beside) if os.access(beside, os.X_OK) else shutil.which("mpirun")
+    if found is None or importlib.util.find_spec("mpi4py") is None:
+        return ""
+    try:
+        said = subprocess.run([found, "--version"], capture_output=True, text=True, timeout=_ASK_S, check=False).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return said.splitlines()[0].rpartition(" ")[2] if said else ""

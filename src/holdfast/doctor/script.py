@@ -1,0 +1,272 @@
+"""A script's own model: its first step is computed again and again, then each of its layers by itself, and nothing is trained.
+
+The session of the script yields its first slice once for each way of computing it (:class:`Look`), as it does after a failure; so what
+is looked at is what the script does with it: its forward pass, its loss, its gradients.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from holdfast.data.plan import Batches, Cursor, MiniBatch, Plan
+from holdfast.data.samples import fetch
+from holdfast.data.seeds import generator_states, seed_slice
+from holdfast.doctor.checks import differing, examine, thread_counts, threads_set
+from holdfast.doctor.findings import Seen
+from holdfast.doctor.target import Subject, digests_of, is_at_odd_place
+from holdfast.errors import ConfigError
+from holdfast.models.replicated import Replica
+from holdfast.models.training_state import model_tensors
+from holdfast.session.step import ONE_BY_ONE, Step
+from holdfast.torch_private import tree_flatten, tree_map
+
+_AGAIN = 2
+"""How often the step is computed again with nothing changed."""
+_PATIENCE_S = 300.0
+
+
+class Looked(BaseException):
+    """Takes the stack of the script down once everything was seen; ``except Exception`` lets it through."""
+
+
+class Look:
+    """Takes the place of training; see :attr:`holdfast.session.reinit_context.Application.looks`.
+
+    Args:
+        shared: Where the weights and samples go that another process is to compute with.
+        briefly: This is that other process: compute once, with what is found there.
+    """
+
+    def __init__(self, shared: Path, *, briefly: bool = False) -> None:
+        self.seen = Seen()
+        self._shared = shared
+        self._briefly = briefly
+        self._inputs: Any = None
+        self._loss = torch.zeros(())
+
+    def __call__(self, body: Any, plan: Plan, dataset: Any, collate: Any) -> Iterator[Step]:
+        """Yield the first step, in one way after another, and end the script.
+
+        Raises:
+            ConfigError: if the model is split.
+            Looked: in the end.
+        """
+        if not isinstance(body, Replica):
+            msg = "holdfast doctor looks at a model that every worker has all of, and this one is split: give its stages, whole, to a Session without Pipeline or Sharded"
+            raise ConfigError(msg)
+        batch = Batches(plan).mini_batch(0, Cursor(epoch=plan.first_epoch, offset=0), plan.world)
+        assert batch is not None, "a plan has a first step"
+        self._model, self._plan, self._dataset, self._collate = body.model, plan, dataset, collate
+        self._number = min(batch.owners)
+        self._buffers = {name: value.clone() for name, value in body.model.named_buffers()}
+        self.seen.parameters, self.seen.samples = body.numel, len(batch.slices[self._number])
+        self._meet_other_process(batch)
+        try:
+            yield from self._ways(batch)
+            self._examine_layers()
+        finally:
+            self._rewind()
+        raise Looked
+
+    # -- the whole step
+
+    def _ways(self, batch: MiniBatch) -> Iterator[Step]:
+        """Yield the step in one way after another, and keep what was found of the whole."""
+        found = self.seen.step
+        with _Layers(self._model) as layers:
+            yield from self._once(batch)
+        self._subjects = layers.subjects()
+        first = self._results()
+        found.digests = digests_of(first)
+        if self._briefly:
+            return
+        for _ in range(_AGAIN):
+            yield from self._once(batch)
+            found.again = found.again or differing(first, self._results())
+        if found.again:
+            return
+        for count in thread_counts():
+            with threads_set(count):
+                yield from self._once(batch)
+            if different := differing(first, self._results()):
+                found.threads[count] = different
+
+    def _once(self, batch: MiniBatch) -> Iterator[Step]:
+        step = Step(self, batch, [self._number], 0)
+        yield step
+        step.check_computed()
+
+    def _results(self) -> dict[str, torch.Tensor]:
+        gradients = {
+            f"gradient of {name}": p.grad.clone() for name, p in self._model.named_parameters() if p.grad is not None
+        }
+        buffers = {f"buffer {name}": value.clone() for name, value in self._model.named_buffers()}
+        return {"loss": self._loss, **gradients, **buffers}
+
+    # -- what a step asks around each slice
+
+    def begin_slice(self, batch: MiniBatch, number: int) -> Any:
+        """Start from the step's beginning, seeded, with the same samples each time."""
+        self._rewind()
+        seed_slice(self._plan.seed, batch.step, number)
+        fetch(self._dataset, batch.slices[number], self._collate)  # for what it draws
+        self._before = generator_states()
+        return _copy(self._inputs)
+
+    def backward(self, loss: torch.Tensor, batch: MiniBatch, number: int) -> None:
+        """Compute the gradients of the slice."""
+        self.seen.draws["model"] = _drawn(self._before, generator_states())
+        loss.backward()
+        self._loss = loss.detach().clone()
+
+    def end_slice(self, batch: MiniBatch, number: int, metrics: dict[str, torch.Tensor | float]) -> None:
+        """Leave the gradients where they are."""
+
+    def at_once(self, *_: Any) -> AbstractContextManager[Collection[int]]:
+        """Leave each slice to itself."""
+        return ONE_BY_ONE
+
+    def between_slices(self, batch: MiniBatch) -> None:
+        """Seed as in training."""
+        seed_slice(self._plan.seed, batch.step, -1)
+
+    def ask_to_stop(self) -> None:
+        """Do nothing: this ends anyway."""
+
+    def compute(self, batch: MiniBatch) -> None:
+        """Refuse: no model that is split comes so far."""
+        raise NotImplementedError
+
+    def _rewind(self) -> None:
+        with torch.no_grad():
+            for name, value in self._model.named_buffers():
+                value.copy_(self._buffers[name])
+        for parameter in self._model.parameters():
+            parameter.grad = None
+
+    # -- samples and weights, the same in the other process
+
+    def _meet_other_process(self, batch: MiniBatch) -> None:
+        """Fetch the samples, twice; have both processes go on with the samples and the weights of one of them."""
+        seen, seed = self.seen, self._plan.seed
+        fetched = []
+        for _ in range(1 if self._briefly else 2):
+            seed_slice(seed, batch.step, self._number)
+            before = generator_states()
+            fetched.append(fetch(self._dataset, batch.slices[self._number], self._collate))
+            seen.draws["dataset"] = _drawn(before, generator_states())
+        digests = ["".join(digests_of(_tensors(inputs)).values()) for inputs in fetched]
+        seen.dataset_again = len(set(digests)) > 1
+        seen.samples_digest = digests[0]
+        tensors = dict(model_tensors(self._model))
+        placed = {"the samples": _tensors(fetched).values(), "the weights": tensors.values()}
+        seen.odd_places = [what for what, values in placed.items() if any(map(is_at_odd_place, values))]
+        seen.weights = "".join(digests_of(tensors).values())
+        self._inputs = fetched[0]
+        if self._briefly:
+            self._take(tensors)
+        else:
+            _write({"weights": tensors, "samples": _tensors(self._inputs)}, self._shared)
+
+    def _take(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        shared = _read(self._shared)
+        given = iter(shared["samples"].values())
+        self._inputs = tree_map(lambda value: next(given) if isinstance(value, torch.Tensor) else value, self._inputs)
+        with torch.no_grad():
+            for path, tensor in tensors.items():
+                tensor.copy_(shared["weights"][path])
+        self._buffers = {name: value.clone() for name, value in self._model.named_buffers()}
+
+    # -- each layer by itself
+
+    def _examine_layers(self) -> None:
+        """Examine the layers; those that hold others only where the others do not explain what is wrong."""
+        threads = thread_counts()
+        leaves = [subject for subject in self._subjects if not _holds_layers(subject)]
+        self.seen.layers = [examine(subject, threads, briefly=self._briefly) for subject in leaves]
+        if self.seen.step.again and not any(layer.again for layer in self.seen.layers):
+            for subject in sorted(self._subjects, key=lambda subject: -subject.name.count(".")):
+                if _holds_layers(subject) and (found := examine(subject, ())).again:
+                    self.seen.layers.append(found)
+                    break
+
+
+class _Layers:
+    """Keeps what each module of a model is given first, as a context around a forward pass."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._given: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {}
+        self._handles: list[Any] = []
+
+    def __enter__(self) -> _Layers:
+        for name, module in self._model.named_modules():
+            hook = self._hook(name)
+            self._handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def _hook(self, name: str) -> Any:
+        def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if name not in self._given:
+                self._given[name] = _copy(args), _copy(kwargs)
+
+        return keep
+
+    def subjects(self) -> list[Subject]:
+        """Return the modules that computed, in the order in which they began."""
+        modules = dict(self._model.named_modules())
+        return [
+            Subject.of(f"{name or 'the model'} ({type(modules[name]).__name__})", modules[name], *args, **kwargs)
+            for name, (args, kwargs) in self._given.items()
+        ]
+
+
+def _holds_layers(subject: Subject) -> bool:
+    return subject.module is not None and any(True for _ in subject.module.children())
+
+
+def _copy(tree: Any) -> Any:
+    return tree_map(lambda value: value.detach().clone() if isinstance(value, torch.Tensor) else value, tree)
+
+
+def _tensors(tree: Any) -> dict[str, torch.Tensor]:
+    found = [value for value in tree_flatten(tree)[0] if isinstance(value, torch.Tensor)]
+    return {str(number): value for number, value in enumerate(found)}
+
+
+def _drawn(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
+    """Return the names of the generators that were drawn from."""
+    return [name for name in before if before[name] != after[name]]
+
+
+def _write(tensors: Mapping[str, Mapping[str, torch.Tensor]], path: Path) -> None:
+    made = path.with_suffix(".new")
+    torch.save({part: {name: value.detach().cpu() for name, value in of.items()} for part, of in tensors.items()}, made)
+    made.rename(path)
+
+
+def _read(path: Path) -> dict[str, dict[str, torch.Tensor]]:
+    """Return what the other process has written, as soon as it has.
+
+    Raises:
+        ConfigError: if it does not.
+    """
+    ends_s = time.monotonic() + _PATIENCE_S
+    while not path.exists():
+        if time.monotonic() > ends_s:
+            msg = f"the process beside this one did not come to its first step within {_PATIENCE_S:g} s"
+            raise ConfigError(msg)
+        time.sleep(0.05)
+    said: dict[str, dict[str, torch.Tensor]] = torch.load(path, map_location="cpu", weights_only=True)
+    return said

@@ -1,0 +1,132 @@
+"""What outlives one training loop: who is there, how far they are, and where things are written."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+from holdfast.checkpoint import Loaded
+from holdfast.clock import Clock
+from holdfast.comm import Communicator, OrderedSum
+from holdfast.config import Settings
+from holdfast.data.ledger import Account
+from holdfast.events import Finished
+from holdfast.faults.process import Injector
+from holdfast.models.overlap import Spent
+from holdfast.records import Beacon, NoBeacon, Recorder
+from holdfast.state.manager import Keeper
+
+STOP = 1
+"""Flag in the closing sum: a script asked to stop after this step."""
+LEAVE = 2
+"""Flag in the closing sum: a worker was told to leave (SIGTERM)."""
+ASK = 16
+"""Flag in the closing sum: somebody knows of changes that the running job is to take."""
+CHANGE = 8
+"""Flag in the closing sum: somebody waits to join, or was told to leave the others (SIGTERM)."""
+SAVE = 4
+"""Flag among survivors: the lead wanted a checkpoint after the last step that was closed."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Rebuilding:
+    """What is known, while the application is built again, of why and since when.
+
+    Args:
+        before: Who was there before the failure.
+        reached: Steps begun until then.
+        orders: How often each order was carried out in this recovery.
+        times_s: How long it took for them.
+        snapshot_s: To take the step in progress back, and the snapshot if one is taken here.
+        unwound_s: When it was taken, and the old application began to go.
+        connected_s: When the new session met the others.
+        loaded_s: When the state was loaded.
+    """
+
+    before: tuple[int, ...]
+    reached: int
+    orders: dict[str, int]
+    times_s: dict[str, float]
+    snapshot_s: float
+    unwound_s: float
+    connected_s: float = 0.0
+    loaded_s: float = 0.0
+
+
+@dataclass(slots=True)
+class World:
+    """What outlives one training loop: who is there, and where things are written.
+
+    Args:
+        settings: As asked for.
+        comm: The living.
+        clock: For ``t_s``.
+        recorder: Takes records.
+        beacon: Says where this worker is.
+        faults: Strikes as planned.
+        keeper: Checkpoints.
+        first_members: The workers that the job was started with.
+        step: Steps committed.
+        epoch: Epochs begun by earlier loops.
+        loop: Number of training loops before this one.
+        asked: Flags that this worker wants in the next closing sum.
+        parts: This worker was told to leave the others.
+        requests_taken: How many changes to the running job were taken.
+        changes: Those of them that say how mini-batches are cut, see :meth:`holdfast.data.position.Place.change`.
+        metrics: Of the last committed step.
+        slices: Pieces of a mini-batch, fixed for the job.
+        first_step_of_loop: Steps committed before this loop.
+        loaded: A checkpoint of a later loop than this one: the loops before it are left out.
+        finished: The ``Finished`` records of the last loop.
+        totals: Accounts of earlier loops.
+        sum: Adds the gradients; made by the first loop.
+        rebuilt: How often the application was built again in this process.
+        rebuilding: Since it was taken down, until training goes on.
+        snapshot: The state at the fault, as long as somebody may need it: until a step is committed.
+        spent: On updating buckets before their step was closed.
+        link: The certificate's last; "" where there is none.
+        kind: Of this worker, see :mod:`holdfast.state.platform`.
+        given_up: How workers of different kinds broke the promise of bits, as far as this one knows; "" if they did not.
+        altered: What did not arrive here as it was given, in the step in progress, and who gave it; -1 for a sum.
+    """
+
+    settings: Settings
+    comm: Communicator
+    clock: Clock
+    recorder: Recorder
+    beacon: Beacon | NoBeacon
+    faults: Injector
+    keeper: Keeper
+    first_members: tuple[int, ...]
+    slices: int
+    step: int = 0
+    epoch: int = 0
+    loop: int = 0
+    asked: int = 0
+    parts: bool = False
+    requests_taken: int = 0
+    changes: dict[str, Any] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
+    first_step_of_loop: int = 0
+    loaded: Loaded | None = None
+    finished: list[Finished] = field(default_factory=list)
+    totals: Account = field(default_factory=Account)
+    sum: OrderedSum | None = None
+    rebuilt: int = 0
+    rebuilding: Rebuilding | None = None
+    snapshot: Loaded | None = None
+    spent: Spent = field(default_factory=Spent)
+    link: str = ""
+    kind: dict[str, str] = field(default_factory=dict)
+    given_up: str = ""
+    altered: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def is_lead(self) -> bool:
+        """Whether the lowest worker alive is played here: it writes what is written once."""
+        return self.comm.members[0] in self.comm.here
+
+    def announce(self) -> None:
+        """Let those who come later know which loop goes on, and of what kind they must be."""
+        self.comm.announce(self.loop, json.dumps(self.kind))

@@ -1,0 +1,122 @@
+"""Planned faults in a session: whether they can strike, and what they strike through."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from holdfast.comm import VirtualCommunicator
+from holdfast.engine.context import World
+from holdfast.engine.flips import module_names, weights
+from holdfast.errors import ConfigError
+from holdfast.events import FaultFired, ValuesAltered
+from holdfast.faults.names import chosen
+from holdfast.faults.plan import FLIP, SPLIT_PHASES, Fault, FaultPlan
+from holdfast.faults.process import Injector, PlannedFaults, ask_launcher, strike
+from holdfast.models.model_parallel import Pipelined, Split
+from holdfast.models.replicated import Replica
+from holdfast.models.sharded import Shards
+from holdfast.records import strike_path
+
+
+def make_faults(world: World) -> Injector:
+    """Return what strikes as the settings say, and writes it down.
+
+    Raises:
+        ConfigError: if a fault cannot strike on this fabric.
+    """
+    plan = FaultPlan.from_json(world.settings.faults)
+
+    def announce(number: int, fault: Fault) -> None:
+        if fault.is_of_node:
+            ask_launcher(strike_path(Path(world.settings.run_dir), number), world.step)
+            return
+        world.recorder.write(
+            FaultFired(
+                t_s=world.clock.now_s(),
+                rank=fault.rank,
+                step=world.step,
+                fault=number,
+                kind=fault.kind,
+                phase=fault.phase,
+            )
+        )
+
+    def tell(number: int, fault: Fault, listed: Sequence[Mapping[str, Any]], count: int) -> None:
+        assert fault.flip is not None
+        world.recorder.write(
+            ValuesAltered(
+                t_s=world.clock.now_s(),
+                rank=fault.rank,
+                step=world.step,
+                fault=number,
+                target=fault.flip.target,
+                count=count,
+                values=tuple(listed),
+            )
+        )
+
+    def fail(fault: Fault) -> None:
+        assert isinstance(world.comm, VirtualCommunicator)
+        world.comm.fail(fault.rank, entered=fault.phase == "allreduce")
+
+    if not isinstance(world.comm, VirtualCommunicator):
+        return PlannedFaults(plan, strike, announce, tell)
+    if other := [fault for fault in plan.faults if fault.kind not in ("kill", FLIP)]:
+        msg = f"--inject {other[0].to_spec()}: with --fabric virtual all workers are one process, which can only be made to lose some, kill, or to compute with wrong bits, flip"
+        raise ConfigError(msg)
+    return PlannedFaults(plan, fail, announce, tell)
+
+
+def check_faults(planned: str, replica: Replica | Pipelined | Shards, end: int) -> None:
+    """Look whether planned faults lie inside the run, and find what they are to alter.
+
+    Args:
+        planned: The plan as JSON.
+        replica: What is trained.
+        end: Steps of the whole run.
+
+    Raises:
+        ConfigError: if not.
+    """
+    for fault in FaultPlan.from_json(planned).faults:
+        try:
+            if fault.step >= end:
+                msg = f"step must be between 0 and {end - 1} (the run has {end} steps), got {fault.step}"
+                raise ConfigError(msg)
+            _check_place(fault, replica)
+        except ConfigError as error:
+            msg = f"--inject {fault.to_spec()}: {error}"
+            raise ConfigError(msg) from error
+
+
+def _check_place(fault: Fault, replica: Replica | Pipelined | Shards) -> None:
+    if fault.flip is None:
+        if fault.phase in SPLIT_PHASES and not replica.is_split:
+            msg = f"the phases {', '.join(SPLIT_PHASES)} are those of a model that is split, and this one is not"
+            raise ConfigError(msg)
+        if fault.slice is not None and not isinstance(replica, Pipelined):
+            msg = (
+                "slice says between which two hand-overs of a Pipeline it strikes, and this model is none: leave it out"
+            )
+            raise ConfigError(msg)
+        if fault.phase == "mirror" and not (isinstance(replica, Split) and replica.holdings.shape.lazy):
+            msg = "copies are sent, phase=mirror, with --strategy partial and --mirror-every above 1; a mirror works in phase=allreduce"
+            raise ConfigError(msg)
+        return
+    if fault.flip.target == "handover" and not isinstance(replica, Pipelined):
+        msg = "target handover is what a stage of a Pipeline gives to the next, and this model has no stages"
+        raise ConfigError(msg)
+    if isinstance(replica, Replica):  # of others it is known who holds what when they have met
+        if fault.flip.target in ("weights", "gradients"):
+            chosen(weights(replica.model), fault.flip.at)
+        elif fault.flip.target == "activations":
+            chosen(module_names(replica.model), fault.flip.at)
+
+
+def reach_point(world: World, name: str) -> None:
+    """Let a fault strike that is due at a crash point; see :mod:`holdfast.faults.points`."""
+    # Others than the lead complete no checkpoint, but copies of parts may be completed by anybody at any time.
+    if name == "checkpoint.manifest" and world.is_lead and world.keeper.is_completing:
+        world.faults.reach("checkpoint", world.keeper.step or 0, world.comm.members[0])

@@ -1,0 +1,230 @@
+"""Changes to a running job: asked for in a file, taken by all workers before the same step.
+
+Whoever runs the job appends lines to ``requests.jsonl``. The lead, when it sees a line which was not taken yet, says so in the
+closing sum; before the next step whoever has read the most lines gives the new ones to all, and they count when all know
+that all have them. A line is taken once: its number is its place in the file. How many were taken belongs to the state of
+training: who loads an older one takes the later lines again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from holdfast.comm import share_bytes
+from holdfast.config import MAX_REQUEST, STRATEGIES, request_in
+from holdfast.data.position import Place
+from holdfast.engine.context import World
+from holdfast.errors import ConfigError
+from holdfast.events import SettingChanged
+from holdfast.models.model_parallel import Split
+from holdfast.models.replicated import Replica
+from holdfast.records import requests_path
+from holdfast.recovery import Strategy, make_strategy
+
+_MOST_RANKS = 1 << 20
+
+
+class Requests:
+    """Looks for changes, and makes them.
+
+    Args:
+        world: Whose.
+        replica: Takes a new learning rate.
+        place: Takes a new size of the mini-batch, and who computes how much of it.
+        set_strategy: Takes a new strategy.
+    """
+
+    def __init__(
+        self, world: World, replica: Replica | Split, place: Place, set_strategy: Callable[[Strategy], None]
+    ) -> None:
+        self._world = world
+        self._replica = replica
+        self._place = place
+        self._set_strategy = set_strategy
+        run_dir = world.settings.run_dir
+        self._path = requests_path(Path(run_dir)) if run_dir else None
+        self._seen_bytes = 0
+        self._lines: list[str] = []
+        self._given: list[tuple[int, str]] | None = None
+
+    def are_due(self) -> bool:
+        """Return whether there is a line that was not taken; costs a look at the size of a file."""
+        self._read()
+        return len(self._lines) > self._world.requests_taken
+
+    def take(self) -> None:
+        """Get what is new, all workers at the same time, and keep it aside.
+
+        Raises:
+            PeerFailed: if somebody died.
+        """
+        world, comm = self._world, self._world.comm
+        me = comm.here[0]
+        best, least = comm.maximum([len(self._lines) * _MOST_RANKS - me, -world.requests_taken])
+        count = -(-best // _MOST_RANKS)
+        text = share_bytes(comm, json.dumps(self._lines[-least:count]).encode(), count * _MOST_RANKS - best)
+        self._given = list(enumerate(json.loads(text), start=-least))
+
+    def make(self) -> None:
+        """Make the changes that were kept aside."""
+        given, self._given = self._given, None
+        for number, line in given or ():
+            if number >= self._world.requests_taken:
+                self._world.requests_taken = number + 1
+                self._make(number, line)
+
+    def state(self) -> dict[str, Any]:
+        """Return what was changed up to now, as plain JSON."""
+        world, settings = self._world, self._world.settings
+        return {
+            "job": settings.origin_s,
+            "taken": world.requests_taken,
+            "place": dict(world.changes),
+            "strategy": settings.strategy,
+            "checkpoint_every": settings.checkpoint_every,
+            "checkpoint_auto": settings.checkpoint_auto,
+        }
+
+    def go_on_from(self, state: Mapping[str, Any]) -> None:
+        """Be as far as whoever returned ``state``. Of another job only the size of the mini-batch counts."""
+        world, settings = self._world, self._world.settings
+        if state["job"] != settings.origin_s:
+            world.changes = {k: value for k, value in state["place"].items() if k == "batch_size"}
+            self._place.change(world.changes)
+            return
+        world.requests_taken, world.changes = state["taken"], dict(state["place"])
+        self._place.change(world.changes)
+        if state["strategy"] != settings.strategy:
+            self._strategy(state["strategy"])
+        how_often = (state["checkpoint_every"], state["checkpoint_auto"])
+        if how_often != (settings.checkpoint_every, settings.checkpoint_auto):
+            self._set_interval(*how_often)
+
+    def _read(self) -> None:
+        if self._path is None:
+            return
+        try:
+            size = self._path.stat().st_size
+        except FileNotFoundError:
+            return
+        if size != self._seen_bytes:
+            self._seen_bytes = size
+            lines = self._path.read_bytes().split(b"\n")[:-1]  # an incomplete line is read the next time
+            self._lines = [line.decode(errors="replace")[: MAX_REQUEST + 1] for line in lines]
+
+    def _make(self, number: int, line: str) -> None:
+        try:
+            request = _checked(request_in(line))
+        except ConfigError as error:
+            if self._world.is_lead:
+                sys.stderr.write(f"holdfast: line {number + 1} of {requests_path(Path()).name} is skipped: {error}\n")
+            return
+        for name, value in request.items():
+            if name == "strategy" and (why := self._why_not(value)):
+                if self._world.is_lead:
+                    sys.stderr.write(f"holdfast: --strategy {value} {why}: left as it was\n")
+                continue
+            _CHANGES[name](self, value)
+            self._world.recorder.write(
+                SettingChanged(
+                    t_s=self._world.clock.now_s(),
+                    rank=self._world.comm.here[0],
+                    step=self._world.step,
+                    name=name,
+                    value=json.dumps(value),
+                )
+            )
+
+    def _why_not(self, strategy: str) -> str:
+        """Return why a strategy cannot be gone on with, "" if it can."""
+        if strategy == "forward" and self._replica.is_split:
+            return "is not there for a model that is split"
+        if self._world.settings.mirror_every > 1:
+            return "does not go with --mirror-every above 1, which only partial can go on from"
+        return ""
+
+    def _set(self, **values: Any) -> None:
+        self._world.settings = dataclasses.replace(self._world.settings, **values)
+
+    def _lr(self, value: float) -> None:
+        self._replica.set_learning_rate(value)
+
+    def _cut(self, name: str, value: Any) -> None:
+        self._world.changes = self._world.changes | {name: value}
+        self._place.change(self._world.changes)
+
+    def _batch_size(self, value: int) -> None:
+        self._cut("batch_size", value)
+
+    def _strategy(self, name: str) -> None:
+        self._set(strategy=name)
+        self._set_strategy(make_strategy(name, min_workers=self._world.settings.min_workers))
+
+    def _checkpoint_every(self, value: int) -> None:
+        self._set_interval(value, automatic=False)
+
+    def _set_interval(self, steps: int, automatic: bool) -> None:
+        self._set(checkpoint_every=steps, checkpoint_auto=automatic)
+        self._world.keeper.set_interval(steps, automatic=automatic)
+
+    def _workers(self, value: int) -> None:
+        self._cut("workers", value)
+
+    def _speeds(self, value: Mapping[str, float]) -> None:
+        self._cut("speeds", dict(value))
+
+
+_CHANGES: dict[str, Callable[[Requests, Any], None]] = {
+    "lr": Requests._lr,
+    "batch_size": Requests._batch_size,
+    "strategy": Requests._strategy,
+    "checkpoint_every": Requests._checkpoint_every,
+    "workers": Requests._workers,
+    "speeds": Requests._speeds,
+}
+
+
+def _is_whole(value: Any, least: int) -> bool:
+    return type(value) is int and least <= value < 1 << 31
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and 0 <= value <= sys.float_info.max
+
+
+def _are_speeds(value: Any) -> bool:
+    return isinstance(value, dict) and all(
+        len(rank) < 10 and rank.isdecimal() and _is_number(speed) and speed > 0 for rank, speed in value.items()
+    )
+
+
+_ALLOWED: dict[str, Callable[[Any], bool]] = {
+    "lr": _is_number,
+    "batch_size": lambda value: _is_whole(value, 1),
+    "strategy": lambda value: value in STRATEGIES and value not in ("reinit", "partial"),
+    "checkpoint_every": lambda value: _is_whole(value, 0),
+    "workers": lambda value: _is_whole(value, 1),
+    "speeds": _are_speeds,
+}
+"""Allowed values of each. The launcher refuses more, and says why; this is for lines that something else has written."""
+
+
+def _checked(request: dict[str, Any]) -> dict[str, Any]:
+    """Return the request, if all of it can be done.
+
+    Raises:
+        ConfigError: if not.
+    """
+    for name, value in request.items():
+        if name not in _ALLOWED:
+            msg = f"{name:.60} cannot be changed while a job runs; {', '.join(_CHANGES)} can"
+            raise ConfigError(msg)
+        if not _ALLOWED[name](value):
+            msg = f"{name} cannot be {value!a:.60}"
+            raise ConfigError(msg)
+    return request

@@ -1,0 +1,140 @@
+"""What is known of the recovery in progress, until training goes on and it is written down."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from holdfast.engine.context import Rebuilding, World
+from holdfast.engine.scribe import Scribe
+from holdfast.events import Action
+
+
+@dataclass(slots=True)
+class Recovery:
+    """A recovery, or a meeting because members change.
+
+    Args:
+        before: The members then.
+        decision: What was decided, as :class:`~holdfast.events.Recovered` has it.
+        redone_steps: How many steps are computed again.
+        held_since_s: When training was interrupted without a failure; 0 after a failure.
+        orders: How often each order was carried out, by name.
+        times_s: How long these took.
+    """
+
+    before: tuple[int, ...]
+    decision: str = "continue"
+    redone_steps: int = 0
+    held_since_s: float = 0.0
+    orders: dict[str, int] = field(default_factory=dict)
+    times_s: dict[str, float] = field(default_factory=dict)
+
+    def count(self, order: Action, took_s: float) -> None:
+        """Count an order that was carried out."""
+        name = type(order).__name__
+        self.orders[name] = self.orders.get(name, 0) + 1
+        self.times_s[name] = self.times_s.get(name, 0.0) + took_s
+
+
+class Recovering:
+    """Begins a recovery when a failure is seen, or members change, and ends it when training goes on.
+
+    Args:
+        world: Who is there; with ``rebuilding``, the recovery that the application before this one began goes on.
+        scribe: Writes it down.
+    """
+
+    def __init__(self, world: World, scribe: Scribe) -> None:
+        self._world = world
+        self._scribe = scribe
+        self.now: Recovery | None = None
+        """The recovery in progress."""
+        if (before := world.rebuilding) is not None:
+            self.now = Recovery(before.before, "reinit", orders=before.orders, times_s=before.times_s)
+
+    @property
+    def is_calm(self) -> bool:
+        """Whether all meet because members change, and nobody has seen a failure."""
+        return self.now is not None and self.now.decision == "grow"
+
+    def meet(self) -> None:
+        """Hear that nothing failed: all meet because members change."""
+        if self.now is None:
+            self.now = Recovery(self._world.comm.members, "grow", held_since_s=self._world.clock.now_s())
+            self._scribe.mark("recovery")
+
+    def expect(self, newcomers: Sequence[int]) -> None:
+        """Hear who comes; a newcomer does, too, because those who were there may die before they write it down."""
+        if self.now is None or self._world.comm.here[0] in newcomers:
+            self.now = Recovery(tuple(rank for rank in self._world.comm.members if rank not in newcomers))
+        self.now.decision = "grow"
+
+    def see_corruption(self, *, redone_steps: int) -> None:
+        """Hear that the guard found something: all meet, and do so many steps again, or find out how many."""
+        if self.now is None:
+            self.now = Recovery(self._world.comm.members, "heal", redone_steps)
+            self._scribe.mark("recovery")
+
+    def see_failure(self) -> None:
+        """Hear that somebody died."""
+        if self.now is None:
+            self.now = Recovery(before=self._world.comm.members)
+            self._scribe.failure_seen()
+            self._scribe.mark("recovery")
+        elif self.is_calm:
+            self.now.decision = "continue"
+            self._scribe.failure_seen()
+
+    def decide(self, decision: str, redone_steps: int | None = None) -> None:
+        """Hear what was decided, if this is a recovery; ``redone_steps`` where that says how many there are."""
+        if self.now is not None:
+            self.now.decision = decision
+            if redone_steps is not None:
+                self.now.redone_steps = redone_steps
+
+    def take_back(self, *, was_computing: bool) -> None:
+        """Hear that the step in progress is computed again, unless something else was decided."""
+        if self.now is not None and self.now.decision == "continue":
+            self.decide("redo", int(was_computing))
+
+    def rebuilding(self, *, reached: int, began_s: float) -> Rebuilding:
+        """Return what is handed to the application that is built next.
+
+        Args:
+            reached: Steps that this worker had begun.
+            began_s: When it began to take the step in progress back; it is, and a snapshot is taken.
+        """
+        recovery, now_s = self.now or Recovery(self._world.comm.members), self._world.clock.now_s()
+        return Rebuilding(
+            before=recovery.before,
+            reached=reached,
+            orders=recovery.orders,
+            times_s=recovery.times_s,
+            snapshot_s=now_s - began_s,
+            unwound_s=now_s,
+        )
+
+    def forget(self) -> None:
+        """Write nothing down: nobody is left to recover with."""
+        self.now = None
+
+    def end(self) -> None:
+        """Write down what was decided: training goes on."""
+        world, recovery, self.now = self._world, self.now, None
+        if recovery is not None:
+            lost = any(rank not in world.comm.members for rank in recovery.before)
+            if recovery.decision not in ("grow", "heal") or (recovery.decision == "heal" and lost):
+                world.keeper.note_failure()
+            held_s = world.clock.now_s() - recovery.held_since_s if recovery.held_since_s else 0.0
+            self._scribe.recovered(
+                recovery.before,
+                recovery.decision,
+                recovery.redone_steps,
+                held_s,
+                orders=recovery.orders,
+                times_s=recovery.times_s,
+            )
+        if world.rebuilding is not None:
+            self._scribe.reinitialised(world.rebuilding)
+            world.rebuilding = None

@@ -1,0 +1,373 @@
+"""Writing down what happens in a training loop."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from holdfast.checkpoint.writer import Outcome
+from holdfast.comm import VirtualCommunicator
+from holdfast.data.ledger import Account
+from holdfast.data.plan import MiniBatch, Plan
+from holdfast.engine.context import Rebuilding, World
+from holdfast.events import (
+    CheckpointSaved,
+    CorruptionFound,
+    CorruptionHealed,
+    FailureSeen,
+    Finished,
+    Left,
+    PartRestored,
+    PartsHeld,
+    Record,
+    Recovered,
+    Reinitialised,
+    RunStarted,
+    SamplesLost,
+    SlicesTried,
+    StateHashed,
+    StepCommitted,
+    UpdatedEagerly,
+)
+from holdfast.integrity.certificate import Link
+from holdfast.integrity.state_hashes import Hashed
+from holdfast.models.overlap import Eager
+from holdfast.models.slice_batching import Tried
+
+
+class Scribe:
+    """Makes records of what the training loop tells it.
+
+    Args:
+        world: Gives time, ranks and the recorder.
+    """
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._phase = "start"
+        self._last_step: list[Record] = []
+
+    def mark(self, phase: str) -> None:
+        """Say where this worker is."""
+        self._phase = phase
+        self._world.beacon.mark(phase, self._world.step)
+
+    def started(self, plan: Plan, num_buckets: int, parameters: int) -> None:
+        """Training begins, or goes on."""
+        world, settings = self._world, self._world.settings
+        world.recorder.write(
+            RunStarted(
+                t_s=world.clock.now_s(),
+                rank=world.comm.here[0],
+                step=world.step,
+                fabric=world.settings.fabric or ("virtual" if isinstance(world.comm, VirtualCommunicator) else "ulfm"),
+                strategy=settings.strategy,
+                seed=plan.seed,
+                workers=len(world.comm.members),
+                slices=plan.slices,
+                order=settings.order,
+                split=plan.split,
+                batch=plan.batch,
+                rescale=settings.rescale,
+                update=settings.update,
+                steps_planned=world.first_step_of_loop + plan.num_steps,
+                samples_planned=plan.epochs * plan.epoch_samples,
+                num_buckets=num_buckets,
+                parameters=parameters,
+                link=world.link,
+                kind=world.kind,
+                given_up=world.given_up,
+            )
+        )
+
+    def committed(
+        self, batch: MiniBatch, samples: int, workers: int, lost: dict[int, tuple[int, ...]], link: Link | None = None
+    ) -> None:
+        """The optimizer ran.
+
+        Args:
+            batch: The step's.
+            samples: In the weights.
+            workers: That took part.
+            lost: By slice, the buckets it is missing from.
+            link: Of the certificate, if there is one.
+        """
+        world = self._world
+        place: dict[str, Any] = {
+            "t_s": world.clock.now_s(),
+            "rank": min(world.comm.here),
+            "step": batch.step,
+            "epoch": batch.epoch,
+        }
+        self._last_step = [
+            StepCommitted(**place, samples=samples, workers=workers, metrics=world.metrics, **_certified(link)),
+            *(
+                SamplesLost(**place, ids=tuple(int(i) for i in batch.slices[number]), buckets=buckets)
+                for number, buckets in lost.items()
+            ),
+        ]
+        if link is not None and link.whole:
+            self._whole_hashed(batch.step, link)
+        self.write_last_step()
+
+    def _whole_hashed(self, step: int, link: Link) -> None:
+        """All of the state was hashed: of a split model each worker writes what it has, else whoever leads by then."""
+        if all(hashed.parts for hashed in link.tensors):
+            self.hashed(step, link.before, link.tensors)
+            return
+        self._last_step += self._state_hashed(step, link.before, link.tensors)
+        if not self._world.is_lead:
+            none = [dataclasses.replace(hashed, tensors={}) for hashed in link.tensors]
+            self.hashed(step, link.before, none)
+
+    def hashed(self, step: int, link: str, tensors: Sequence[Hashed]) -> None:
+        """All of the state before ``step`` was hashed; see :class:`StateHashed`."""
+        self._write(self._state_hashed(step, link, tensors))
+
+    def _state_hashed(self, step: int, link: str, tensors: Sequence[Hashed]) -> list[StateHashed]:
+        t_s = self._world.clock.now_s()
+        return [
+            StateHashed(
+                t_s=t_s, rank=each.rank, step=step, link=link, tensors=each.tensors, part=each.part, parts=each.parts
+            )
+            for each in tensors
+        ]
+
+    def write_last_step(self) -> None:
+        """Write the last step down where this worker leads by now."""
+        if self._world.is_lead:
+            self._write(self._last_step)
+            self._last_step = []
+
+    def _write(self, records: Sequence[Record]) -> None:
+        for record in records:
+            self._world.recorder.write(record)
+
+    def failure_seen(self) -> None:
+        """A collective failed, in the phase that was marked last."""
+        world = self._world
+        dead = world.comm.failed()
+        rank = next((rank for rank in world.comm.here if rank not in dead), world.comm.here[0])
+        world.recorder.write(FailureSeen(t_s=world.clock.now_s(), rank=rank, step=world.step, phase=self._phase))
+
+    def recovered(
+        self,
+        before: Sequence[int],
+        decision: str,
+        redone_steps: int,
+        held_s: float,
+        *,
+        orders: Mapping[str, int],
+        times_s: Mapping[str, float],
+    ) -> None:
+        """The survivors go on, with newcomers if there are any; what they did for it stands in :class:`Recovered`."""
+        world, members = self._world, self._world.comm.members
+        lost = tuple(r for r in before if r not in members)
+        joined = tuple(r for r in members if before and r not in before)
+        self.write_last_step()  # the one who should have may have died just before
+        for rank in world.comm.here:
+            world.recorder.write(
+                Recovered(
+                    t_s=world.clock.now_s(),
+                    rank=rank,
+                    step=world.step,
+                    lost=lost,
+                    survivors=members,
+                    decision=decision,
+                    redone_steps=redone_steps,
+                    generation=world.comm.generation,
+                    joined=joined,
+                    held_s=held_s,
+                    orders=dict(orders),
+                    times_s=dict(times_s),
+                )
+            )
+        self.say(f"lost {list(lost)} at step {world.step}; {len(members)} workers go on ({decision})")
+
+    def reinitialised(self, rebuilding: Rebuilding) -> None:
+        """The application was built again, and goes on."""
+        world = self._world
+        for rank in world.comm.here:
+            world.recorder.write(
+                Reinitialised(
+                    t_s=world.clock.now_s(),
+                    rank=rank,
+                    step=world.step,
+                    generation=world.comm.generation,
+                    source="checkpoint" if world.snapshot is None else world.settings.reinit_from,
+                    form="replaced" if len(world.comm.members) >= world.settings.workers else "survivors",
+                    snapshot_s=rebuilding.snapshot_s,
+                    rebuild_s=rebuilding.connected_s - rebuilding.unwound_s,
+                    load_s=rebuilding.loaded_s - rebuilding.connected_s,
+                )
+            )
+
+    def restored(self, part: int, source: str, ages: torch.Tensor, optimizer_age: int | None) -> None:
+        """A part of the model is as it was saved, of each of its blocks so many steps ago; see :class:`PartRestored`."""
+        world = self._world
+        policy = world.settings.mirror_optimizer
+        known, counts = ages.unique(return_counts=True)
+        record = PartRestored(
+            t_s=world.clock.now_s(),
+            rank=world.comm.here[0],
+            step=world.step,
+            part=part,
+            source=source,
+            ages=tuple(known.tolist()),
+            blocks=tuple(counts.tolist()),
+            optimizer="saved" if policy == "kept" and optimizer_age is None else policy,
+            optimizer_age=optimizer_age,
+        )
+        world.recorder.write(record)
+        mean = float(ages.double().mean()) if len(ages) else 0.0
+        self.warn(
+            f"nobody is left who holds part {part} of the model: restored from its {source}, {mean:.1f} steps old on average"
+        )
+
+    def corruption_found(self, what: str, where: Sequence[str], ranks: Sequence[int]) -> None:
+        """The guard found something wrong; what, where and whose is as :class:`CorruptionFound` has it."""
+        world = self._world
+        record = CorruptionFound(
+            t_s=world.clock.now_s(),
+            rank=world.comm.here[0],
+            step=world.step,
+            what=what,
+            where=tuple(where),
+            ranks=tuple(ranks),
+            policy=world.settings.guard,
+        )
+        world.recorder.write(record)
+        whose = f" (worker {', '.join(map(str, ranks))})" if ranks else ""
+        wrong = {
+            "replicas": "replicas differ",
+            "range": "a value is out of all range",
+            "message": "a message was altered on its way",
+        }[what]
+        self.warn(f"corruption found in step {world.step}: {wrong}{whose} in {_some(where)}")
+
+    def corruption_healed(
+        self, ranks: Sequence[int], found_at: int, step: int, source: str, *, is_training: bool
+    ) -> None:
+        """All are past the step in which corruption was found; see :class:`CorruptionHealed`."""
+        world = self._world
+        record = CorruptionHealed(
+            t_s=world.clock.now_s(),
+            rank=world.comm.here[0],
+            step=world.step,
+            ranks=tuple(ranks),
+            found_at=found_at,
+            went_back_to=step,
+            source=source,
+            is_training=is_training,
+        )
+        world.recorder.write(record)
+        if is_training:
+            self.warn(f"what was found in step {found_at} came again with the same bits: it is the training itself")
+
+    def held(self, held: Mapping[str, Any]) -> None:
+        """Training ends; what this worker has of a split model is what :class:`PartsHeld` asks for."""
+        world = self._world
+        world.recorder.write(PartsHeld(t_s=world.clock.now_s(), rank=world.comm.here[0], step=world.step, **held))
+
+    def slices_tried(self, tried: Tried) -> None:
+        """It is known whether slices of some sizes go through the model at once."""
+        world = self._world
+        record = SlicesTried(
+            t_s=world.clock.now_s(),
+            rank=world.comm.here[0],
+            step=world.step,
+            samples=tried.sizes,
+            why_not=tried.why_not,
+            at_once_s=tried.at_once_s,
+            one_by_one_s=tried.one_by_one_s,
+        )
+        world.recorder.write(record)
+
+    def updated_eagerly(self, eager: Eager) -> None:
+        """Training ends; what it took to update buckets before their step was closed."""
+        world = self._world
+        spent: dict[str, Any] = dataclasses.asdict(eager.spent) | {"copy_bytes": eager.size_bytes}
+        world.recorder.write(UpdatedEagerly(t_s=world.clock.now_s(), rank=world.comm.here[0], step=world.step, **spent))
+
+    def left(self) -> None:
+        """This worker leaves the others."""
+        world = self._world
+        world.recorder.write(Left(t_s=world.clock.now_s(), rank=world.comm.here[0], step=world.step))
+        sys.stderr.write(f"holdfast: worker {world.comm.here[0]}: left before step {world.step}, as it was told to\n")
+
+    def saved(self, outcome: Outcome) -> None:
+        """A checkpoint counts, or could not be written."""
+        world, kept = self._world, outcome.saved
+        if outcome.error is not None:
+            what = "is not complete" if kept is None else "is complete, but something is wrong"
+            self.warn(f"the checkpoint of step {outcome.step} {what}: {outcome.error}")
+        if kept is None:
+            return
+        world.recorder.write(
+            CheckpointSaved(
+                t_s=world.clock.now_s(),
+                rank=world.comm.members[0],
+                step=kept.step,
+                path=kept.path,
+                size_bytes=kept.size_bytes,
+                seconds=outcome.held_s,
+                interval_s=world.keeper.interval_s(),
+            )
+        )
+
+    def finished(self, outcome: str, sha256s: Mapping[int, tuple[str, str]], account: Account) -> None:
+        """This worker passed the gate; the world keeps the records.
+
+        Args:
+            outcome: See :class:`Finished`.
+            sha256s: By worker that is played here, of its model, and with the optimizer's state.
+            account: Of the samples.
+        """
+        world = self._world
+        world.finished = [
+            Finished(
+                t_s=world.clock.now_s(),
+                rank=rank,
+                step=world.step,
+                outcome=outcome,
+                sha256=sha256s[rank][0],
+                state_sha256=sha256s[rank][1],
+                planned=account.planned,
+                committed=account.committed,
+                lost=account.lost,
+                repeated=account.repeated,
+                metrics=world.metrics,
+                checkpoint="" if outcome == "done" else str(world.keeper.url),
+                link=world.link,
+            )
+            for rank in world.comm.here
+        ]
+        self._write(world.finished)
+
+    def warn(self, text: str) -> None:
+        """Tell the user of something that went wrong and does not end training."""
+        sys.stderr.write(f"holdfast: worker {self._world.comm.here[0]}: {text}\n")
+        sys.stderr.flush()
+
+    def say(self, text: str) -> None:
+        """Tell the user; under the launcher the records do."""
+        if self._world.is_lead and not self._world.settings.run_dir:
+            sys.stderr.write(f"holdfast: {text}\n")
+            sys.stderr.flush()
+
+
+def _certified(link: Link | None) -> dict[str, Any]:
+    """Return what a step's record says of its link."""
+    if link is None:
+        return {}
+    names = ("link", "ids", "figures", "state", "whole", "where")
+    return {name: getattr(link, name) for name in names}
+
+
+def _some(names: Sequence[str]) -> str:
+    """Return the first few of many names."""
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

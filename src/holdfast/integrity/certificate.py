@@ -1,0 +1,155 @@
+"""The certificate while training goes on: each worker makes the same links, from what it has of the step anyway.
+
+Nothing is copied. The state is hashed when an attempt at a step begins, because then it is the same however the
+step before came about: with updates made late or early, after a death, or of a newcomer. The last link belongs to the state
+of training and goes where that goes (``World.link``): into checkpoints, to newcomers, and back.
+
+Of a model that is split nobody has all of the state. Who holds a part hashes it, and the closing sum tells it to all, with a
+few integers more. Who missed that sum, and goes on with the step because others did not, hears it with everybody's progress.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from holdfast.data.plan import MiniBatch
+from holdfast.engine.context import World
+from holdfast.errors import InternalError
+from holdfast.events import Progress
+from holdfast.integrity.hash_chain import WHOLE_EVERY, digest_of_figures, digest_of_ids, digest_of_parts, link_of
+from holdfast.integrity.state_hashes import Hashed
+from holdfast.models.replicated import Replica
+
+if TYPE_CHECKING:
+    from holdfast.models.model_parallel import Pipelined
+    from holdfast.models.sharded import Shards
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    """What was certified of a step; as :class:`~holdfast.events.StepCommitted` has it.
+
+    Args:
+        before: The link before.
+        whole: The whole state was hashed.
+        tensors: Then, digests of all tensors that this worker has.
+    """
+
+    before: str
+    link: str
+    ids: str
+    figures: str
+    state: str
+    where: str
+    whole: bool
+    tensors: list[Hashed]
+
+
+class Certificate:
+    """Makes the links of one training loop.
+
+    Args:
+        world: Keeps the last one.
+        replica: What is trained.
+    """
+
+    def __init__(self, world: World, replica: Replica | Pipelined | Shards) -> None:
+        self._world = world
+        self._replica = replica
+        self._hashes = replica.hashes(world.comm)
+        self._known = (-1, "")
+        self._tensors: list[Hashed] = []
+        self._brings: tuple[int, ...] = ()
+        self._heard = 0
+
+    def begin(self, step: int) -> None:
+        """Hash a part of the state, before anything of an attempt at ``step`` changes it."""
+        whole = step % WHOLE_EVERY == 0
+        self._tensors = self._hashes.everything() if whole else []
+        said = self._hashes.said(self._tensors) if whole else self._hashes.window(step)
+        self._brings = said.brings
+        self._known = (step, said.state) if said.state else (-1, "")  # the closing sum says it
+
+    # -- of a split model: what others must hear
+
+    def brings(self) -> tuple[int, ...]:
+        """Return what this worker brings to the closing sum, a maximum: nothing where all have all of the state."""
+        return self._brings
+
+    def hears(self, step: int, said: Sequence[int]) -> None:
+        """Hear the maxima, in a closing sum that closes ``step``."""
+        if said:
+            self._hear(step, digest_of_parts(said))
+
+    @property
+    def heard(self) -> int:
+        """What the last closing sum that this worker completed said; 0 where nothing is said."""
+        return self._heard
+
+    def learn(self, step: int, known: Mapping[int, Progress], num_buckets: int) -> None:
+        """Hear with everybody's progress what the closing sum of ``step`` said, if somebody has completed it.
+
+        Args:
+            step: Which this worker has in progress.
+            known: By rank, how far all are.
+            num_buckets: Buckets of a step; it has one sum more.
+        """
+        for other in known.values():
+            if self._brings and other.completed // (num_buckets + 1) > step:
+                self._hear(step, other.heard)
+
+    def _hear(self, step: int, heard: int) -> None:
+        self._heard, self._known = heard, (step, f"{heard:016x}")
+
+    # -- a step
+
+    def commit(self, batch: MiniBatch, lost: Collection[int]) -> Link:
+        """Add the link of the step in progress, all sums of which are known.
+
+        Args:
+            batch: Its mini-batch.
+            lost: Slices that are not, or not whole, in the sums.
+        """
+        world = self._world
+        known, state = self._known
+        if known != batch.step:
+            msg = f"step {batch.step} is committed, and what is known of the state is of step {known}"
+            raise InternalError(msg)
+        committed = [number for number in sorted(batch.owners) if number not in lost]
+        ids = digest_of_ids((number, batch.slices[number].astype("<i8").tobytes()) for number in committed)
+        figures = digest_of_figures(self._replica.figures())
+        before, world.link = (
+            world.link,
+            link_of(
+                world.link,
+                step=batch.step,
+                epoch=batch.epoch,
+                samples=batch.samples_of(committed),
+                ids=ids,
+                figures=figures,
+                state=state,
+            ),
+        )
+        whole = batch.step % WHOLE_EVERY == 0
+        return Link(
+            before=before,
+            link=world.link,
+            ids=ids,
+            figures=figures,
+            state=state,
+            where="everything" if whole else self._where(batch.step),
+            whole=whole,
+            tensors=self._tensors,
+        )
+
+    def _where(self, step: int) -> str:
+        if not self._world.is_lead:
+            return ""
+        return self._hashes.where(step)
+
+    def hash_end(self) -> list[Hashed]:
+        """Return digests of all tensors that this worker has, when no step is in progress."""
+        self._hashes.remember_buffers()
+        return self._hashes.everything()

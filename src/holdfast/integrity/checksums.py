@@ -1,0 +1,98 @@
+"""What workers give each other, in a training loop: what was altered on its way, and what comes of it.
+
+Whoever adds what others gave compares it with checksums (:mod:`holdfast.comm.allreduce.checksums`). What was altered has been added by
+then, but no step is closed before all have heard of it. So nobody's state is wrong, and it is enough that all take the
+step in progress back and do it again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from holdfast.comm import SUM
+from holdfast.engine.context import World
+from holdfast.engine.scribe import Scribe
+from holdfast.errors import MessageAltered
+
+_MOST_TIMES_REDONE = 3
+"""A step that is done again more often because messages of it are altered is no soft error."""
+
+_NOBODYS = -1
+
+
+def note_altered(found: dict[str, int], what: str, owners: Mapping[int, int], number: int) -> None:
+    """Note a finding of a sum.
+
+    Args:
+        found: All of the step, :attr:`World.altered`.
+        what: What was summed, or handed over.
+        owners: Who gave each slice.
+        number: The slice for which it was altered, or ``SUM``.
+    """
+    if number == SUM:
+        found[f"the sum of {what}"] = _NOBODYS
+    else:
+        found[f"{what} of slice {number}"] = owners[number]
+
+
+class Checking:
+    """Carries what was found here into the closing sum, and says what comes of it.
+
+    Args:
+        world: Who is there; it keeps what is found.
+        scribe: Writes it down.
+    """
+
+    def __init__(self, world: World, scribe: Scribe) -> None:
+        self._world = world
+        self._scribe = scribe
+        self._policy = world.settings.guard
+        self.is_on = world.settings.guard_sums
+        self.altered = False
+        """Whether the step in progress is to be taken back."""
+        self._found_at = -1
+        self._times_redone = 0
+
+    def brings(self) -> tuple[int, ...]:
+        """Return what this worker brings to the closing sum, a maximum; nothing where nobody looks."""
+        return (int(bool(self._world.altered)),) if self.is_on else ()
+
+    def hears(self, step: int, said: int) -> bool:
+        """Hear the maximum; return whether the step is not closed, and all do it again.
+
+        Raises:
+            MessageAltered: if training ends for it.
+        """
+        self._write_down()
+        if not said or self._policy == "warn":
+            return False
+        if self._policy == "stop":
+            msg = f"a message between workers was altered on its way in step {step}"
+            raise MessageAltered(msg)
+        self._times_redone = self._times_redone + 1 if step == self._found_at else 1
+        if self._times_redone > _MOST_TIMES_REDONE:
+            msg = (
+                f"messages between workers were altered in step {step} whenever it was done, {self._times_redone} times: that is no soft "
+                "error; look at the memory and the network of those who are named"
+            )
+            raise MessageAltered(msg)
+        self._found_at, self.altered = step, True
+        return True
+
+    def taken_back(self) -> None:
+        """Hear that the step in progress is taken back, for whatever reason: what was found goes with it."""
+        self._write_down()
+        self.altered = False
+
+    def applied(self) -> None:
+        """Hear that a step is in the weights."""
+        if 0 <= self._found_at < self._world.step:
+            if self._world.is_lead:
+                self._scribe.corruption_healed((), self._found_at, self._found_at, "step", is_training=False)
+            self._found_at = -1
+
+    def _write_down(self) -> None:
+        found = self._world.altered
+        if found:
+            self._scribe.corruption_found("message", list(found), sorted({*found.values()} - {_NOBODYS}))
+            found.clear()

@@ -1,0 +1,110 @@
+"""Values far out of range in a training loop: which are looked at in a step, and what comes of it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+from holdfast.engine.context import World
+from holdfast.engine.scribe import Scribe
+from holdfast.integrity import Finding, Ranges, RotatingDigest
+from holdfast.integrity.fingerprint import LONGEST_ROTATION, WINDOW_BYTES
+from holdfast.models.replicated import Replica
+
+_NOTHING = 0
+_IS_TRAINING = 1
+_FIRST = 2
+"""What is brought to the closing sum: nothing was found; what was found came again; from here on, who found something."""
+
+_MOST_TIMES_BACK = 3
+"""Going back so often in a rotation for what this worker found is enough."""
+
+
+class Ranging:
+    """Looks in each step at the loss, at a window of the weights and the optimizer's state, and at one of the gradients.
+
+    Sums are the same at all workers, so each looks at another window of them.
+
+    Args:
+        world: Who is there.
+        replica: What is looked at.
+        digest: Says which window is that of a step.
+        scribe: Writes down what is found.
+    """
+
+    def __init__(self, world: World, replica: Replica, digest: RotatingDigest, scribe: Scribe) -> None:
+        self._world = world
+        self._replica = replica
+        self._digest = digest
+        self._scribe = scribe
+        self._ranges = Ranges()
+        self._finding: Finding | None = None
+        self._times_back = 0
+        self._gone_back_for: tuple[int, Finding | None] = (-1, None)
+        self.is_training = False
+        """Whether what all went back for came again, with the same bits."""
+        total = sum(layout.gradients_end * layout.dtype.itemsize for layout in replica.buckets.layouts)
+        room = max(WINDOW_BYTES, -(-total // LONGEST_ROTATION))
+        self._windows = [
+            (bucket, start, min(start + room // layout.dtype.itemsize, layout.gradients_end))
+            for bucket, layout in enumerate(replica.buckets.layouts)
+            for start in range(0, layout.gradients_end, room // layout.dtype.itemsize)
+        ]
+
+    def look(self, step: int) -> int:
+        """Return what this worker brings to the closing sum of a step.
+
+        What comes again with the same bits, when its step is done again, is not brought as a finding; nor what is found after
+        all went back in vain, because something is found wherever a training diverges.
+        """
+        self._finding = next((finding for finding in self._findings(step) if finding is not None), None)
+        if self._finding is None:
+            return _NOTHING
+        if self._gone_back_for == (step, self._finding) or self._times_back >= _MOST_TIMES_BACK:
+            return _IS_TRAINING
+        return _FIRST + self._world.comm.here[0]
+
+    def hears(self, said: int) -> bool:
+        """Hear the maximum of what all brought; return whether it is a finding."""
+        self.is_training = said == _IS_TRAINING
+        if said == _IS_TRAINING:
+            self._ranges.accept()
+        if said < _FIRST:
+            return False
+        if said - _FIRST in self._world.comm.here and self._finding is not None:
+            self._scribe.corruption_found("range", (self._finding.where,), ())
+        if self._world.settings.guard == "warn":
+            self._ranges.accept()  # once is enough
+        return True
+
+    def went_back(self, found_at: int) -> None:
+        """Hear that all have gone back, for what was found in a step."""
+        self._times_back += self._finding is not None
+        self._gone_back_for = (found_at, self._finding)
+        self._finding, self.is_training = None, False
+
+    def passed(self) -> None:
+        """Hear that a whole rotation has passed without a finding."""
+        self._times_back = 0
+
+    def _findings(self, step: int) -> Iterator[Finding | None]:
+        kinds = {"loss", "gradients"}
+        loss = self._replica.loss()
+        if loss is not None:
+            yield self._ranges.look("loss", "loss", (loss,))
+        for piece, tensor in self._digest.values(step):
+            if tensor.dim() and tensor.numel() > 1:
+                kinds.add(piece.key or "weights")
+                yield self._ranges.look_at(piece.key or "weights", piece.path, tensor)
+        if self._windows and not self._replica.scales_loss:  # a scaler tries what is too large, and skips such steps
+            yield self._look_at_gradients(step)
+        self._ranges.count_step(kinds)
+
+    def _look_at_gradients(self, step: int) -> Finding | None:
+        comm = self._world.comm
+        turn = step * len(comm.members) + comm.members.index(comm.here[0])
+        bucket, start, stop = self._windows[turn % len(self._windows)]
+        found = self._ranges.look_at("gradients", f"bucket {bucket}", self._replica.sums[bucket][start:stop])
+        return found and dataclasses.replace(
+            found, where=f"gradients of {self._replica.buckets.name_at(bucket, start)}"
+        )

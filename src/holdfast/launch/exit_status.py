@@ -1,0 +1,87 @@
+"""What a verdict means for whoever started the job: whether to start it again, the exit code, the words. Pure."""
+
+from __future__ import annotations
+
+from holdfast.events import CheckpointSaved, ScriptFailed
+from holdfast.launch.job import Job, resume_command
+from holdfast.launch.job_state import Broken, Completed, Departed, Judge, Lost, Verdict
+
+
+def explain(job: Job, verdict: Verdict, judge: Judge) -> tuple[int, str, str]:
+    """Return exit code, a line that says why, and the traceback, as in :class:`~holdfast.launch.job.Outcome`.
+
+    Args:
+        job: What was run.
+        verdict: How it ended.
+        judge: Knows what is saved, and how many are left.
+    """
+    workers = len(judge.workers_alive()) or 1
+    match verdict:
+        case Completed(finished=finished) if finished.outcome == "done":
+            return 0, "", ""
+        case Departed():
+            left = f"the workers of node {job.node_rank} have left, as they were told to; the job goes on"
+            return 0, left, ""
+        case Completed(finished=finished):
+            return _explain_early_end(job, finished.outcome, finished.checkpoint, finished.step, workers)
+        case Broken(exit_code=2):
+            return 2, verdict.message, verdict.traceback
+        case Broken():
+            return verdict.exit_code, f"{verdict.message}{_saved(job, judge.saved, workers)}", verdict.traceback
+    raise AssertionError(verdict)
+
+
+def _explain_early_end(job: Job, outcome: str, checkpoint: str, step: int, workers: int) -> tuple[int, str, str]:
+    if outcome == "stopped":
+        why = f"stopped on request before step {step}"
+    else:
+        why = f"too few workers are left to go on at step {step} (--min-workers {job.settings.min_workers})"
+    if not checkpoint:
+        return 1, f"{why}; nothing was saved, for want of a --checkpoint-dir", ""
+    code = 4 if outcome == "stopped" else 1
+    return code, f"{why}. {_go_on(job, step, checkpoint, workers)}", ""
+
+
+def _saved(job: Job, saved: CheckpointSaved | None, workers: int) -> str:
+    """Return a sentence to add about the newest checkpoint, "" if there is none."""
+    return "" if saved is None else f". {_go_on(job, saved.step, saved.path, workers)}"
+
+
+def _go_on(job: Job, step: int, checkpoint: str, workers: int) -> str:
+    parent, _, name = checkpoint.rpartition("/")
+    folder = job.settings.checkpoint_dir or (parent if name.startswith("step-") else checkpoint)
+    return f"The state before step {step} is saved in {checkpoint}; go on with: {resume_command(job, workers, folder)}"
+
+
+def why_not_again(
+    job: Job, lost: Lost, restarts: int, workers: int, *, stopping: bool, distributed: bool
+) -> Broken | None:
+    """Return the verdict where a job that is lost must not be started again, None where it may be.
+
+    Args:
+        job: What was run.
+        lost: How it was lost.
+        restarts: How often it was started again so far.
+        workers: How many there would be.
+        stopping: Somebody has asked it to stop.
+        distributed: The script speaks to ``torch.distributed``.
+    """
+    if stopping and distributed:
+        return Broken(f"stopped on request: {lost.reason}")
+    if stopping:
+        return Broken(f"stopped on request, but the workers were gone before they could save: {lost.reason}")
+    if restarts >= job.max_restarts:
+        times = {1: "once", 2: "twice"}.get(restarts + 1, f"{restarts + 1} times")
+        message = f"the job was lost {times}, and --max-restarts is {job.max_restarts}: {lost.reason}"
+        return Broken(message, unexplained=True)
+    if workers < job.settings.min_workers:
+        least = f"fewer than --min-workers {job.settings.min_workers}"
+        return Broken(f"{workers} of the workers are left, {least}: {lost.reason}")
+    return None
+
+
+def unsaid(broken: Broken, now_s: float) -> ScriptFailed:
+    """Return the record of why the run broke, where no worker has written one."""
+    return ScriptFailed(
+        t_s=now_s, rank=broken.rank, step=broken.step, exit_code=1, message=broken.message, traceback=""
+    )

@@ -1,0 +1,161 @@
+"""Looking now and then where the workers are: the stuck are ended, the slow are named, and those who all wait are found."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+from collections.abc import Mapping, Sequence, Set
+
+from holdfast.errors import StoreLost
+from holdfast.events import StragglerSeen, WorkerFenced
+from holdfast.launch.attempt import Attempt
+from holdfast.launch.control import append
+from holdfast.launch.hangs import Hangs
+from holdfast.launch.nodes import Nodes
+from holdfast.launch.record_bus import News
+from holdfast.launch.run import Run
+from holdfast.launch.starting import Finding, Starting
+from holdfast.launch.stragglers import Stragglers
+from holdfast.records import UNCONNECTED, Position, requests_path
+
+_LOOK_S = 0.25
+_BEFORE_TRAINING = (*UNCONNECTED, "start")
+_TELL_WITHIN_S = 10.0
+"""A watcher may take this long to record how its worker ended: on a busy machine its imports may not be through."""
+
+
+class Lookout:
+    """Watches the workers of this node.
+
+    Args:
+        run: Of which job.
+        news: Whom to tell what was found.
+    """
+
+    def __init__(self, run: Run, news: News) -> None:
+        self._run = run
+        self._news = news
+        self._hangs = Hangs(0.0 if run.job.is_virtual else run.job.settings.hang_timeout_s)
+        self._stragglers = Stragglers(run.job.straggler_factor)
+        self._starting = Starting(0.0 if run.job.is_virtual else run.job.settings.start_timeout_s, run.job.script.name)
+        self._look_at_s = 0.0
+        self._ended: dict[int, float] = {}
+
+    def begin(self) -> None:
+        """Hear that the job is started, or started again."""
+        self._ended = {}
+        self._hangs.begin()
+        self._starting.begin()
+        self._stragglers.begin()
+
+    def is_due(self) -> bool:
+        """Return whether it is time to look."""
+        return self._run.clock.now_s() >= self._look_at_s
+
+    def look(self, attempt: Attempt) -> None:
+        """Look where the workers are, and do what is to be done about it."""
+        now_s = self._run.clock.now_s()
+        self._look_at_s = now_s + min(_LOOK_S, self._hangs.look_every_s or _LOOK_S)
+        living = [rank for rank in self._run.judge.living() if rank in attempt.processes]
+        watched = {*living, *self._run.judge.waiting} & set(attempt.processes)
+        self._note_untold_ends(attempt, watched, now_s)
+        positions = {rank: p for rank in watched if (p := attempt.position(rank)) is not None}
+        self._run.judge.watch(positions, now_s)
+        self._look_at_start(attempt, watched, positions, now_s)
+        self._end_stuck(attempt, positions, now_s)
+        self._say_how_it_goes(living, now_s)
+        self._look_for_stragglers(attempt, positions, now_s)
+        self._news.show(attempt.pids(living))
+
+    def all_stall(self, attempt: Attempt, nodes: Nodes) -> bool:
+        """Return whether the workers of all nodes wait for each other; of this node alone the judge knows."""
+        living = set(self._run.judge.living())
+        remote = living.difference(attempt.processes)
+        if not remote or not nodes.all_say("stalls", nodes.homes_of(sorted(remote))):
+            return False
+        return self._run.judge.stand_still(living - remote, self._run.clock.now_s())
+
+    def _say_how_it_goes(self, living: Sequence[int], now_s: float) -> None:
+        """Tell the other launchers what decides, for all workers together, whether some are stuck."""
+        if (others := self._run.others) is not None:
+            with contextlib.suppress(StoreLost):  # found at the next look
+                others.say("waits", true=self._hangs.keep_us_waiting)
+                others.say("stalls", true=self._run.judge.stand_still(living, now_s))
+
+    def _note_untold_ends(self, attempt: Attempt, watched: Set[int], now_s: float) -> None:
+        """Note workers whose end the watcher has not recorded: it was killed, is stopped, or could not write."""
+        before = self._ended
+        self._ended = {rank: before.get(rank, now_s) for rank in watched if attempt.is_ended(rank)}
+        for rank, since_s in self._ended.items():
+            if attempt.is_watched(rank):
+                attempt.fence(rank)
+                is_over = now_s - since_s > _TELL_WITHIN_S
+            else:
+                is_over = rank in before  # a record of the watcher's own would have been read since
+            if is_over:
+                exit_code = 0 if self._run.judge.has_finished(rank) else -signal.SIGKILL
+                self._news.note_end(attempt.untold_end(rank, now_s, exit_code), attempt)
+
+    def _look_at_start(
+        self, attempt: Attempt, watched: Set[int], positions: Mapping[int, Position], now_s: float
+    ) -> None:
+        """Give up workers that keep the job from beginning."""
+        nodes, others, judge = self._run.nodes, self._run.others, self._run.judge
+        found = Finding()
+        all_train = all(rank in positions and positions[rank].phase not in _BEFORE_TRAINING for rank in watched)
+        if not (judge.has_begun and all_train):
+            signs = {rank: attempt.sign(rank, positions.get(rank)) for rank in watched}
+            elsewhere = nodes is not None and nodes.any_says("starts")
+            found = self._starting.look(signs, now_s, has_begun=judge.has_begun, elsewhere=elsewhere)
+        if others is not None:
+            with contextlib.suppress(StoreLost):  # found at the next look
+                others.say("starts", true=self._starting.keeps_waiting and not judge.has_begun)
+        if found.warning:
+            self._run.view.say(found.warning)
+        for stuck in found.stuck:
+            self._news.note(
+                WorkerFenced(t_s=now_s, rank=stuck.rank, step=-1, silent_s=stuck.silent_s, reason=stuck.reason)
+            )
+        unknown = [stuck for stuck in found.stuck if not attempt.fence(stuck.rank)]  # over gloo there is none
+        if found.lost or unknown:
+            why = found.lost or f"rank {unknown[0].rank} {unknown[0].reason}"
+            judge.give_up("mpirun is stopped" if attempt.is_mpirun_stopped() else why)
+
+    def _end_stuck(self, attempt: Attempt, positions: Mapping[int, Position], now_s: float) -> None:
+        nodes = self._run.nodes
+        elsewhere = nodes is not None and nodes.any_says("waits")
+        for stuck in self._hangs.look(positions, now_s, elsewhere=elsewhere):
+            pair = attempt.pair(stuck.rank)
+            if pair is not None:
+                pair.watcher.send(signal.SIGCONT)  # if it is what was stopped, it cannot tell how its worker ended
+            if pair is None or not pair.worker.is_alive():
+                continue
+            position = positions[stuck.rank]
+            self._news.note(
+                WorkerFenced(
+                    t_s=now_s, rank=stuck.rank, step=position.step, silent_s=stuck.silent_s, reason=stuck.reason
+                )
+            )
+            pair.worker.send(signal.SIGKILL)
+
+    def _look_for_stragglers(self, attempt: Attempt, positions: Mapping[int, Position], now_s: float) -> None:
+        policy = self._run.job.stragglers
+        if policy == "ignore" or self._run.job.is_virtual:
+            return
+        found = self._stragglers.look(positions)
+        goes = None
+        if policy == "replace" and self._can_replace():
+            goes = self._stragglers.next_to_go(positions, now_s)
+        for rank in sorted({*found, *([] if goes is None else [goes])}):
+            score, step = self._stragglers.scores(positions)[rank], positions[rank].step
+            done = "warn" if policy == "replace" and rank != goes else policy
+            self._news.note(StragglerSeen(t_s=now_s, rank=rank, step=step, score=score, policy=done))
+        if goes is not None:  # it leaves in order, so that nothing of its work is lost
+            attempt.send(goes, signal.SIGTERM)
+            self._run.births.died(goes, now_s)
+        if policy == "rebalance" and (speeds := self._stragglers.new_speeds(positions, now_s)) is not None:
+            append(requests_path(self._run.places.run_dir), {"speeds": speeds})
+
+    def _can_replace(self) -> bool:
+        """Return whether anybody is there to take the place of a worker: a spare, or a newcomer that may be started."""
+        return self._run.births.limit > 0 or len(self._run.judge.workers_alive()) > self._run.job.workers

@@ -1,0 +1,178 @@
+"""Faults that strike this node as a whole: its power fails, or its network.
+
+A worker says when it is time, by a file, and waits; the launcher writes down what is about to happen, tells the other
+launchers, who will hear nothing more of this node, and strikes.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from typing import NoReturn
+
+from holdfast.errors import ConfigError
+from holdfast.events import FaultFired
+from holdfast.faults.plan import Fault, FaultPlan
+from holdfast.launch import network_partition as cut
+from holdfast.launch.attempt import Attempt
+from holdfast.launch.job import Job
+from holdfast.launch.processes import end_at_once
+from holdfast.launch.record_bus import News
+from holdfast.launch.run import Run
+from holdfast.records import strike_path
+
+_HEARD_S = 0.2
+"""The other launchers look far more often, and the store may be hosted here."""
+_HEAL_S = 30.0
+
+
+class Strikes:
+    """Strikes this node when its workers ask for it.
+
+    Args:
+        run: Of which job.
+        news: Whom to tell.
+        plan: What is planned.
+    """
+
+    def __init__(self, run: Run, news: News, plan: FaultPlan) -> None:
+        self._run = run
+        self._news = news
+        self._planned = {n: fault for n, fault in enumerate(plan.faults) if fault.node == run.job.node_rank}
+        self._cuts: list[subprocess.Popen[bytes]] = []
+
+    def strike(self, attempt: Attempt) -> None:
+        """Do what the workers ask for."""
+        self._look_for_healed()
+        for number, fault in self._planned.items():
+            request = strike_path(self._run.places.run_dir, number)
+            if request.exists():
+                self._tell(attempt, number, fault, int(request.read_text()))
+                if fault.kind == "nodeloss":
+                    end_at_once(spared=[process.pid for process in self._cuts])
+                self._cut(fault)
+                request.unlink()
+
+    def close(self) -> None:
+        """Heal the network."""
+        for process in self._cuts:
+            assert process.stdin is not None
+            process.stdin.close()
+        for process in self._cuts:
+            try:
+                process.wait(_HEAL_S)
+            except subprocess.TimeoutExpired:
+                self._run.view.say(
+                    f"the network of node {self._run.job.node_rank} could not be healed in {_HEAL_S:g} s"
+                )
+
+    def _tell(self, attempt: Attempt, number: int, fault: Fault, step: int) -> None:
+        self._news.note(
+            FaultFired(
+                t_s=self._run.clock.now_s(),
+                rank=min(attempt.processes),
+                step=step,
+                fault=number,
+                kind=fault.kind,
+                phase=fault.phase,
+                node=self._run.job.node_rank,
+                workers=tuple(rank for rank in self._run.judge.living() if rank in attempt.processes),
+            )
+        )
+        self._news.read(attempt)
+        time.sleep(_HEARD_S)
+
+    def _cut(self, fault: Fault) -> None:
+        process = subprocess.Popen(
+            [sys.executable, "-I", cut.__file__, str(fault.seconds or 0), *devices(self._run.job, fault)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,  # Ctrl-C is for the launcher
+        )
+        assert process.stdout is not None
+        if process.stdout.readline() == b"cut\n":
+            self._cuts.append(process)
+        else:
+            self._run.view.say(f"{fault.to_spec()} did not strike: the network could not be cut")
+
+    def _look_for_healed(self) -> None:
+        for process in [process for process in self._cuts if process.poll() is not None]:
+            self._cuts.remove(process)
+            self._run.view.say(f"the network of node {self._run.job.node_rank} is no longer cut")
+
+
+# ---------------------------------------------------------------------------------------------
+# Whether it can be done
+
+
+def check_strikes(job: Job) -> None:
+    """Find out before training whether the faults that strike this node can.
+
+    Raises:
+        ConfigError: if not.
+    """
+    plan = FaultPlan.from_json(job.settings.faults) if job.settings.faults else FaultPlan()
+    for fault in plan.faults:
+        if fault.kind != "partition":
+            continue
+        if all(ipaddress.ip_address(address).is_loopback for address in _own_addresses(job, fault)):
+            _refuse(fault, f"the nodes meet at {job.rdzv}, inside this machine: there is no network to cut")
+        if fault.node == job.node_rank:
+            _check_may_cut(fault, devices(job, fault))
+
+
+def devices(job: Job, fault: Fault) -> list[str]:
+    """Return the network devices by which this node reaches the others.
+
+    Raises:
+        ConfigError: if there are none.
+    """
+    if shutil.which("ip") is None:
+        _refuse(fault, "to cut the network takes the command ip (of iproute2), and there is none on PATH")
+    found = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+    for address in _own_addresses(job, fault):
+        shown = json.loads(cut.ip("-json", "addr", "show", "to", address))
+        found += [device["ifname"] for device in shown if device and device["ifname"] != "lo"]
+    return list(dict.fromkeys(found))
+
+
+def _own_addresses(job: Job, fault: Fault) -> list[str]:
+    """Return the addresses by which this machine reaches the store; nothing is sent for it."""
+    found = []
+    for host, port in _store_addresses(job.rdzv):
+        try:
+            family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+            with socket.socket(family, socket.SOCK_DGRAM) as probe:
+                probe.connect(address)
+                found.append(str(probe.getsockname()[0]))
+        except OSError as error:
+            _refuse(fault, f"it is not known which network leads to {host}:{port} (--rdzv): {error.strerror}")
+    return found
+
+
+def _store_addresses(url: str) -> Iterator[tuple[str, int]]:
+    where = url.partition("://")[2].partition("/")[0].rpartition("@")[2]
+    for address in where.split(","):
+        host, _, port = address.rpartition(":")
+        yield host.strip("[]"), int(port)
+
+
+def _check_may_cut(fault: Fault, names: Sequence[str]) -> None:
+    for name in names:
+        try:
+            cut.ip("link", "set", "dev", name, "up")  # it is up: this only shows whether we may
+        except subprocess.CalledProcessError as error:
+            why = error.stderr.decode().strip()
+            _refuse(fault, f"to cut the network device {name} takes CAP_NET_ADMIN, as root has it; ip says: {why}")
+
+
+def _refuse(fault: Fault, why: str) -> NoReturn:
+    msg = f"--inject {fault.to_spec()}: {why}"
+    raise ConfigError(msg)

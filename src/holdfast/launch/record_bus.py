@@ -1,0 +1,148 @@
+"""What is new: taken in from the files of the workers and from the other launchers, told to everybody whom it concerns."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+from holdfast.errors import StoreLost
+from holdfast.events import (
+    FaultFired,
+    Record,
+    RunStarted,
+    ScriptFailed,
+    StepCommitted,
+    StragglerSeen,
+    WorkerEnded,
+    WorkerFenced,
+)
+from holdfast.launch.attempt import Attempt
+from holdfast.launch.job_state import cause_of_death
+from holdfast.launch.live import Status, Story
+from holdfast.launch.nodes import Nodes
+from holdfast.launch.run import Run
+from holdfast.records import FileRecorder, Position, records_path
+from holdfast.report.history import is_distributed
+
+
+class News:
+    """Hears every record of a run once: the judge, the view and the other launchers are told.
+
+    Args:
+        run: Of which job.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._story = Story()
+        self._recorder = FileRecorder(records_path(run.places.run_dir, "launcher"))
+        self._status = Status(alive={}, metrics={})
+        self._noted: list[tuple[Record, Position | None]] = []
+        self._tracebacks: dict[int, str] = {}
+        self.is_distributed = False
+        """Whether the script speaks to ``torch.distributed``, as far as is known."""
+
+    @property
+    def has_committed(self) -> bool:
+        """Whether a step has been committed."""
+        return self._status.step > 0
+
+    @property
+    def is_explained(self) -> bool:
+        """Whether a script has said why it failed."""
+        return bool(self._tracebacks)
+
+    def read(self, attempt: Attempt, *, last: bool = False) -> None:
+        """Take in what is new. Output first: a traceback's record is written before its output, so it is known.
+
+        Args:
+            attempt: The start of the job that goes on.
+            last: Take half lines of output, too.
+        """
+        output = self._run.files.output(last=last)
+        own, self._noted = self._noted, []
+        for record in self._run.files.records():
+            own.append((record, position := self._end_of(record, attempt)))
+            self.hear(record, position)
+        for warning in self._run.files.warnings():
+            self._run.view.say(warning)
+        self._exchange(own)
+        for rank, line in output:
+            if not self._is_kept_for_later(rank, line):
+                self._run.view.output(rank, line)
+
+    def hear(self, record: Record, position: Position | None = None) -> None:
+        """Take one record; ``position`` is where the worker was, if it has ended."""
+        self._run.judge.hear(record, position)
+        match record:
+            case RunStarted():
+                self._status = dataclasses.replace(self._status, planned=record.steps_planned)
+                self.is_distributed = is_distributed(record)
+                if self._run.nodes is not None:
+                    self._run.nodes.note_slices(record.slices)
+            case StepCommitted():
+                self._status = dataclasses.replace(self._status, step=record.step + 1, metrics=record.metrics)
+            case ScriptFailed():
+                self._tracebacks[record.rank] = record.traceback or record.message
+        if (line := self._story.tell(record)) is not None:
+            self._run.view.say(line)
+
+    def note(self, record: Record) -> None:
+        """Write down what the launcher itself did; what it did to a worker is told to the other launchers."""
+        self._recorder.write(record)
+        self.hear(record)
+        if isinstance(record, FaultFired | WorkerFenced | StragglerSeen):
+            self._noted.append((record, None))
+
+    def note_end(self, ended: WorkerEnded, attempt: Attempt) -> None:
+        """Write down how a worker ended, in the place of its watcher, and answer it."""
+        self._recorder.write(ended)
+        position = self._end_of(ended, attempt)
+        self.hear(ended, position)
+        self._noted.append((ended, position))
+
+    def show(self, alive: Mapping[int, int]) -> None:
+        """Show how far the run is, with the process numbers of the workers."""
+        self._status = dataclasses.replace(self._status, alive=alive)
+        self._run.view.show(self._status)
+
+    def _end_of(self, record: Record, attempt: Attempt) -> Position | None:
+        """Answer the end of a worker of this node; return where it was."""
+        if not isinstance(record, WorkerEnded) or self._run.judge.has_ended(record.rank):
+            return None
+        if record.exit_code:
+            self._run.births.died(record.rank, self._run.clock.now_s())
+        nodes = self._run.nodes
+        if nodes is not None and not nodes.store_lost:
+            with contextlib.suppress(StoreLost):  # found at the next look
+                if record.exit_code:
+                    nodes.died(record.rank, cause_of_death(record.exit_code))
+                nodes.ended(record.rank)
+        return attempt.position(record.rank)
+
+    def _exchange(self, own: Sequence[tuple[Record, Position | None]]) -> None:
+        """Tell the other launchers what is new here, and hear them."""
+        if (others := self._run.others) is not None:
+            with contextlib.suppress(StoreLost):  # found at the next look
+                others.tell(own)
+                self._hear_others(others)
+
+    def _hear_others(self, others: Nodes) -> None:
+        judge = self._run.judge
+        changes = others.look()
+        for rank in changes.newcomers:
+            judge.wait_for(rank)
+        for told in others.hear():
+            self._recorder.write(told.record)
+            if told.start == others.number and told.record.rank not in others.given_up:
+                self.hear(told.record, told.position)
+        judge.lose(changes.parted)
+        for node, ranks in changes.lost.items():
+            judge.lose(ranks)
+            what = f", and with it {', '.join(f'rank {rank}' for rank in ranks)}" if ranks else ""
+            self._run.view.say(f"node {node} is lost{what}")
+
+    def _is_kept_for_later(self, rank: int, line: str) -> bool:
+        """Return whether the line belongs to a traceback: one of them is shown, last."""
+        return rank in self._tracebacks and line in self._tracebacks[rank].splitlines()

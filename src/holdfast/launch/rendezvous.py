@@ -1,0 +1,287 @@
+"""How the launchers of a job come together, and part: a store, a seat in it for each node, and who was there at first.
+
+:mod:`holdfast.launch.nodes` says what stands where in the store.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import socket
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import xxhash
+
+from holdfast.errors import ConfigError, StoreLost
+from holdfast.launch.job import OPTIONS, Job
+from holdfast.launch.node_options import split_address
+from holdfast.membership import Hub, Store, open_store
+
+_RETRY_S = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Seated:
+    """A launcher that is there.
+
+    Args:
+        seat: How many its node had before it.
+        ranks: Its workers.
+        start: The start of the job that they belong to, -1 before the first.
+    """
+
+    seat: int
+    ranks: tuple[int, ...]
+    start: int
+
+
+class Meeting:
+    """This launcher's place among those that share a store. Making it waits until all are there, or the job has begun.
+
+    Args:
+        job: The same for all, but for the number of the node.
+
+    Raises:
+        ConfigError: if the store cannot be opened, the launchers were not started alike, this node has one already, or
+            another does not come in time.
+    """
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._me = job.node_rank
+        self._hub: Hub | None = None
+        self._store: Store | None = None
+        self._seat: int | None = None
+        self.token = job.settings.token or ("" if job.rdzv else secrets.token_hex(16))
+        """What the store asks for."""
+        try:
+            self._url = job.rdzv if self._joins else self._host()
+            self._run = self._find_run()
+            self._store = self._open(self._run, "launchers")
+            self._check_alike()
+            self._take_seat()
+            self.seats = self._meet()
+            """Of all nodes, when the job began."""
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def store(self) -> Store:
+        """What the launchers share."""
+        assert self._store is not None
+        return self._store
+
+    @property
+    def is_host(self) -> bool:
+        """Whether this launcher hosts the store, so that nobody can do without it."""
+        return self._hub is not None
+
+    @property
+    def is_late(self) -> bool:
+        """Whether the job had begun before this launcher came."""
+        return self.seats[self._me] != self._seat
+
+    @property
+    def seat_lost(self) -> str:
+        """Why the others no longer mind this launcher, "" if they do."""
+        mine = self.there().get(self._me)
+        if mine is None or mine.seat != self._seat:
+            return f"the others have heard nothing of node {self._me} for {self._lease_s:g} s (--node-timeout) and gave it up"
+        return ""
+
+    def there(self) -> dict[int, Seated]:
+        """Return who is there, by node."""
+        return {
+            int(node): Seated(said["seat"], tuple(said["ranks"]), said["start"])
+            for node, text in self.store.under("node/").items()
+            for said in [json.loads(text)]
+        }
+
+    def hold_seat(self, ranks: Sequence[int], start: int) -> None:
+        """Say that this launcher is there, with these workers of a start; the others believe it as long as its lease."""
+        value = json.dumps({"seat": self._seat, "ranks": ranks, "start": start})
+        self.store.put(f"node/{self._me}", value, leased=True)
+
+    def url(self, start: int) -> str:
+        """Return where the workers of one start of the job meet."""
+        return f"{self._url}/{self._run}/{start}"
+
+    def open_members(self, start: int) -> Store:
+        """Return what the workers of one start of the job share."""
+        return self._open(self._run, str(start))
+
+    def read(self, key: str) -> Any:
+        """Return what a key holds that somebody has written for sure."""
+        return json.loads(self.store.wait(lambda: self.store.get(key)) or "null")
+
+    def origin_s(self) -> float:
+        """Return what ``time.monotonic()`` was here when the first launcher began."""
+        self.store.create("origin", json.dumps(time.time()))
+        origin: float = self.read("origin")
+        return time.monotonic() - max(0.0, time.time() - origin)
+
+    def close(self) -> None:
+        """Say good-bye, and let go of the store; whoever hosts it waits until the others have done so too."""
+        if self._store is not None:
+            if not self._store.lost:
+                with contextlib.suppress(StoreLost):  # the host was quicker
+                    self._part()
+            self._store.close()
+        if self._hub is not None:
+            self._hub.close()
+
+    def _part(self) -> None:
+        mine = self.there().get(self._me)
+        if mine is not None and mine.seat == self._seat:
+            self.store.put(f"bye/{self._me}/{mine.seat}", "1")
+            self.store.delete(f"node/{self._me}")
+        if self._hub is not None:
+            self.store.wait(lambda: None if self.there() else True, self._lease_s)
+
+    # -- the store
+
+    @property
+    def _joins(self) -> bool:
+        """Whether the store is another process's."""
+        return bool(self._job.rdzv) and not (self._job.rdzv.startswith("holdfast://") and self._me == 0)
+
+    @property
+    def _lease_s(self) -> float:
+        return self._job.node_timeout_s
+
+    def _host(self) -> str:
+        host, port = split_address(self._job.rdzv) if self._job.rdzv else ("127.0.0.1", 0)
+        self._hub = Hub(self.token, host, port, lease_s=self._lease_s)
+        return f"holdfast://{self._hub.address}"
+
+    def _open(self, run: int, part: str) -> Store:
+        return open_store(f"{self._url}/{run}/{part}", self.token, lease_s=self._lease_s)
+
+    def _find_run(self) -> int:
+        """Return the number of the run that goes on, or begins."""
+        runs = self._enter()
+        try:
+            while True:
+                runs.create("0", "")
+                newest = runs.wait(lambda: max((int(number) for number in runs.under("")), default=None))
+                assert newest is not None
+                with contextlib.closing(self._open(newest, "launchers")) as launchers:
+                    if not self._is_over(launchers):
+                        return newest
+                if runs.create(str(newest + 1), ""):
+                    self._clear(newest)
+        finally:
+            runs.close()
+
+    def _is_over(self, launchers: Store) -> bool:
+        """Return whether nobody is left in a run that had begun, or in one of launchers unlike this one."""
+        if not self._url.startswith("etcd://"):
+            return False  # a hub ends with its run
+        if launchers.get("start/0") is not None:  # leases of a run that has just died are left for a while
+            told = launchers.under("told/")
+            launchers.wait(
+                lambda: not launchers.under("node/") or launchers.under("told/") != told or None, 2 * self._lease_s
+            )
+        elif launchers.get("about") not in (None, json.dumps(self._alike())):  # who says so is there in a moment
+            launchers.wait(lambda: launchers.under("node/") or None, _RETRY_S)
+        else:
+            return False
+        return not launchers.under("node/")
+
+    def _clear(self, run: int) -> None:
+        """Remove what a run that is over has left."""
+        with contextlib.closing(open_store(self._url, self.token, lease_s=self._lease_s)) as runs:
+            runs.delete(f"{run}/")
+
+    def _enter(self) -> Store:
+        """Open the store; a launcher may be there before the one that hosts it."""
+        ends_s = time.monotonic() + self._job.rdzv_timeout_s
+        while True:
+            try:
+                return open_store(f"{self._url}/runs", self.token, lease_s=self._lease_s)
+            except StoreLost as error:
+                if time.monotonic() > ends_s:
+                    what = "it" if self._job.rdzv.startswith("etcd://") else "the first launcher, which hosts it"
+                    msg = f"{error}; node {self._me} waited {self._job.rdzv_timeout_s:g} s (--rdzv-timeout) for {what}"
+                    raise ConfigError(msg) from error
+            time.sleep(_RETRY_S)
+
+    # -- coming together
+
+    def _alike(self) -> dict[str, Any]:
+        """Return what all launchers are to be started with."""
+        job, settings = self._job, self._job.settings
+        return {
+            "--nnodes": job.nnodes,
+            "-n": settings.workers,
+            "--spares": settings.spares,
+            "--strategy": settings.strategy,
+            "--reinit-from": settings.reinit_from,
+            "--slices": settings.auto_text or settings.slices,
+            "--order": settings.order,
+            "--split": settings.split,
+            "--batch": settings.batch,
+            "--kinds": settings.kinds,
+            **{option: getattr(settings, field) for option, field in OPTIONS if option.startswith("--mirror")},
+            "--seed": settings.seed,
+            "--min-workers": settings.min_workers,
+            "--max-restarts": job.max_restarts,
+            "--checkpoint-dir": settings.checkpoint_dir,
+            "--node-timeout": job.node_timeout_s,
+            "SCRIPT": job.script.name,
+            "ARGS": list(job.args),
+            "a script with the digest": xxhash.xxh3_64_hexdigest(job.script.read_bytes()),
+        }
+
+    def _check_alike(self) -> None:
+        alike = self._alike()
+        self.store.create("about", json.dumps(alike))
+        theirs = self.read("about")
+        for name, value in alike.items():
+            if theirs.get(name) != value:
+                msg = f"node {self._me} was started with {name} {value!r}, the others with {theirs.get(name)!r}: give all nodes the same"
+                raise ConfigError(msg)
+
+    def _take_seat(self) -> None:
+        """Become the launcher of this node; one that was here before must be gone, or its lease run out."""
+        who = f"process {os.getpid()} on {socket.gethostname()}"
+        patience_s = 2 * self._lease_s
+        while True:
+            self.store.wait(lambda: None if self._me in self.there() else True, patience_s)
+            seat = len(self.store.under(f"seat/{self._me}/"))
+            if self._me not in self.there() and self.store.create(f"seat/{self._me}/{seat}", json.dumps(who)):
+                self._seat = seat
+                self.hold_seat((), -1)
+                return
+            # Somebody is there, or was quicker, and will be seen to be there in a moment.
+            self.store.wait(lambda: self.there().get(self._me), patience_s)
+            if there := self.there().get(self._me):
+                holder = self.read(f"seat/{self._me}/{there.seat}")
+                msg = f"node {self._me} has a launcher already, {holder}: give each node a --node-rank of its own"
+                raise ConfigError(msg)
+
+    def _meet(self) -> dict[int, int]:
+        """Wait until all launchers are there, unless the job has begun; return the seats of those it began with.
+
+        Raises:
+            ConfigError: if they do not come in time.
+        """
+
+        def ready() -> str | None:
+            there = self.there()
+            whole = json.dumps({node: seated.seat for node, seated in there.items()})
+            return self.store.get("start/0") or (whole if len(there) == self._job.nnodes else None)
+
+        seats = self.store.wait(ready, self._job.rdzv_timeout_s)
+        if seats is None:
+            missing = ", ".join(str(node) for node in range(self._job.nnodes) if node not in self.there())
+            msg = f"node {missing} did not come within {self._job.rdzv_timeout_s:g} s (--rdzv-timeout)"
+            raise ConfigError(msg)
+        self.store.create("start/0", seats)
+        return {int(node): seat for node, seat in self.read("start/0").items()}

@@ -1,0 +1,1 @@
+"""The model as the training loop sees it: replicated, as a pipeline, or in shards."""

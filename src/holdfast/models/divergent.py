@@ -1,0 +1,138 @@
+"""What a worker has of a model, where one process plays several and one of them has something else than the others."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from holdfast.integrity import RotatingDigest
+from holdfast.models.training_state import clone
+
+_Looked = TypeVar("_Looked")
+
+
+@dataclass(slots=True)
+class _State:
+    """The numbers of the parameters, and what the optimizer keeps for them."""
+
+    data: list[torch.Tensor]
+    optimizer: Any
+
+
+class OwnStates:
+    """Weights and optimizer's state by worker; as long as all have the same, those in the model, there is nothing here.
+
+    What was altered at one worker stays its own: it computes its slices with it, and takes the same steps with it as the
+    others do with theirs, because nothing but gradients goes from one to another.
+
+    Args:
+        model: In which the state of one worker lies at a time: of whoever computes, else of the lowest.
+        optimizer: Of its parameters.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self._parameters = list(model.parameters())
+        self._optimizer = optimizer
+        self._first: _State | None = None
+        self._own: dict[int, _State] = {}
+        self._here: tuple[int, ...] = ()
+        self._now: _State
+
+    def take(self, rank: int, here: Sequence[int]) -> None:
+        """Let what lies in the model be that of ``rank`` alone, who goes on with what it had.
+
+        Args:
+            rank: A worker that this process plays.
+            here: All whom it plays; where that is one alone, there is nothing to do.
+        """
+        if len(here) == 1:
+            return
+        self._here = tuple(here)
+        if self._first is None:
+            self._first = self._now = _State([p.data for p in self._parameters], self._optimizer.state)
+        if rank not in self._own:
+            self._enter(self._first)
+            kept = defaultdict(dict, {p: clone(state) for p, state in self._optimizer.state.items()})
+            self._own[rank] = _State([parameter.data.clone() for parameter in self._parameters], kept)
+        self._enter(self._own[rank])
+
+    @property
+    def differ(self) -> bool:
+        """Whether a worker has, or had, a state of its own."""
+        return self._first is not None
+
+    def enter(self, rank: int) -> None:
+        """Let what lies in the model be what ``rank`` has: it computes."""
+        if self._first is not None:
+            self._enter(self._own.get(rank, self._first))
+
+    def rest(self, here: Sequence[int]) -> None:
+        """Let it be what the lowest of ``here`` has: nobody computes. What others had is forgotten: they are gone."""
+        if self._first is not None and here:
+            self._here = tuple(here)
+            self._own = {rank: state for rank, state in self._own.items() if rank in here}
+            self.enter(min(here))
+
+    def forget(self) -> None:
+        """Let all have the same again: what lies in the model is to be replaced."""
+        if self._first is not None:
+            self._enter(self._first)
+            self._first, self._own = None, {}
+
+    def groups(self, here: Sequence[int]) -> list[tuple[int, ...]]:
+        """Return the workers of ``here`` in groups that have one state."""
+        if self._first is None:
+            return [tuple(here)]
+        alone: list[tuple[int, ...]] = [(rank,) for rank in here if rank in self._own]
+        others = tuple(rank for rank in here if rank not in self._own)
+        return [others, *alone] if others else alone
+
+    def each(self) -> Iterator[int]:
+        """Let one state after another lie in the model, with the gradients that lie there now; yield how many follow."""
+        if self._first is None:
+            yield 0
+            return
+        gradients = [parameter.grad for parameter in self._parameters]
+        groups = self.groups(self._here)
+        for number, group in enumerate(groups, 1):
+            self.enter(group[0])
+            for parameter, gradient in zip(self._parameters, gradients, strict=True):
+                parameter.grad = None if gradient is None else gradient.clone()  # an optimizer may write it
+            yield len(groups) - number
+        self.enter(min(self._here))
+
+    def digest(self, step: int, alike: RotatingDigest) -> tuple[int, int]:
+        """Return the maximum over the workers of this step's digest, and that of its complement.
+
+        Args:
+            step: Says which part of the weights it is of.
+            alike: Of the model.
+        """
+        if self._first is None:
+            number = alike.of_step(step)
+            return number, ~number
+        numbers = self.of_each(self._here, lambda: alike.of_step(step)).values()
+        return max(numbers), max(~number for number in numbers)
+
+    def of_each(self, here: Sequence[int], look: Callable[[], _Looked]) -> dict[int, _Looked]:
+        """Return by worker what ``look`` returns where the state of that worker lies in the model."""
+        found: dict[int, _Looked] = {}
+        for group in self.groups(here):
+            self.enter(group[0])
+            found |= dict.fromkeys(group, look())
+        if self._first is not None:
+            self.enter(min(here))
+        return found
+
+    def _enter(self, state: _State) -> None:
+        if state is not self._now:
+            self._now.optimizer = self._optimizer.state
+            self._now = state
+            self._optimizer.state = state.optimizer
+            for parameter, data in zip(self._parameters, state.data, strict=True):
+                parameter.data = data

@@ -1,0 +1,141 @@
+"""Evaluating a pipeline: forward only, through the stages of several workers, while a step is in progress.
+
+Micro-batches go to the chains in turn. After as many as keep all stages busy, everybody hears the figures of all of them,
+and nobody begins with the next before: so no worker runs ahead of those that come after it, and memory is used again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from holdfast.comm import Communicator, Mail
+from holdfast.errors import ScriptError
+from holdfast.models.loss import loss_of
+from holdfast.models.resident_parts import Holdings
+from holdfast.session.models import Pipeline
+
+_AHEAD = 4
+"""Micro-batches on their way, for each stage: then all stages compute four fifths of the time, and more."""
+Figures = dict[str, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    """One evaluation, in which all workers take part.
+
+    Args:
+        model: What the user gave.
+        holdings: Who holds what.
+        comm: The living.
+        mail: Between them.
+        sizes: Samples of each micro-batch.
+        load: Returns the inputs of a micro-batch, checked.
+        begin: Is told of a micro-batch in a stage before it is computed, to seed the generators.
+        averaged: Evaluate the average of the weights.
+    """
+
+    model: Pipeline
+    holdings: Holdings
+    comm: Communicator
+    mail: Mail
+    sizes: Sequence[int]
+    load: Callable[[int], Sequence[Any]]
+    begin: Callable[[int, int], None]
+    averaged: bool
+
+    def figures(self) -> Figures:
+        """Return the means over all samples: the same bits at every worker, however many there are.
+
+        Raises:
+            PeerFailed: if somebody died.
+            ScriptError: if there is no average, or the loss does not return what it must.
+        """
+        modules = {part: self._module(part) for part in self.holdings.held}
+        at_once = _AHEAD * len(self.holdings.now.chains) * self.holdings.now.parts
+        totals: Figures = {}
+        with self._evaluating(modules.values()):
+            for first in range(0, len(self.sizes), at_once):
+                numbers = range(first, min(first + at_once, len(self.sizes)))
+                found = self._share(numbers, self._compute(numbers, modules))
+                for number in numbers:
+                    for name, value in found[number].items():
+                        totals[name] = totals.get(name, 0.0) + value * self.sizes[number]
+                self.comm.barrier()  # all has been read, so its memory may be written again
+                self.mail.begin()
+        return {name: total / sum(self.sizes) for name, total in totals.items()}
+
+    def _module(self, part: int) -> nn.Module:
+        held = self.holdings.held[part]
+        if not self.averaged:
+            return held.model
+        if held.average is None:
+            msg = "step.evaluate(averaged=True) needs an average: give the session one, as average=lambda module: AveragedModel(module)"
+            raise ScriptError(msg)
+        return held.average.module
+
+    @contextlib.contextmanager
+    def _evaluating(self, modules: Any) -> Iterator[None]:
+        """Let modules be in evaluation mode, and begin and end with the buffers that the step begins with."""
+        modes = [(module, module.training) for root in modules for module in root.modules()]
+        self._rewind()
+        for module, _ in modes:
+            module.training = False
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            for module, mode in modes:
+                module.training = mode
+            self._rewind()
+
+    def _rewind(self) -> None:
+        for held in self.holdings.held.values():
+            held.buckets.buffers.rewind()
+
+    def _chain(self, number: int) -> tuple[int, ...]:
+        chains = self.holdings.now.chains
+        return chains[number % len(chains)]
+
+    def _compute(self, numbers: range, modules: dict[int, nn.Module]) -> dict[int, Figures]:
+        """Return the figures of the micro-batches whose last stage is computed here."""
+        found: dict[int, Figures] = {}
+        last = self.holdings.now.parts - 1
+        kept: dict[int, torch.Tensor] = {}  # between two stages that are both computed here
+        for number in numbers:
+            chain = self._chain(number)
+            for part in (part for part in range(last + 1) if chain[part] in self.comm.here):
+                inputs = self.load(number) if part in (0, last) else ()
+                given = inputs[0] if part == 0 else self._take(chain, number, part, kept)
+                self.begin(number, part)
+                self.holdings.held[part].own.enter(chain[part])
+                output = modules[part](given)
+                if part == last:
+                    loss, more = loss_of(self.model.loss, output, inputs[1:])
+                    found[number] = {name: float(value) for name, value in {**more, "loss": loss}.items()}
+                elif chain[part + 1] in self.comm.here:
+                    kept[number] = output
+                else:
+                    self.mail.send(chain[part + 1], output.contiguous())
+        return found
+
+    def _take(self, chain: tuple[int, ...], number: int, part: int, kept: dict[int, torch.Tensor]) -> torch.Tensor:
+        giver = chain[part - 1]
+        return kept.pop(number) if giver in self.comm.here else self.mail.receive(giver)
+
+    def _share(self, numbers: range, mine: dict[int, Figures]) -> dict[int, Figures]:
+        """Return the figures of all of these micro-batches, which those who computed their last stage tell all others."""
+        found = dict(mine)
+        for teller in dict.fromkeys(self._chain(number)[-1] for number in numbers):
+            if teller in self.comm.here:
+                told = torch.frombuffer(bytearray(json.dumps(list(mine.items())).encode()), dtype=torch.uint8)
+                self.mail.send([rank for rank in self.comm.members if rank not in self.comm.here], told)
+            else:
+                found |= dict(json.loads(self.mail.receive(teller).numpy().tobytes()))
+        return found

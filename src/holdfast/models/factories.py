@@ -1,0 +1,73 @@
+"""What a script gives to train the parts of a split model with: functions, because a part is made where it is needed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch.optim.swa_utils import AveragedModel
+
+from holdfast.errors import ConfigError
+from holdfast.models.replicated import Replica
+
+_Part = TypeVar("_Part", bound=Replica)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Makers:
+    """Makes what trains a part.
+
+    Args:
+        optimizer: From the parameters of a part.
+        scheduler: A learning-rate scheduler, from that optimizer.
+        schedule: ``"step"`` or ``"epoch"``: how often it is stepped.
+        average: An average of the weights, from the module of a part.
+        bucket_bytes: See :class:`~holdfast.models.gradients.Buckets`.
+    """
+
+    optimizer: Callable[[Any], torch.optim.Optimizer]
+    scheduler: Callable[[torch.optim.Optimizer], Any] | None
+    schedule: str
+    average: Callable[[nn.Module], AveragedModel] | None
+    bucket_bytes: int
+
+    def part(
+        self, kind: type[_Part], what: str, module: nn.Module, *, clip_grad_norm: float | None, checked: bool
+    ) -> _Part:
+        """Return a part that can be trained.
+
+        Args:
+            kind: Of it.
+            what: It is called, in errors.
+            module: Of the model.
+            clip_grad_norm: See :class:`Replica`.
+            checked: See :class:`Replica`.
+
+        Raises:
+            ConfigError: if a function makes something else than it should.
+        """
+        optimizer = self.optimizer(module.parameters())
+        _check(optimizer, torch.optim.Optimizer, f"the function that makes the optimizer of a {what}")
+        average = None if self.average is None else self.average(module)
+        if average is not None:
+            _check(average, AveragedModel, f"the function that makes the average of a {what}")
+        return kind(
+            module,
+            optimizer,
+            scheduler=None if self.scheduler is None else self.scheduler(optimizer),
+            schedule=self.schedule,
+            scaler=None,  # there is one for all parts
+            clip_grad_norm=clip_grad_norm,
+            bucket_bytes=self.bucket_bytes,
+            checked=checked,
+            average=average,
+        )
+
+
+def _check(made: object, kind: type, who: str) -> None:
+    if not isinstance(made, kind):
+        msg = f"{who} must return a {kind.__module__.removesuffix('.optimizer')}.{kind.__name__}, got {type(made).__name__}"
+        raise ConfigError(msg)

@@ -1,0 +1,96 @@
+"""A part of a model as rows of numbers: where its parameters and its optimizer's state lie, cut into equal blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from holdfast.errors import ConfigError
+from holdfast.models.replicated import Replica
+
+BLOCK_BYTES = 64
+"""Parameters begin at multiples of it, as where torch makes them: a product of matrices may depend on where they lie."""
+
+
+def in_row(parameters: Sequence[nn.Parameter]) -> torch.Tensor:
+    """Move parameters, of one type of number, into a row of their own, and return it."""
+    row = torch.zeros(sum(map(_padded_numel, parameters)), dtype=parameters[0].dtype)
+    for parameter, place in places(parameters, row):
+        parameter.data = place.copy_(parameter.detach())
+    return row
+
+
+def places(parameters: Sequence[nn.Parameter], row: torch.Tensor) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
+    """Yield parameters, each with where it, or anything of its shape, lies in their row."""
+    at = 0
+    for parameter in parameters:
+        yield parameter, row[at : at + parameter.numel()].view(parameter.shape)
+        at += _padded_numel(parameter)
+
+
+def _padded_numel(parameter: nn.Parameter) -> int:
+    step = BLOCK_BYTES // parameter.element_size()
+    return -(-parameter.numel() // step) * step
+
+
+class Rows:
+    """The numbers of a part in blocks of :data:`BLOCK_BYTES`, which never straddle two parameters.
+
+    What the optimizer keeps for each number of a parameter, in the same type, is moved into rows, too.
+
+    Args:
+        part: Of the model.
+        row: Where its parameters lie; see :func:`in_row`.
+
+    Raises:
+        ConfigError: if there are several types of number among them.
+    """
+
+    def __init__(self, part: Replica, row: torch.Tensor) -> None:
+        self._part = part
+        self._row = row
+        self._parameters = list(part.model.parameters())
+        if types := {p.dtype for p in self._parameters} - {row.dtype}:
+            others = ", ".join(sorted(str(t).removeprefix("torch.") for t in {row.dtype, *types}))
+            msg = f"mirror_every above 1 needs parameters of one type of number in each part of the model, got {others}"
+            raise ConfigError(msg)
+        self._of_optimizer: dict[str, torch.Tensor] = {}
+
+    def of_parameters(self) -> torch.Tensor:
+        """Return the parameters; a view of shape (blocks, numbers in a block)."""
+        return self._row.view(-1, BLOCK_BYTES // self._row.element_size())
+
+    def of_optimizer(self) -> tuple[torch.Tensor, ...]:
+        """Return what the optimizer keeps, by name, of that shape; nothing before it has run."""
+        state = self._part.optimizer.state
+        names = {
+            name
+            for parameter in self._parameters
+            for name, value in state.get(parameter, {}).items()
+            if self._is_alike(value, parameter)
+        }
+        shape = self.of_parameters().shape
+        return tuple(self._moved(name).view(shape) for name in sorted(names))
+
+    def _moved(self, name: str) -> torch.Tensor:
+        """Return the row of one thing that the optimizer keeps, which lies there from now on."""
+        if name not in self._of_optimizer:
+            self._of_optimizer[name] = torch.zeros_like(self._row)
+        row = self._of_optimizer[name]
+        for parameter, place in places(self._parameters, row):
+            kept = self._part.optimizer.state.get(parameter, {})
+            if self._is_alike(kept.get(name), parameter) and kept[name].data_ptr() != place.data_ptr():
+                kept[name] = place.copy_(kept[name])
+        return row
+
+    def _is_alike(self, kept: Any, parameter: nn.Parameter) -> bool:
+        """Return whether the optimizer keeps a number for each of a parameter, and not one for all of it."""
+        return (
+            isinstance(kept, torch.Tensor)
+            and kept.dtype == self._row.dtype
+            and kept.shape == parameter.shape
+            and parameter.dim() > 0
+        )

@@ -1,0 +1,98 @@
+"""Restoring a part of a split model that nobody holds any more: from a backup, from the disk, or as training began."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from holdfast.checkpoint.parts import all_but
+from holdfast.engine.context import World
+from holdfast.engine.scribe import Scribe
+from holdfast.errors import CheckpointCorrupt, StateLost
+from holdfast.models.flat_params import BLOCK_BYTES
+from holdfast.models.model_parallel import Split
+from holdfast.models.standby import Restored
+from holdfast.models.training_state import clone
+
+_Found = tuple[str, Restored]
+"""What a part was found in, and the part."""
+
+
+class Restorer:
+    """Restores parts under the strategy ``partial``.
+
+    Args:
+        world: Who is there.
+        model: Whose parts.
+        scribe: Is told what was restored from what.
+    """
+
+    def __init__(self, world: World, model: Split, scribe: Scribe) -> None:
+        self._world = world
+        self._model = model
+        self._scribe = scribe
+
+    def restore(self, part: int) -> dict[str, Any]:
+        """Return the state of a part as it was saved last.
+
+        Raises:
+            StateLost: if it was saved nowhere, and cannot be made as it was at the beginning.
+        """
+        found = self._in_memory(part) or self._on_disk(part) or self._at_beginning(part)
+        if found is None:
+            msg = f"part {part} of the model is lost with its holders, and there is no checkpoint: the job must begin again"
+            raise StateLost(msg)
+        source, restored = found
+        if self._world.settings.mirror_optimizer == "reset":
+            restored.state["optimizer"]["state"] = {}
+        self._go_on_with_schedule(restored.state)
+        self._scribe.restored(part, source, restored.ages, restored.optimizer_age)
+        return restored.state
+
+    def _in_memory(self, part: int) -> _Found | None:
+        backups = self._model.backups
+        restored = None if backups is None else backups.restore(part, self._world.step, self._world.comm.here)
+        return None if restored is None else ("backup", restored)
+
+    def _on_disk(self, part: int) -> _Found | None:
+        """Return the copy that a backup wrote, or what the newest checkpoint holds if that is not older."""
+        backups, step = self._model.backups, self._world.step
+        restored = None if backups is None else backups.restore_written(part, step)
+        if restored is None:
+            return self._in_checkpoint(part)
+        oldest = math.ceil(step - float(restored.ages.double().mean()))
+        is_there = self._world.keeper.has(oldest)  # to see whether a checkpoint is intact all of it is read
+        return (self._in_checkpoint(part, oldest) if is_there else None) or ("copy", restored)
+
+    def _in_checkpoint(self, part: int, oldest: int = 0) -> _Found | None:
+        """Return the part as it is in the newest intact checkpoint of this loop, if that is of step ``oldest`` or a later one."""
+        keeper = self._world.keeper
+        step = keeper.newest(self._warn, keep=False)
+        if step < oldest or keeper.info(step)["loop"] != self._world.loop:
+            return None
+        loaded = keeper.load(step, all_but("replica/parts", f"replica/parts/{part}"))
+        return "checkpoint", self._of_one_age(loaded.state["replica"]["parts"][str(part)], self._world.step - step)
+
+    def _at_beginning(self, part: int) -> _Found | None:
+        state = self._model.at_beginning(part)
+        return None if state is None else ("beginning", self._of_one_age(clone(state), self._world.step))
+
+    @staticmethod
+    def _of_one_age(state: dict[str, Any], age: int) -> Restored:
+        blocks = sum(-(-value.nbytes // BLOCK_BYTES) for value in state["model"].values())
+        return Restored(state, torch.full((blocks,), age))
+
+    def _go_on_with_schedule(self, state: dict[str, Any]) -> None:
+        """Let the part go on with the learning rate of the others: only its numbers are older than theirs."""
+        other = next(iter(self._model.holdings.held.values()), None)
+        if other is None:
+            return
+        if "scheduler" in state:
+            state["scheduler"] = clone(other.state_dict()["scheduler"])
+        for group, theirs in zip(state["optimizer"]["param_groups"], other.optimizer.param_groups, strict=False):
+            group["lr"] = clone(theirs["lr"])
+
+    def _warn(self, step: int, damage: CheckpointCorrupt) -> None:
+        self._scribe.warn(f"passed over step {step}: {damage}")

@@ -1,0 +1,76 @@
+"""A scaler in a pipeline: the last stage scales the loss, each stage unscales its own gradients, and all leave a step out or none."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from holdfast.models.replicated import Replica
+
+
+class Scaling:
+    """The scaler of a pipeline, in the same state at all workers, whatever they hold.
+
+    Args:
+        scaler: A ``torch.amp.GradScaler``.
+    """
+
+    def __init__(self, scaler: Any) -> None:
+        self._scaler = scaler
+        self._of_all = nn.Parameter(torch.zeros(1))
+        self._nothing = torch.optim.SGD([self._of_all], lr=0.0)
+        self.skips = False
+        """Whether a gradient of some stage is too large, so that no stage takes the step in progress."""
+
+    @property
+    def is_enabled(self) -> bool:
+        """Whether it scales, and looks at gradients."""
+        return bool(self._scaler.is_enabled())
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """Return what the way back begins from."""
+        scaled: torch.Tensor = self._scaler.scale(loss)
+        return scaled
+
+    def unscale(self, gradients: Iterable[torch.Tensor]) -> None:
+        """Divide gradients by the scale, in place, with the bits of the scaler's own ``unscale_``."""
+        inverse = torch.tensor(1.0 / self._scaler.get_scale(), dtype=torch.float64).float().item()
+        for gradient in gradients:
+            gradient.mul_(inverse)
+
+    def update(self, device: torch.device) -> None:
+        """Let the scaler hear of the step what all stages together found, as if their gradients were one number."""
+        self._scaler.scale(torch.zeros((), device=device))  # it sets itself up, where it has scaled no loss
+        self._of_all.grad = torch.full((1,), math.inf if self.skips else 0.0)
+        self._scaler.step(self._nothing)
+        self._scaler.update()
+
+
+class Stage(Replica):
+    """A stage of a pipeline, whose gradients may be those of a loss that was scaled."""
+
+    scaling: Scaling | None = None
+
+    def norm(self) -> float:
+        """Return the norm of the mean gradient in the sums, unscaled."""
+        if self.scaling is None:
+            return super().norm()
+        self.buckets.give_gradients(self.sums, private=True)
+        self.scaling.unscale(self._gradients())
+        norm = float(nn.utils.get_total_norm(self._gradients()))
+        self._drop_gradients()
+        return norm
+
+    def _may_write(self) -> bool:
+        return self.scaling is not None or super()._may_write()
+
+    def _optimize(self) -> None:
+        if self.scaling is not None:
+            if self.scaling.skips:
+                return
+            self.scaling.unscale(self._gradients())
+        super()._optimize()

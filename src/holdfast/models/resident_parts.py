@@ -1,0 +1,170 @@
+"""The parts of a split model that this worker holds, and who holds the others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from holdfast.checkpoint.format import flatten
+from holdfast.comm import Communicator
+from holdfast.errors import InternalError
+from holdfast.models.part_transfer import give, take
+from holdfast.models.replicated import Replica
+from holdfast.models.training_state import clone
+from holdfast.recovery.placement import Homes, Restoration, Shape, first_homes, gifts, new_homes, restorations
+
+Build = Callable[[int], Replica]
+Restore = Callable[[int], dict[str, Any]]
+"""Returns the state of a part that nobody holds any more, as it was some steps ago."""
+
+
+class Holdings:
+    """Keeps parts where their homes are: at the beginning, and when workers die or come.
+
+    Args:
+        shape: Of the homes.
+        build: Makes a part as it is at the beginning of training.
+        drop: Is told of a part that is not held here any more.
+    """
+
+    def __init__(self, shape: Shape, build: Build, drop: Callable[[int], None] = lambda part: None) -> None:
+        self.shape = shape
+        self._build = build
+        self._drop = drop
+        self.homes: Homes | None = None
+        self.held: dict[int, Replica] = {}
+        self._next: Homes | None = None
+        self._staged: dict[int, dict[str, Any]] = {}
+
+    @property
+    def now(self) -> Homes:
+        """The homes, once there are some."""
+        assert self.homes is not None, "the parts have no homes yet"
+        return self.homes
+
+    def lost(self, members: Sequence[int]) -> tuple[int, ...]:
+        """Return the parts that have no holder among ``members``; none as long as nobody has any."""
+        return () if self.homes is None else self.homes.lost(members)
+
+    def begin(self, members: Sequence[int], here: Sequence[int], saved: Mapping[int, Mapping[str, Any]] | None) -> None:
+        """Hold what a job of these members holds when it begins, or loads.
+
+        Args:
+            members: The living.
+            here: Those of them that this process plays.
+            saved: By part, the state that was loaded; None: as it is at the beginning of training.
+        """
+        self._staged, self._next = {}, None
+        self.homes = first_homes(self.shape, members)
+        held = self.homes.held_by(here)
+        for part in set(self.held) - set(held):
+            self._forget(part)
+        for part in held:
+            if saved is None or part not in self.held:
+                self.held[part] = self._build(part)
+            if saved is not None:
+                self.held[part].load_state_dict(clone(saved[part]))
+        self.held = dict(sorted(self.held.items()))
+
+    def make_equal(self, comm: Communicator) -> None:
+        """Give the lowest holder's part to the others, so that no chance of building it makes a difference.
+
+        Raises:
+            PeerFailed: if somebody died meanwhile.
+        """
+        for part in range(self.now.parts):
+            giver, *takers = self.now.holders(part)
+            for taker in takers:
+                state = self._transfer(comm, part, giver, taker)
+                if state is not None:
+                    self.held[part].load_state_dict(state, keeps=True)
+
+    def rehome(self, comm: Communicator, restore: Restore | None = None) -> int:
+        """Let all parts have holders among the living, as they are to have; what comes here is kept aside.
+
+        Args:
+            comm: Of the living.
+            restore: Restores the parts that nobody holds; without it there must be none.
+
+        Returns:
+            How many parts changed hands.
+
+        Raises:
+            PeerFailed: if somebody died meanwhile.
+        """
+        self._staged = {}
+        self._next = new_homes(self.shape, self.now, comm.members)
+        moved = gifts(self.now, self._next, comm.members)
+        for gift in moved:
+            state = self._transfer(comm, gift.part, gift.giver, gift.taker)
+            if state is not None:
+                self._staged[gift.part] = state
+        lost = restorations(self.now, self._next, comm.members)
+        for restoration in lost:
+            self._restore(comm, restoration, restore)
+        return len(moved) + len(lost)
+
+    def _restore(self, comm: Communicator, this: Restoration, restore: Restore | None) -> None:
+        """Take part in restoring a part: one does, and gives it to all who are to hold it."""
+        if restore is None:
+            msg = f"nobody holds part {this.part} of the model, and it is not to be restored"
+            raise InternalError(msg)
+        if this.restorer in comm.here:
+            state = restore(this.part)
+            if {this.restorer, *this.takers} & set(comm.here) & set(self._next_homes.holders(this.part)):
+                self._staged[this.part] = state
+            for taker in this.takers:
+                if taker not in comm.here:
+                    give(comm, taker, state)
+        elif set(this.takers) & set(comm.here):
+            self._staged[this.part] = take(comm, this.restorer)
+
+    @property
+    def _next_homes(self) -> Homes:
+        assert self._next is not None, "there are no new homes"
+        return self._next
+
+    def settle(self, here: Sequence[int]) -> None:
+        """Go on with the new homes, which everybody has."""
+        self.homes, self._next = self._next_homes, None
+        for part, state in self._staged.items():
+            self.held[part] = self._build(part)
+            self.held[part].load_state_dict(state, keeps=True)
+        self._staged = {}
+        for part in set(self.held) - set(self.homes.held_by(here)):
+            self._forget(part)
+        self.held = dict(sorted(self.held.items()))
+
+    def lowest_holders(self, members: Sequence[int]) -> tuple[int, ...]:
+        """Return who writes each part: the lowest of ``members`` that holds it; right after a death some holders are dead."""
+        homes = self.now
+        return tuple(next(rank for rank in homes.holders(part) if rank in members) for part in range(homes.parts))
+
+    def states(self, parts: Sequence[int]) -> dict[str, Any]:
+        """Return the states of some parts that are held here, by number as a string, not copied."""
+        return {str(part): self.held[part].state_dict() for part in parts}
+
+    def bytes_of(self, parts: Sequence[int]) -> int:
+        """Return the bytes of the weights and optimizer's states of some parts that are held here."""
+        leaves = flatten(self.states(parts))[0].values()
+        return sum(leaf.nbytes for leaf in leaves if isinstance(leaf, torch.Tensor))
+
+    def sha256s(self) -> dict[int, str]:
+        """Return, by part that is held here, the sha256 over its weights and its optimizer's state."""
+        return {part: held.state_sha256() for part, held in self.held.items()}
+
+    def _transfer(self, comm: Communicator, part: int, giver: int, taker: int) -> dict[str, Any] | None:
+        """Take part in giving a part; return it where it arrives."""
+        if giver in comm.here and taker in comm.here:
+            return None  # one process plays both, and has the part
+        if giver in comm.here:
+            give(comm, taker, self.held[part].state_dict())
+        elif taker in comm.here:
+            return take(comm, giver)
+        return None
+
+    def _forget(self, part: int) -> None:
+        del self.held[part]
+        self._drop(part)

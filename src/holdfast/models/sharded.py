@@ -1,0 +1,320 @@
+"""A model whose parameters are spread over workers, each of which computes its slices with all of them.
+
+A step has the same sums as that of a replicated model, and the same bits. What is different: before it, who holds a
+shard lends it to all others, and after it only they run the optimizer on it. On one host what is lent is read where its
+holder put it; nobody has a copy. It may not be written, and is taken back when the step is over.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from holdfast.comm import Communicator, Mail
+from holdfast.config import Settings
+from holdfast.data.plan import MiniBatch
+from holdfast.engine.context import World
+from holdfast.errors import CheckpointError, ConfigError, StateLost
+from holdfast.models.factories import Makers
+from holdfast.models.flat_params import in_row, places
+from holdfast.models.model_parallel import Split, shape_of
+from holdfast.models.optimizers import may_write_gradients
+from holdfast.models.replicated import Replica
+from holdfast.models.standby import Backups
+from holdfast.session.models import Sharded, check_on_cpu
+
+
+@dataclass(slots=True)
+class _Shard:
+    """Parameters of one shard, which lie in one row for each type of number, where they are held."""
+
+    names: list[str]
+    rows: list[torch.Tensor]
+
+
+class Shards(Split):
+    """The shards that this worker holds, and the model that it computes with.
+
+    Args:
+        model: What the user gave.
+        makers: Make what trains a shard.
+        scaler: A ``torch.amp.GradScaler``; unscales the gradients of the whole model, which each worker has.
+        clip_grad_norm: Largest norm of the mean gradient of the whole model.
+        settings: Of the run.
+
+    Raises:
+        ConfigError: if the strategy is ``forward``, the model is not on the CPU, or there are fewer parameters than shards.
+    """
+
+    def __init__(
+        self,
+        model: Sharded,
+        makers: Makers,
+        scaler: Any,
+        clip_grad_norm: float | None,
+        settings: Settings,
+    ) -> None:
+        if settings.strategy == "forward":
+            msg = "strategy must be rollback, restart, reinit or partial for a Sharded model, got forward: a step cannot go on while a shard has no home"
+            raise ConfigError(msg)
+        check_on_cpu(model.module, "a Sharded model")
+        self._given = model
+        self._model = model.module
+        self._parameters = dict(model.module.named_parameters())
+        self._shards = [_Shard(names, []) for names in model.cut(model.shards or settings.workers)]
+        self._makers = makers
+        self._settings = settings
+        self._given_away = False
+        super().__init__(shape_of(len(self._shards), 1, settings), self._build, self._drop, scaler)
+        self.flow = _Flow(self, makers.schedule, scaler, clip_grad_norm, settings)
+        self.num_buckets = self.flow.num_buckets
+        self.size_bytes = self.flow.size_bytes
+        self.device = self.flow.device
+        self.numel = self.flow.numel
+
+    def connect(self, world: World) -> None:
+        """Meet the others."""
+        super().connect(world)
+        self._mail = Mail(world.comm, shared_bytes=self._settings.shared_bytes)
+        self.backups = Backups(self.holdings, lambda part: self._shards[part].rows[0], world)
+
+    # -- the shards that are held here
+
+    def _build(self, part: int) -> Replica:
+        """Return a shard with the parameters as they are at the beginning, or with memory for what comes."""
+        shard = self._shards[part]
+        if not shard.rows:
+            mine = [self._parameters[name] for name in shard.names]
+            shard.rows = [
+                in_row([p for p in mine if p.dtype == dtype]) for dtype in dict.fromkeys(p.dtype for p in mine)
+            ]
+        tree = _tree({name: self._parameters[name] for name in shard.names})
+        return self._makers.part(Replica, "shard", tree, clip_grad_norm=None, checked=False)
+
+    def _drop(self, part: int) -> None:
+        self._shards[part].rows = []
+        if self._given_away:  # before that, they are as they were at the beginning, and may be needed again
+            self._take_back_loans()
+
+    def make_equal(self, comm: Communicator) -> None:
+        """Begin with the shards as the script made them, the same at all who hold them.
+
+        Raises:
+            PeerFailed: if somebody died.
+            StateLost: if they were given away since: nobody has them any more as they were.
+        """
+        if self._given_away:
+            msg = "a shard of the model is lost with its holders, and there is no checkpoint: the job must begin again"
+            raise StateLost(msg)
+        super().make_equal(comm)
+
+    # -- a step
+
+    def begin_step(self) -> None:
+        """Lend what is held here, borrow what is not.
+
+        Raises:
+            PeerFailed: if somebody died.
+        """
+        self._remember()
+        self.flow.begin_step()  # before anything can fail: the step is taken back to here
+        self._given_away = True
+        self._mail.begin()
+        self.exchange_backups(self._mail)
+        self._borrow()
+
+    def _borrow(self) -> None:
+        comm, homes = self._comm, self.holdings.now
+        givers = [homes.holders(part)[0] for part in range(homes.parts)]
+        for part, shard in enumerate(self._shards):  # all is sent before anybody waits for anything
+            if givers[part] in comm.here:
+                others = [rank for rank in comm.members if rank not in (*homes.holders(part), *comm.here)]
+                for row in shard.rows:
+                    self._mail.send(others, row)
+        for part, shard in enumerate(self._shards):
+            if part not in self.holdings.held:
+                parameters = [self._parameters[name] for name in shard.names]
+                for dtype in dict.fromkeys(p.dtype for p in parameters):
+                    row = self._mail.receive(givers[part])
+                    for parameter, place in places([p for p in parameters if p.dtype == dtype], row):
+                        parameter.data = place
+
+    def _take_back_loans(self) -> None:
+        """Let go of parameters that are not held here; they keep their shape, and take no memory."""
+        for part, shard in enumerate(self._shards):
+            if part not in self.holdings.held:
+                for name in shard.names:
+                    parameter = self._parameters[name]
+                    parameter.data = parameter.data.new_zeros(()).expand(parameter.shape)
+
+    def discard_step(self) -> None:
+        """Take back all that the attempt changed."""
+        self.flow.discard_step()
+        self._take_back()
+        self._take_back_loans()
+
+    def common_buffers(self) -> list[tuple[str, torch.Tensor]]:
+        """See :meth:`Split.common_buffers`: those of the whole model."""
+        return self.flow.buckets.buffers.beginning()
+
+    def remember_buffers(self) -> None:
+        """See :meth:`Split.remember_buffers`."""
+        super().remember_buffers()
+        self.flow.buckets.buffers.begin_step()
+
+    def missing_slices(self, batch: MiniBatch) -> dict[int, tuple[int, ...]]:
+        """Return the buckets that each lost slice is missing from."""
+        return self.flow.missing_slices(batch)
+
+    def figures(self) -> list[float]:
+        """Return all figures of the step, whose sums are known."""
+        return self.flow.figures()
+
+    def apply(self, batch: MiniBatch, names: Sequence[str]) -> dict[str, float]:
+        """Run the optimizers of the shards that are held here, and return the figures of the step."""
+        metrics = self.flow.apply(batch, names)
+        self._take_back_loans()
+        return metrics
+
+    def finish(self) -> None:
+        """Give every worker all parameters, for good.
+
+        Raises:
+            PeerFailed: if somebody died.
+        """
+        self._mail.begin()
+        self._borrow()
+        for part, shard in enumerate(self._shards):
+            if part not in self.holdings.held:
+                for name in shard.names:
+                    self._parameters[name].data = self._parameters[name].data.clone()
+        self._note_sha256s(self._model, self._gather_sha256s())
+        if self._makers.average is not None:
+            self._given.averaged = self._gather_averages()
+
+    def _gather_averages(self) -> nn.Module:
+        comm, homes = self._comm, self.holdings.now
+        whole = copy.deepcopy(self._model)
+        averaged = dict(whole.named_parameters())
+        for part, shard in enumerate(self._shards):
+            giver = homes.holders(part)[0]
+            held = self.holdings.held.get(part)
+            own = {} if held is None or held.average is None else dict(held.average.module.named_parameters())
+            for name in shard.names:
+                if giver in comm.here:
+                    self._mail.send([rank for rank in comm.members if rank not in comm.here], own[name])
+                averaged[name].data.copy_(own[name] if giver in comm.here else self._mail.receive(giver))
+        return whole
+
+    def _gather_sha256s(self) -> list[str]:
+        comm, homes, own = self._comm, self.holdings.now, self.holdings.sha256s()
+        found = []
+        for part in range(homes.parts):
+            giver = homes.holders(part)[0]
+            if giver in comm.here:
+                told = torch.frombuffer(bytearray(own[part].encode()), dtype=torch.uint8)
+                self._mail.send([rank for rank in comm.members if rank not in comm.here], told)
+                found.append(own[part])
+            else:
+                found.append(self._mail.receive(giver).numpy().tobytes().decode())
+        return found
+
+    # -- the state as a whole
+
+    def shared_state(self) -> dict[str, Any]:
+        """Return what all workers have."""
+        return super().shared_state() | {"shards": len(self._shards), "buffers": dict(self._model.named_buffers())}
+
+    def load_shared_state(self, state: Mapping[str, Any]) -> None:
+        """Go back to what all workers have.
+
+        Raises:
+            CheckpointError: if the state is of other things than this session has, or of another number of shards.
+        """
+        super().load_shared_state(state)
+        if state["shards"] != len(self._shards):
+            msg = f"the checkpoint holds {state['shards']} shards, this session has {len(self._shards)}: give Sharded(model, shards={state['shards']})"
+            raise CheckpointError(msg)
+        for name, buffer in self._model.named_buffers():
+            buffer.copy_(state["buffers"][name])
+
+    def take_homes(self, homes: Any) -> None:
+        """Hear, as a newcomer, who holds which shard; what this script made is not what is trained any more."""
+        super().take_homes(homes)
+        self._given_away = True
+
+
+class _Flow(Replica):
+    """The gradients of the whole model, which the optimizers of the held shards use.
+
+    Args:
+        shards: Whose.
+        schedule: ``"step"`` or ``"epoch"``.
+        scaler: A ``torch.amp.GradScaler``.
+        clip_grad_norm: Largest norm of the mean gradient.
+        settings: Of the run.
+    """
+
+    def __init__(
+        self, shards: Shards, schedule: str, scaler: Any, clip_grad_norm: float | None, settings: Settings
+    ) -> None:
+        super().__init__(
+            shards._model,
+            _OfShards(shards),
+            scheduler=None,
+            schedule=schedule,
+            scaler=scaler,
+            clip_grad_norm=clip_grad_norm,
+            bucket_bytes=settings.bucket_bytes,
+            checked=settings.guard_sums,
+        )
+        self._shards = shards
+
+    @property
+    def _held(self) -> list[Replica]:
+        return list(self._shards.holdings.held.values())
+
+    def _may_write(self) -> bool:
+        is_written = self._scaler is not None or self._clip_grad_norm is not None
+        return is_written or any(may_write_gradients(part.optimizer) for part in self._held)
+
+    def _step_scheduler(self, batch: MiniBatch, metrics: dict[str, float]) -> None:
+        for part in self._held:
+            part._step_scheduler(batch, metrics)
+
+    def _update_average(self) -> None:
+        for part in self._held:
+            part._update_average()
+
+
+class _OfShards(torch.optim.Optimizer):
+    """What a scaler knows as the optimizer of the whole model: its step is that of the shards that are held here."""
+
+    def __init__(self, shards: Shards) -> None:
+        super().__init__(shards._model.parameters(), {})
+        self._shards = shards
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Run the optimizers of the shards."""
+        for part in self._shards.holdings.held.values():
+            for _ in part.own.each():
+                part.optimizer.step()
+
+
+def _tree(named: dict[str, nn.Parameter]) -> nn.Module:
+    """Return a module that has these parameters under their names, and computes nothing."""
+    root = nn.Module()
+    for name, parameter in named.items():
+        *path, last = name.split(".")
+        at = root
+        for step in path:
+            if step not in dict(at.named_children()):
+                at.add_module(step, nn.Module())
+            at = at.get_submodule(step)
+        at.register_parameter(last, parameter)
+    return root

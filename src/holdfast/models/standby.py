@@ -1,0 +1,243 @@
+"""Backups: copies of parts as they were some steps ago, in the memory of workers that do not hold them.
+
+The first holder of a part keeps a running checkpoint of it (:mod:`holdfast.checkpoint.priority`) and sends what it saves to
+the backups, each of which puts it into an equal one. That happens between two steps, so what is saved is of a committed
+step, and a part is saved whole before the first step with new homes. A save counts for a backup when all of it has come.
+What does not lie in blocks, as buffers, is sent whole with every save; so is the optimizer's state where it is to be kept,
+and then it is sent before every step, whether blocks are saved then or not.
+The first backup writes what it has to the disk, too (:mod:`holdfast.models.standby_files`).
+
+Source: Qiao et al., "Fault tolerance in iterative-convergent machine learning", ICML 2019 (SCAR).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from holdfast.checkpoint.format import flatten, unflatten
+from holdfast.checkpoint.priority import Running, Saved, Saving
+from holdfast.comm import Communicator, Mail
+from holdfast.engine.context import World
+from holdfast.engine.scribe import Scribe
+from holdfast.models.flat_params import Rows
+from holdfast.models.resident_parts import Holdings
+from holdfast.models.standby_files import Copies
+from holdfast.models.training_state import clone
+from holdfast.state.transfer import pack_state, room_for
+
+OPTIMIZER = "optimizer"
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """A part as it is restored.
+
+    Args:
+        state: Of it.
+        ages: How many steps ago each of its blocks was so; int64, of shape (blocks,).
+        optimizer_age: The same of its optimizer's state; None where that is as old as the blocks.
+    """
+
+    state: dict[str, Any]
+    ages: torch.Tensor
+    optimizer_age: int | None = None
+
+
+@dataclass(slots=True)
+class _Copy:
+    """A part as it was: what lies in rows, and all else, which is of one step."""
+
+    rows: Running
+    layout: list[list[Any]]
+    rest: dict[str, Any]
+    rest_at: int
+    kept_by: frozenset[int]
+    """Who has it in memory, of those whom this process plays."""
+
+    def restore(self, step: int, *, keeps_optimizer: bool) -> Restored:
+        blocks = torch.arange(len(self.rows.saved_at))
+        rows = [row.reshape(-1) for row in self.rows.recover(blocks, step)]
+        age = step - self.rest_at if keeps_optimizer else None
+        return Restored(_together(self.layout, rows, self.rest), step - self.rows.saved_at, age)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"rows": self.rows.state_dict(), "layout": self.layout, "rest": self.rest}
+
+    @staticmethod
+    def from_state(state: dict[str, Any], step: int, saving: Saving) -> _Copy:
+        rows = Running(state["rows"]["saved"], saving)
+        rows.load_state_dict(state["rows"])
+        return _Copy(rows, state["layout"], state["rest"], step, frozenset())
+
+
+class Backups:
+    """Keeps this worker's backups, and those of its parts at others.
+
+    Args:
+        holdings: Who holds what.
+        row_of: Returns where the parameters of a part that is held here lie.
+        world: Says how, and whether they are written to the disk.
+    """
+
+    def __init__(self, holdings: Holdings, row_of: Callable[[int], torch.Tensor], world: World) -> None:
+        settings = world.settings
+        self._world = world
+        self._holdings = holdings
+        self._row_of = row_of
+        self._optimizer = settings.mirror_optimizer
+        self._saving = Saving(
+            every=settings.mirror_every,
+            fraction=settings.mirror_fraction,
+            choice=settings.mirror_choice,
+            distance=settings.mirror_distance,
+            predictor=settings.mirror_predictor,
+            codec=settings.mirror_codec,
+            seed=settings.seed,
+        )
+        self._written = Copies(world, Scribe(world).warn)
+        self._own: dict[int, tuple[Rows, Running, int]] = {}
+        self._copies: dict[int, _Copy] = {}
+        self._saved_with: Any = None
+
+    def exchange(self, comm: Communicator, mail: Mail, step: int) -> None:
+        """Save what is due of the parts before ``step``. All members, between :meth:`Mail.begin` and the step's messages.
+
+        Raises:
+            PeerFailed: if somebody died.
+        """
+        self._written.publish(step)
+        homes = self._holdings.now
+        is_first = self._saved_with is not homes
+        if not (is_first or step % self._saving.period == 0 or self._optimizer == "kept"):
+            return
+        comm.look()  # nobody has what the dead would have saved, virtual ones neither
+        if is_first:
+            self._forget(comm.here)
+            self._written.expect([part for part, ranks in enumerate(homes.backups) if ranks and ranks[0] in comm.here])
+        for part, backups in enumerate(homes.backups):  # all is sent before anybody waits for anything
+            giver = homes.holders(part)[0]
+            if backups and giver in comm.here:
+                header, *rest = self._save(part, step)
+                mail.send(backups, header, me=giver)
+                self._world.faults.reach("mirror", step, giver)
+                for message in rest:
+                    mail.send(backups, message, me=giver)
+        comm.look()  # virtual ones have just died with all that they sent
+        for part, backups in enumerate(homes.backups):
+            mine = [rank for rank in backups if rank in comm.here]
+            giver = homes.holders(part)[0]
+            if mine:
+                self._receive(part, mine, lambda giver=giver, me=mine[0]: mail.receive(giver, me=me))  # type: ignore[misc]
+        self._saved_with = homes
+        for part, copy in self._copies.items():
+            self._written.write(part, step, copy.state_dict)
+
+    def _forget(self, here: Sequence[int]) -> None:
+        """Forget what homes before these had; a copy is kept by who is still a backup until a whole one comes."""
+        self._own = {}
+        keeps = {part for part, ranks in enumerate(self._holdings.now.backups) if not set(ranks).isdisjoint(here)}
+        self._copies = {part: copy for part, copy in self._copies.items() if part in keeps}
+
+    # -- at who holds a part
+
+    def _save(self, part: int, step: int) -> list[torch.Tensor]:
+        """Save a part, or what is due of it, and return the messages that say so; that may be no block."""
+        held = self._holdings.held[part]
+        rows = self._own[part][0] if part in self._own else Rows(held, self._row_of(part))
+        now = (rows.of_parameters(), *(rows.of_optimizer() if self._optimizer == "saved" else ()))
+        state = held.state_dict()
+        if self._optimizer == "reset":
+            state[OPTIMIZER] = state[OPTIMIZER] | {"state": {}}
+        layout, rest = _apart(state, now)
+        is_whole = part not in self._own or self._own[part][2] != len(now)  # an optimizer has nothing before it has run
+        header: dict[str, Any] = {"step": step, "whole": is_whole, "layout": layout}
+        sent: tuple[torch.Tensor, ...] = ()
+        if is_whole:
+            self._own[part] = rows, Running(now, self._saving, step=step), len(now)
+            sent = now
+        elif self._own[part][1].is_due(step):
+            saved = self._own[part][1].save(now, step)
+            sent = saved.blocks, *saved.payload
+            header["share"] = saved.share
+        said, packed = pack_state(rest)
+        header |= {"count": len(sent), "rest": said}
+        return [torch.frombuffer(bytearray(json.dumps(header).encode()), dtype=torch.uint8), *packed.pieces, *sent]
+
+    # -- at a backup
+
+    def _receive(self, part: int, mine: Sequence[int], receive: Callable[[], torch.Tensor]) -> None:
+        header = json.loads(receive().numpy().tobytes())
+        tensors, packed = room_for(header["rest"])
+        for piece in packed.pieces:
+            piece.copy_(receive())
+        packed.unpack()
+        sent = [receive() for _ in range(header["count"])]
+        if header["whole"]:
+            rows = Running(sent, self._saving, step=header["step"])
+        else:
+            rows = self._copies[part].rows
+            if sent:
+                rows.put(Saved(header["step"], sent[0].clone(), tuple(sent[1:]), header["share"]))
+        rest = unflatten(tensors, header["rest"]["skeleton"])
+        self._copies[part] = _Copy(rows, header["layout"], rest, header["step"], frozenset(mine))
+
+    def restore(self, part: int, step: int, here: Sequence[int]) -> Restored | None:
+        """Return a part as it is to be before ``step``, from the memory of one of ``here``; None if it is in none."""
+        copy = self._copies.get(part)
+        return None if copy is None or copy.kept_by.isdisjoint(here) else self._restored(copy, step)
+
+    def restore_written(self, part: int, step: int) -> Restored | None:
+        """Return a part as it is to be before ``step``, from the disk; None if this job wrote none that is intact."""
+        found = self._written.newest(part)
+        return None if found is None else self._restored(_Copy.from_state(found.state, found.step, self._saving), step)
+
+    def _restored(self, copy: _Copy, step: int) -> Restored:
+        return copy.restore(step, keeps_optimizer=self._optimizer == "kept")
+
+    def close(self) -> None:
+        """Write no more copies: training is over."""
+        self._written.close()
+
+    def bytes_held(self) -> int:
+        """Return the memory of all copies here: of parts that others hold, and of those that are held here and saved."""
+        kept = [copy.state_dict() for copy in self._copies.values()]
+        kept += [own.state_dict() for _, own, _ in self._own.values()]
+        leaves = (leaf for one in kept for leaf in flatten(one)[0].values())
+        return sum(leaf.nbytes for leaf in leaves if isinstance(leaf, torch.Tensor))
+
+
+def _apart(state: dict[str, Any], rows: Sequence[torch.Tensor]) -> tuple[list[list[Any]], dict[str, Any]]:
+    """Return where in the rows tensors of a state lie, by path, and all else."""
+    leaves, skeleton = flatten(state)
+    layout, rest = [], {}
+    for path, leaf in leaves.items():
+        place = _place(leaf, rows) if isinstance(leaf, torch.Tensor) else None
+        if place is None:
+            rest[path] = leaf
+        else:
+            layout.append([path, *place, list(leaf.shape)])
+    return layout, {"skeleton": json.dumps(skeleton), "leaves": rest}
+
+
+def _place(leaf: torch.Tensor, rows: Sequence[torch.Tensor]) -> tuple[int, int] | None:
+    """Return in which row a tensor lies, and where it begins there; None if it does not."""
+    for number, row in enumerate(rows):
+        at, odd = divmod(leaf.data_ptr() - row.data_ptr(), row.element_size())
+        if leaf.numel() and not odd and 0 <= at < row.numel():
+            return number, at
+    return None
+
+
+def _together(layout: Sequence[Sequence[Any]], rows: Sequence[torch.Tensor], rest: dict[str, Any]) -> dict[str, Any]:
+    """Return the state that :func:`_apart` took apart, with these rows."""
+    leaves = dict(rest["leaves"])
+    for path, number, at, shape in layout:
+        size = torch.Size(shape)
+        leaves[path] = rows[number][at : at + size.numel()].view(size)
+    state: dict[str, Any] = clone(unflatten(leaves, json.loads(rest["skeleton"])))
+    return state

@@ -1,0 +1,254 @@
+"""The certified steps of a run, and what its records prove by themselves: that nothing in them was altered, dropped or repeated.
+
+Who makes all links anew, from records that were altered, is not found so; doing the steps again finds that
+(``holdfast verify``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from holdfast.errors import ConfigError
+from holdfast.events import Finished, JobRestarted, Record, Recovered, RunStarted, StateHashed, StepCommitted
+from holdfast.integrity.hash_chain import (
+    GENESIS,
+    digest_of_parts,
+    digest_of_tensors,
+    fits,
+    link_of,
+    number_of_tensors,
+    said_of_part,
+)
+
+_BACK = ("load", "heal", "reinit")
+"""Decisions after which steps are committed again."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """Something that is not as it must be.
+
+    Args:
+        step: Where it shows.
+        what: One line, which begins with the step.
+    """
+
+    step: int
+    what: str
+
+
+class Certified:
+    """The steps of a run that have a link.
+
+    Args:
+        records: Of the run.
+        name: Of the run, for messages.
+
+    Raises:
+        ConfigError: if there are none.
+    """
+
+    def __init__(self, records: Sequence[Record], name: str) -> None:
+        self.name = name
+        self.records = sorted(records, key=lambda record: record.t_s)
+        self.lines: dict[int, list[StepCommitted]] = {}
+        for record in self.records:
+            if isinstance(record, StepCommitted):
+                self.lines.setdefault(record.step, []).append(record)
+        begun = [record.step for record in self.records if isinstance(record, RunStarted)]
+        if not begun or not any(line.link for lines in self.lines.values() for line in lines):
+            raise ConfigError(self._why_none())
+        self.first, self.last = min(*begun, *self.lines), max(self.lines)
+        self.steps = {step: lines[-1] for step, lines in sorted(self.lines.items())}
+        """By number; of one that was committed again, the last line."""
+        self.wholes: dict[int, dict[str, str]] = {}
+        """Digests of all tensors before a step, by path."""
+        self._parts: dict[tuple[int, int], list[StateHashed]] = {}
+        for record in self.records:
+            if isinstance(record, StateHashed) and record.tensors:
+                known = self.wholes.get(record.step, {}) if record.parts else {}
+                self.wholes[record.step] = known | dict(record.tensors)
+                if record.parts:
+                    self._parts.setdefault((record.step, record.part), []).append(record)
+
+    @property
+    def parts(self) -> int:
+        """Parts that the model is split into, 0 where it is not."""
+        return next((records[0].parts for records in self._parts.values()), 0)
+
+    def holders(self, step: int) -> list[StateHashed]:
+        """Return what holders of the parts of a split model hashed before a step; those of one history, as far as their links say."""
+        return [r for (at, _), records in sorted(self._parts.items()) if at == step for r in _alike(records)]
+
+    def digests(self, step: int) -> dict[str, set[str]]:
+        """Return the digests of all tensors before a step, by path: several of one in which those who hold it differ."""
+        found: dict[str, set[str]] = {}
+        for tensors in [holder.tensors for holder in self.holders(step)] or [self.wholes.get(step, {})]:
+            for path, digest in tensors.items():
+                found.setdefault(path, set()).add(digest)
+        return found
+
+    def _why_none(self) -> str:
+        if not self.lines:
+            return f"{self.name} has no records of committed steps: give the folder that `holdfast run --report` wrote"
+        return f"the steps of {self.name} have no certificate: there is none with --no-certificate, under torch.distributed, and of runs of older versions"
+
+    def before(self, step: int) -> set[str]:
+        """Return the links that the records have of the step before ``step``; empty if they do not say."""
+        if step > self.first:
+            return {line.link for line in self.lines.get(step - 1, ())}
+        starts = (r for r in self.records if isinstance(r, RunStarted) and r.step == step and r.link)
+        return {start.link for start in starts}
+
+    @property
+    def started(self) -> RunStarted:
+        """What the first worker that began said of the run."""
+        return next(record for record in self.records if isinstance(record, RunStarted))
+
+    @property
+    def begins_anew(self) -> bool:
+        """Whether the links begin behind the beginning of the training: it went on from a state without one."""
+        return self.first > 0 and self.before(self.first) == {GENESIS}
+
+    @property
+    def finished(self) -> list[Finished]:
+        """Those who were there at the end, if it came to one, the lowest first."""
+        ends = [record for record in self.records if isinstance(record, Finished)]
+        last = max((end.step for end in ends), default=-1)
+        return [end for _, end in sorted({end.rank: end for end in ends if end.step == last}.items())]
+
+    # -- what the records prove
+
+    def check(self) -> list[Finding]:
+        """Return where lines were altered, dropped or repeated, in the order of steps; empty if all links hold."""
+        found = [*self._repeated(), *self._broken(), *self._cut_off(), *self._other_wholes()]
+        return sorted(found, key=lambda finding: finding.step)
+
+    def _repeated(self) -> Iterator[Finding]:
+        """Yield lines of one worker about a step that it had committed, where nothing took it back."""
+        newest: dict[int, int] = {}
+        for record in self.records:
+            if isinstance(record, JobRestarted) or (isinstance(record, Recovered) and record.decision in _BACK):
+                newest.clear()
+            elif isinstance(record, StepCommitted):
+                if record.step <= newest.get(record.rank, -1):
+                    yield Finding(step=record.step, what=f"step {record.step}: its line is repeated")
+                newest[record.rank] = record.step
+
+    def _broken(self) -> Iterator[Finding]:
+        for step in range(self.first, self.last + 1):
+            lines = {line.link: line for line in self.lines.get(step, ())}
+            if not lines:
+                yield Finding(step=step, what=f"step {step}: its line is missing")
+            before = self.before(step)
+            for line in lines.values():
+                if before and line.link not in {_link(link, line) for link in before}:
+                    what = "its link is not made of what its line says, and of the link before: something was altered"
+                    yield Finding(step=step, what=f"step {step}: {what}")
+            for line in self.lines.get(step, ()):
+                if not fits(line.figures, line.metrics):
+                    yield Finding(step=step, what=f"step {step}: its metrics are not those that were certified")
+
+    def _cut_off(self) -> Iterator[Finding]:
+        end = max((record.step for record in self.finished), default=self.last + 1) - 1
+        if end > self.last:
+            steps = f"step {end}" if end == self.last + 1 else f"steps {self.last + 1} to {end}"
+            yield Finding(step=self.last + 1, what=f"{steps}: no lines, and training went on to step {end}")
+
+    def _other_wholes(self) -> Iterator[Finding]:
+        for step, tensors in self.wholes.items():
+            line = self.steps.get(step)
+            if line is not None and line.whole and self._digest_of_whole(step, tensors) not in ("", line.state):
+                what = "the digests of its tensors are not those of its state"
+                yield Finding(step=step, what=f"step {step}: {what}")
+
+    def _digest_of_whole(self, step: int, tensors: dict[str, str]) -> str:
+        """Return the digest of the state before a step by those of its tensors; "" if not all of them are there."""
+        of_parts = {part: records for (at, part), records in sorted(self._parts.items()) if at == step}
+        if not of_parts:
+            return digest_of_tensors(tensors)
+        if len(of_parts) < next(iter(of_parts.values()))[0].parts or any(
+            self._odd_holders(r) for r in of_parts.values()
+        ):
+            return ""
+        numbers = (number_of_tensors(records[-1].tensors) for records in of_parts.values())
+        said = [said for number in numbers for said in said_of_part([number])]
+        return f"{digest_of_parts(said):016x}"
+
+    def twice(self) -> list[Finding]:
+        """Return the steps that were committed again and were not the same; the last time counts.
+
+        So it is where all went back because somebody's state was wrong, and nowhere else if the training is deterministic.
+        """
+        found = []
+        for step, lines in sorted(self.lines.items()):
+            if len({line.link for line in lines}) > 1:
+                last, odd = lines[-1], next(line for line in lines if line.link != lines[-1].link)
+                what = " and ".join(differing(odd, last)) or "history"
+                found.append(Finding(step=step, what=f"step {step} was committed again, with different {what}"))
+        return found
+
+    def check_workers(self) -> list[Finding]:
+        """Return which workers had another history than the one that is written down: of each, where it shows first."""
+        agreed: dict[int, int] = {}
+        found: dict[int, Finding] = {}
+        for record in self.records:
+            if not isinstance(record, StateHashed | Finished) or not record.link or record.rank in found:
+                continue
+            if record.link in (self.before(record.step) or {record.link}):
+                agreed[record.rank] = record.step
+                continue
+            since = agreed.get(record.rank, self.first)
+            what = f"worker {record.rank} had another state than is written down, since some step from {since} to {record.step - 1}"
+            found[record.rank] = Finding(step=since, what=what)
+        return [*found.values(), *self._other_holders(), *self._other_ends()]
+
+    def _other_holders(self) -> Iterator[Finding]:
+        """Yield, of a split model, where those who hold a part had different values in it."""
+        for (step, part), records in sorted(self._parts.items()):
+            if paths := self._odd_holders(records):
+                ranks = ", ".join(str(rank) for rank in sorted({record.rank for record in records}))
+                what = f"before step {step} workers {ranks}, who hold part {part}, had different values in {', '.join(paths)}"
+                yield Finding(step=step, what=what)
+
+    @staticmethod
+    def _odd_holders(records: Sequence[StateHashed]) -> list[str]:
+        """Return the tensors of a part in which its holders differ."""
+        alike = _alike(records)
+        return [path for path in alike[-1].tensors if len({record.tensors.get(path) for record in alike}) > 1]
+
+    def _other_ends(self) -> Iterator[Finding]:
+        ends = self.finished
+        if len({(end.sha256, end.state_sha256) for end in ends}) > 1:
+            ranks = ", ".join(str(end.rank) for end in ends)
+            yield Finding(step=ends[0].step, what=f"step {ends[0].step}: workers {ranks} ended with different states")
+
+
+def _alike(records: Sequence[StateHashed]) -> list[StateHashed]:
+    """Return those of one history, as far as their links say."""
+    return [record for record in records if record.link == records[-1].link]
+
+
+def _link(before: str, line: StepCommitted) -> str:
+    return link_of(
+        before,
+        step=line.step,
+        epoch=line.epoch,
+        samples=line.samples,
+        ids=line.ids,
+        figures=line.figures,
+        state=line.state,
+    )
+
+
+def differing(one: StepCommitted, other: StepCommitted) -> list[str]:
+    """Return what of a step is not the same: ``samples``, ``state``, ``metrics``, in the order in which a step comes by them."""
+    found = []
+    if (one.epoch, one.samples, one.ids) != (other.epoch, other.samples, other.ids):
+        found.append("samples")
+    if (one.state, one.whole) != (other.state, other.whole):
+        found.append("state")
+    if one.figures != other.figures:
+        found.append("metrics")
+    return found

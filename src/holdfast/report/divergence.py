@@ -1,0 +1,162 @@
+"""Where two runs part: the first step that is not the same, and what of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from holdfast.events import RunStarted, StepCommitted
+from holdfast.report.certificate import Certified, differing
+
+_DECIDE = ("seed", "slices", "order", "split", "batch", "rescale", "parameters")
+"""What a run says of itself, and bits depend on."""
+_LOSSY = ("forward", "partial")
+"""Strategies whose results depend on what failed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parting:
+    """The first step of two runs that is not the same.
+
+    Args:
+        step: Which; one behind the last if only the final states differ.
+        what: Of ``samples``, ``state`` (before the step), ``metrics``; empty if it is the final state.
+        where: Which part of the state differs, "" if it does not.
+        same_until: The last step before which that part of the state was hashed, and was the same; -1 if there is none.
+        tensors: Those of them that differ, where both runs hashed all tensors before that step, or before a later one.
+        tensors_step: Which step that is, -1 for none.
+        workers: Of a model that is split, those of the first run who had values in them then that nobody had in the other.
+        metrics: Those that differ, with both values.
+    """
+
+    step: int
+    what: tuple[str, ...]
+    where: str = ""
+    same_until: int = -1
+    tensors: tuple[str, ...] = ()
+    tensors_step: int = -1
+    workers: tuple[int, ...] = ()
+    metrics: Mapping[str, tuple[float | None, float | None]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compared:
+    """How far two runs are the same.
+
+    Args:
+        first: The first step that both have.
+        last: The last.
+        parting: Where they part, None if they do not.
+    """
+
+    first: int
+    last: int
+    parting: Parting | None
+
+
+def compare_runs(one: Certified, other: Certified, *, until: int | None = None) -> Compared | None:
+    """Compare two runs step by step; None if no step is in both.
+
+    Steps are compared by what they were, not by their links, so these may begin at different steps.
+
+    Args:
+        one: What is compared.
+        other: With what.
+        until: Steps after it do not count.
+    """
+    last = min(one.last, other.last) if until is None else min(one.last, other.last, until)
+    common = [step for step in one.steps if step in other.steps and step <= last]
+    if not common:
+        return None
+    for step in common:
+        if what := differing(one.steps[step], other.steps[step]):
+            parting = _describe(one, other, step, tuple(what))
+            return Compared(first=common[0], last=common[-1], parting=parting)
+    return Compared(first=common[0], last=common[-1], parting=_at_the_end(one, other, common[-1]))
+
+
+def _describe(one: Certified, other: Certified, step: int, what: tuple[str, ...]) -> Parting:
+    a, b = one.steps[step], other.steps[step]
+    names = [*a.metrics, *(name for name in b.metrics if name not in a.metrics)]
+    values = {name: (a.metrics.get(name), b.metrics.get(name)) for name in names}
+    where = (a.where or b.where or _part(one, step)) if "state" in what else ""
+    tensors_step, tensors = _tensors(one, other, step)
+    return Parting(
+        step=step,
+        what=what,
+        where=where,
+        same_until=max(_same_before(one, other, step, where), default=-1) if where else -1,
+        tensors=tensors,
+        tensors_step=tensors_step,
+        workers=_workers(one, other, tensors_step),
+        metrics={name: pair for name, pair in values.items() if pair[0] != pair[1]} if "metrics" in what else {},
+    )
+
+
+def _part(run: Certified, step: int) -> str:
+    """Return the part of a split model that a step hashes a window of; in the records of a lead that does not hold it no more stands."""
+    return f"part {step % run.parts}" if run.parts else ""
+
+
+def _same_before(one: Certified, other: Certified, step: int, where: str) -> Iterator[int]:
+    """Yield the steps before ``step`` in which the part of the state that is now another was hashed."""
+    for number, line in one.steps.items():
+        if number < step and number in other.steps and (line.whole or _where(line, other, number) == where):
+            yield number
+
+
+def _where(line: StepCommitted, other: Certified, step: int) -> str:
+    return line.where or other.steps[step].where
+
+
+def _tensors(one: Certified, other: Certified, step: int) -> tuple[int, tuple[str, ...]]:
+    """Return the first step from ``step`` on before which both hashed all tensors and some differ, and which."""
+    for at in sorted(number for number in one.wholes if number in other.wholes and number >= step):
+        a, b = one.digests(at), other.digests(at)
+        paths = [*a, *(path for path in b if path not in a)]
+        if odd := tuple(path for path in paths if a.get(path) != b.get(path)):
+            return at, odd
+    return -1, ()
+
+
+def _workers(one: Certified, other: Certified, step: int) -> tuple[int, ...]:
+    """Return the holders of parts, of the first run, who had values before a step that nobody had in the second."""
+    known = other.digests(step)
+    odd = {
+        r.rank
+        for r in one.holders(step)
+        if any(digest not in known.get(path, ()) for path, digest in r.tensors.items())
+    }
+    return tuple(sorted(odd))
+
+
+def _at_the_end(one: Certified, other: Certified, last: int) -> Parting | None:
+    """Return how the final states differ, if both end behind the same step and they do."""
+    ends = [run.finished[0] for run in (one, other) if run.finished]
+    if len(ends) < 2 or any(end.step != last + 1 for end in ends):
+        return None
+    if (ends[0].sha256, ends[0].state_sha256) == (ends[1].sha256, ends[1].state_sha256):
+        return None
+    step, tensors = _tensors(one, other, last + 1)
+    return Parting(
+        step=last + 1, what=(), tensors=tensors, tensors_step=step, workers=_workers(one, other, step), metrics={}
+    )
+
+
+def different_settings(runs: Sequence[Certified], reports: Sequence[Mapping[str, Any]]) -> dict[str, tuple[Any, Any]]:
+    """Return what two runs had otherwise of what decides bits, as far as both say it: by name, both values.
+
+    Args:
+        runs: The two.
+        reports: Of each.
+    """
+    a, b = (_deciding(run.started, report.get("job") or {}) for run, report in zip(runs, reports, strict=True))
+    return {name: (a[name], b[name]) for name in a if name in b and a[name] != b[name]}
+
+
+def _deciding(started: RunStarted, job: Mapping[str, Any]) -> dict[str, Any]:
+    strategy = started.strategy if started.strategy in _LOSSY else "without loss"
+    known = {name: getattr(started, name) for name in _DECIDE} | {"strategy": strategy} | dict(started.kind)
+    said = {"script": job["sha256"], "arguments": job["args"], **job["versions"]} if job else {}
+    return known | said

@@ -1,0 +1,85 @@
+"""From one application to the next in the same process: who is there, and what both count on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from holdfast.config import Settings
+from holdfast.data.ledger import Account
+from holdfast.data.plan import Plan
+from holdfast.engine.context import Rebuilding, World
+from holdfast.errors import ConfigError, ScriptError
+from holdfast.integrity.hash_chain import GENESIS
+from holdfast.session.step import Step
+
+
+@dataclass(slots=True)
+class Application:
+    """What this process runs.
+
+    Args:
+        is_built_by_reinit: ``holdfast.reinit`` has called ``main``.
+        makes_sessions: The application has made a session, which writes the records of this process.
+        has_session: It has made a session that can be built again.
+        world: Of the application that was taken down, until the next one's session takes it.
+        looks: Takes the place of training, for who only looks at it: is given the body of the model, the plan, the dataset and what
+            makes a batch of samples, and yields steps.
+    """
+
+    is_built_by_reinit: bool = False
+    makes_sessions: bool = False
+    has_session: bool = False
+    world: World | None = None
+    looks: Callable[[Any, Plan, Any, Any], Iterator[Step]] | None = None
+
+
+application = Application()
+
+
+def hand_over(world: World, rebuilding: Rebuilding) -> None:
+    """Keep ``world`` for the session that is built next, whose loops begin with the first one again."""
+    world.beacon.say_busy(busy=True)  # for as long as the script's own code likes
+    world.rebuilt, world.rebuilding = world.rebuilt + 1, rebuilding
+    world.step = world.epoch = world.loop = world.first_step_of_loop = 0
+    world.loaded, world.finished, world.totals = None, [], Account()
+    world.link = GENESIS if world.link else ""
+    application.world = world
+
+
+def take_over() -> World | None:
+    """Return the world of the application before this one, if there was one."""
+    world, application.world = application.world, None
+    if world is not None and world.rebuilding is not None:
+        world.beacon.say_busy(busy=False)
+        world.rebuilding.connected_s = world.clock.now_s()
+    return world
+
+
+def note_session(settings: Settings, *, is_split: bool) -> None:
+    """Make sure that the application can be built again with the session that it makes now.
+
+    Args:
+        settings: Of the session.
+        is_split: Its model is split.
+
+    Raises:
+        ConfigError: if the model is split, and nothing holds all of it at a fault.
+        ScriptError: if nobody would call ``main`` again, or there are two sessions.
+    """
+    if settings.strategy != "reinit":
+        return
+    if not application.is_built_by_reinit:
+        msg = "strategy reinit builds the application again by calling main: put the script into a function and end it with holdfast.reinit(main)"
+        raise ScriptError(msg)
+    if is_split and settings.reinit_from != "checkpoint":
+        msg = (
+            f"reinit_from must be checkpoint for a model that is split, got {settings.reinit_from}: a snapshot at the fault "
+            "would lack the parts of the dead"
+        )
+        raise ConfigError(msg)
+    if application.has_session:
+        msg = "strategy reinit goes with one holdfast.Session in main, and this is the second"
+        raise ScriptError(msg)
+    application.has_session = True

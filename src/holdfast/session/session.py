@@ -1,0 +1,469 @@
+"""What a script talks to."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from torch import nn, optim
+from torch.optim.swa_utils import AveragedModel
+
+from holdfast import notice
+from holdfast.clock import SystemClock
+from holdfast.comm import Communicator, VirtualCommunicator, connect
+from holdfast.comm.waiting import waiting
+from holdfast.config import MOST_WORKERS, Settings
+from holdfast.data.assignment import choose_slices
+from holdfast.data.loader import Source
+from holdfast.data.plan import Plan
+from holdfast.data.samples import check_dataset
+from holdfast.engine import exits
+from holdfast.engine.context import LEAVE, World
+from holdfast.engine.injection import check_faults, make_faults, reach_point
+from holdfast.engine.loop import Run
+from holdfast.errors import ConfigError, ScriptError
+from holdfast.faults import points
+from holdfast.faults.process import NoFaults
+from holdfast.models.factories import Makers
+from holdfast.models.loss import check_name
+from holdfast.models.model_parallel import Pipelined
+from holdfast.models.overlap import check_eager
+from holdfast.models.replicated import Replica, Stateful
+from holdfast.models.sharded import Shards
+from holdfast.records import (
+    FileRecorder,
+    NoBeacon,
+    NoRecorder,
+    connected_beacon,
+    records_path,
+    say_connecting,
+    stop_path,
+)
+from holdfast.session.models import Pipeline, Sharded
+from holdfast.session.reinit_context import application, note_session, take_over
+from holdfast.session.step import Step
+from holdfast.state.manager import Keeper
+from holdfast.state.platform_check import compare_with_others, kind_of_worker
+from holdfast.torch_private import check_version
+
+_sessions: list[Session] = []
+"""Sessions with an open loop: one that is left early must be found at exit, though the script has dropped it."""
+
+
+class Session:
+    """Training that survives: steps that are committed everywhere or nowhere.
+
+    ::
+
+        session = holdfast.Session(model, optimizer)
+        for step in session.steps(dataset, batch_size=128, epochs=3):
+            for x, y in step:
+                step.backward(F.cross_entropy(model(x), y))
+
+    Making one stores what it is given. The first call of :meth:`steps` connects to the other workers and makes all
+    models equal (the lowest worker's counts). Under ``python train.py`` there is one worker.
+
+    Args:
+        model: Replicated at every worker, or a :class:`~holdfast.Pipeline`, or :class:`~holdfast.Sharded`. Its parameters, and which of them are trained,
+            must not change later.
+        optimizer: Of the model's parameters. Runs when the loop asks for the next step. For a model that is
+            split: a function that makes one from the parameters of a part.
+        scheduler: A learning-rate scheduler; the session steps it, after the optimizer. For a model that is split:
+            a function that makes one for an optimizer.
+        schedule: ``"step"`` or ``"epoch"``: how often.
+        scaler: A ``torch.amp.GradScaler``. For a model that is split: one for all of it; a part takes a step if all do.
+        average: A ``torch.optim.swa_utils.AveragedModel`` of the model; the session updates it, after each optimizer
+            step. For a model that is split: a function that makes one from the module of a part; the whole is in
+            :attr:`Pipeline.averaged` or :attr:`Sharded.averaged` when training is over.
+        clip_grad_norm: Largest norm of the mean gradient; of a Pipeline it is the norm of the norms of its stages.
+        total_steps: Steps of the whole script, for scripts that call :meth:`steps` more than once; it only serves to
+            refuse a planned fault that could never strike.
+        comm: Take this communicator instead of that of the fabric in the settings.
+        **settings: Fields of :class:`holdfast.Settings`; they win over the environment.
+
+    Raises:
+        ConfigError: if a setting is not allowed.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | Pipeline | Sharded,
+        optimizer: optim.Optimizer | Callable[[Any], optim.Optimizer],
+        *,
+        scheduler: Any = None,
+        schedule: str = "step",
+        scaler: Any = None,
+        average: AveragedModel | Callable[[nn.Module], AveragedModel] | None = None,
+        clip_grad_norm: float | None = None,
+        total_steps: int | None = None,
+        comm: Communicator | None = None,
+        **settings: Any,
+    ) -> None:
+        if schedule not in ("step", "epoch"):
+            msg = f"schedule must be 'step' or 'epoch', got {schedule!r}"
+            raise ConfigError(msg)
+        self._settings = Settings.from_env(**settings)
+        self._replica = _make_body(
+            model,
+            optimizer,
+            self._settings,
+            scheduler=scheduler,
+            schedule=schedule,
+            scaler=scaler,
+            average=average,
+            clip_grad_norm=clip_grad_norm,
+        )
+        application.makes_sessions = True
+        note_session(self._settings, is_split=self._replica.is_split)
+        self._total_steps = total_steps
+        self._given_comm = comm
+        self._world: World | None = None
+        self._training = False
+
+    def register(self, **things: Stateful) -> None:
+        """Keep the state of ``things`` with the model's: in checkpoints, and back to a step's start when it is redone.
+
+        Args:
+            **things: Anything with ``state_dict`` and ``load_state_dict``, such as an average of the weights.
+
+        Raises:
+            ConfigError: if something has no state.
+        """
+        for name, thing in things.items():
+            if not (hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")):
+                msg = f"{name} must have state_dict and load_state_dict, got {type(thing).__name__}"
+                raise ConfigError(msg)
+            self._replica.registered[name] = thing
+
+    def steps(
+        self,
+        dataset: Any,
+        batch_size: int,
+        epochs: int = 1,
+        *,
+        shuffle: bool = True,
+        drop_last: bool = False,
+        collate: Callable[[list[Any]], Any] | None = None,
+        num_workers: int = 0,
+        prefetch_factor: int = 2,
+    ) -> Iterator[Step]:
+        """Yield one mini-batch after another; asking for the next commits the one before, everywhere or nowhere.
+
+        After a failure the same step is yielded again, with more slices for each survivor.
+
+        Args:
+            dataset: Anything with ``len`` and ``[]``, the same at every worker.
+            batch_size: Samples of a step, over all workers, ``>= 1``.
+            epochs: Passes over the dataset, ``>= 1``.
+            shuffle: In an order that depends on the seed and the epoch alone.
+            drop_last: Leave out the short mini-batch at the end of an epoch.
+            collate: Makes a batch of a list of samples; default: torch's.
+            num_workers: Processes beside each worker that load slices ahead of time, as those of a ``DataLoader`` do; 0: it
+                loads them itself. The bits are the same.
+            prefetch_factor: Slices that each of them is ahead by, ``>= 1``.
+
+        Raises:
+            ConfigError: if an argument is not allowed, or a planned fault lies outside the run.
+            ScriptError: if the loop before this one was left before its end; or the model is split, and was trained.
+            TooFewWorkers: after fewer than ``min_workers`` survived; the state is saved.
+            SystemExit: with code 4, after SIGTERM; the state is saved.
+        """
+        _check_arguments(dataset, batch_size, epochs, num_workers=num_workers, prefetch_factor=prefetch_factor)
+        self.check_finished()
+        if self._replica.is_split and self._world is not None and self._world.loop > 0:
+            msg = "a model that is split is trained in one call of session.steps, which ends with the whole of it at every worker: ask for all epochs at once"
+            raise ScriptError(msg)
+        if self._settings.slices > max(batch_size, MOST_WORKERS):
+            msg = f"slices must be at most {MOST_WORKERS}, or batch_size if that is more, got {self._settings.slices}"
+            raise ConfigError(msg)
+        world = self._connect()
+        world.slices = world.slices or self._choose_slices(world, batch_size)
+        plan = self._plan(world, len(dataset), batch_size, epochs, shuffle=shuffle, drop_last=drop_last)
+        if not plan.epoch_samples:
+            msg = (
+                f"drop_last leaves nothing: batch_size must be at most len(dataset) ({len(dataset)}), got {batch_size}"
+            )
+            raise ConfigError(msg)
+        if application.looks is not None:
+            return application.looks(self._replica, plan, dataset, collate)
+        if self._settings.faults:
+            check_faults(self._settings.faults, self._replica, self._total_steps or world.step + plan.num_steps)
+        return self._train(world, plan, Source(dataset, collate, num_workers, prefetch_factor))
+
+    def _train(self, world: World, plan: Plan, source: Source) -> Iterator[Step]:
+        if world.loaded is not None and world.loop < world.loaded.info["loop"]:
+            world.loop, world.epoch = world.loop + 1, world.epoch + plan.epochs
+            return
+        world.kind = kind_of_worker()
+        is_newcomer = not world.comm.members
+        if is_newcomer:
+            compare_with_others(world)
+        if is_newcomer and not world.comm.join(world.loop):
+            world.loop, world.epoch = world.loop + 1, world.epoch + plan.epochs
+            return
+        self._training = True
+        _sessions.append(self)
+        world.first_step_of_loop = world.step
+        run = Run(world, self._replica, plan, source, is_newcomer=is_newcomer)
+        with notice.answered(lambda: self._ask_to_leave(world)):
+            try:
+                yield from run.drive()
+            except SystemExit:  # it has left, or all have stopped: training is over here
+                self._close_loop()
+                raise
+        world.totals = run.account()
+        world.loop, world.epoch = world.loop + 1, world.epoch + plan.epochs
+        self._close_loop()
+
+    def _close_loop(self) -> None:
+        self._training = False
+        if self in _sessions:
+            _sessions.remove(self)
+
+    def log(self, **metrics: float) -> None:
+        """Add figures to the run's report, such as the accuracy on a test set, once training is over.
+
+        Raises:
+            ScriptError: during training, where ``step.log`` is meant.
+            ConfigError: if a name cannot be written down.
+        """
+        if self._training or self._world is None:
+            msg = "session.log is for after training; inside the loop over the slices use step.log"
+            raise ScriptError(msg)
+        for name in metrics:
+            check_name(name)
+        world = self._world
+        values = {name: float(value) for name, value in metrics.items()}
+        world.finished = [
+            dataclasses.replace(record, t_s=world.clock.now_s(), metrics={**record.metrics, **values})
+            for record in world.finished
+        ]
+        for record in world.finished:
+            world.recorder.write(record)
+
+    @contextlib.contextmanager
+    def busy(self) -> Iterator[None]:
+        """Say that what follows may take long, so that nobody takes this worker for stuck meanwhile.
+
+        For what one worker does while the others wait for it, such as an evaluation by the lead alone.
+        """
+        beacon = self._connect().beacon
+        beacon.say_busy(busy=True)
+        try:
+            yield
+        finally:
+            beacon.say_busy(busy=False)
+
+    @property
+    def rank(self) -> int:
+        """This worker's number, for life; with virtual workers the lowest one's."""
+        return self._connect().comm.here[0]
+
+    @property
+    def world_size(self) -> int:
+        """Workers alive, as far as this one knows."""
+        return len(self._connect().comm.members)
+
+    @property
+    def is_lead(self) -> bool:
+        """Whether this is the lowest worker alive: the one that prints and writes what is needed once."""
+        return self._connect().is_lead
+
+    @property
+    def step(self) -> int:
+        """Steps committed."""
+        return 0 if self._world is None else self._world.step
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Means over the samples of the last committed step, the same at every worker that logged them."""
+        return {} if self._world is None else dict(self._world.metrics)
+
+    def check_finished(self) -> None:
+        """Make sure that no loop was left before its end.
+
+        Raises:
+            ScriptError: if one was.
+        """
+        if self._training:
+            msg = f"training was left at step {self.step} before its end; to end it early call step.stop()"
+            raise ScriptError(msg)
+
+    # -- setting up
+
+    def _connect(self) -> World:
+        if self._world is not None:
+            return self._world
+        self._world = take_over()
+        if self._world is not None:
+            return self._world
+        settings = self._settings
+        say_connecting()
+        comm = self._given_comm or connect(
+            settings.fabric,
+            settings.workers + settings.spares,
+            settings.ranks,
+            rank=settings.rank,
+            store=settings.store,
+            token=settings.token,
+        )
+        rank, run_dir = comm.here[0], Path(settings.run_dir)
+        self._world = world = World(
+            settings=settings,
+            comm=comm,
+            clock=SystemClock(settings.origin_s),
+            recorder=FileRecorder(records_path(run_dir, str(rank))) if settings.run_dir else NoRecorder(),
+            beacon=connected_beacon(run_dir, rank) if settings.run_dir else NoBeacon(),
+            faults=NoFaults(),
+            keeper=Keeper(settings, background=not isinstance(comm, VirtualCommunicator)),
+            first_members=comm.members or tuple(int(rank) for rank in settings.ranks.split(",")),
+            slices=settings.slices,
+        )
+        real = not isinstance(comm, VirtualCommunicator)
+        if real and self._replica.device.type != "cpu":
+            msg = "workers sum tensors in the memory of the CPU; the model is on another device: move it to 'cpu'"
+            raise ConfigError(msg)
+        if real and not settings.run_dir:
+            exits.end_job_on_errors(at_exit)
+        if real:
+            waiting.tell(world.beacon.say_waits)
+        if world.comm.members and world.is_lead:
+            check_version()
+        if settings.faults:
+            world.faults = make_faults(world)
+            points.arm(lambda name: reach_point(world, name))
+        return world
+
+    def _choose_slices(self, world: World, batch_size: int) -> int:
+        """Return how many there are, unless a checkpoint says it: one a worker, or what bears some losses."""
+        settings = self._settings
+        workers = len(world.first_members) - settings.spares
+        if settings.auto_slices < 0:
+            return workers
+        choice = choose_slices(workers, settings.auto_slices, batch_size)
+        if world.comm.members and world.is_lead and not settings.resume:
+            sys.stderr.write(f"holdfast: {choice.line}\n")
+            sys.stderr.flush()
+        return choice.slices
+
+    def _plan(
+        self, world: World, num_samples: int, batch_size: int, epochs: int, *, shuffle: bool, drop_last: bool
+    ) -> Plan:
+        settings = self._settings
+        return Plan(
+            num_samples=num_samples,
+            batch_size=batch_size,
+            first_epoch=world.epoch,
+            epochs=epochs,
+            seed=settings.seed,
+            shuffle=shuffle,
+            drop_last=drop_last,
+            slices=world.slices,
+            world=world.first_members[: len(world.first_members) - settings.spares],
+            split=settings.split,
+            batch=settings.batch,
+            in_tree=settings.order == "tree",
+        )
+
+    def _ask_to_leave(self, world: World) -> None:
+        """Answer a SIGTERM: all stop if the launcher says so, or there is none; else this worker leaves the others."""
+        settings = world.settings
+        if (
+            settings.run_dir
+            and not isinstance(world.comm, VirtualCommunicator)
+            and not stop_path(Path(settings.run_dir)).exists()
+        ):
+            world.parts = True
+        else:
+            world.asked |= LEAVE
+
+
+def at_exit() -> None:
+    """Make sure, when the script has ended, that no session was left in the middle of training.
+
+    Raises:
+        ScriptError: if one was.
+    """
+    for session in _sessions:
+        session.check_finished()
+
+
+def forget_sessions() -> None:
+    """Forget the sessions of an application that was taken down: their loops are open, and will not be continued."""
+    _sessions.clear()
+
+
+def _make_body(
+    model: nn.Module | Pipeline | Sharded,
+    optimizer: optim.Optimizer | Callable[[Any], optim.Optimizer],
+    settings: Settings,
+    *,
+    scheduler: Any,
+    schedule: str,
+    scaler: Any,
+    average: AveragedModel | Callable[[nn.Module], AveragedModel] | None,
+    clip_grad_norm: float | None,
+) -> Replica | Pipelined | Shards:
+    """Return what trains the model.
+
+    Raises:
+        ConfigError: if the arguments do not go together.
+    """
+    kind = type(model).__name__
+    if not isinstance(model, Pipeline | Sharded):
+        if not isinstance(optimizer, optim.Optimizer):
+            msg = f"optimizer must be a torch.optim.Optimizer of the model's parameters, got {type(optimizer).__name__}"
+            raise ConfigError(msg)
+        if average is not None and not isinstance(average, AveragedModel):
+            msg = f"average must be a torch.optim.swa_utils.AveragedModel of the model, got {type(average).__name__}"
+            raise ConfigError(msg)
+        if settings.update == "eager":
+            check_eager(optimizer, scaler=scaler, clip_grad_norm=clip_grad_norm)
+        return Replica(
+            model,
+            optimizer,
+            scheduler=scheduler,
+            schedule=schedule,
+            scaler=scaler,
+            clip_grad_norm=clip_grad_norm,
+            bucket_bytes=settings.bucket_bytes,
+            checked=settings.guard_sums,
+            average=average,
+        )
+    if settings.update == "eager":
+        msg = f"update eager needs a model that every worker has all of, got a {kind}: use update lazy"
+        raise ConfigError(msg)
+    if isinstance(optimizer, optim.Optimizer):
+        msg = f"a {kind} needs a function that makes an optimizer from the parameters of a part, as lambda p: torch.optim.Adam(p); got an optimizer"
+        raise ConfigError(msg)
+    if isinstance(average, nn.Module):
+        msg = f"a {kind} needs a function that makes an average of the weights of a part, as lambda module: AveragedModel(module); got an average"
+        raise ConfigError(msg)
+    makers = Makers(
+        optimizer=optimizer,
+        scheduler=scheduler,
+        schedule=schedule,
+        average=average,
+        bucket_bytes=settings.bucket_bytes,
+    )
+    if isinstance(model, Sharded):
+        return Shards(model, makers, scaler, clip_grad_norm, settings)
+    return Pipelined(model, makers, scaler, clip_grad_norm, settings)
+
+
+def _check_arguments(dataset: Any, batch_size: int, epochs: int, *, num_workers: int, prefetch_factor: int) -> None:
+    check_dataset(dataset)
+    for name, value, least in (
+        ("len(dataset)", len(dataset), 1),
+        ("batch_size", batch_size, 1),
+        ("epochs", epochs, 1),
+        ("num_workers", num_workers, 0),
+        ("prefetch_factor", prefetch_factor, 1),
+    ):
+        if value < least:
+            msg = f"{name} must be at least {least}, got {value}"
+            raise ConfigError(msg)

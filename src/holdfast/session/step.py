@@ -1,0 +1,291 @@
+"""What the script's loop gets: one mini-batch, slice by slice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NoReturn, Protocol, TypeVar
+
+import torch
+
+from holdfast.data.plan import MiniBatch
+from holdfast.errors import PeerFailed, ScriptError
+from holdfast.models.loss import Forward, Loss, check_name, checked, figure_of, loss_of
+
+_Made = TypeVar("_Made")
+
+
+class SliceWork(Protocol):
+    """What the session does around each slice."""
+
+    def begin_slice(self, batch: MiniBatch, number: int) -> Any:
+        """Make everything ready for the slice and return its inputs."""
+        ...
+
+    def backward(self, loss: torch.Tensor, batch: MiniBatch, number: int) -> None:
+        """Compute the gradients of the slice."""
+        ...
+
+    def end_slice(self, batch: MiniBatch, number: int, metrics: dict[str, torch.Tensor | float]) -> None:
+        """Take the gradients away."""
+        ...
+
+    def between_slices(self, batch: MiniBatch) -> None:
+        """Prepare what the script does outside the slices."""
+        ...
+
+    def at_once(
+        self, batch: MiniBatch, numbers: Sequence[int], forward: Forward, loss: Loss
+    ) -> AbstractContextManager[Collection[int]]:
+        """Return within what slices are computed, and which of them are already."""
+        ...
+
+    def ask_to_stop(self) -> None:
+        """Remember that training ends with this step."""
+        ...
+
+
+ONE_BY_ONE: AbstractContextManager[Collection[int]] = nullcontext(())
+"""What :meth:`SliceWork.at_once` returns where no slices are computed at once."""
+
+
+class StagedWork(SliceWork, Protocol):
+    """What the session does besides, for a model whose slices go through the stages of several workers."""
+
+    def compute(self, batch: MiniBatch) -> None:
+        """Compute the stages that are this worker's."""
+        ...
+
+    def evaluate(self, batch: MiniBatch, dataset: Any, batch_size: int, *, averaged: bool) -> dict[str, float]:
+        """Return means over a dataset."""
+        ...
+
+
+class Step:
+    """One step of training, as far as this worker computes it.
+
+    Iterating yields the inputs of one slice after another. After a failure the session yields the same step again,
+    perhaps with more slices; nothing of the first attempt remains.
+    """
+
+    def __init__(self, work: SliceWork, batch: MiniBatch, mine: list[int], attempt: int) -> None:
+        self._work = work
+        self._batch = batch
+        self._mine = mine
+        self._attempt = attempt
+        self._current = -1
+        self._pending: list[int] = list(mine)
+        self._metrics: dict[str, torch.Tensor | float] = {}
+        self.failure: PeerFailed | None = None
+        """Why computing it ended early; the session knows what to do about it."""
+
+    @property
+    def number(self) -> int:
+        """Optimizer steps committed before this one, over the whole job."""
+        return self._batch.step
+
+    @property
+    def epoch(self) -> int:
+        """Epoch that the samples are from, counted over the whole job."""
+        return self._batch.epoch
+
+    @property
+    def samples(self) -> int:
+        """Samples of the mini-batch, over all workers."""
+        return len(self._batch.ids)
+
+    @property
+    def slices(self) -> tuple[int, ...]:
+        """Slices that this worker computes."""
+        return tuple(self._mine)
+
+    @property
+    def attempt(self) -> int:
+        """0, or how often in a row this step was begun before."""
+        return self._attempt
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield the inputs of each slice that this worker holds: a tuple for a dataset of tuples."""
+        while self._pending:
+            number = self._pending[0]
+            self._metrics = {}
+            self._current = -1
+            inputs = self._work.begin_slice(self._batch, number)
+            self._current = number
+            yield inputs
+            if "loss" not in self._metrics:
+                msg = f"slice {number} of step {self.number} ended without step.backward(loss)"
+                raise ScriptError(msg)
+            self._work.end_slice(self._batch, number, self._metrics)
+            self._pending.pop(0)
+            self._current = -1
+        self._work.between_slices(self._batch)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Compute the gradients of the slice that was yielded last, and log the loss.
+
+        Takes the place of ``loss.backward()``. Slices are weighted by their size, so that the step is that of the mean
+        over the whole mini-batch.
+
+        Args:
+            loss: The mean over the slice, a scalar.
+
+        Raises:
+            ScriptError: if it is called outside the loop over the slices, twice for a slice, or the loss is no scalar.
+        """
+        self._check_in_slice("backward")
+        if "loss" in self._metrics:
+            msg = f"step.backward was called twice for slice {self._current} of step {self.number}: add the losses up"
+            raise ScriptError(msg)
+        if loss.numel() != 1:
+            msg = f"the loss must be a scalar, the mean over the slice, got shape {tuple(loss.shape)}"
+            raise ScriptError(msg)
+        self._metrics["loss"] = loss.detach()
+        self._work.backward(loss, self._batch, self._current)
+
+    def log(self, **metrics: torch.Tensor | float) -> None:
+        """Log means over the slice; they become means over the step, summed in slice order like the gradients.
+
+        Every slice must log the same names.
+
+        Raises:
+            ScriptError: if it is called outside the loop over the slices.
+            ConfigError: if a name cannot be written down.
+        """
+        self._check_in_slice("log")
+        for name, value in metrics.items():
+            check_name(name)
+            if name != "loss":
+                self._metrics[name] = figure_of(value)
+
+    def compute(self, forward: Forward, loss: Loss) -> None:
+        """Compute all slices that this worker holds: the loop over the step, in one call, and faster where slices are small.
+
+        ::
+
+            for step in session.steps(dataset, batch_size=128, epochs=3):
+                step.compute(model, F.cross_entropy)
+
+        Slices go through the model at once where that gives each the bits that it has by itself: the first steps are
+        computed in both ways to find out, and :class:`~holdfast.events.SlicesTried` says what came of it. It may where each row
+        of the output depends on that sample alone, nothing is drawn at random, and all parameters belong to an ``nn.Linear``,
+        ``nn.LayerNorm`` or ``nn.Embedding``; else slices go one by one. At once they take the memory of all of them; loop over the step
+        where that is too much.
+
+        Args:
+            forward: The model, or a function that calls it; takes the first of what the dataset has.
+            loss: Takes the output, then the rest of what the dataset has; returns the mean over the slice, a scalar, or
+                that and a dict of figures to log; see :meth:`log`. Where there is ``torch.autocast``, both go into it by themselves.
+
+        Raises:
+            ScriptError: if it is called within the loop over the slices, or the loss is no scalar.
+        """
+        if self._current >= 0:
+            msg = "step.compute computes all slices: call it in the place of `for ... in step`"
+            raise ScriptError(msg)
+        with self._work.at_once(self._batch, tuple(self._pending), forward, loss) as done:
+            self._pending = [number for number in self._pending if number not in done]
+            for inputs in self:
+                first, *targets = checked(inputs)
+                value, more = loss_of(loss, forward(first), targets)
+                self.backward(value)
+                self.log(**more)
+
+    def stop(self) -> None:
+        """End training once this step is committed, at every worker, whoever asked."""
+        self._work.ask_to_stop()
+
+    def check_computed(self) -> None:
+        """Make sure that the script computed every slice.
+
+        Raises:
+            ScriptError: if it left one out.
+        """
+        if self._pending:
+            msg = f"slice {self._pending[0]} of step {self.number} was not computed: loop over the whole step"
+            raise ScriptError(msg)
+
+    def _check_in_slice(self, name: str) -> None:
+        if self._current < 0:
+            msg = f"step.{name} must be called inside `for ... in step`, once a slice is there"
+            raise ScriptError(msg)
+
+
+class StagedStep(Step):
+    """One step of a :class:`~holdfast.Pipeline`: its slices go through the stages of several workers."""
+
+    def __init__(self, work: StagedWork, batch: MiniBatch, mine: list[int], attempt: int) -> None:
+        super().__init__(work, batch, mine, attempt)
+        self._stages = work
+        self._computed = False
+
+    def __iter__(self) -> Iterator[Any]:
+        """Refuse: no worker sees a whole slice.
+
+        Raises:
+            ScriptError: always.
+        """
+        self._check_in_slice("")
+
+    def _check_in_slice(self, name: str) -> NoReturn:
+        msg = "the slices of a Pipeline's step go through the stages of several workers: call step.compute()"
+        raise ScriptError(msg)
+
+    def compute(self, forward: Forward | None = None, loss: Loss | None = None) -> None:
+        """Take the slices forward and back through the stages that this worker holds.
+
+        After a failure it returns early, and the session yields the same step again.
+
+        Args:
+            forward: The Pipeline has its stages: leave it out.
+            loss: It has that, too.
+
+        Raises:
+            ScriptError: if it is called twice, with an argument, or the stages or the loss are not what they must be.
+        """
+        if forward is not None or loss is not None:
+            msg = "a Pipeline has its stages and its loss: call step.compute() without them"
+            raise ScriptError(msg)
+        if self._computed:
+            msg = f"step.compute was called twice in step {self.number}"
+            raise ScriptError(msg)
+        self._computed = True
+        if self.failure is None:
+            self._try(lambda: self._stages.compute(self._batch))
+
+    def evaluate(self, dataset: Any, batch_size: int, *, averaged: bool = False) -> dict[str, float] | None:
+        """Evaluate the model as it is before this step; every worker must, at the same place of its loop.
+
+        Args:
+            dataset: Anything with ``len`` and ``[]``, of tuples as those of the training; the same at every worker.
+            batch_size: Samples that go through the stages together, ``>= 1``.
+            averaged: Evaluate the average of the weights that the session keeps.
+
+        Returns:
+            Means over the dataset of the loss and of what else the Pipeline's loss returns, the same bits at every worker and
+            with any number of them; None after a failure: the session yields the same step again.
+
+        Raises:
+            ConfigError: if the dataset has no length.
+            ScriptError: if an argument is not allowed, or there is no average.
+        """
+        if self.failure is not None:
+            return None
+        return self._try(lambda: self._stages.evaluate(self._batch, dataset, batch_size, averaged=averaged))
+
+    def _try(self, work: Callable[[], _Made]) -> _Made | None:
+        try:
+            return work()
+        except PeerFailed as failure:
+            self.failure = failure.with_traceback(None)
+            return None
+
+    def check_computed(self) -> None:
+        """Make sure that the script computed the step.
+
+        Raises:
+            ScriptError: if it did not.
+        """
+        if not self._computed:
+            msg = f"step {self.number} was not computed: call step.compute()"
+            raise ScriptError(msg)

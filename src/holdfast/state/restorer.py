@@ -1,0 +1,321 @@
+"""The state that a loop begins with, the same at every worker: a checkpoint's, or the lowest worker's.
+
+Loading happens again when a death interrupts it, and under ``restart`` after every failure. Some may then have
+finished it and some not, so the sums that are made here never depend on how far this worker came.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import secrets
+from typing import Any
+
+from holdfast.checkpoint import Loaded
+from holdfast.checkpoint.writer import Outcome
+from holdfast.data.ledger import Account
+from holdfast.data.position import Place
+from holdfast.data.seeds import generator_states, set_generator_states
+from holdfast.engine.context import World
+from holdfast.engine.live_config import Requests
+from holdfast.engine.scribe import Scribe
+from holdfast.errors import CheckpointCorrupt, CheckpointError, ConfigError
+from holdfast.integrity import copied
+from holdfast.integrity.hash_chain import GENESIS
+from holdfast.integrity.sdc_guard import Watch, WayBack
+from holdfast.models.model_parallel import Split
+from holdfast.models.replicated import Replica
+from holdfast.models.training_state import clone
+from holdfast.state.platform_check import compare_kinds, compare_with_checkpoint
+from holdfast.state.transfer import give_state, take_state
+
+
+class Beginning:
+    """Saves the state of training, and brings everybody to the same one.
+
+    Args:
+        world: Who is there.
+        replica: What is restored.
+        place: What goes back with it.
+        scribe: Is told of damage.
+        requests: What was changed while the job ran; goes back too.
+        watch: Keeps states in memory, and says when all go back to one.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        replica: Replica | Split,
+        place: Place,
+        scribe: Scribe,
+        requests: Requests,
+        watch: Watch,
+    ) -> None:
+        self._world = world
+        self._replica = replica
+        self._place = place
+        self._scribe = scribe
+        self._requests = requests
+        self._watch = watch
+        self._initial: Loaded | None = None
+        self._begun_from: int | None = None
+        self._given: tuple[Any, dict[str, Any]] | None = None
+        self.belongs_to_later_loop = False
+
+    def load(self, *, trained: bool) -> bool:
+        """Load the newest intact checkpoint that may be gone on from; without one, make the replicas equal.
+
+        Where somebody's state is corrupt, go back to the newest that is known to be right.
+
+        Args:
+            trained: This worker has been past the beginning of this loop.
+
+        Returns:
+            Whether somebody's state was corrupt.
+
+        Raises:
+            PeerFailed: if somebody died meanwhile.
+            ReplicasDiffer: if there is nothing to go back to.
+            ConfigError: if the workers are of different kinds, where that is not allowed.
+        """
+        compare_kinds(self._world)
+        way = self._watch.share()
+        if way is None:
+            self._load(trained=trained)
+            if not self.belongs_to_later_loop:
+                self._watch.begin(self._keep)
+            return False
+        self._watch.went_back(way, self._keep, self._go_back(way, trained=trained))
+        return True
+
+    def _go_back(self, way: WayBack, *, trained: bool) -> str:
+        """Go back to the newest state that is known to be right, and return where it was kept."""
+        world = self._world
+        world.snapshot = None
+        world.keeper.drop()
+        mine = (-1, 0)
+        if world.is_lead:
+            self._take_back(way.newest)  # before anybody can go on: who leads may die
+            mine = (self._find(trained=trained) if way.kept is None else -1, secrets.randbits(62))
+        step, token = world.comm.maximum(mine)
+        world.keeper.start_over(token, 0)
+        if way.kept is not None:
+            self._restore(way.kept)
+            return "snapshot"
+        if step >= 0:
+            self._restore(world.keeper.load(step), keeps=True)
+            return "checkpoint"
+        if self._initial is None:
+            raise self._watch.nothing_to_go_back_to()
+        self._restore(self._initial)
+        return "beginning"
+
+    def _take_back(self, newest: int) -> None:
+        try:
+            self._world.keeper.take_back(newest)
+        except CheckpointError as error:
+            self._scribe.warn(f"checkpoints of later steps than {newest} are not right, and cannot be removed: {error}")
+
+    def keep_on_joining(self) -> None:
+        """Keep the state in memory that newcomers go on from, as all do then."""
+        self._watch.newcomers_came(self._keep)
+
+    def keep_after_step(self) -> None:
+        """Keep the state in memory, if it is time."""
+        self._watch.applied(self._keep)
+
+    def _keep(self, room: Loaded | None) -> Loaded:
+        state = self._state(self._replica.shared_state())
+        return self._loaded(self._world.step, copied(state, None if room is None else room.state), copied(self._info()))
+
+    def _load(self, *, trained: bool) -> None:
+        world = self._world
+        if world.settings.strategy == "reinit" and self._load_snapshot():
+            return
+        world.keeper.drop()
+        # One looks and tells the others: two could find different steps. The number marks what is saved from here on.
+        mine = (-1, 0, 0)
+        if world.is_lead:
+            mine = (self._find(trained=trained), secrets.randbits(62), world.keeper.choose_fallback())
+        step, token, fallback = world.comm.maximum(mine)
+        world.keeper.start_over(token, fallback)
+        if step >= 0:
+            self._begun_from = step
+            loaded = world.keeper.load(step, self._replica.wanted(world.comm.members))
+            compare_with_checkpoint(world, loaded.info.get("kind", {}))
+            self._restore(loaded, keeps=True)
+            return
+        if self._initial is not None:
+            self._restore(self._initial)
+        self._replica.make_equal(world.comm)
+        if world.settings.strategy == "restart" or self._replica.is_split:  # a part may be lost under any strategy
+            self._initial = self._loaded(world.step, clone(self._state(self._replica.shared_state())), self._info())
+
+    def take_snapshot(self, heard: int) -> None:
+        """Keep the state before the step in progress for the application that is built next, if this worker is to.
+
+        Args:
+            heard: What was asked for in closing sums and not yet done; it comes back with the state, in its ``info``.
+        """
+        world, source = self._world, self._world.settings.reinit_from
+        if source == "checkpoint" or (source == "root" and not world.is_lead):
+            return
+        if self.belongs_to_later_loop:  # nothing was computed since it was loaded
+            world.snapshot = world.loaded
+            return
+        state = clone(self._state(self._replica.shared_state()))
+        world.snapshot = self._loaded(world.step, state, self._info() | {"heard": heard})
+
+    def _load_snapshot(self) -> bool:
+        """Go on from the snapshot that was taken at the fault, which who has it gives to the others; return whether there is one.
+
+        What a worker was given is its own from then on: if the giver dies it gives it in its turn.
+        """
+        world, comm = self._world, self._world.comm
+        if world.snapshot is not None and world.snapshot.info["loop"] < world.loop:
+            world.snapshot = None  # of a loop that is over
+        mine = world.snapshot
+        newest = -1 if mine is None else mine.step
+        step, *lacks = comm.maximum((newest, *(mine is None and rank in comm.here for rank in comm.members)))
+        if step < 0:
+            if world.rebuilding is not None and world.settings.reinit_from != "checkpoint" and world.is_lead:
+                self._scribe.warn("who had taken a snapshot at the fault is dead, too: all go back further")
+            return False
+        without = tuple(rank for rank, lack in zip(comm.members, lacks, strict=True) if lack)
+        if mine is None:
+            mine = self._loaded(step, *take_state(comm, without))
+        elif without:
+            give_state(comm, without, mine.state, mine.info)
+        world.snapshot = mine
+        self._restore(mine)
+        return True
+
+    def _loaded(self, step: int, state: dict[str, Any], info: dict[str, Any]) -> Loaded:
+        return Loaded(step=step, state=state, info=info, generation=self._world.comm.generation)
+
+    def save(self) -> None:
+        """Take the state before the step in progress, to be written; it does not count yet."""
+        world = self._world
+        if self.belongs_to_later_loop:
+            return  # the checkpoint that was loaded holds more than this loop knows
+        comm, replica = world.comm, self._replica
+        self._scribe.mark("checkpoint")
+        writers = replica.writers(comm)
+        mine = replica.state_dict() if comm.here in writers else {}
+        state = {"replica": mine} if replica.is_split and not world.is_lead else self._state(mine)
+        world.keeper.begin(
+            world.step, state, self._info(), writers, comm.here, comm.generation, distinct=replica.is_split
+        )
+
+    def save_alone(self) -> list[Outcome]:
+        """Save the state before the step in progress, unless one of it or a later one is complete; return what came of it."""
+        comm, keeper = self._world.comm, self._world.keeper
+        if self.belongs_to_later_loop or keeper.has(self._world.step):
+            return keeper.poll()
+        attempt = comm.generation + 1 + comm.here[0]  # one of its own: another survivor may have died at its
+        keeper.begin(
+            self._world.step, self._state(self._replica.state_dict()), self._info(), (comm.here,), comm.here, attempt
+        )
+        keeper.publish(self._world.step - 1, attempt, is_lead=True)
+        return keeper.finish()
+
+    def _state(self, replica: dict[str, Any]) -> dict[str, Any]:
+        return {
+            "replica": replica,
+            "ledger": self._place.state_dict(),
+            "metrics": self._world.metrics,
+            "generators": generator_states(),
+        }
+
+    def _info(self) -> dict[str, Any]:
+        world = self._world
+        return {
+            **self._place.info(),
+            "loop": world.loop,
+            "first_step_of_loop": world.first_step_of_loop,
+            "order": world.settings.order,
+            "workers": len(world.comm.members),
+            "totals": dataclasses.asdict(world.totals),
+            "changes": self._requests.state(),
+            "kind": world.kind,
+            **({"link": world.link} if world.link else {}),
+        }
+
+    def welcome(self, newcomers: tuple[int, ...]) -> None:
+        """Give the state to newcomers, or take it and keep it aside.
+
+        Raises:
+            PeerFailed: if somebody died meanwhile.
+        """
+        world = self._world
+        if world.comm.here[0] in newcomers:
+            self._given = take_state(world.comm, newcomers)
+            return
+        first = self._initial
+        state = {
+            "now": self._state(self._replica.shared_state()),
+            "first": None if first is None else first.state,
+        }
+        info = {"now": self._info(), "first": None if first is None else first.info}
+        more = {
+            "step": world.step,
+            "first_step": 0 if first is None else first.step,
+            "keeper": world.keeper.state(),
+            "homes": self._replica.homes(),
+        }
+        give_state(world.comm, newcomers, state, info | more)
+
+    def install(self) -> None:
+        """Go on from the state that was given to this worker, if one was."""
+        if self._given is None:
+            return
+        state, info = self._given
+        self._given = None
+        if state["first"] is not None:
+            self._initial = self._loaded(info["first_step"], state["first"], info["first"])
+        self._restore(self._loaded(info["step"], state["now"], info["now"]), keeps=True)
+        self._world.keeper.take_over(info["keeper"])
+        self._replica.take_homes(info["homes"])
+
+    def _find(self, *, trained: bool) -> int:
+        """Return the newest step that this loop can go on from, -1 for none."""
+        world = self._world
+        if world.rebuilt:
+            found = world.keeper.newest(self._warn, keep=not self._replica.is_split)
+            return found if found >= 0 and world.keeper.info(found)["loop"] >= world.loop else -1
+        if not trained and self._begun_from is not None:  # a death came between: some have loaded it, and some not
+            return self._begun_from
+        if not trained and world.loaded is not None:
+            return world.loaded.step
+        if not trained and (world.loop > 0 or not world.settings.resume):
+            world.keeper.check_empty(ours=world.loop > 0)
+            return -1
+        found = world.keeper.newest(self._warn, keep=not self._replica.is_split)
+        if found < 0 and not trained:
+            self._scribe.warn(f"there is no intact checkpoint in {world.keeper.url}: training starts at step 0")
+        of_another_loop = trained and found >= 0 and world.keeper.info(found)["loop"] != world.loop
+        return -1 if of_another_loop else found
+
+    def _warn(self, step: int, damage: CheckpointCorrupt) -> None:
+        self._scribe.warn(f"passed over step {step}: {damage}")
+
+    def _restore(self, loaded: Loaded, *, keeps: bool = False) -> None:
+        """Go on from a state; its tensors are kept if nobody else has them."""
+        world, info = self._world, loaded.info
+        self.belongs_to_later_loop = info["loop"] > world.loop
+        world.loaded = loaded if self.belongs_to_later_loop else None
+        if world.link:  # whoever saved the state may have had no certificate
+            world.link = info.get("link", GENESIS)
+        if not self.belongs_to_later_loop:
+            if info["order"] != world.settings.order:
+                msg = f"the checkpoint was made with order={info['order']}, and this run has {world.settings.order}"
+                raise ConfigError(msg)
+            self._place.restore(info, loaded.state["ledger"], keep_slices=world.settings.slices > 0)
+            if "changes" in info:
+                self._requests.go_on_from(info["changes"])
+            world.slices = self._place.plan.slices
+            world.first_step_of_loop = info["first_step_of_loop"]
+            world.totals = Account(**info["totals"])
+        self._replica.load_state_dict(loaded.state["replica"], keeps=keeps and world.loaded is None)
+        if not self.belongs_to_later_loop:
+            set_generator_states(loaded.state["generators"])
+        world.step, world.metrics = loaded.step, dict(loaded.state["metrics"])

@@ -1,0 +1,173 @@
+"""``holdfast demo``: what each way of surviving costs, on real processes and real data."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import shutil
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from holdfast.launch.job import Job, Outcome
+
+KILLS = ("kill:rank=1,step=40,phase=backward", "kill:rank=2,step=90,phase=allreduce,bucket=1")
+"""The second one strikes when two buckets of the step are summed, so ``forward`` has something to keep."""
+
+_EPOCHS = 12  # 144 steps
+_BATCH_SIZE = 128
+_BUCKET_BYTES = 16 << 10  # small, so that the little model has five buckets
+_CHECKPOINT_EVERY = 25  # steps
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """One run of the demo.
+
+    Args:
+        name: In the table, and of its folder.
+        strategy: What survivors do.
+        faults: Specs, as ``holdfast run --inject`` takes them.
+        checkpoints: Whether it saves any.
+    """
+
+    name: str
+    strategy: str
+    faults: tuple[str, ...] = KILLS
+    checkpoints: bool = False
+
+
+RUNS = (
+    Run(name="undisturbed", strategy="rollback", faults=()),
+    Run(name="rollback", strategy="rollback"),
+    Run(name="forward", strategy="forward"),
+    Run(name="restart", strategy="restart", checkpoints=True),
+)
+
+
+def demo(
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Where the results go.")] = Path("demo-out"),
+    workers: Annotated[int, typer.Option(metavar="N", min=3, help="Worker processes; two of them are killed.")] = 4,
+    *,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON instead of a table.")] = False,
+) -> int:
+    """Train on handwritten digits: undisturbed, then under each strategy with two workers killed.
+
+    Shows that rollback ends with the weights of the undisturbed run, bit for bit, and what each strategy
+    costs. Writes DIR/results.json, DIR/index.html, and each run's report in a folder of its own.
+
+    Example: holdfast demo --out demo-out --workers 4
+    """
+    from holdfast.report import demo_rows, write_page, write_results
+
+    reports: dict[str, Mapping[str, Any]] = {}
+    for run in RUNS:
+        outcome = _carry_out(run, out / run.name, workers)
+        if outcome.exit_code != 0:
+            return _give_up(run, outcome)
+        reports[run.name] = outcome.report
+    results = demo_rows(list(reports.items()), settings=_settings(workers))
+    write_results(results, out)
+    page = write_page(out)
+    _show(results, page, as_json=as_json)
+    return _judge(reports)
+
+
+def _carry_out(run: Run, folder: Path, workers: int) -> Outcome:
+    from holdfast.launch.launcher import launch
+    from holdfast.launch.live import make_view
+
+    _remove_earlier_checkpoints(folder)
+    print(f"-- {run.name}", file=sys.stderr)
+    return launch(_job(run, folder, workers), make_view(sys.stderr))
+
+
+def _remove_earlier_checkpoints(folder: Path) -> None:
+    """Remove the checkpoints of an earlier demo, recognised by the report beside them; other folders are not touched."""
+    if (folder / "report.json").is_file():
+        shutil.rmtree(folder / "checkpoints", ignore_errors=True)
+
+
+def _job(run: Run, folder: Path, workers: int) -> Job:
+    from holdfast.config import Settings
+    from holdfast.faults.plan import FaultPlan, parse
+    from holdfast.launch.job import Job
+
+    # Not from the environment: the demo shows the same thing everywhere.
+    settings = Settings(
+        fabric="ulfm",
+        workers=workers,
+        strategy=run.strategy,
+        faults=FaultPlan(tuple(map(parse, run.faults))).to_json() if run.faults else "",
+        checkpoint_dir=str(folder / "checkpoints") if run.checkpoints else "",
+        checkpoint_every=_CHECKPOINT_EVERY if run.checkpoints else 0,
+    )
+    options = {"--epochs": _EPOCHS, "--batch-size": _BATCH_SIZE, "--bucket-bytes": _BUCKET_BYTES}
+    args = tuple(str(word) for option in options.items() for word in option)
+    return Job(script=_script(), args=args, settings=settings, report_dir=folder)
+
+
+def _script() -> Path:
+    """Return the file of the workload; finding it loads no torch, importing it would."""
+    package = importlib.util.find_spec("holdfast")
+    assert package is not None
+    assert package.origin is not None
+    return Path(package.origin).with_name("workloads") / "train.py"
+
+
+def _settings(workers: int) -> dict[str, Any]:
+    return {
+        "dataset": "scikit-learn's digits: 1497 images to train on, 300 to test with",
+        "model": "CNN with batch norm and dropout",
+        "optimizer": "SGD with momentum",
+        "workers": workers,
+        "batch size": _BATCH_SIZE,
+        "epochs": _EPOCHS,
+        "steps between checkpoints (restart)": _CHECKPOINT_EVERY,
+        "killed": "; ".join(KILLS),
+    }
+
+
+def _give_up(run: Run, outcome: Outcome) -> int:
+    print(f"error: the run {run.name} did not end well: {outcome.message}", file=sys.stderr)
+    if outcome.traceback:
+        print(outcome.traceback.rstrip(), file=sys.stderr)
+    return outcome.exit_code
+
+
+def _show(results: Mapping[str, Any], page: Path, *, as_json: bool) -> None:
+    from rich.console import Console
+
+    from holdfast.report import demo_table
+
+    if as_json:
+        print(json.dumps(results, indent=1))
+    else:
+        # A pipe has no width; the table would be cut to 80 columns.
+        Console(width=None if sys.stdout.isatty() else 160).print(demo_table(results))
+    print(f"page: {page}", file=sys.stderr)
+
+
+def _judge(reports: Mapping[str, Mapping[str, Any]]) -> int:
+    """Say whether the demo showed what it should, and return the exit code."""
+    complaint = _complaint(reports)
+    if complaint:
+        print(f"error: {complaint}", file=sys.stderr)
+        return 1
+    print("rollback ended with the sha256 of the undisturbed run: no bit differs", file=sys.stderr)
+    return 0
+
+
+def _complaint(reports: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return what is wrong with the runs, "" if nothing is."""
+    for run in RUNS:
+        report = reports[run.name]
+        if report["faults_not_fired"] or len(report["failures"]) < len(run.faults):
+            return f"the run {run.name} should lose {len(run.faults)} workers, it lost {len(report['failures'])}"
+    ours, reference = (reports[name]["replicas"]["sha256"] for name in ("rollback", "undisturbed"))
+    return "" if ours == reference else f"rollback ended with sha256 {ours}, the undisturbed run with {reference}"

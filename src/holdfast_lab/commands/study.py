@@ -1,0 +1,102 @@
+"""``holdfast study``: repeat a published experiment on this code."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from holdfast.cli.signals import sigterm_as_interrupt
+from holdfast.errors import ConfigError
+
+_STOPPED = 4
+
+
+def study(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Which; --list names them.")] = "",
+    *,
+    listing: Annotated[bool, typer.Option("--list", help="List the studies and what they repeat.")] = False,
+    out: Annotated[Path | None, typer.Option(metavar="DIR", help="Where results go  [study-NAME]")] = None,
+    data: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Where datasets are that are read from files.")
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="End within a minute, and say what was left out.")] = False,
+    seed: Annotated[int, typer.Option(metavar="S", min=0, help="Of everything that is drawn.")] = 0,
+    only: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="Measure this framework, parallelism or program alone; repeatable."),
+    ] = None,
+    network: Annotated[str, typer.Option(metavar="NAME", help="Measure this network alone.")] = "",
+    repetitions: Annotated[int | None, typer.Option(metavar="N", min=1, help="Of each measurement.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print results.json instead of the verdicts.")] = False,
+) -> int:
+    """Repeat a published experiment on this code: measure, hold its claims against what was found, draw a page.
+
+    Writes DIR/results.json and DIR/index.html. Interrupted, it goes on where it was when it is started again.
+
+    Example: holdfast study checkpoint-cost --quick --out study-out
+    """
+    from holdfast_lab.studies import STUDIES, carry_out
+    from holdfast_lab.studies.base import Options
+
+    if listing:
+        _list(as_json=as_json)
+        return 0
+    if name not in STUDIES:
+        msg = f"the study must be one of {', '.join(STUDIES)}, got {name!r}; holdfast study --list says what they are"
+        raise ConfigError(msg)
+    out = out or Path(f"study-{name}")
+    if out.exists() and not out.is_dir():
+        msg = f"--out must be a directory, or nothing yet, got {str(out)!r}, which is a file"
+        raise ConfigError(msg)
+    options = Options(
+        out=out,
+        data=data,
+        quick=quick,
+        seed=seed,
+        only=tuple(only or ()),
+        repetitions=repetitions,
+        model=network,
+    )
+    try:
+        with sigterm_as_interrupt():
+            results = carry_out(STUDIES[name], options, lambda line: print(line, file=sys.stderr, flush=True))
+    except KeyboardInterrupt:
+        print(_stopped(options.out), file=sys.stderr)
+        return _STOPPED
+    _show(results, options.out, as_json=as_json)
+    return 0
+
+
+def _stopped(out: Path) -> str:
+    from holdfast.report import write_page
+
+    if not (out / "results.json").is_file():  # it had not begun, or was stopped again while it put its results together
+        return f"stopped; the same command goes on where it was, {out} has what was measured"
+    return f"stopped; {write_page(out)} shows what was measured, the same command goes on from there"
+
+
+def _list(*, as_json: bool) -> None:
+    from holdfast_lab.studies import STUDIES
+
+    if as_json:
+        print(json.dumps([{"name": s.name, "title": s.title, "paper": s.paper} for s in STUDIES.values()], indent=1))
+        return
+    for known in STUDIES.values():
+        print(f"{known.name}  {known.title}\n    {known.paper}")
+
+
+def _show(results: dict[str, Any], out: Path, *, as_json: bool) -> None:
+    from holdfast.report import claim_lines, write_page
+
+    page = write_page(out)
+    if as_json:
+        print(json.dumps(results, indent=1))
+    else:
+        print("\n".join(claim_lines(results)))
+    for sentence in results["left_out"]:
+        print(f"left out: {sentence}", file=sys.stderr)
+    print(f"page: {page}", file=sys.stderr)

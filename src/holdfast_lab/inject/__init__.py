@@ -1,0 +1,1 @@
+"""Bit flips in checkpoint files."""

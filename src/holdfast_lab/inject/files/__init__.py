@@ -1,0 +1,128 @@
+"""Values in checkpoint files, behind a seam: one module per kind, loaded when it is needed. HDF5 needs no torch.
+
+Values that lie in a file as they are, one behind the other, are read and written there: nothing else of the file is
+looked at. What HDF5 has packed is unpacked chunk by chunk, and only the chunks that are needed.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from holdfast.errors import ConfigError
+from holdfast_lab.inject.files.base import FileValues, Target, explained
+
+__all__ = ["Target", "copied", "find", "opened"]
+
+_HDF5 = b"\x89HDF\r\n\x1a\n"
+
+
+def find(text: str) -> Target:
+    """Return what is meant by a path: a file, a checkpoint, or the newest one of a directory.
+
+    Raises:
+        ConfigError: if there is nothing, or something else.
+        CheckpointMissing: if a directory has no complete checkpoint.
+    """
+    path = Path(text.removeprefix("file://"))
+    if path.is_file() and path.suffix != ".json":  # a manifest stands for its checkpoint
+        return Target(path)
+    from holdfast_lab.inject.files.checkpoint import find_checkpoint
+
+    return find_checkpoint(text)
+
+
+@contextmanager
+def opened(target: Target, *, write: bool) -> Iterator[FileValues]:
+    """Open what is to be altered in place.
+
+    Raises:
+        ConfigError: if it is of no known kind.
+        CheckpointCorrupt: if it is damaged.
+        CheckpointError: if it cannot be read, or altered.
+    """
+    with ExitStack() as stack:
+        if target.step is None:
+            yield _foreign(target.path, target.path, stack, write=write)
+        else:
+            from holdfast_lab.inject.files.checkpoint import CheckpointValues, manifest_of
+
+            yield CheckpointValues(target.path, manifest_of(target.path, target.step), stack, write=write)
+
+
+@contextmanager
+def copied(target: Target, out: Path) -> Iterator[FileValues]:
+    """Open a copy of what is to be altered; it is there, under its name, when this ends well, and else nothing is.
+
+    Args:
+        target: What is copied.
+        out: The new file; of a checkpoint, the directory of checkpoints in which the same step is made.
+
+    Raises:
+        ConfigError: if there is something of that name.
+    """
+    with ExitStack() as stack:
+        if target.step is None:
+            if out.exists():
+                msg = f"{out} is there already; name a new file, or remove it"
+                raise ConfigError(msg)
+            draft = out.with_name(f"{out.name}.{secrets.token_hex(4)}.tmp")
+            stack.callback(draft.unlink, missing_ok=True)
+            _copy(target.path, draft)
+            with ExitStack() as inner:
+                yield _foreign(draft, target.path, inner, write=True)
+            with explained(out):
+                draft.rename(out)
+            return
+        from holdfast.checkpoint.storage import step_folder
+        from holdfast_lab.inject.files.checkpoint import CheckpointValues, manifest_of
+
+        root = out.parent if out.name == step_folder(target.step) else out
+        manifest = manifest_of(target.path, target.step)
+        folder = root / step_folder(target.step)
+        if out.is_file() or folder.exists():
+            msg = f"{out if out.is_file() else folder} is there already; name another directory, or remove it"
+            raise ConfigError(msg)
+        done = stack.enter_context(ExitStack())
+        done.callback(shutil.rmtree, folder, ignore_errors=True)
+        for name in manifest.files:
+            _copy(target.path / step_folder(target.step) / manifest.folder / name, folder / manifest.folder / name)
+        with ExitStack() as inner:
+            yield CheckpointValues(root, manifest, inner, write=True)
+        done.pop_all()
+
+
+def _foreign(path: Path, named: Path, stack: ExitStack, *, write: bool) -> FileValues:
+    """Open a file of another program, whose kind the name ``named`` tells."""
+    with explained(path), path.open("rb") as file:
+        is_hdf5 = file.read(len(_HDF5)) == _HDF5
+    kind = named.suffix.lower()
+    if is_hdf5 or kind in (".h5", ".hdf5"):
+        from holdfast_lab.inject.files.hdf5 import Hdf5Values
+
+        return Hdf5Values(path, stack, write=write)
+    from holdfast.checkpoint.foreign import LOCATORS
+    from holdfast_lab.inject.files.foreign import ForeignValues
+
+    if kind not in LOCATORS:
+        msg = f"{named} is no file that can be altered; it must be HDF5, or its name end with one of {', '.join(LOCATORS)}"
+        raise ConfigError(msg)
+    return ForeignValues(path, kind.removeprefix("."), stack, write=write)
+
+
+def _copy(source: Path, target: Path) -> None:
+    """Copy a file; where the file system can, the copy shares its blocks until one of them is altered."""
+    with explained(target):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with source.open("rb") as old, target.open("xb") as new:
+            left = os.fstat(old.fileno()).st_size
+            try:
+                while left and (done := os.copy_file_range(old.fileno(), new.fileno(), left)):
+                    left -= done
+            except OSError:  # not every file system can
+                old.seek(new.seek(0, os.SEEK_END))
+                shutil.copyfileobj(old, new, 1 << 20)

@@ -1,0 +1,144 @@
+"""Checkpoints of ours, in any format: the manifest says where every value lies."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+import numpy as np
+
+from holdfast.checkpoint.block_writer import gaps
+from holdfast.checkpoint.blocks import BLOCK_BYTES, block_ranges, digest_of
+from holdfast.checkpoint.foreign import row_major
+from holdfast.checkpoint.load import read_manifest, steps
+from holdfast.checkpoint.manifest import MANIFEST_NAME, FileEntry, Manifest, Piece, TensorEntry, dump
+from holdfast.checkpoint.storage import is_remote, step_folder, step_of
+from holdfast.checkpoint.storage.local import LocalStorage
+from holdfast.errors import CheckpointMissing, ConfigError
+from holdfast.faults.alteration import Place
+from holdfast.faults.formats import FORMATS
+from holdfast_lab.inject.files.base import Box, Bytes, FileValues, Index, Laid, Skipped, Target
+from holdfast_lab.inject.files.zips import renew_checksums
+
+
+class CheckpointValues(FileValues):
+    """The values of a checkpoint; see :class:`~holdfast_lab.inject.files.base.FileValues`.
+
+    Args:
+        root: In which directory of checkpoints.
+        manifest: What it holds. It need not stand there yet: :meth:`seal` writes it.
+        write: Whether they may be altered.
+        stack: Closes the files.
+    """
+
+    def __init__(self, root: Path, manifest: Manifest, stack: ExitStack, *, write: bool) -> None:
+        self._storage = LocalStorage(root)
+        self._manifest = manifest
+        folder = root / step_folder(manifest.step) / manifest.folder
+        self._paths = {name: folder / name for name in manifest.files}
+        self._files = {name: Bytes(path, write=write) for name, path in self._paths.items()}
+        for file in self._files.values():
+            stack.callback(file.close)
+        stores, skipped = [], []
+        for path, entry in manifest.tensors.items():
+            if entry.dtype not in FORMATS or entry.dtype == "bool":
+                skipped.append(Skipped(path, f"is of {entry.dtype}"))
+            else:
+                place = Place(path, FORMATS[entry.dtype], entry.shape)
+                stores.append(Laid(place, [self._box(piece) for piece in entry.pieces]))
+        super().__init__(manifest.format, stores, skipped)
+
+    def _box(self, piece: Piece) -> Box:
+        return Box(self._files[piece.file], piece.offset, piece.start, piece.shape, row_major(piece.shape))
+
+    def seal(self, *, keep_digests: bool) -> None:
+        """See :meth:`FileValues.seal`; the blocks and archives in which something was written are read whole."""
+        manifest = self._manifest
+        if not keep_digests:
+            touched = {
+                name: np.sort(np.concatenate(file.touched)) for name, file in self._files.items() if file.touched
+            }
+            tensors = {path: self._renewed(entry, touched) for path, entry in manifest.tensors.items()}
+            files = {name: self._rest(name) if name in touched else entry for name, entry in manifest.files.items()}
+            manifest = dataclasses.replace(manifest, tensors=tensors, files=files)
+        for file in self._files.values():
+            file.sync()
+        self._storage.put(f"{step_folder(manifest.step)}/{MANIFEST_NAME}", dump(manifest))
+
+    def _renewed(self, entry: TensorEntry, touched: Mapping[str, Index]) -> TensorEntry:
+        return dataclasses.replace(
+            entry,
+            pieces=tuple(
+                dataclasses.replace(piece, blocks=self._blocks(piece, touched[piece.file]))
+                if piece.file in touched
+                else piece
+                for piece in entry.pieces
+            ),
+        )
+
+    def _blocks(self, piece: Piece, touched: Index) -> tuple[str, ...]:
+        """Return the digests of a piece, of blocks in which something was written new ones."""
+        ends = np.searchsorted(touched, (piece.offset, piece.offset + piece.size_bytes))
+        stale = set(np.unique((touched[ends[0] : ends[1]] - piece.offset) // BLOCK_BYTES).tolist())
+        return tuple(
+            self._digest(piece.file, [(piece.offset + start, piece.offset + end)]) if number in stale else old
+            for number, (old, (start, end)) in enumerate(zip(piece.blocks, block_ranges(piece.size_bytes), strict=True))
+        )
+
+    def _rest(self, name: str) -> FileEntry:
+        """Return what the manifest says of a file in which something was written; of an archive its checksums change, too."""
+        if self._manifest.format == "npz":
+            renew_checksums(self._paths[name], self._files[name])
+        pieces = [piece for entry in self._manifest.tensors.values() for piece in entry.pieces if piece.file == name]
+        size_bytes = self._files[name].size_bytes
+        return FileEntry(size_bytes=size_bytes, rest_xxh3=self._digest(name, gaps(size_bytes, pieces)))
+
+    def _digest(self, name: str, ranges: Sequence[tuple[int, int]]) -> str:
+        found = digest_of(ranges, self._files[name].read_into)
+        assert found is not None, f"{name} became shorter while it was altered"
+        return found
+
+
+def manifest_of(root: Path, step: int) -> Manifest:
+    """Return what a checkpoint in a directory of checkpoints holds.
+
+    Raises:
+        CheckpointCorrupt: if its manifest is damaged.
+        CheckpointMissing: if there is none.
+    """
+    return read_manifest(LocalStorage(root), step)
+
+
+def find_checkpoint(text: str) -> Target:
+    """Return what is meant by a path; see :func:`holdfast_lab.inject.files.find`."""
+    if is_remote(text):
+        msg = f"{text} must be on this machine to be altered; fetch it first"
+        raise ConfigError(msg)
+    path = Path(text.removeprefix("file://"))
+    if path.name == MANIFEST_NAME or (path.is_dir() and (path.parent / MANIFEST_NAME).is_file()):
+        path = path.parent
+    if not path.exists():
+        msg = f"there is no {str(path)!r}; name a checkpoint, a directory of checkpoints, or a file"
+        raise ConfigError(msg)
+    if not path.is_dir():
+        return Target(path)
+    if (path / MANIFEST_NAME).exists():
+        step = step_of(path.resolve().name)
+        if step is None:
+            msg = (
+                f"{path} holds a checkpoint under another name than that of its step; call it step-00000020 for step 20"
+            )
+            raise ConfigError(msg)
+        return Target(path.resolve().parent if path.name in ("", "..") else path.parent, step)
+    if (path / ".metadata").exists():
+        msg = (
+            f"{path} is a folder of torch.distributed.checkpoint without a manifest.json of holdfast; its index is a pickle, "
+            "which is not read: save it as .safetensors"
+        )
+        raise ConfigError(msg)
+    if not (complete := steps(path)):
+        msg = f"there is no complete checkpoint in {path}; name a directory that has one, or a file"
+        raise CheckpointMissing(msg)
+    return Target(path, complete[-1])

@@ -1,0 +1,163 @@
+"""``holdfast inject``: altering a checkpoint file, in place or in a copy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from holdfast.errors import ConfigError
+from holdfast.faults.alteration import Alteration, Change, Place, Values, apply, draw
+from holdfast.faults.formats import Raw
+from holdfast.faults.names import chosen
+from holdfast.faults.record import Record, Replayed, lines, record_of, replay
+from holdfast.faults.record import Target as Mapped
+from holdfast_lab.inject.files import Target, copied, opened
+from holdfast_lab.inject.files.base import FileValues, Index, Skipped
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """What is done again.
+
+    Args:
+        record: What was altered then.
+        paths: Names of tensors here; see :func:`~holdfast.faults.record.parse_map`.
+        partly: Leave out tensors that are not here, as where a file holds one stage of several.
+    """
+
+    record: Record
+    paths: dict[str, Mapped] = field(default_factory=dict)
+    partly: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Injection:
+    """What was altered.
+
+    Args:
+        written: What has the alterations now; None if nothing was written.
+        kind: Of the file.
+        num_tensors: How many could be altered.
+        record: Which were, and how.
+        skipped: What else is in the file.
+        missing: Of a replay, tensors that are not here.
+        others: Of a replay, how many values were not what they had been then.
+    """
+
+    written: str | None
+    kind: str
+    num_tensors: int
+    record: Record
+    skipped: tuple[Skipped, ...]
+    missing: tuple[str, ...] = ()
+    others: int = 0
+
+
+class Part:
+    """Some of the places of values; see :class:`~holdfast.faults.alteration.Values`."""
+
+    def __init__(self, values: Values, chosen: Sequence[int]) -> None:
+        self._values = values
+        self._chosen = chosen
+        self.places: Sequence[Place] = [values.places[number] for number in chosen]
+
+    def read(self, wanted: Sequence[tuple[int, Index]]) -> list[Raw]:
+        """See :meth:`Values.read`."""
+        return self._values.read([(self._chosen[place], index) for place, index in wanted])
+
+    def write(self, changes: Sequence[Change]) -> None:
+        """See :meth:`Values.write`."""
+        self._values.write([replace(change, place=self._chosen[change.place]) for change in changes])
+
+
+def inject(
+    target: Target,
+    what: Alteration | Replay,
+    *,
+    at: Sequence[str] = (),
+    out: Path | None = None,
+    in_place: bool = False,
+    dry_run: bool = False,
+    keep_digests: bool = False,
+    record: Path | None = None,
+) -> Injection:
+    """Alter a checkpoint, or a file of another program.
+
+    Args:
+        target: Which.
+        what: What is done to which values.
+        at: Only to those of tensors whose path is, begins or matches one of these; see
+            :func:`~holdfast.faults.names.chosen`.
+        out: Where the altered copy goes: a new file; of a checkpoint, a directory of checkpoints.
+        in_place: Alter the file itself.
+        dry_run: Alter nothing; the record is written.
+        keep_digests: Leave what the file says of its own bytes, so that whoever loads it can find the alterations.
+        record: Where is written what was altered, before it is.
+
+    Raises:
+        ConfigError: if it cannot be done as it is asked for.
+        CheckpointError: if the file cannot be read or altered.
+    """
+    if out is not None and in_place:
+        msg = "an altered copy (-o) and --in-place exclude each other; leave one of them out"
+        raise ConfigError(msg)
+    if out is None and not in_place and not dry_run:
+        msg = f"say where the alterations go: -o OUT for an altered copy, or --in-place to alter {target} itself"
+        raise ConfigError(msg)
+    if record is not None and record.exists():
+        msg = f"{record} is there already, and may be needed to take something back; name another file for the record"
+        raise ConfigError(msg)
+    to_copy = None if dry_run else out
+    with opened(target, write=in_place and not dry_run) if to_copy is None else copied(target, to_copy) as values:
+        part = _part(target, values, at)
+        found = _changes(part, what)
+        scale = what.record.scale if isinstance(what, Replay) else what.scale
+        done = record_of(part.places, found.changes, scale)
+        if record is not None:
+            _write(record, done)
+        if not dry_run:
+            apply(part, found.changes)
+            values.seal(keep_digests=keep_digests)
+    return Injection(
+        written=None if dry_run else str(out or target),
+        kind=values.kind,
+        num_tensors=len(values.places),
+        record=done,
+        skipped=values.skipped,
+        missing=found.missing,
+        others=found.others,
+    )
+
+
+def _part(target: Target, values: FileValues, at: Sequence[str]) -> Values:
+    if not values.places:
+        why = f": {values.skipped[0].path} {values.skipped[0].why}" if values.skipped else ""
+        msg = f"{target} holds nothing that can be altered{why}"
+        raise ConfigError(msg)
+    if not at:
+        return values
+    numbers = {place.path: number for number, place in enumerate(values.places)}
+    return Part(values, list(chosen(numbers, [pattern.lstrip("/") for pattern in at]).values()))
+
+
+def _changes(values: Values, what: Alteration | Replay) -> Replayed:
+    if isinstance(what, Alteration):
+        return Replayed(draw(values, what), (), 0)
+    found = replay(values, what.record, what.paths)
+    if found.missing and not what.partly:
+        msg = (
+            f"tensors of the record are not here: {', '.join(found.missing[:8])}{', ...' if len(found.missing) > 8 else ''}; "
+            "name them in --map, or leave them out with --partly"
+        )
+        raise ConfigError(msg)
+    return found
+
+
+def _write(path: Path, record: Record) -> None:
+    try:
+        with path.open("x", encoding="utf-8") as file:
+            file.write("".join(lines(record)))
+    except OSError as error:
+        msg = f"cannot write the record {path}: {error.strerror or error}"
+        raise ConfigError(msg) from error

@@ -1,0 +1,304 @@
+"""The page of a scenario or of a plan, from ``results.json`` alone."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from holdfast.errors import ConfigError
+from holdfast.report.formatting import DASH, duration, percent
+from holdfast_lab.pages import advice
+from holdfast_lab.pages.study import shown_section
+
+Row = dict[str, Any]
+Results = Mapping[str, Any]
+
+KINDS = ("scenario", "plan")
+"""What ``results.json`` has under ``"simulated"``."""
+
+_PARTS = {
+    "lost": "again",
+    "save": "save",
+    "detect": "detect",
+    "regroup": "regroup",
+    "load": "load",
+    "restart": "start",
+    "rejoin": "rejoin",
+    "wait": "wait",
+}
+
+
+def render_simulated(results: Results) -> str:
+    """Return the page.
+
+    Args:
+        results: What ``results.json`` holds.
+    """
+    from holdfast.report.html import environment
+
+    is_plan = results["simulated"] == "plan"
+    rows = [shown_cells(row) for row in results["rows"]]
+    sections = [*(_plan_sections(results, rows) if is_plan else _sections(rows))]
+    shown = [shown_section(section, rows) for section in sections]
+    return (
+        environment()
+        .get_template("simulated.html")
+        .render(
+            title=results["title"],
+            kind=results["simulated"],
+            lead=advice.headline(results) if is_plan else _lead(results),
+            command=advice.command(results) if is_plan else "",
+            reasons=advice.reasons(results) if is_plan else [],
+            sections=[section for section in shown if section],
+            known=advice.assumption_lines(results["known"]) if is_plan else [],
+            settings=results["settings"],
+        )
+    )
+
+
+def load_simulated(directory: Path) -> dict[str, Any] | None:
+    """Return the results of the simulation in ``directory``, None if there is none.
+
+    Raises:
+        ConfigError: if they are not what a simulation writes.
+    """
+    path = directory / "results.json"
+    try:
+        results = json.loads(path.read_text()) if path.is_file() else None
+    except (OSError, ValueError) as error:
+        msg = f"{path} cannot be read: {error}"
+        raise ConfigError(msg) from error
+    if not isinstance(results, dict) or "simulated" not in results:
+        return None
+    needed = {"simulated": str, "title": str, "rows": list, "settings": dict}
+    needed |= {"known": list, "map": list, "question": dict} if results["simulated"] == "plan" else {}
+    for key, kind in needed.items():
+        if not isinstance(results.get(key), kind) or (key == "simulated" and results[key] not in KINDS):
+            msg = f"{path} is not the results of a simulation: {key!r} is missing or of the wrong type"
+            raise ConfigError(msg)
+    return results
+
+
+def shown_cells(row: Mapping[str, Any]) -> Row:
+    """Return a row with its numbers in words beside them: ``goodput_shown`` and so on, with their 95 % intervals."""
+    save = (
+        f"{duration(row['interval_s'])} ({advice.counted(row['save_every'], 'step')})" if row["save_every"] else "never"
+    )
+    train = _train(row)
+    hours = DASH if row["worker_hours"] is None else _number(row, "worker_hours")
+    failures = "failures" if "failures" in row else "failures_per_day"
+    return {
+        **row,
+        **{f"{part}_percent": 100 * row[f"in_{part}"] for part in _PARTS},
+        "saves_shown": save,
+        "goodput_shown": _percent(row, "goodput"),
+        "lost_shown": _percent(row, "lost_share"),
+        "train_shown": train,
+        "hours_shown": hours,
+        "failures_shown": _number(row, failures),
+        "where": ", ".join(f"{name} {percent(row[f'in_{part}'])}" for part, name in _PARTS.items() if row[f"in_{part}"] >= 5e-4),
+    }  # fmt: skip
+
+
+def columns(results: Results) -> list[tuple[str, str]]:
+    """Return what is shown of each row: key and heading."""
+    per_day = results["simulated"] == "plan"
+    return [
+        ("saves_shown", "checkpoint every"),
+        ("goodput_shown", "goodput"),
+        ("lost_shown", "work lost"),
+        ("train_shown", "time to train"),
+        ("hours_shown", "worker-hours"),
+        ("failures_shown", "failures a day" if per_day else "failures"),
+    ]
+
+
+def map_table(cells: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[str]]]:
+    """Return the map as text: heads, and a line for each mean time between failures of a machine."""
+    sizes = list(dict.fromkeys(cell["workers"] for cell in cells))
+    lines: dict[str, list[str]] = {}
+    for cell in cells:
+        lines.setdefault(duration(cell["mtbf_node_s"]), []).append(_field(cell))
+    return [f"{size:,}" for size in sizes], [[name, *fields] for name, fields in lines.items()]
+
+
+def _train(row: Mapping[str, Any]) -> str:
+    if "train_s" not in row:  # of a scenario: the time until the job was done, or until nobody looked any more
+        if row["steps_asked"] is None:
+            return DASH
+        if row["finished"] == 0:
+            return f"not done in {duration(row['horizon_s'])}"
+        late = "" if row["finished"] == 1 else f", {percent(1 - row['finished'], digits=0)} not done"
+        return f"{duration(row['total_s'])} ({_between(row, 'total_s')}{late})"
+    if row["train_s"] is None:
+        return "never"
+    return f"{duration(row['train_s'])} ({_between(row, 'train_s')})"
+
+
+def _between(row: Mapping[str, Any], name: str) -> str:
+    low, high = duration(row[f"{name}_low"]), duration(row[f"{name}_high"])
+    unit = low.rpartition(" ")[2]
+    same = all(text.endswith(f" {unit}") for text in (high, duration(row[name])))
+    return f"{low.removesuffix(f' {unit}')} to {high.removesuffix(f' {unit}')}" if same else f"{low} to {high}"
+
+
+def _percent(row: Mapping[str, Any], name: str) -> str:
+    low, high = (max(min(row[f"{name}_{end}"], 1.0), 0.0) for end in ("low", "high"))
+    return f"{percent(row[name], digits=2)} ({100 * low:.2f} to {100 * high:.2f})"
+
+
+def _number(row: Mapping[str, Any], name: str) -> str:
+    value, ends = row[name], [row[f"{name}_{end}"] for end in ("low", "high")]
+    scale, unit = (1e6, " million") if value >= 1e6 else (1.0, "")
+    digits = 4 if value < 0.1 else 2 if unit or value < 10 else 1 if value < 100 else 0
+    text = f"{value / scale:,.{digits}f}"
+    if all(end is not None for end in ends):
+        text += f" ({ends[0] / scale:,.{digits}f} to {ends[1] / scale:,.{digits}f})"
+    return text + unit
+
+
+def _field(cell: Mapping[str, Any]) -> str:
+    best = max(value for name, value in cell.items() if name.startswith("goodput_"))
+    shown = best if cell["wins"] in ("any", "none") else cell[f"goodput_{cell['wins']}"]
+    return f"{cell['wins']} {100 * shown:.1f} | {100 * cell['goodput_relaunch']:.1f}"
+
+
+def _lead(results: Results) -> str:
+    best = max(results["rows"], key=lambda row: row["goodput"])
+    others = [row for row in results["rows"] if row is not best]
+    if not others:
+        return f"{best['name']}: goodput {percent(best['goodput'])}."
+    close = [row for row in others if row["goodput_high"] >= best["goodput_low"]]
+    text = f"{best['name']} has the highest goodput, {percent(best['goodput'])}"
+    text += f"; {', '.join(row['name'] for row in close)} cannot be told from it" if close else ""
+    worst = min(others, key=lambda row: row["goodput"])
+    return f"{text}. The lowest has {worst['name']}, {percent(worst['goodput'])}."
+
+
+# -- sections
+
+
+def _sections(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    heads = columns({"simulated": "scenario"})
+    return [_table(heads), *_bars(rows)]
+
+
+def _plan_sections(results: Results, rows: Sequence[Row]) -> list[dict[str, Any]]:
+    return [
+        _table(columns(results)),
+        *_bars(rows),
+        *_interval_sections(results),
+        *([_map_section(results)] if results["map"] else []),
+    ]
+
+
+def _table(heads: Sequence[tuple[str, str]]) -> dict[str, Any]:
+    return {
+        "kind": "table",
+        "id": "strategies",
+        "title": "Strategies side by side",
+        "note": "Simulated. In brackets 95 % intervals of the mean. All met the same failures.",
+        "where": {},
+        "by": ["name"],
+        "columns": [[key, heading, "text"] for key, heading in heads],
+    }
+
+
+def _bars(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    bars = {
+        "kind": "bars",
+        "id": "time",
+        "title": "Where the time goes that is not useful",
+        "note": "Simulated. again: work that was lost and is done once more; save, detect, regroup, load, start, rejoin: training is held for it; "
+        "wait: too few workers are there. The rest of 100 % is work that counts, some of it with fewer workers than all.",
+        "where": {},
+        "by": ["name"],
+        "values": [[f"{part}_percent", name] for part, name in _PARTS.items()],
+        "unit": "% of the time",
+    }
+    return [bars] if any(row[f"in_{part}"] for row in rows for part in _PARTS) else []
+
+
+def _interval_sections(results: Results) -> list[dict[str, Any]]:
+    table = {
+        "kind": "table",
+        "id": "interval",
+        "title": "How often to save",
+        "note": "Work between two checkpoints: by Young's and Daly's formulas, where Daly's model is smallest (exact), and as simulated, with "
+        "the range in which goodput is within 0.1 points of the best. Failures that lead back to a checkpoint are those that count.",
+        "where": {},
+        "by": ["strategies"],
+        "rows": advice.interval_lines(results),
+        "columns": [
+            ["back", "back to one every", "text"],
+            ["young", "Young", "text"],
+            ["daly", "Daly", "text"],
+            ["exact", "exact", "text"],
+            ["simulated", "simulated", "text"],
+            ["range", "as good as", "text"],
+        ],
+    }
+    if results["optimum"] is None:
+        return [table]
+    tried = [_tried_point(one, results["shown"]) for one in results["optimum"]["tried"]]
+    row = advice.shown_row(results)
+    low, high = min(p["goodput_low"] for p in tried), max(p["goodput_high"] for p in tried)
+    curves = [
+        [name, [row[key] / 60] * 2, [low, high]]
+        for key, name in (("young_s", "Young"), ("exact_s", "exact"))
+        if row[key]
+    ]
+    points = {
+        "kind": "points",
+        "id": "tried",
+        "title": f"Goodput of {results['shown']} over the interval",
+        "note": "Simulated, each with the same failures, so differences are surer than the intervals of 95 % look.",
+        "where": {},
+        "rows": tried,
+        "x": ["minutes", "work between two checkpoints, minutes"],
+        "y": ["goodput", "goodput, %"],
+        "series": ["strategy"],
+        "interval": ["goodput_low", "goodput_high"],
+        "log": ["x"],
+        "curves": curves,
+    }
+    return [table, points]
+
+
+def _tried_point(one: Mapping[str, Any], name: str) -> Row:
+    goodput = {key: 100 * one[key] for key in ("goodput", "goodput_low", "goodput_high")}
+    return {"strategy": name, "minutes": one["interval_s"] / 60, **goodput}
+
+
+def _map_section(results: Results) -> dict[str, Any]:
+    cells = [
+        {
+            "workers": f"{cell['workers']:,}",
+            "mtbf": duration(cell["mtbf_node_s"]),
+            "gain": max(value for name, value in cell.items() if name.startswith("goodput_"))
+            - cell["goodput_relaunch"],
+            "text": _field(cell).replace(" ", "\n", 1),
+        }
+        for cell in results["map"]
+    ]
+    return {
+        "kind": "map",
+        "id": "map",
+        "title": "Who wins where",
+        "note": MAP_NOTE,
+        "where": {},
+        "rows": cells,
+        "x": ["workers", "workers"],
+        "y": ["mtbf", "a machine fails once in"],
+        "shade": "gain",
+        "text": "text",
+    }
+
+
+MAP_NOTE = (
+    "Simulated: the winner of rollback, forward and relaunch, its goodput in %, and behind the bar that of relaunch. any: relaunch is less than "
+    "half a point behind; none: nothing gets done. Step and checkpoint take as long everywhere; spares are as many as suffice."
+)
+"""What the fields of the map mean."""

@@ -1,0 +1,202 @@
+"""The page of a study: its claims, its tables and its pictures, from ``results.json`` alone.
+
+A study says under ``page`` how its rows are shown, section by section:
+
+* ``table``: rows that agree in ``by`` are one line; a column is ``[key, heading, unit]``, numbers are medians; where they are
+  texts or counts of something, a fourth word says of what: ``[key, heading, "text", "iterations"]``;
+* ``bars``: a bar for each group in ``by``, named by what of it is not the same in all, stacked from the medians of ``values``,
+  ``[key, name]`` each; ``range`` adds that of the rows' sums;
+* ``lines``: a line for each group in ``series`` over ``x``; rows that are not ``measured`` are hollow;
+* ``points``: a point for each row at ``x`` and ``y``, with its ``interval``, coloured by ``series``;
+* ``intervals``: a line for each group in ``by``, on it a point for each row, at ``x``, with its ``interval``;
+* ``map``: a field for each row at ``x`` and ``y``, as dark as ``shade`` is large, with ``text`` in it;
+* ``list``: sentences, each with the ``section`` and the ``row`` that it stands on.
+
+``where`` chooses rows by the values that they must have; a section that shows what follows from many rows brings
+``rows`` of its own.
+"""
+
+from __future__ import annotations
+
+import re
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from holdfast.report import formatting as words
+from holdfast.report.canvas import keep_rows
+
+_MEASURED = "measured"
+_MANY = 40
+"""A table with more lines is folded up."""
+SHARE = "share"
+"""The unit of a number from 0 to 1 that is shown in percent."""
+
+
+def render_study(results: Mapping[str, Any]) -> str:
+    """Return the page of a study.
+
+    Args:
+        results: What its ``results.json`` holds.
+    """
+    from holdfast.report.html import environment
+
+    shown = [shown_section(section, results["rows"]) for section in results.get("page", ())]
+    settings = {name: text for name, value in results["settings"].items() if (text := _listed(value))}
+    return (
+        environment()
+        .get_template("study.html")
+        .render(
+            title=results.get("title") or results["study"],
+            paper=results.get("paper", ""),
+            intervals=results.get("intervals", ""),
+            left_out=results.get("left_out", ()),
+            claims=[_claim(claim) for claim in results["claims"]],
+            sections=[section for section in shown if section],
+            settings=settings,
+        )
+    )
+
+
+def claim_lines(results: Mapping[str, Any]) -> list[str]:
+    """Return each claim with its verdict, for a terminal."""
+    lines = []
+    for claim in results["claims"]:
+        shown = _claim(claim)
+        numbers = f" ({shown['numbers']})" if shown["numbers"] else ""
+        lines.append(f"{shown['verdict']:<14} {claim['claim']}{numbers}. {claim.get('found', '')}".rstrip())
+    return lines
+
+
+def _claim(claim: Mapping[str, Any]) -> dict[str, Any]:
+    ours, ci, paper = claim["ours"], claim["ci"], claim["paper"]
+    neither = "not checked" if ours is None else "undecided"
+    verdict = {True: "holds", False: "does not hold", None: neither}[claim["holds"]]
+    unit = claim.get("unit", "")
+    parts = [_amount(ours, unit)] if ours is not None else []
+    parts += (
+        [f"95 % interval {_end(ci[0], '-∞', unit)} to {_end(ci[1], '∞', unit)}{' %' * (unit == SHARE)}"] if ci else []
+    )
+    parts += [f"expected {_amount(paper, unit)}"] if paper is not None and ours is not None else []
+    mark = {True: "same", False: "bad", None: "dim" if ours is None else "undecided"}[claim["holds"]]
+    return {**claim, "verdict": verdict, "mark": mark, "numbers": ", ".join(parts), "found": claim.get("found", "")}
+
+
+def _amount(value: float, unit: str) -> str:
+    """Return a number of a claim with its unit; a share in percent."""
+    return f"{100 * value:.4g} %" if unit == SHARE else f"{value:.4g} {unit}".rstrip()
+
+
+def _end(value: float | None, unbounded: str, unit: str) -> str:
+    return unbounded if value is None else f"{value * (100 if unit == SHARE else 1):.4g}"
+
+
+def shown_section(section: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+    """Return what the template shows, None if there is nothing to show."""
+    if section["kind"] == "list":
+        items = [{"text": item["text"], "link": row_id(item["section"], item["row"])} for item in section["items"]]
+        return {**section, "items": items} if items else None
+    rows = section.get("rows", rows)
+    chosen = [row for row in rows if all(row.get(key) == value for key, value in section["where"].items())]
+    if not chosen:
+        return None
+    if section["kind"] == "table":
+        return {**section, **_table(section, chosen)}
+    from holdfast_lab.pages.heat_map import winners
+    from holdfast_lab.pages.plots import interval_lines, scattered, stacked_bars, workers_lines
+
+    draw = {
+        "bars": stacked_bars,
+        "lines": workers_lines,
+        "points": scattered,
+        "intervals": interval_lines,
+        "map": winners,
+    }[section["kind"]]
+    svg = draw(section, chosen)
+    if svg:
+        keep_rows(section["title"], chosen)
+    return {**section, "svg": svg} if svg else None
+
+
+def _table(section: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    by = [name for name in section["by"] if any(row.get(name) is not None for row in rows)]
+    groups = grouped(rows, section["by"])
+    columns = [
+        column
+        for column in section["columns"]
+        if column[2] == "count" or any(row.get(column[0]) not in (None, 0) for row in rows)
+    ]
+    lines = [
+        {
+            "id": row_id(section["id"], key),
+            "names": [_name(group[0].get(name)) for name in by],
+            "cells": [_cell([row.get(column[0]) for row in group], column[2]) for column in columns],
+        }
+        for key, group in groups.items()
+    ]
+    heads = [(column[1], column[2], _shown_unit(*column[2:])) for column in columns]
+    return {
+        "names": [name.replace("_", " ") for name in by],
+        "heads": heads,
+        "lines": lines,
+        "folded": section.get("folded") or len(lines) > _MANY,
+    }
+
+
+def _shown_unit(kind: str, unit: str = "") -> str:
+    """Return what stands below the heading of a column; a percentage has its sign in every cell."""
+    return unit or (kind if kind in ("ms", "s", "MB") else "")
+
+
+def grouped(rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> dict[tuple[str, ...], list[Mapping[str, Any]]]:
+    """Return the rows by their values of ``names``, as text, in the order in which they come."""
+    groups: dict[tuple[str, ...], list[Mapping[str, Any]]] = {}
+    for row in rows:
+        groups.setdefault(tuple(_name(row.get(name)) for name in names), []).append(row)
+    return groups
+
+
+def middle(values: Sequence[Any]) -> float | None:
+    """Return the median of the numbers among the values, None if there is none."""
+    numbers = [value for value in values if isinstance(value, int | float)]
+    return float(statistics.median(numbers)) if numbers else None
+
+
+def row_id(section: str, values: Sequence[str]) -> str:
+    """Return the anchor of a line of a table."""
+    return re.sub(r"[^a-z0-9]+", "-", "-".join((section, *values)).lower()).strip("-")
+
+
+def _listed(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name} {part}" for name, part in value.items())
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return ", ".join(map(str, value)) if isinstance(value, list) else _name(value)
+
+
+def _name(value: Any) -> str:
+    return "" if value is None else str(value)
+
+
+def _cell(values: Sequence[Any], unit: str) -> str:
+    known = [value for value in values if value is not None]
+    if unit == "count":
+        return str(len(values))
+    if not known:
+        return ""
+    if unit == "truth":
+        return "yes" if all(known) else "no"
+    if unit == "text":
+        return "; ".join(dict.fromkeys(map(str, known)))
+    number = middle(known)
+    assert number is not None
+    if unit == "MB":
+        return f"{number / 1e6:,.2f}"
+    if unit == "ms":
+        return f"{1000 * number:,.0f}" if number >= 0.1 else f"{1000 * number:.3g}"
+    if unit == "s":
+        return f"{number:.3f}" if number < 10 else f"{number:.1f}"
+    if unit == "%":
+        return words.percent(number, digits=2)
+    return f"{number:,.0f}" if number.is_integer() else f"{number:.4g}"

@@ -1,0 +1,133 @@
+"""Body three: the strategies of :mod:`holdfast.recovery` with costs in the place of tensors. No torch.
+
+What goes in is a :class:`Scenario` of four parts, each plain data:
+
+:class:`Cluster`
+    How many workers, in nodes and racks, and how many spares.
+:class:`Job`
+    What is done about failures: strategy, how often it saves, how much is to be done.
+:class:`Costs`
+    Seconds and bytes: a step, its sums, detecting, regrouping, saving, loading, starting, joining.
+:class:`Failures` or :class:`Trace`
+    Who is down and when: drawn from distributions (:class:`Exponential`, :class:`Weibull`, :class:`LogNormal`,
+    :class:`Bathtub`, :class:`Constant`) for workers, nodes and racks (:class:`Source`), or as it was written down somewhere
+    (:func:`read_trace`). Whether a machine is up never depends on the job, so one drawing serves all strategies.
+
+What comes out::
+
+    scenario = Scenario(cluster, job, costs, failures)
+    outcome = simulate(scenario, seed=1)               # one history, event by event: an Outcome
+    sweep = monte_carlo(scenario, 1000, seed=1)        # many at once: a Sweep, whose repetition r is simulate(..., repetition=r)
+    sweep.estimate("goodput")                          # an Estimate: mean and 95 % interval
+    best_interval(scenario, 200, seed=1)               # steps between two checkpoints, found by trying
+    replay(records)                                    # a real run's failures, decided once more
+
+:func:`daly_expected_s` and :func:`exact_interval_s` are closed forms to hold it against. What is modelled, and what is not, stands in docs/simulation.md.
+
+Importing this imports nothing more: every name is loaded when it is first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from holdfast_lab.simulate.cluster import Cluster
+    from holdfast_lab.simulate.costs import Costs
+    from holdfast_lab.simulate.distributions import (
+        Bathtub,
+        Constant,
+        Distribution,
+        Exponential,
+        LogNormal,
+        Weibull,
+        make_distribution,
+    )
+    from holdfast_lab.simulate.failures import Failures, Outages, Source
+    from holdfast_lab.simulate.formulas import daly_expected_s, exact_interval_s
+    from holdfast_lab.simulate.many import monte_carlo
+    from holdfast_lab.simulate.optimum import Optimum, best_interval
+    from holdfast_lab.simulate.outcome import PARTS, Estimate, Outcome, Sweep
+    from holdfast_lab.simulate.reading import read_interruptions
+    from holdfast_lab.simulate.replay import Replayed, replay
+    from holdfast_lab.simulate.scenario import Job, Scenario
+    from holdfast_lab.simulate.timed import simulate
+    from holdfast_lab.simulate.traces import Trace, read_trace
+
+_WHERE = {
+    "Bathtub": "distributions",
+    "Cluster": "cluster",
+    "Constant": "distributions",
+    "Costs": "costs",
+    "Distribution": "distributions",
+    "Estimate": "outcome",
+    "Exponential": "distributions",
+    "Failures": "failures",
+    "Job": "scenario",
+    "LogNormal": "distributions",
+    "Optimum": "optimum",
+    "Outages": "failures",
+    "Outcome": "outcome",
+    "PARTS": "outcome",
+    "Replayed": "replay",
+    "Scenario": "scenario",
+    "Source": "failures",
+    "Sweep": "outcome",
+    "Trace": "traces",
+    "Weibull": "distributions",
+    "best_interval": "optimum",
+    "daly_expected_s": "formulas",
+    "exact_interval_s": "formulas",
+    "make_distribution": "distributions",
+    "monte_carlo": "many",
+    "read_interruptions": "reading",
+    "read_trace": "traces",
+    "replay": "replay",
+    "simulate": "timed",
+}
+
+__all__ = [
+    "PARTS",
+    "Bathtub",
+    "Cluster",
+    "Constant",
+    "Costs",
+    "Distribution",
+    "Estimate",
+    "Exponential",
+    "Failures",
+    "Job",
+    "LogNormal",
+    "Optimum",
+    "Outages",
+    "Outcome",
+    "Replayed",
+    "Scenario",
+    "Source",
+    "Sweep",
+    "Trace",
+    "Weibull",
+    "best_interval",
+    "daly_expected_s",
+    "exact_interval_s",
+    "make_distribution",
+    "monte_carlo",
+    "read_interruptions",
+    "read_trace",
+    "replay",
+    "simulate",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _WHERE:
+        msg = f"module 'holdfast_lab.simulate' has no attribute {name!r}"
+        raise AttributeError(msg)
+    value = getattr(importlib.import_module(f"holdfast_lab.simulate.{_WHERE[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,290 @@
+"""What a plan knows and what it must assume: given in options, measured in a run, or a default that is said aloud."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from holdfast.errors import ConfigError
+from holdfast_lab.simulate.checks import check_choice, check_mtbf, check_range
+from holdfast_lab.simulate.costs import OF_STORAGE, SAVING
+from holdfast_lab.simulate.measured import MeasuredRun
+from holdfast_lab.simulate.scenario import MODELS
+from holdfast_lab.simulate.units import DAY_S
+
+_BIG_JOB = 16
+"""From so many workers on, they are taken to be in machines of eight."""
+_BIG_STATE = 80e9
+"""What one accelerator of today holds, bytes: a larger state is taken to be split."""
+_LIKELY_ENOUGH = 0.99
+"""Share of the time in which spares are to suffice."""
+
+WHOLE_JOB_SHARE = 63 / 419
+"""Of Llama 3's 419 unexpected interruptions, software bugs (54), dependencies (2) and NCCL's watchdog (7) end a job whatever survives
+(The Llama 3 Herd of Models, 2024, table 5)."""
+
+LLAMA = {"failures": 419, "days": 54, "workers": 16_384, "nodes": 2_048}
+"""The same table: what to hold other rates against."""
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """One number, and where it comes from.
+
+    Args:
+        name: As in :class:`Question`.
+        value: In seconds, bytes, or a plain number or word.
+        source: ``"given"``, ``"measured"``, ``"derived"`` (from others) or ``"assumed"``.
+        why: What it was measured in, derived from, or taken from.
+    """
+
+    name: str
+    value: Any
+    source: str
+    why: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """What a plan is made for. Times in seconds.
+
+    Args:
+        workers: That compute.
+        workers_per_node: A machine fails with all of them.
+        mtbf_node_s: Mean time between two failures of one machine.
+        whole_job_share: Of all failures, those that no strategy survives; the launcher starts all again.
+        repair_s: How long a machine is away, on average.
+        spares: Workers beside ``workers``.
+        step_s: A step, when all are there.
+        save_s: How long training is held for a checkpoint.
+        save_background_s: How long it is written after that, beside training.
+        load_s: All load a checkpoint.
+        restart_s: The launcher starts the job: processes, libraries, the model.
+        detect_s: Until all survivors know of a failure.
+        regroup_s: Until they have agreed on how to go on.
+        rejoin_s: All are held while newcomers get the state.
+        rebuild_s: ``reinit`` builds the application again.
+        rehome_s: Parts of a split model are given to others.
+        model: One of :data:`~holdfast_lab.simulate.scenario.MODELS`.
+        split: ``"slices"`` or ``"even"``.
+        work_s: How long training takes undisturbed.
+    """
+
+    workers: int
+    workers_per_node: int
+    mtbf_node_s: float
+    whole_job_share: float
+    repair_s: float
+    spares: int
+    step_s: float
+    save_s: float
+    save_background_s: float
+    load_s: float
+    restart_s: float
+    detect_s: float
+    regroup_s: float
+    rejoin_s: float
+    rebuild_s: float
+    rehome_s: float
+    model: str
+    split: str
+    work_s: float
+
+    @property
+    def nodes(self) -> int:
+        """Machines with workers, without those of spares."""
+        return -(-self.workers // self.workers_per_node)
+
+    @property
+    def mtbf_s(self) -> float:
+        """Mean time between two failures of the job; spares fail besides."""
+        return self.mtbf_node_s / self.nodes
+
+
+def ask(given: Mapping[str, Any], run: MeasuredRun | None = None) -> tuple[Question, list[Known]]:
+    """Return the question with everything that was left open filled in, and where each number comes from.
+
+    Args:
+        given: By the names of :class:`Question`, what is known; besides, one of ``mtbf_s`` (of the whole job) and ``mtbf_worker_s``,
+            ``state_bytes``, ``write_bytes_per_s``, ``read_bytes_per_s``, ``snapshot_bytes_per_s``.
+        run: A run whose costs count where nothing is given.
+
+    Raises:
+        ConfigError: if nothing says how often something fails, or a number is out of range.
+    """
+    facts = _Facts(given, run)
+    workers = facts.take("workers", lambda: _needs_workers(run), "the workers of that run", measured=True)
+    check_range("--workers", workers, 1, most=1_000_000)
+    small = workers < _BIG_JOB
+    why = "fewer than 16 workers: each fails alone" if small else "machines of eight"
+    per_node = facts.take("workers_per_node", lambda: 1 if small else 8, why)
+    check_range("--workers-per-node", per_node, 1, most=workers)
+    mtbf_node_s = _mtbf_node_s(facts, workers, per_node)
+    share = facts.take(
+        "whole_job_share", lambda: WHOLE_JOB_SHARE, "software bugs and the like among Llama 3's interruptions"
+    )
+    check_range("--whole-job-share", share, 0, most=1)
+    repair_s = facts.take("repair_s", lambda: 6 * 3600.0, "the mean of LANL's 23,739 outages, 1996 to 2005")
+    rate = -(-workers // per_node) * repair_s / (mtbf_node_s + repair_s)
+    spares = facts.take("spares", lambda: enough_spares(rate, workers, per_node), _why_spares(rate, workers, per_node))
+    check_range("--spares", spares, 0, most=1_000_000)
+    storage = _storage(facts, workers, per_node)
+    question = Question(
+        workers=workers, workers_per_node=per_node, mtbf_node_s=mtbf_node_s, whole_job_share=share, repair_s=repair_s, spares=spares,
+        step_s=facts.take("step_s", lambda: 5.0, "a large language model's, roughly"),
+        restart_s=facts.take("restart_s", lambda: 300.0, "processes, libraries, communicators, the model"),
+        detect_s=facts.take("detect_s", lambda: 10.0, "the default of --node-timeout: a machine that is silent"),
+        regroup_s=facts.take("regroup_s", lambda: 1.0, "measured: 0.03 s with 64 workers; for many more unknown"),
+        rejoin_s=facts.take("rejoin_s", lambda: 10.0, "newcomers are given the state from others' memory"),
+        rebuild_s=facts.take("rebuild_s", lambda: 60.0, "reinit: the script builds its model and data again"),
+        rehome_s=facts.take("rehome_s", lambda: 10.0, "parts of a split model are given from memory to memory"),
+        split=facts.take("split", lambda: "slices", "whole slices change hands: the bits stay"),
+        work_s=facts.take("work_s", lambda: 30 * DAY_S, "a month of training"),
+        **storage,
+    )  # fmt: skip
+    _check(question)
+    return question, facts.known
+
+
+def enough_spares(away: float, workers: int, per_node: int) -> int:
+    """Return as many spare workers, in whole machines, as suffice for 99 % of the time; none if that were more than a quarter.
+
+    Machines fail and are repaired by themselves, so the number of those away has Poisson's distribution (the queue M/G/infinity).
+
+    Args:
+        away: How many machines are away on average.
+        workers: That compute.
+        per_node: Workers of one machine.
+    """
+    spare, term = 0, math.exp(-away)
+    total, most = term, workers // (4 * per_node)
+    while total < _LIKELY_ENOUGH and spare < most:
+        spare += 1
+        term *= away / spare
+        total += term
+    return spare * per_node if total >= _LIKELY_ENOUGH else 0
+
+
+class _Facts:
+    """Looks each number up where it may be, and writes down where it was."""
+
+    def __init__(self, given: Mapping[str, Any], run: MeasuredRun | None) -> None:
+        self._given = {name: value for name, value in given.items() if value is not None}
+        self._run = run
+        self._measured = {} if run is None else dict(run.costs)
+        if not self._given.keys().isdisjoint(OF_STORAGE):  # what was measured is of another size, or another disk
+            self._measured = {name: one for name, one in self._measured.items() if name not in SAVING}
+        self.known: list[Known] = []
+
+    def has(self, name: str) -> bool:
+        """Return whether it is given or measured."""
+        return name in self._given or name in self._measured
+
+    def is_measured(self, name: str) -> bool:
+        """Return whether the measured value is what counts."""
+        return name not in self._given and self.has(name)
+
+    def given(self, name: str) -> Any:
+        """Return what was given and write it down, None if nothing was."""
+        return self.take(name, lambda: None, "") if name in self._given else None
+
+    def take(
+        self, name: str, default: Callable[[], Any], why: str, *, source: str = "assumed", measured: bool = False
+    ) -> Any:
+        """Return the number that is given, else measured, else the default."""
+        if name in self._given:
+            self.known.append(Known(name, self._given[name], "given"))
+        elif self._run is not None and name in self._measured:
+            found = self._measured[name]
+            self.known.append(Known(name, found.value, "measured", f"{found.how}, {self._run.workers} workers"))
+        else:
+            self.known.append(Known(name, default(), "measured" if measured else source, why))
+        return self.known[-1].value
+
+
+def _needs_workers(run: MeasuredRun | None) -> int:
+    if run is None:
+        msg = "--workers is missing: how many workers compute?"
+        raise ConfigError(msg)
+    return run.workers
+
+
+def _mtbf_node_s(facts: _Facts, workers: int, per_node: int) -> float:
+    names = ("mtbf_s", "mtbf_node_s", "mtbf_worker_s")
+    found = [(name, value) for name in names if (value := facts.given(name)) is not None]
+    if len(found) != 1:
+        options = "--mtbf (of the whole job), --mtbf-node (of one machine), --mtbf-worker (of one worker)"
+        hint = "; if you do not know it, begin with --mtbf-node 264d, which is Llama 3's rate" if not found else ""
+        msg = f"give one of {options}{hint}"
+        raise ConfigError(msg)
+    name, value = found[0]
+    check_range(f"--{name.removesuffix('_s').replace('_', '-')}", value, 0, above=True)
+    scale = {"mtbf_s": -(-workers // per_node), "mtbf_node_s": 1, "mtbf_worker_s": 1 / per_node}[name]
+    return float(value) * scale
+
+
+def _why_spares(away: float, workers: int, per_node: int) -> str:
+    if away == 0:
+        return "none: whoever dies is replaced at once"
+    if enough_spares(away, workers, per_node):
+        return f"on average {away:,.2f} machines are away; these suffice for 99 % of the time"
+    if math.exp(-away) >= _LIKELY_ENOUGH:
+        return f"none: on average only {away:,.2f} machines are away"
+    return f"none: on average {away:,.2f} machines are away, and a quarter more would not make up for that"
+
+
+def _storage(facts: _Facts, workers: int, per_node: int) -> dict[str, Any]:
+    """Return what checkpoints cost, and who holds the model."""
+    write_s: float | None = None
+    if not (facts.has("save_s") and facts.has("load_s")) or facts.has("state_bytes"):
+        state = facts.take(
+            "state_bytes",
+            lambda: min(1e9 * workers, 1e12),
+            "1 GB a worker, 1 TB at most: 70 billion parameters with Adam",
+        )
+        check_range("--state-bytes", state, 0, above=True)
+    else:
+        state = 0.0
+    if not (facts.has("save_s") and facts.has("load_s")) or facts.has("write_bytes_per_s"):
+        nodes = -(-workers // per_node)
+        write = facts.take(
+            "write_bytes_per_s", lambda: min(1e9 * nodes, 1e11), "1 GB/s a machine, 100 GB/s at most, all together"
+        )
+        check_range("--write-bytes-per-s", write, 0, above=True)
+        write_s = state / write
+    read = facts.given("read_bytes_per_s")
+    snapshot = facts.given("snapshot_bytes_per_s")
+    for name, speed in (("--read-bytes-per-s", read), ("--snapshot-bytes-per-s", snapshot)):
+        if speed is not None:
+            check_range(name, speed, 0, above=True)
+    held_s = write_s if snapshot is None else state / snapshot
+    is_beside = snapshot is not None or facts.is_measured("save_s")  # Holdfast writes beside training
+    why = "training is held while the state is copied" if snapshot else "training is held while the state is written"
+    big = state > _BIG_STATE
+    return {
+        "save_s": facts.take("save_s", lambda: held_s, why, source="derived"),
+        "save_background_s": facts.take(
+            "save_background_s",
+            lambda: write_s if is_beside and write_s is not None else 0.0,
+            "written beside training" if is_beside and write_s is not None else "nothing is written beside training",
+            source="derived",
+        ),
+        "load_s": facts.take(
+            "load_s", lambda: write_s if read is None else state / read,
+            "read as fast as written" if read is None else "all read", source="derived",
+        ),
+        "model": facts.take(
+            "model", lambda: "mirrored" if big else "replicated",
+            f"{state / 1e9:,.0f} GB are {'more' if big else 'not more'} than one accelerator holds" if state else "size not known",
+        ),
+    }  # fmt: skip
+
+
+def _check(question: Question) -> None:
+    check_choice("--model", question.model, MODELS)
+    check_choice("--split", question.split, ("slices", "even"))
+    for name in ("step_s", "work_s"):
+        check_range(f"--{name.replace('_', '-')}", getattr(question, name), 0, above=True)
+    check_mtbf(question.mtbf_s)

@@ -1,0 +1,128 @@
+"""Several ways to survive, side by side: all meet the same failures."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from holdfast.interval import daly, young
+from holdfast_lab.simulate.failures import Failures
+from holdfast_lab.simulate.formulas import exact_interval_s
+from holdfast_lab.simulate.many import monte_carlo
+from holdfast_lab.simulate.optimum import best_interval
+from holdfast_lab.simulate.outcome import PARTS, Estimate, Sweep
+from holdfast_lab.simulate.scenario import Scenario
+from holdfast_lab.simulate.toml import Setting
+from holdfast_lab.simulate.traces import Trace
+
+MEASURES = ("goodput", "lost_share", "total_s", "worker_hours", "failures", "starts")
+"""What a row says with an interval."""
+
+_TRIES = 20
+"""Repetitions with which each number of steps between two checkpoints is tried: differences are small, but of the same failures."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compared:
+    """One way to survive, and what came of it.
+
+    Args:
+        name: What it is called.
+        scenario: With the interval that was chosen.
+        sweep: The histories.
+        chosen: How the interval was chosen, in words.
+    """
+
+    name: str
+    scenario: Scenario
+    sweep: Sweep
+    chosen: str
+
+    def row(self) -> dict[str, Any]:
+        """Return it flat: ``goodput``, ``goodput_low``, ``goodput_high`` and so on, and ``in_save`` and so on, the share of time of each part."""
+        job, total = self.scenario.job, self.sweep.total_ns.sum()
+        found: dict[str, Any] = {
+            "name": self.name,
+            "strategy": job.strategy,
+            "save_every": job.save_every,
+            "interval_s": job.save_every * self.scenario.full_step_s,
+            "chosen": self.chosen,
+            "repetitions": len(self.sweep.total_ns),
+            "steps_asked": job.steps,
+            "horizon_s": self.scenario.horizon_s,
+            "finished": float(self.sweep.finished.mean()),
+        }
+        for measure in MEASURES:
+            found |= flat(measure, self.sweep.estimate(measure))
+        return found | {f"in_{part}": float(self.sweep.parts_ns[part].sum() / total) for part in PARTS}
+
+
+def flat(name: str, estimate: Estimate) -> dict[str, float]:
+    """Return an estimate under three keys."""
+    return {name: estimate.mean, f"{name}_low": estimate.low, f"{name}_high": estimate.high}
+
+
+def compare(
+    settings: Iterable[Setting], repetitions: int, *, seed: int = 0, now: Callable[[str], None] = lambda text: None
+) -> list[Compared]:
+    """Simulate each setting, with the interval between checkpoints that it asks for.
+
+    Args:
+        settings: What is compared.
+        repetitions: Histories of each, ``>= 2``; the same failures for all.
+        seed: Same seed, same failures.
+        now: Is told what is being done.
+
+    Raises:
+        ConfigError: if an interval cannot be worked out.
+    """
+    found = []
+    for setting in settings:
+        now(f"simulating {setting.name}")
+        every, chosen = choose_every(setting, seed=seed)
+        scenario = replace(setting.scenario, job=replace(setting.scenario.job, save_every=every))
+        sweep = monte_carlo(scenario, repetitions, seed=seed)
+        found.append(Compared(name=setting.name, scenario=scenario, sweep=sweep, chosen=chosen))
+    return found
+
+
+def choose_every(setting: Setting, *, seed: int = 0) -> tuple[int, str]:
+    """Return the steps between two checkpoints of a setting, and how they were chosen.
+
+    Raises:
+        ConfigError: if a formula is asked for and checkpoints cost nothing.
+    """
+    scenario, every = setting.scenario, setting.every
+    match every:
+        case "never":
+            return 0, "no checkpoints"
+        case "best":
+            best = best_interval(scenario, _TRIES, seed=seed, least=_least(scenario))
+            if 2 * best.interval_s > scenario.horizon_s or best.save_every >= (scenario.job.steps or math.inf):
+                return 0, "no checkpoint pays"
+            return best.save_every, f"best of {len(best.tried)} that were tried"
+        case "young" | "daly":
+            formula = young if every == "young" else daly
+            interval_s = formula(scenario.costs.save_s, _mtbf_s(scenario))
+            return scenario.save_steps(interval_s), f"{every.capitalize()}'s formula"
+        case int():
+            return every, "as given"
+        case _:
+            return scenario.save_steps(float(every)), "as given"
+
+
+def _mtbf_s(scenario: Scenario) -> float:
+    down = scenario.failures
+    assert isinstance(down, Failures | Trace)
+    return down.mtbf_s(scenario.cluster)
+
+
+def _least(scenario: Scenario) -> int:
+    """Return a number of steps below which the best cannot lie: far below what is best if every failure leads back to a checkpoint."""
+    mtbf_s, save_s = _mtbf_s(scenario), scenario.costs.save_s
+    if save_s == 0 or not math.isfinite(mtbf_s):
+        return 1
+    most = max(1, int(scenario.horizon_s / scenario.full_step_s))
+    return min(most, max(1, scenario.save_steps(exact_interval_s(save_s, mtbf_s) / 8)))

@@ -1,0 +1,205 @@
+"""How long things last: until something fails, and until it is repaired."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from holdfast_lab.simulate.checks import check_choice, check_range
+
+Seconds = npt.NDArray[np.float64]
+
+
+class Distribution(Protocol):
+    """Of times in seconds, 0 or more."""
+
+    @property
+    def mean_s(self) -> float:
+        """The mean, seconds."""
+        ...
+
+    def draw(self, rng: np.random.Generator, size: int, age_s: float = 0.0) -> Seconds:
+        """Return how much longer ``size`` things last that have lasted ``age_s`` already; shape ``(size,)``."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Constant:
+    """Always the same; what is older than that ends at once.
+
+    Args:
+        mean_s: ``>= 0``.
+    """
+
+    mean_s: float
+
+    def __post_init__(self) -> None:
+        check_range("mean_s", self.mean_s, 0)
+
+    def draw(self, rng: np.random.Generator, size: int, age_s: float = 0.0) -> Seconds:
+        """Return what is left, ``size`` times."""
+        return np.full(size, max(self.mean_s - age_s, 0.0))
+
+
+@dataclass(frozen=True, slots=True)
+class Exponential:
+    """Without memory: what is old fails as often as what is new.
+
+    Args:
+        mean_s: Mean time between failures of *one* unit, ``> 0``.
+    """
+
+    mean_s: float
+
+    def __post_init__(self) -> None:
+        check_range("mean_s", self.mean_s, 0, above=True)
+
+    def draw(self, rng: np.random.Generator, size: int, age_s: float = 0.0) -> Seconds:
+        """Return times that do not depend on the age."""
+        return rng.standard_exponential(size) * self.mean_s
+
+
+@dataclass(frozen=True, slots=True)
+class Weibull:
+    """Hazard ``(shape / scale) (t / scale)^(shape - 1)``: falling with age where the shape is below 1.
+
+    LANL's failures fit shapes of 0.7 to 0.8 (Schroeder and Gibson, DSN 2006).
+
+    Args:
+        mean_s: ``> 0``; the scale is ``mean_s / Gamma(1 + 1/shape)``.
+        shape: From 0.05 to 50.
+    """
+
+    mean_s: float
+    shape: float
+
+    def __post_init__(self) -> None:
+        check_range("mean_s", self.mean_s, 0, above=True)
+        check_range("shape", self.shape, 0.05, most=50)
+
+    @property
+    def scale_s(self) -> float:
+        """The time that a share of 1/e of new units reaches, seconds."""
+        return self.mean_s / math.gamma(1 + 1 / self.shape)
+
+    def draw(self, rng: np.random.Generator, size: int, age_s: float = 0.0) -> Seconds:
+        """Return times left: the cumulative hazard ``(t / scale)^shape`` grows by an exponential number."""
+        spent = (age_s / self.scale_s) ** self.shape
+        grown = rng.standard_exponential(size) + spent
+        left: Seconds = self.scale_s * grown ** (1 / self.shape) - age_s
+        return np.maximum(left, 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class LogNormal:
+    """The logarithm is normal: many short times and some very long ones, as repairs are.
+
+    LANL's repairs fit it best (Schroeder and Gibson, DSN 2006).
+
+    Args:
+        mean_s: ``> 0``.
+        sigma: Standard deviation of the logarithm, from 0.01 to 10.
+    """
+
+    mean_s: float
+    sigma: float
+
+    def __post_init__(self) -> None:
+        check_range("mean_s", self.mean_s, 0, above=True)
+        check_range("sigma", self.sigma, 0.01, most=10)
+
+    def draw(self, rng: np.random.Generator, size: int, age_s: float = 0.0) -> Seconds:
+        """Return times left; of what is old, normal numbers above its age (Robert, Statistics and Computing 5, 1995)."""
+        mu = math.log(self.mean_s) - self.sigma**2 / 2
+        if age_s <= 0:
+            return rng.lognormal(mu, self.sigma, size)
+        normal = _normal_above((math.log(age_s) - mu) / self.sigma, rng, size)
+        return np.maximum(np.exp(mu + self.sigma * normal) - age_s, 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Bathtub:
+    """What comes first of three: an early failure, a chance one, or wear.
+
+    Args:
+        chance_s: Mean time of the chance failures, ``> 0``.
+        early_s: Scale of early failures: Weibull of shape ``early_shape``.
+        early_shape: Below 1.
+        wear_s: Scale of wear: Weibull of shape ``wear_shape``.
+        wear_shape: Above 1.
+    """
+
+    chance_s: float
+    early_s: float
+    wear_s: float
+    early_shape: float = 0.5
+    wear_shape: float = 5.0
+
+    def __post_init__(self) -> None:
+        for name in ("chance_s", "early_s", "wear_s"):
+            check_range(name, getattr(self, name), 0, above=True)
+        check_range("early_shape", self.early_shape, 0.05, most=1)
+        check_range("wear_shape", self.wear_shape, 1, most=50)
+
+    @property
+    def _parts(self) -> tuple[Distribution, Distribution, Distribution]:
+        early = Weibull(self.early_s * math.gamma(1 + 1 / self.early_shape), self.early_shape)
+        wear = Weibull(self.wear_s * math.gamma(1 + 1 / self.wear_shape), self.wear_shape)
+        return early, Exponential(self.chance_s), wear
+
+    @property
+    def mean_s(self) -> float:
+        """The mean of new units: the survival function integrated by the rule of trapezoids over 20,000 points."""
+        far_s = 40 * min(self.chance_s, self.wear_s)
+        at_s = far_s * np.linspace(0, 1, 20_001) ** 4  # close together where early failures happen
+        hazard = (at_s / self.early_s) ** self.early_shape + at_s / self.chance_s
+        alive = np.exp(-hazard - (at_s / self.wear_s) ** self.wear_shape)
+        return float(np.trapezoid(alive, at_s))
+
+    def draw(self, rng: np.random.Generator, size: int, age_s: float = 0.0) -> Seconds:
+        """Return the shortest of three times left: the three do not know of each other."""
+        early, chance, wear = (part.draw(rng, size, age_s) for part in self._parts)
+        return np.minimum(np.minimum(early, chance), wear)
+
+
+def make_distribution(kind: str, mean_s: float, **shape: Any) -> Distribution:
+    """Return the distribution called ``kind``.
+
+    Args:
+        kind: ``"constant"``, ``"exponential"``, ``"weibull"`` (``shape``), ``"lognormal"`` (``sigma``) or ``"bathtub"``
+            (``early_s``, ``wear_s``, and the shapes), whose ``mean_s`` is that of the chance failures.
+        mean_s: Mean, seconds.
+        **shape: What else it takes.
+
+    Raises:
+        ConfigError: if there is no such kind, or a number is out of range.
+    """
+    kinds: dict[str, Any] = {
+        "constant": Constant,
+        "exponential": Exponential,
+        "weibull": Weibull,
+        "lognormal": LogNormal,
+        "bathtub": Bathtub,
+    }
+    check_choice("distribution", kind, tuple(kinds))
+    made: Distribution = kinds[kind](mean_s, **shape)
+    return made
+
+
+def _normal_above(least: float, rng: np.random.Generator, size: int) -> Seconds:
+    """Return standard normal numbers that are above ``least``, by rejection."""
+    kept = np.empty(0)
+    steep = (least + math.sqrt(least**2 + 4)) / 2
+    while kept.size < size:
+        if least <= 0:
+            tried = rng.standard_normal(2 * size + 8)
+            tried = tried[tried > least]
+        else:
+            tried = least + rng.standard_exponential(2 * size + 8) / steep
+            tried = tried[rng.random(tried.size) < np.exp(-((tried - steep) ** 2) / 2)]
+        kept = np.concatenate((kept, tried))
+    return kept[:size]

@@ -1,0 +1,51 @@
+"""Many histories of one scenario, a few hundred at a time."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import numpy as np
+
+from holdfast_lab.simulate.checks import check_range
+from holdfast_lab.simulate.failures import Failures, Outages
+from holdfast_lab.simulate.lockstep import Lockstep
+from holdfast_lab.simulate.outcome import PARTS, Sweep
+from holdfast_lab.simulate.scenario import Scenario
+
+_OUTAGES = 6_000_000
+"""Outages that are held at a time: up to 1 GB, with what it takes to sort them."""
+_WORKERS = 25_000_000
+"""Workers whose histories are held at a time, where each has one of its own: 200 MB."""
+
+
+def monte_carlo(scenario: Scenario, repetitions: int, *, seed: int = 0) -> Sweep:
+    """Return what comes of many histories; that of repetition ``r`` is ``simulate(scenario, seed=seed, repetition=r)``.
+
+    Args:
+        scenario: What is simulated.
+        repetitions: How many, ``>= 1``.
+        seed: Same seed, same outages, whatever the job.
+    """
+    check_range("repetitions", repetitions, 1)
+    nested = not (isinstance(scenario.failures, Failures) and len(scenario.failures.sources) <= 1)
+    at_most = max(1, _WORKERS // scenario.cluster.total) if nested else repetitions
+    sweeps: list[Sweep] = []
+    waiting: list[Outages] = []
+    for number in range(repetitions):
+        waiting.append(scenario.failures.draw(scenario.cluster, scenario.horizon_s, (seed, number)))
+        is_last = number == repetitions - 1
+        if is_last or len(waiting) >= at_most or sum(map(len, waiting)) >= _OUTAGES:
+            sweeps.append(Lockstep(scenario, waiting, nested=nested).run())
+            waiting = []
+    return _joined(sweeps)
+
+
+def _joined(sweeps: list[Sweep]) -> Sweep:
+    """Return all histories, in order."""
+    columns = {
+        one.name: np.concatenate([getattr(sweep, one.name) for sweep in sweeps])
+        for one in fields(Sweep)
+        if one.name != "parts_ns"
+    }
+    parts = {part: np.concatenate([sweep.parts_ns[part] for sweep in sweeps]) for part in PARTS}
+    return Sweep(parts_ns=parts, **columns)

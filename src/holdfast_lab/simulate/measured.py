@@ -1,0 +1,183 @@
+"""What a real run says of what things take: ``report.json`` and ``events.jsonl`` of ``holdfast run --report DIR``."""
+
+from __future__ import annotations
+
+import json
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+from holdfast.errors import ConfigError
+from holdfast.events import CheckpointSaved, JobRestarted, Record, RunStarted, StepCommitted, UpdatedEagerly
+from holdfast.records import load_events
+
+_APART = {"LoadCheckpoint": "load_s", "Rehome": "rehome_s"}
+"""Orders of a recovery that are costs of their own. What survivors build again, or give to a newcomer, the report says apart."""
+_MANY = {"recovery": "recoveries", "start of the job": "starts of the job"}
+_NOT_MEETING = {*_APART, "Reinitialise", "Welcome"}
+_INSIDE = {"waited_s": "step_s", "discard_s": "regroup_s"}
+"""What eager updates take, and what it was measured as a part of."""
+
+
+class Measured(NamedTuple):
+    """One cost.
+
+    Args:
+        value: Seconds, or bytes.
+        how: Of what it is the median, in words.
+    """
+
+    value: float
+    how: str
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredRun:
+    """What was found in the files of one run.
+
+    Args:
+        directory: Where they are.
+        workers: That the run was started with.
+        costs: By their names in :class:`holdfast_lab.simulate.Costs`; and ``step_s``, the whole step, and ``state_bytes``. Where updates
+            were eager, ``step_s`` and ``regroup_s`` have ``waited_s`` and ``discard_s`` in them: waiting for updates, taking them back.
+    """
+
+    directory: Path
+    workers: int
+    costs: Mapping[str, Measured]
+
+    def apart(self) -> dict[str, float]:
+        """Return the costs with nothing in two of them: steps and regrouping without eager updates, which are costs of their own."""
+        return updates_apart({name: one.value for name, one in self.costs.items()})
+
+
+def updates_apart(costs: Mapping[str, float]) -> dict[str, float]:
+    """Return costs as :attr:`MeasuredRun.costs` has them without those of eager updates in others."""
+    found = dict(costs)
+    for part, whole in _INSIDE.items():
+        inside = found.pop(part, 0.0)
+        if whole in found:
+            found[whole] = max(0.0, found[whole] - inside)
+    return found
+
+
+def read_measured(directory: Path) -> MeasuredRun:
+    """Return the costs that the run in ``directory`` shows; what never happened in it is not among them.
+
+    Raises:
+        ConfigError: if there is no report, it is damaged, or no step was timed.
+    """
+    report, records = _load_report(directory / "report.json"), load_events(directory)
+    try:
+        costs = dict(_costs(report, records))
+        workers = int(report["workers"]["started"])
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        msg = f"{directory / 'report.json'} is not the report of a run: {error!r}"
+        raise ConfigError(msg) from error
+    if "step_s" not in costs or workers < 1:
+        msg = f"{directory / 'report.json'} has no time of a step: too few steps were committed to measure one"
+        raise ConfigError(msg)
+    return MeasuredRun(directory, workers, costs)
+
+
+def _costs(report: Mapping[str, Any], records: Sequence[Record]) -> Iterable[tuple[str, Measured]]:
+    if step_s := report["step_s"]["p50"]:
+        yield "step_s", Measured(float(step_s), f"median of {report['steps']} steps")
+    groups = _recoveries(report["failures"])
+    begun = sorted(record.t_s for record in records if isinstance(record, StepCommitted))
+    late = [
+        [_late_s(failure, begun, float(step_s or 0)) for failure in group if failure["detect_s"] is not None]
+        for group in groups
+    ]
+    yield from _median("detect_s", "recovery", [max(group) for group in late if group])
+    times = [group[0]["times_s"] for group in groups if group[0].get("times_s")]
+    meetings = [sum(value for name, value in one.items() if name not in _NOT_MEETING) for one in times]
+    yield from _median("regroup_s", "recovery", meetings)
+    for order, name in _APART.items():
+        yield from _median(name, "recovery", [one[order] for one in times if order in one])
+    if eager := [record for record in records if isinstance(record, UpdatedEagerly) and record.steps]:
+        yield from _updates(eager)
+        yield from _median("discard_s", "recovery", [one["DiscardStep"] for one in times if "DiscardStep" in one])
+    built = [one["snapshot_s"] + one["rebuild_s"] + one["load_s"] for one in report.get("reinitialised", ())]
+    yield from _median("rebuild_s", "rebuilding", built)
+    yield from _median("rejoin_s", "newcomer", _known(report.get("joined", ()), "held_s"))
+    saves = [record for record in records if isinstance(record, CheckpointSaved)]
+    yield from _median("save_s", "checkpoint", [record.seconds for record in saves])
+    yield from _median("state_bytes", "checkpoint", [record.size_bytes for record in saves])
+    yield from _median("restart_s", "start of the job", _starts(records))
+
+
+def _updates(workers: Sequence[UpdatedEagerly]) -> Iterable[tuple[str, Measured]]:
+    """Yield what eager updates of all buckets of a step took, those of steps that were taken back counted by their buckets."""
+    buckets = [(one.buckets - one.undone) / one.steps for one in workers]
+    pairs = list(zip(workers, buckets, strict=True))
+    yield from _median("update_s", "worker", [one.update_s / one.buckets * number for one, number in pairs])
+    yield from _median("copy_s", "worker", [one.copy_s / one.buckets * number for one, number in pairs])
+    yield from _median("waited_s", "worker", [one.waited_s / one.steps for one in workers])
+    yield from _median("undo_s", "worker", [one.undo_s / one.undone * number for one, number in pairs if one.undone])
+
+
+def _recoveries(failures: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]]:
+    """Return the failures that survivors answered, those that were answered together in one list."""
+    groups: dict[int, list[Mapping[str, Any]]] = {}
+    for failure in failures:
+        if failure.get("recovery") is not None and failure.get("decision") != "restart":
+            groups.setdefault(failure["recovery"], []).append(failure)
+    return list(groups.values())
+
+
+def _late_s(failure: Mapping[str, Any], begun: Sequence[float], step_s: float) -> float:
+    """Return how long a death went unnoticed when survivors had nothing left to compute.
+
+    What they still computed is no cost of noticing it: the simulators count it as what it is.
+
+    Args:
+        failure: Of the report.
+        begun: When steps began, in order.
+        step_s: What a step takes.
+    """
+    dead_s, seen_s = float(failure["t_s"]), float(failure["t_s"]) + float(failure["detect_s"])
+    before = bisect_right(begun, dead_s)
+    idle_s = max(dead_s, begun[before - 1] + step_s) if before else dead_s
+    return max(0.0, seen_s - idle_s)
+
+
+def _starts(records: Sequence[Record]) -> list[float]:
+    """Return how long it took from each start of the job by the launcher until its workers trained.
+
+    The first alone has nothing in the page cache yet, so where there were others it does not count.
+    """
+    begun = sorted(record.t_s for record in records if isinstance(record, JobRestarted)) or [0.0]
+    trained = sorted(record.t_s for record in records if isinstance(record, RunStarted))
+    return [after[0] - at for at in begun if (after := [t_s for t_s in trained if t_s > at])]
+
+
+def _known(entries: Iterable[Mapping[str, Any]], key: str) -> list[float]:
+    return [float(entry[key]) for entry in entries if entry.get(key) is not None]
+
+
+def _median(name: str, what: str, values: Sequence[float]) -> Iterable[tuple[str, Measured]]:
+    if values:
+        how = f"one {what}" if len(values) == 1 else f"median of {len(values)} {_MANY.get(what, what + 's')}"
+        yield name, Measured(float(median(values)), how)
+
+
+def _load_report(path: Path) -> Mapping[str, Any]:
+    if not path.is_file():
+        msg = f"there is no {path}; `holdfast run --report {path.parent} ...` writes it"
+        raise ConfigError(msg)
+    try:
+        report = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        msg = f"{path} cannot be read: {error}"
+        raise ConfigError(msg) from error
+    except RecursionError as error:
+        msg = f"{path} cannot be read: its brackets are nested too deep"
+        raise ConfigError(msg) from error
+    if not isinstance(report, dict):
+        msg = f"{path} is not the report of a run: it must be an object"
+        raise ConfigError(msg)
+    return report

@@ -1,0 +1,306 @@
+"""Which strategy, and how often a checkpoint: the strategies side by side, the best interval, and a map of who wins where."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from holdfast.interval import daly, young
+from holdfast_lab.simulate.assuming import LLAMA, Question, enough_spares
+from holdfast_lab.simulate.cluster import Cluster
+from holdfast_lab.simulate.comparing import Compared, flat
+from holdfast_lab.simulate.costs import Costs
+from holdfast_lab.simulate.distributions import Constant, Exponential
+from holdfast_lab.simulate.failures import Failures, Source
+from holdfast_lab.simulate.formulas import exact_interval_s
+from holdfast_lab.simulate.many import monte_carlo
+from holdfast_lab.simulate.optimum import Optimum, best_interval
+from holdfast_lab.simulate.outcome import Estimate
+from holdfast_lab.simulate.scenario import Job, Scenario
+from holdfast_lab.simulate.toml import of_step
+
+REPETITIONS = 100
+"""Histories of each strategy, if nothing else is asked for."""
+
+ENOUGH = 0.005
+"""Half a point of goodput: less than that is no reason to choose another strategy."""
+
+_FEWEST, _MOST = 30, 60
+"""Failures in one history, about: many histories are simulated at once, so that more of them cost less than longer ones."""
+_LONGEST_S = 1e8
+_MAP_REPETITIONS, _MAP_FAILURES = 16, 25
+_MAP_STRATEGIES = ("relaunch", "rollback", "forward")
+_AROUND = 8
+"""How far around the formula the best interval is looked for, as a factor."""
+_TRIES = 40
+
+_GO_BACK = ("relaunch", "restart")
+"""Strategies in which every failure leads back to a checkpoint; in the others only one that ends the job does."""
+
+Say = Callable[[str], None]
+
+
+def plan(
+    question: Question,
+    *,
+    repetitions: int = REPETITIONS,
+    seed: int = 0,
+    with_map: bool = True,
+    now: Say = lambda text: None,
+) -> dict[str, Any]:
+    """Answer a question.
+
+    Args:
+        question: What is asked.
+        repetitions: Histories of each strategy, ``>= 2``.
+        seed: Same seed, same answer.
+        with_map: Draw the map.
+        now: Is told what is being done.
+
+    Returns:
+        Plain data: ``question``; ``rows``, one a strategy, the best ``best``; ``optimum``, the intervals that were tried for the best;
+        ``without_spares``, the best strategy with none, by ``split``; ``map``, who wins where, empty if it is not drawn.
+    """
+    names = ["relaunch", "restart", "reinit", "rollback", "forward"] + ["partial"] * (question.model == "split")
+    rows = []
+    for name in names:
+        now(f"simulating {name}")
+        rows.append(_row(question, name, _usual_every(question, name), repetitions, seed))
+    best = recommended({row["name"]: row["goodput"] for row in rows})
+    place = names.index("rollback" if best in ("any", "none") else best)
+    now(f"looking for the best interval of {names[place]}")
+    optimum = _optimum(question, names[place], seed)
+    if optimum is not None and not _is_flat(optimum, rows[place]["save_every"]):
+        rows[place] = _row(question, names[place], optimum.save_every, repetitions, seed)
+    return {
+        "question": dataclasses.asdict(question) | {"nodes": question.nodes, "mtbf_s": question.mtbf_s},
+        "rows": rows,
+        "best": best,
+        "shown": names[place],
+        "optimum": None if optimum is None else _tried(optimum),
+        "without_spares": _without_spares(question, rows[place], repetitions, seed),
+        "map": _map(question, seed, now) if with_map else [],
+        "llama": LLAMA,
+        "seed": seed,
+        "repetitions": repetitions,
+    }
+
+
+def recommended(goodput: Mapping[str, float]) -> str:
+    """Return which strategy to use, from the goodput of each: ``rollback`` unless another is better by :data:`ENOUGH`.
+
+    Returns:
+        A strategy; ``"any"`` if not even ``relaunch`` is worse by as much; ``"none"`` if with all of them next to nothing gets done.
+    """
+    best = max(goodput.values())
+    if best < 10 * ENOUGH:
+        return "none"
+    for name, answer in (("relaunch", "any"), ("rollback", "rollback")):
+        if goodput[name] >= best - ENOUGH:
+            return answer
+    return max(goodput, key=lambda name: goodput[name])
+
+
+def scenario_of(question: Question, strategy: str, save_every: int, horizon_s: float) -> Scenario:
+    """Return what is simulated for one strategy."""
+    total_nodes = -(-(question.workers + question.spares) // question.workers_per_node)
+    cluster = Cluster(
+        workers=question.workers,
+        spares=question.spares,
+        workers_per_node=question.workers_per_node,
+        nodes_per_rack=total_nodes,  # all are in one rack: what takes that down ends the job
+    )
+    job = Job(strategy=strategy, horizon_s=horizon_s, save_every=save_every, model=question.model, split=question.split)
+    names = (
+        "detect_s",
+        "regroup_s",
+        "save_s",
+        "save_background_s",
+        "load_s",
+        "restart_s",
+        "rebuild_s",
+        "rehome_s",
+        "rejoin_s",
+    )
+    costs = Costs(**{name: getattr(question, name) for name in names})
+    return of_step(cluster, job, costs, _failures(question), question.step_s)
+
+
+def mtbf_back_s(question: Question, strategy: str) -> float:
+    """Return the mean time between two failures that lead back to a checkpoint, seconds; infinity if none does."""
+    loses_parts = question.model == "split" and strategy != "partial"
+    loads = strategy == "reinit" and question.model != "replicated"  # a snapshot of one does not hold the others' parts
+    if strategy in _GO_BACK or loses_parts or loads or question.nodes == 1:
+        return question.mtbf_s
+    return question.mtbf_s / question.whole_job_share if question.whole_job_share else math.inf
+
+
+def _failures(question: Question) -> Failures:
+    share, sources = question.whole_job_share, []
+    if share < 1:
+        repair = Exponential(question.repair_s) if question.repair_s > 0 else Constant(0.0)
+        sources.append(Source("node", Exponential(question.mtbf_node_s / (1 - share)), repair))
+    if share > 0:
+        sources.append(Source("rack", Exponential(question.mtbf_s / share)))
+    return Failures(tuple(sources))
+
+
+def _horizon_s(question: Question) -> float:
+    """Return how long each history is: as long as the work, but with enough failures, and not too many."""
+    fewest, most = _FEWEST * question.mtbf_s, _MOST * question.mtbf_s
+    return min(max(min(question.work_s, most), fewest, 20 * question.step_s), _LONGEST_S)
+
+
+def _formulas(question: Question, strategy: str) -> dict[str, float | None]:
+    """Return what the closed forms say of the time between two checkpoints, None where none is needed or they cost nothing."""
+    back_s, save_s = mtbf_back_s(question, strategy), question.save_s
+    if save_s <= 0 or not math.isfinite(back_s):
+        return {"young_s": None, "daly_s": None, "exact_s": None}
+    return {
+        "young_s": young(save_s, back_s),
+        "daly_s": daly(save_s, back_s),
+        "exact_s": exact_interval_s(save_s, back_s),
+    }
+
+
+def _usual_every(question: Question, strategy: str) -> int:
+    """Return steps between two checkpoints by the closed form; one that is still being written holds the next one up."""
+    exact_s = _formulas(question, strategy)["exact_s"]
+    if exact_s is None and math.isinf(mtbf_back_s(question, strategy)):
+        return 0
+    interval_s = max(exact_s or 0.0, question.save_background_s, question.step_s)
+    return min(math.ceil(interval_s / question.step_s - 0.5), 10**9)
+
+
+def _row(question: Question, strategy: str, save_every: int, repetitions: int, seed: int) -> dict[str, Any]:
+    horizon_s = _horizon_s(question)
+    scenario = scenario_of(question, strategy, save_every, horizon_s)
+    sweep = monte_carlo(scenario, repetitions, seed=seed)
+    row = Compared(name=strategy, scenario=scenario, sweep=sweep, chosen="").row()
+    goodput = sweep.estimate("goodput")
+    times = [_over(question.work_s, value) for value in (goodput.mean, goodput.high, goodput.low)]
+    everybody = question.workers + question.spares
+    hours = [None if time is None else everybody * time / 3600 for time in times]
+    failures = sweep.estimate("failures")
+    mean, low, high = (value / horizon_s * 86_400 for value in (failures.mean, failures.low, failures.high))
+    per_day = Estimate(mean, low, high, failures.number)
+    for name in ("total_s", "worker_hours", "failures", "starts"):
+        for end in ("", "_low", "_high"):
+            del row[name + end]
+    return {
+        **{
+            name: value for name, value in row.items() if name not in ("finished", "chosen", "steps_asked", "horizon_s")
+        },
+        **dict(zip(("train_s", "train_s_low", "train_s_high"), times, strict=True)),
+        **dict(zip(("worker_hours", "worker_hours_low", "worker_hours_high"), hours, strict=True)),
+        **flat("failures_per_day", per_day),
+        "mtbf_back_s": _finite(mtbf_back_s(question, strategy)),
+        "simulated_s": horizon_s,
+        **_formulas(question, strategy),
+    }
+
+
+def _over(work_s: float, goodput: float) -> float | None:
+    return work_s / goodput if goodput > 1e-3 else None
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+# -- the interval
+
+
+def _optimum(question: Question, strategy: str, seed: int) -> Optimum | None:
+    """Try numbers of steps around what the closed form says; None if no checkpoint is needed."""
+    usual = _usual_every(question, strategy)
+    if not usual:
+        return None
+    scenario = scenario_of(question, strategy, usual, _horizon_s(question))
+    most = max(1, int(scenario.horizon_s / scenario.full_step_s))
+    least = max(1, usual // _AROUND)
+    return best_interval(scenario, _TRIES, seed=seed, least=min(least, most), most=min(most, _AROUND * usual))
+
+
+def _is_flat(optimum: Optimum, every: int) -> bool:
+    """Return whether ``every`` is as good as the best for all that anybody can tell."""
+    near = min(optimum.tried, key=lambda one: abs(math.log(one[0] / max(every, 1))))
+    return near[1].mean >= optimum.goodput.mean - ENOUGH / 5
+
+
+def _tried(optimum: Optimum) -> dict[str, Any]:
+    """Return the best, and from where to where it costs next to nothing to be beside it."""
+    good = [every for every, goodput in optimum.tried if goodput.mean >= optimum.goodput.mean - ENOUGH / 5]
+    step_s = optimum.interval_s / optimum.save_every
+    return {
+        "save_every": optimum.save_every,
+        "interval_s": optimum.interval_s,
+        "good_from_s": min(good) * step_s,
+        "good_to_s": max(good) * step_s,
+        "tried": [
+            {"save_every": every, "interval_s": every * step_s} | flat("goodput", g) for every, g in optimum.tried
+        ],
+    }
+
+
+def _without_spares(
+    question: Question, best: Mapping[str, Any], repetitions: int, seed: int
+) -> dict[str, float] | None:
+    """Return the goodput of the best strategy, and of ``relaunch``, with no spares; None if there are none anyway."""
+    if not question.spares:
+        return None
+    found = {}
+    for split in ("slices", "even"):
+        bare = dataclasses.replace(question, spares=0, split=split)
+        found[split] = _row(bare, best["name"], best["save_every"], repetitions, seed)["goodput"]
+    bare = dataclasses.replace(question, spares=0)
+    found["relaunch"] = _row(bare, "relaunch", _usual_every(bare, "relaunch"), repetitions, seed)["goodput"]
+    return found
+
+
+# -- the map
+
+
+def _map(question: Question, seed: int, now: Say) -> list[dict[str, Any]]:
+    """Return who wins, for other numbers of workers and other machines; step and checkpoint stay as they are."""
+    now("drawing the map")
+    sizes = [n for factor in (1 / 16, 1 / 4, 1, 4, 16) if 2 <= (n := round(question.workers * factor)) <= 300_000]
+    cells = []
+    for factor in (4, 1, 1 / 4, 1 / 16):
+        for workers in sizes:
+            now(f"drawing the map: {workers} workers")
+            cells.append(_cell(_scaled(question, workers, question.mtbf_node_s * factor), seed))
+    return cells
+
+
+def _scaled(question: Question, workers: int, mtbf_node_s: float) -> Question:
+    """Return the question for another cluster, with as many spares as suffice there, if there are any."""
+    per_node = min(question.workers_per_node, workers)
+    away = -(-workers // per_node) * question.repair_s / (mtbf_node_s + question.repair_s)
+    spares = enough_spares(away, workers, per_node) if question.spares else 0
+    return dataclasses.replace(
+        question, workers=workers, workers_per_node=per_node, mtbf_node_s=mtbf_node_s, spares=spares
+    )
+
+
+def _cell(question: Question, seed: int) -> dict[str, Any]:
+    horizon_s = min(max(_MAP_FAILURES * question.mtbf_s, 20 * question.step_s), _LONGEST_S)
+    goodput = {}
+    for name in _MAP_STRATEGIES:
+        scenario = scenario_of(question, name, _usual_every(question, name), horizon_s)
+        goodput[name] = monte_carlo(scenario, _MAP_REPETITIONS, seed=seed).estimate("goodput").mean
+    return {
+        "workers": question.workers,
+        "mtbf_node_s": question.mtbf_node_s,
+        "mtbf_s": question.mtbf_s,
+        "spares": question.spares,
+        "wins": recommended(goodput),
+        **{f"goodput_{name}": value for name, value in goodput.items()},
+    }
+
+
+def axes_of(cells: Sequence[Mapping[str, Any]]) -> tuple[list[int], list[float]]:
+    """Return the numbers of workers and the times between failures of a machine that a map has, each once, in order."""
+    return list(dict.fromkeys(c["workers"] for c in cells)), list(dict.fromkeys(c["mtbf_node_s"] for c in cells))

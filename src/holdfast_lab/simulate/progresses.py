@@ -1,0 +1,102 @@
+"""What is done, safe and lost in many histories at once: what :class:`~holdfast_lab.simulate.progress.Progress` says of one."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from holdfast_lab.simulate.strides import FAR, Places, Strides
+
+Ticks = npt.NDArray[np.int64]
+
+
+class Progresses:
+    """How far the jobs are; everything has an entry for each history.
+
+    Args:
+        number: Of histories.
+        target: What all steps of a job count; None if it goes on for ever.
+        strides: The stretches that it counts.
+    """
+
+    def __init__(self, number: int, target: int | None, strides: Strides) -> None:
+        self._target, self._strides = target, strides
+        self.step, self.weight, self.ran, self._attempt, self.lost, self.held = (
+            np.zeros(number, np.int64) for _ in range(6)
+        )
+        # Step, weight and work of the newest checkpoint that is complete, and of the one that is being written.
+        self._safe, self._pending = np.zeros((3, number), np.int64), np.zeros((3, number), np.int64)
+        self._pending_at = np.full(number, FAR)
+
+    def is_done(self, i: Ticks) -> npt.NDArray[np.bool_]:
+        """Return whether nothing is left to do."""
+        done: npt.NDArray[np.bool_] = self.weight[i] == (-1 if self._target is None else self._target)
+        return done
+
+    def left(self, i: Ticks) -> Ticks | None:
+        """Return how many steps are left; None if there is no end."""
+        return None if self._target is None else -((self.weight[i] - self._target) // self._strides.weight[i])
+
+    def add(self, i: Ticks, now: Ticks, place: Places) -> None:
+        """Count the stretches of the histories ``i``, which end now, where ``place`` says."""
+        strides = self._strides
+        steps = place.step - strides.first[i]
+        self.held[i] += now - strides.start[i] - place.ran
+        self._attempt[i] = np.where(steps > 0, place.into, self._attempt[i] + place.ran)
+        self.ran[i] += place.ran
+        self.weight[i] += steps * strides.weight[i]
+        if self._target is not None:
+            self.weight[i] = np.minimum(self.weight[i], self._target)
+        self.step[i] = place.step
+
+    def settle(self, i: Ticks, now: Ticks, saves: Ticks) -> None:
+        """See which checkpoints are complete by now, of as many as the stretches have; before they are counted."""
+        self.settle_pending(i, now)
+        if not (saved := saves > 0).any():
+            return
+        i, now, saves = i[saved], now[saved], saves[saved]
+        at = self._strides.complete_at(i, saves)
+        complete = at <= now
+        newest = self._saved(i, saves)
+        if not complete.all():
+            some = ~complete
+            late, before = i[some], saves[some] - 1
+            pending = np.where(self._pending_at[late] < FAR, self._pending[:, late], self._safe[:, late])
+            self._safe[:, late] = np.where(before > 0, self._saved(late, before), pending)
+            self._pending[:, late] = newest[:, some]
+        self._safe[:, i[complete]] = newest[:, complete]
+        self._pending_at[i] = np.where(complete, FAR, at)
+
+    def settle_pending(self, i: Ticks, now: Ticks) -> None:
+        """See whether the checkpoint of an earlier stretch is complete by now."""
+        done = i[self._pending_at[i] <= now]
+        self._safe[:, done], self._pending_at[done] = self._pending[:, done], FAR
+
+    def spoil(self, i: Ticks) -> None:
+        """Give up the checkpoint that is being written: somebody died who held a part of it."""
+        self._pending_at[i] = FAR
+
+    def discard(self, i: Ticks) -> None:
+        """Lose the step in progress."""
+        self._waste(i, self._attempt[i])
+
+    def go_back(self, i: Ticks) -> None:
+        """Lose what was done since the newest checkpoint."""
+        self._waste(i, self.ran[i] - self._safe[2, i])
+        self.step[i], self.weight[i] = self._safe[0, i], self._safe[1, i]
+
+    def secure(self, i: Ticks) -> None:
+        """Have all saved that is done."""
+        self._safe[:, i] = self.step[i], self.weight[i], self.ran[i]
+
+    def _waste(self, i: Ticks, ran: Ticks) -> None:
+        self.ran[i] -= ran
+        self.lost[i] += ran
+        self._attempt[i] = 0
+
+    def _saved(self, i: Ticks, number: Ticks) -> Ticks:
+        """Return what a checkpoint holds: step, what the steps before count, and the work in them; shape ``(3, histories)``."""
+        strides = self._strides
+        step = strides.step_at_save(i, number)
+        weight = self.weight[i] + (step - strides.first[i]) * strides.weight[i]
+        return np.array((step, weight, self.ran[i] + strides.ran_at_save(i, number)))

@@ -1,0 +1,379 @@
+"""Reading failure traces, each in the form in which it was published."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import io
+import json
+import lzma
+import math
+import zipfile
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from holdfast.errors import ConfigError
+from holdfast_lab.simulate.checks import LONGEST_S, check_range
+
+_DAY_S = 86_400.0
+
+
+class Spell(NamedTuple):
+    """One outage.
+
+    Args:
+        unit: Which machine, from 0.
+        start_s: When it went down, seconds from the begin of the trace.
+        end_s: When it was up again; after the end of the trace, if it is up only when the trace has begun again.
+    """
+
+    unit: int
+    start_s: float
+    end_s: float
+
+
+class Read(NamedTuple):
+    """What was found in a file.
+
+    Args:
+        spells: The outages, in any order.
+        units: How many machines were watched.
+        span_s: For how long.
+    """
+
+    spells: tuple[Spell, ...]
+    units: int
+    span_s: float
+
+
+def _watched_s(path: Path, span_s: float | None, last_s: float) -> float:
+    """Return how long the machines were observed, for a file that does not say so.
+
+    Args:
+        path: The file.
+        span_s: What was given.
+        last_s: When its last event is.
+
+    Raises:
+        ConfigError: if nothing was given, or less than there is in the file.
+    """
+    if span_s is None:
+        msg = f"{path} does not say how long its machines were watched: give span_s, at least {last_s:g} s, when the last of its events is"
+        raise ConfigError(msg)
+    check_range("span_s", span_s, 0, above=True, most=LONGEST_S)
+    if span_s < last_s:
+        msg = f"span_s must be at least {last_s:g} s, when the last event of {path} is, got {span_s:g} s"
+        raise ConfigError(msg)
+    return span_s
+
+
+def _still_down(spells: Sequence[Spell], down: Mapping[int, float], span_s: float) -> list[Spell]:
+    """Return the outages of machines that are down when a trace ends: they last until the repeated trace brings the machine back.
+
+    A machine that never comes back is up again when the trace begins again.
+
+    Args:
+        spells: The other outages.
+        down: By machine, since when.
+        span_s: When the trace ends.
+    """
+    back_s: dict[int, float] = {}
+    for spell in spells:
+        if spell.end_s > 0:
+            back_s.setdefault(spell.unit, spell.end_s)
+    return [Spell(unit, since_s, span_s + back_s.get(unit, 0.0)) for unit, since_s in down.items()]
+
+
+_DAMAGED = (lzma.LZMAError, zlib.error, zipfile.BadZipFile)
+"""What packed files raise that are not whole."""
+
+
+def open_text(path: Path) -> io.TextIOBase:
+    """Return what is in a file, unpacked.
+
+    Raises:
+        ConfigError: if it is not there, or is damaged.
+    """
+    try:
+        data = path.read_bytes()
+        if path.suffix == ".gz":
+            data = gzip.decompress(data)
+        elif path.suffix == ".xz":
+            data = lzma.decompress(data)
+        elif path.suffix == ".zip":
+            with zipfile.ZipFile(io.BytesIO(data)) as archive:
+                data = archive.read(archive.namelist()[0])
+    except (OSError, EOFError, IndexError, RuntimeError, *_DAMAGED) as error:  # zipfile raises bare RuntimeErrors, too
+        msg = f"{path} cannot be read: {error}"
+        raise ConfigError(msg) from error
+    return io.StringIO(data.decode("utf-8", errors="replace"), newline="")
+
+
+def read_infinitehbd(path: Path, units: int = 400) -> Read:
+    """Read faults of GPU servers; one without an end lasts to the end of the trace, of 348 days at least."""
+    with open_text(path) as file:
+        try:
+            events = json.load(file)
+            places = [
+                (
+                    str(e["node_id"]),
+                    float(e["event_time"]) * _DAY_S,
+                    e["event_type"] == "fault_start",
+                    str(e["fault_type"]),
+                )
+                for e in events
+            ]
+        except (ValueError, KeyError, TypeError) as error:
+            msg = f"{path} is not a list of fault starts and ends: {error!r}"
+            raise ConfigError(msg) from error
+        except RecursionError as error:
+            msg = f"{path} is not a list of fault starts and ends: its brackets are nested too deep"
+            raise ConfigError(msg) from error
+    numbers: dict[str, int] = {}
+    begun: dict[tuple[str, str], list[float]] = {}
+    spells: list[Spell] = []
+    span_s = max([348 * _DAY_S, *(at_s for _, at_s, _, _ in places)])
+    for node, at_s, starts, why in places:
+        number = numbers.setdefault(node, len(numbers))
+        waiting = begun.setdefault((node, why), [])
+        if starts:
+            waiting.append(at_s)
+        elif waiting:
+            spells.append(Spell(number, waiting.pop(0), at_s))
+    spells += [Spell(numbers[node], at_s, span_s) for (node, _), waiting in begun.items() for at_s in waiting]
+    if units < len(numbers):
+        msg = f"units must be at least the {len(numbers)} servers that failed, got {units}"
+        raise ConfigError(msg)
+    return Read(tuple(spells), units, span_s)
+
+
+def read_lanl(path: Path, system: int = 20) -> Read:
+    """Read the outages of one of LANL's 22 systems; one without an end is not counted.
+
+    A system was watched from its first outage to its last or, if it was in use to the end, to the last of the whole file.
+    """
+    spells: list[tuple[int, datetime, datetime]] = []
+    units, is_in_use = 0, False
+    end = datetime.min
+    for number, row in _rows(path, ("System", "nodes", "nodenumz", "Prob Started", "Prob Fixed")):
+        try:
+            fixed = _american(row["Prob Fixed"]) if row["Prob Fixed"].strip() else None
+            end = max(end, fixed or end)
+            if row["System"].strip() != str(system):
+                continue
+            is_in_use = is_in_use or (row.get("node decom") or "").strip() == "current"
+            units = max(units, int(row["nodes"]), int(row["nodenumz"]) + 1)
+            if fixed is not None:
+                spells.append((int(row["nodenumz"]), _american(row["Prob Started"]), fixed))
+        except ValueError as error:
+            raise _bad_line(path, number, error) from error
+    if not spells:
+        return Read((), max(units, 1), 1.0)
+    begin = min(start for _, start, _ in spells)
+    counted = tuple(
+        Spell(unit, (start - begin).total_seconds(), (end - begin).total_seconds())
+        for unit, start, end in spells
+        if end >= start
+    )
+    last_s = (end - begin).total_seconds() if is_in_use else max((spell.end_s for spell in counted), default=0.0)
+    return Read(counted, units, last_s + 1)
+
+
+def read_spot(path: Path, span_s: float | None = None) -> Read:
+    """Read when spot machines were given and taken away. One that is given takes the lowest place that is free.
+
+    There are as many places as machines were ever there at once; a free place is down.
+    """
+    places: dict[str, int] = {}
+    free: dict[int, float] = {}
+    spells: list[Spell] = []
+    at_s, units = 0.0, 0
+    for number, line in _lines(path):
+        try:
+            at_ms, what, name = _three(line, "milliseconds,add|remove,name")
+            next_s = _time(at_ms) / 1000
+            if what not in ("add", "remove") or (what == "add") is (name in places):
+                msg = f"{what} {name}: add who is not there, remove who is"
+                raise ValueError(msg)
+            if next_s < at_s:
+                msg = "time goes back"
+                raise ValueError(msg)
+        except ValueError as error:
+            raise _bad_line(path, number, error) from error
+        at_s = next_s
+        if what == "remove":
+            free[places.pop(name)] = at_s
+            continue
+        if not free:
+            free[units], units = 0.0, units + 1
+        places[name] = min(free)
+        spells.append(Spell(places[name], free.pop(places[name]), at_s))
+    if not units:
+        return Read((), 1, 1.0)
+    span_s = _watched_s(path, span_s, at_s)
+    spells += _still_down(spells, free, span_s)
+    return Read(tuple(s for s in spells if s.end_s > s.start_s), units, span_s)
+
+
+def read_sizes(path: Path) -> Read:
+    """Read how many machines there were; of those, which came first went first."""
+    sizes: list[tuple[datetime, int]] = []
+    for number, line in _lines(path):
+        try:
+            day, time, count = _three(line, "date, time, machines")
+            sizes.append((datetime.fromisoformat(f"{day} {time}"), int(count)))
+            if sizes[-1][1] < 0:
+                msg = f"{count} machines"
+                raise ValueError(msg)
+        except ValueError as error:
+            raise _bad_line(path, number, error) from error
+        if len(sizes) > 1 and sizes[-1][0] < sizes[-2][0]:
+            raise _bad_line(path, number, ValueError("time goes back"))
+    if not sizes:
+        return Read((), 1, 1.0)
+    units, begin = max(size for _, size in sizes), sizes[0][0]
+    up: list[int] = []
+    down = dict.fromkeys(range(units), 0.0)
+    spells: list[Spell] = []
+    for at, size in sizes:
+        at_s = (at - begin).total_seconds()
+        while len(up) > size:
+            down[up.pop(0)] = at_s
+        while len(up) < size:
+            unit = next(iter(down))
+            spells.append(Spell(unit, down.pop(unit), at_s))
+            up.append(unit)
+    span_s = (sizes[-1][0] - begin).total_seconds() + 1
+    spells += _still_down(spells, down, span_s)
+    return Read(tuple(s for s in spells if s.end_s > s.start_s), max(units, 1), span_s)
+
+
+def read_ssd(path: Path, room: int = 0, repair_s: float = _DAY_S, nodes_per_rack: int = 16) -> Read:
+    """Read drives that failed: each takes its node down. Only racks in which something failed are in it.
+
+    Args:
+        path: The file.
+        room: Number of the machine room; 0 takes all.
+        repair_s: How long a node is down for it.
+        nodes_per_rack: A rack has so many nodes, or as many as failed in it.
+    """
+    check_range("repair_s", repair_s, 0)
+    found: list[tuple[int, int, datetime]] = []
+    begin, end = datetime.max, datetime.min  # of all rooms: they were watched for the same time
+    for number, row in _rows(path, ("failure_time", "node_id", "rack_id", "machine_room_id")):
+        try:
+            at = datetime.fromisoformat(row["failure_time"])
+            begin, end = min(begin, at), max(end, at)
+            if room in (0, int(row["machine_room_id"])):
+                found.append((int(row["rack_id"]), int(row["node_id"]), at))
+        except ValueError as error:
+            raise _bad_line(path, number, error) from error
+    if not found:
+        return Read((), 1, 1.0)
+    racks: dict[int, dict[int, int]] = {}
+    for rack, node, _ in sorted(found, key=lambda one: one[:2]):
+        nodes = racks.setdefault(rack, {})
+        nodes.setdefault(node, len(nodes))
+    bases, units = {}, 0
+    for rack, nodes in racks.items():
+        bases[rack] = units
+        units += max(nodes_per_rack, len(nodes))
+    spells = (
+        Spell(bases[rack] + racks[rack][node], (at - begin).total_seconds(), (at - begin).total_seconds() + repair_s)
+        for rack, node, at in found
+    )
+    return Read(tuple(spells), units, (end - begin).total_seconds() + repair_s + 1)
+
+
+def read_table(path: Path, span_s: float | None = None) -> Read:
+    """Read outages of units that may have any names. One may end after the trace does."""
+    numbers: dict[str, int] = {}
+    spells: list[Spell] = []
+    for number, row in _rows(path, ("unit", "start_s", "end_s")):
+        try:
+            unit = numbers.setdefault(row["unit"], len(numbers))
+            spells.append(Spell(unit, _time(row["start_s"]), _time(row["end_s"])))
+        except ValueError as error:
+            raise _bad_line(path, number, error) from error
+    if not spells:
+        return Read((), 1, 1.0)
+    return Read(tuple(spells), len(numbers), _watched_s(path, span_s, max(spell.start_s for spell in spells)))
+
+
+READERS: Mapping[str, tuple[Callable[..., Read], tuple[str, ...]]] = {
+    "infinitehbd": (read_infinitehbd, ("units",)),
+    "lanl": (read_lanl, ("system",)),
+    "spot": (read_spot, ("span_s",)),
+    "sizes": (read_sizes, ()),
+    "ssd": (read_ssd, ("room", "repair_s", "nodes_per_rack")),
+    "table": (read_table, ("span_s",)),
+}
+"""By kind: what reads it, and what may be chosen."""
+
+
+def read_interruptions(path: Path) -> dict[str, int]:
+    """Read how often a job was interrupted, by cause: a CSV with the columns ``component`` and ``count``.
+
+    Raises:
+        ConfigError: if it cannot be read as that.
+    """
+    counts: dict[str, int] = {}
+    for number, row in _rows(path, ("component", "count")):
+        try:
+            counts[row["component"]] = counts.get(row["component"], 0) + int(row["count"])
+        except ValueError as error:
+            raise _bad_line(path, number, error) from error
+    return counts
+
+
+def _american(text: str) -> datetime:
+    return datetime.strptime(text.strip(), "%m/%d/%Y %H:%M")  # the trace knows no time zone
+
+
+def _time(text: str) -> float:
+    time = float(text)
+    if not math.isfinite(time):
+        msg = f"{text!r} is not a time"
+        raise ValueError(msg)
+    return time
+
+
+def _three(line: str, form: str) -> list[str]:
+    """Return the parts of a line that has three."""
+    parts = [part.strip() for part in line.split(",")]
+    if len(parts) != 3:
+        shown = line.strip()
+        msg = f"it must be {form}, got {shown[:60] + '...' * (len(shown) > 60)!r}"
+        raise ValueError(msg)
+    return parts
+
+
+def _lines(path: Path) -> Iterator[tuple[int, str]]:
+    with open_text(path) as file:
+        yield from ((number, line) for number, line in enumerate(file, 1) if line.strip())
+
+
+def _rows(path: Path, columns: tuple[str, ...]) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield the line number and the row of each line of a CSV file.
+
+    Raises:
+        ConfigError: if it has not all of these columns.
+    """
+    with open_text(path) as file:
+        reader = csv.DictReader(file)
+        try:
+            if missing := [name for name in columns if name not in (reader.fieldnames or ())]:
+                msg = f"{path} has no column {', '.join(missing)}"
+                raise ConfigError(msg)
+            for row in reader:
+                if all(row[name] is not None for name in columns):
+                    yield reader.line_num, row
+        except csv.Error as error:
+            raise _bad_line(path, reader.line_num + 1, error) from error
+
+
+def _bad_line(path: Path, number: int, error: Exception) -> ConfigError:
+    return ConfigError(f"{path}, line {number}: {error}")

@@ -1,0 +1,232 @@
+"""What may stand in a scenario file. Loads pydantic, so it is imported only where a file is read.
+
+Nothing has a default here that the simulator has: what is not written is not handed on.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, model_validator
+
+from holdfast.errors import ConfigError
+from holdfast_lab.simulate.units import parse_bytes, parse_seconds, parse_speed
+
+EVERY = ("best", "young", "daly", "never")
+"""Words for ``save_every``: found by trying, by either formula, or no checkpoints."""
+
+
+def _named(info: ValidationInfo) -> str:
+    return info.field_name or "it"
+
+
+def _seconds(value: object, info: ValidationInfo) -> float:
+    return parse_seconds(value, _named(info))
+
+
+def _bytes(value: object, info: ValidationInfo) -> float:
+    return parse_bytes(value, _named(info))
+
+
+def _speed(value: object, info: ValidationInfo) -> float:
+    return parse_speed(value, _named(info))
+
+
+def _every(value: object, info: ValidationInfo) -> int | float | str:
+    """Return steps as a whole number, a time as a float, a word as it is."""
+    if isinstance(value, str) and value not in EVERY:
+        try:
+            return float(parse_seconds(value, _named(info)))
+        except ConfigError as error:
+            msg = f"save_every must be a number of steps, a time such as 20min, or one of {', '.join(EVERY)}; got {value!r}"
+            raise ConfigError(msg) from error
+    if isinstance(value, str) or (type(value) is int and value >= 0):
+        return value
+    msg = f"save_every must be a number of steps, a time such as 20min, or one of {', '.join(EVERY)}; got {value!r}"
+    raise ConfigError(msg)
+
+
+def _pairs(value: object, info: ValidationInfo) -> tuple[tuple[int, float], ...]:
+    """Return pairs of a number of members and seconds."""
+    if not isinstance(value, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in value):
+        msg = f"{_named(info)} must be pairs of members and seconds, such as [[4, '1s'], [8, '600ms']]; got {value!r}"
+        raise ConfigError(msg)
+    for members, _ in value:
+        if type(members) is not int:
+            msg = f"{_named(info)} must begin each pair with a whole number of members, got {members!r}"
+            raise ConfigError(msg)
+    return tuple((members, parse_seconds(seconds, _named(info))) for members, seconds in value)
+
+
+Seconds = Annotated[float, BeforeValidator(_seconds)]
+Bytes = Annotated[float, BeforeValidator(_bytes)]
+Speed = Annotated[float, BeforeValidator(_speed)]
+Every = Annotated[int | float | str, BeforeValidator(_every)]
+Pairs = Annotated[tuple[tuple[int, float], ...], BeforeValidator(_pairs)]
+
+
+class Table(BaseModel):
+    """A table of the file: no other keys than those, and no whole number in the form of text."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    def given(self, *leave_out: str) -> dict[str, Any]:
+        """Return what was written, but for some keys."""
+        return {name: getattr(self, name) for name in self.model_fields_set if name not in leave_out}
+
+
+class ClusterTable(Table):
+    """As :class:`holdfast_lab.simulate.Cluster`."""
+
+    workers: int
+    spares: int = 0
+    workers_per_node: int = 1
+    nodes_per_rack: int = 16
+
+
+class Policies(Table):
+    """What a job, or one of the strategies that are compared, may say of :class:`holdfast_lab.simulate.Job`."""
+
+    save_every: Every = "best"
+    min_workers: int = 1
+    start_workers: int | None = None
+    slices: int | None = None
+    split: str = ""
+    batch: str = ""
+    buckets: int = 1
+    model: str = ""
+    reinit_from: str = ""
+    update: str = ""
+
+
+class JobTable(Policies):
+    """The job: ``steps``, or ``work_s`` as time that they take undisturbed; ``horizon_s`` is when to stop looking."""
+
+    steps: int | None = None
+    work_s: Seconds | None = None
+    horizon_s: Seconds | None = None
+
+
+class StrategyTable(Policies):
+    """One of what is compared; what it says goes before what the job says."""
+
+    strategy: str
+    name: str = ""
+    spares: int | None = None
+
+
+class CostsTable(Table):
+    """As :class:`holdfast_lab.simulate.Costs`; and sizes and speeds from which costs follow, or a run that they were measured in."""
+
+    from_report: str = ""
+    step_s: Seconds | None = None
+    state_bytes: Bytes | None = None
+    write_bytes_per_s: Speed | None = None
+    read_bytes_per_s: Speed | None = None
+    snapshot_bytes_per_s: Speed | None = None
+    slice_s: Seconds = 0.0
+    straggle: float = 0.0
+    sum_s: Seconds = 0.0
+    sum_hop_s: Seconds = 0.0
+    sum_bytes: Bytes = 0.0
+    link_bytes_per_s: Speed = 0.0
+    steps_s: Pairs = ()
+    update_s: Seconds = 0.0
+    copy_s: Seconds = 0.0
+    undo_s: Seconds = 0.0
+    detect_s: Seconds = 0.0
+    regroup_s: Seconds = 0.0
+    regroup_hop_s: Seconds = 0.0
+    save_s: Seconds = 0.0
+    save_background_s: Seconds = 0.0
+    load_s: Seconds = 0.0
+    restart_s: Seconds = 0.0
+    rebuild_s: Seconds = 0.0
+    rehome_s: Seconds = 0.0
+    spawn_s: Seconds = 0.0
+    rejoin_s: Seconds = 0.0
+
+
+class TimesTable(Table):
+    """Times from a distribution, as :func:`holdfast_lab.simulate.make_distribution`."""
+
+    distribution: str = "exponential"
+    mean_s: Seconds | None = None
+    shape: float | None = None
+    sigma: float | None = None
+    early_s: Seconds | None = None
+    early_shape: float | None = None
+    wear_s: Seconds | None = None
+    wear_shape: float | None = None
+
+
+def _repair(value: object) -> object:
+    """Let a time stand for one that is always the same."""
+    return value if isinstance(value, dict) else {"distribution": "constant", "mean_s": value}
+
+
+class SourceTable(TimesTable):
+    """As :class:`holdfast_lab.simulate.Source`; or how many failures were counted, of how many units, in which time."""
+
+    level: str = "node"
+    age_s: Seconds = 0.0
+    repair: Annotated[TimesTable | None, BeforeValidator(_repair)] = None
+    count: int | None = None
+    span_s: Seconds | None = None
+    units: int | None = None
+
+
+class TraceTable(Table):
+    """As :func:`holdfast_lab.simulate.read_trace`."""
+
+    path: str
+    kind: str
+    level: str = "node"
+    replayed: bool = False
+    span_s: Seconds | None = None
+    units: int | None = None
+    system: int | None = None
+    room: int | None = None
+    repair_s: Seconds | None = None
+    nodes_per_rack: int | None = None
+
+
+def _strategies(value: object) -> object:
+    """Let a name stand for a table with nothing else in it."""
+    if not isinstance(value, list):
+        return value
+    return [{"strategy": one} if isinstance(one, str) else one for one in value]
+
+
+class File(Table):
+    """The whole file."""
+
+    title: str = ""
+    repetitions: int = Field(default=100, ge=2, le=1_000_000)
+    seed: int = Field(default=0, ge=0)
+    cluster: ClusterTable
+    job: JobTable
+    costs: CostsTable
+    failures: list[SourceTable] | None = None
+    trace: TraceTable | None = None
+    strategies: Annotated[list[StrategyTable], BeforeValidator(_strategies)] = Field(min_length=1)
+
+    @model_validator(mode="after")
+    def _has_one_reason(self) -> File:
+        if (self.failures is None) == (self.trace is None):
+            msg = "there must be either [[failures]] or [trace]: what fails, and when; failures = [] if nothing does"
+            raise ConfigError(msg)
+        return self
+
+
+TABLES: dict[str, type[Table]] = {
+    "": File,
+    "cluster": ClusterTable,
+    "job": JobTable,
+    "costs": CostsTable,
+    "failures": SourceTable,
+    "repair": TimesTable,
+    "trace": TraceTable,
+    "strategies": StrategyTable,
+}
+"""By the name of the table."""

@@ -1,0 +1,146 @@
+"""Stretches of many histories at once: what :class:`~holdfast_lab.simulate.stretch.Stretch` says of one."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+Ticks = npt.NDArray[np.int64]
+FAR = np.int64(1 << 61)
+"""Later than any simulation looks, and small enough to be added to."""
+
+
+class Places(NamedTuple):
+    """Where training is; each has the shape ``(histories,)``. See :class:`~holdfast_lab.simulate.stretch.Place`."""
+
+    step: Ticks
+    into: Ticks
+    hold_left: Ticks
+    saves: Ticks
+    ran: Ticks
+
+
+class Strides:
+    """One stretch for each history, begun anew again and again.
+
+    Args:
+        number: Of histories.
+        every: Steps between two checkpoints, 0 for none.
+        buckets: Sums of a step beside the closing one.
+    """
+
+    def __init__(self, number: int, every: int, buckets: int) -> None:
+        self._every, self._buckets = every, buckets
+        self.start, self.first, self.step, self.compute, self.weight = (np.zeros(number, np.int64) for _ in range(5))
+        self._into, self._hold, self._lag = (np.zeros(number, np.int64) for _ in range(3))
+        self._before, self._works, self._cycle, self.waits, self.waited = (np.zeros(number, np.int64) for _ in range(5))
+
+    def begin(self, i: Ticks, *, start: Ticks, first: Ticks, into: Ticks, compute: Ticks, sums: Ticks, waits: Ticks,
+              exposed: Ticks, hold: int, behind: int, weight: Ticks) -> None:  # fmt: skip
+        """Begin the stretches of the histories ``i``.
+
+        Args:
+            i: Which.
+            start: When.
+            first: The step that is in progress then.
+            into: How much of that is done.
+            compute: A step takes this before its first sum.
+            sums: And this for all of them.
+            waits: So far into a step all wait for the optimizer,
+            exposed: and for so long.
+            hold: How long training is held for a checkpoint.
+            behind: How long after that it is written; the next one waits for it.
+            weight: What a step counts.
+        """
+        step, every = compute + sums + exposed, self._every
+        self.waits[i], self.waited[i] = waits, waits + exposed
+        self.start[i], self.first[i], self._into[i], self.weight[i] = start, first, into, weight
+        self.step[i], self.compute[i] = step, compute
+        if every:
+            between, before = product(every, step), first % every
+            holds = hold + np.maximum(behind - between, 0)
+            self._hold[i], self._before[i], self._cycle[i] = holds, before, between + holds
+            self._lag[i] = np.maximum(behind, compute - -sums // (self._buckets + 1))
+            self._works[i] = product(every - before, step) - into
+
+    def at(self, i: Ticks, now: Ticks) -> Places:
+        """Return where the histories ``i`` are at ``now``."""
+        every, elapsed, step, first = self._every, now - self.start[i], self.step[i], self.first[i]
+        done = self._into[i] + elapsed
+        number = done // step
+        into = done - number * step
+        none = np.zeros(len(i), dtype=np.int64)
+        if not every:
+            return Places(first + number, into, none, none, elapsed)
+        after = elapsed - self._works[i]  # the begin of the first checkpoint
+        late = np.flatnonzero(after >= 0)
+        if not late.size:
+            return Places(first + number, into, none, none, elapsed)
+        j, after, step = i[late], after[late], step[late]
+        hold, cycle = self._hold[j], self._cycle[j]
+        after -= hold  # the end of the first checkpoint, which may be still to come
+        cycles = after // cycle  # -1 then
+        rest = after - cycles * cycle
+        steps = np.minimum(rest // step, every)
+        inside = rest - steps * step
+        holds = (steps == every) | (cycles < 0)
+        held = np.where(cycles < 0, -after, hold - inside)
+        saves, hold_left = none.copy(), none
+        saves[late] = cycles + 1
+        hold_left[late] = np.where(holds, held, 0)
+        into[late] = np.where(holds, 0, inside)
+        number[late] = (cycles + 1) * every + np.where(cycles < 0, every, steps) - self._before[j]
+        ran = elapsed.copy()
+        ran[late] -= (cycles + 1) * hold + np.where(holds, hold - hold_left[late], 0)
+        return Places(first + number, into, hold_left, saves, ran)
+
+    def waiting(self, i: Ticks, place: Places) -> Ticks:
+        """Return how long those at ``place`` still wait for the optimizer, 0 for those who do not."""
+        waits = (self.waits[i] <= place.into) & (place.into < self.waited[i])
+        return np.where(waits, self.waited[i] - place.into, 0)
+
+    def missed(self, i: Ticks, place: Places) -> tuple[Ticks, Places]:
+        """Return how long it takes from ``place`` until those who compute come to their first sum, and where they are then.
+
+        Who is in a sum stays where it is.
+        """
+        compute = self.compute[i]
+        computes = place.into < compute
+        rest = np.where(computes, compute - place.into, 0)
+        saves = place.saves + (computes & (place.hold_left > 0))
+        there = Places(place.step, place.into + rest, np.where(computes, 0, place.hold_left), saves, place.ran + rest)
+        return rest + np.where(computes, place.hold_left, 0), there
+
+    def until_step(self, i: Ticks, left: Ticks) -> Ticks:
+        """Return when ``left`` more steps are done; no checkpoint follows the last."""
+        saves = (self._before[i] + left - 1) // self._every if self._every else 0
+        far = product(left, self.step[i]) + saves * self._hold[i]
+        later: Ticks = np.minimum(self.start[i] - self._into[i] + far, FAR)
+        return later
+
+    def boundary(self, i: Ticks, now: Ticks) -> Ticks:
+        """Return when the next step begins: now, if one does so just then. Held for a checkpoint, after that."""
+        place = self.at(i, now)
+        left = np.where(place.into > 0, self.step[i] - place.into, 0)
+        if self._every:
+            left += np.where((place.into > 0) & ((place.step + 1) % self._every == 0), self._hold[i], 0)
+        return now + np.where(place.hold_left > 0, place.hold_left, left)
+
+    def complete_at(self, i: Ticks, number: Ticks) -> Ticks:
+        """Return when checkpoint ``number`` of the stretch is complete, 1 is the first."""
+        return self.start[i] + self._works[i] + self._hold[i] + (number - 1) * self._cycle[i] + self._lag[i]
+
+    def ran_at_save(self, i: Ticks, number: Ticks) -> Ticks:
+        """Return the work from the begin of the stretch to that checkpoint."""
+        return self._works[i] + (number - 1) * (self._cycle[i] - self._hold[i])
+
+    def step_at_save(self, i: Ticks, number: Ticks) -> Ticks:
+        """Return the step that a checkpoint is of."""
+        return self.first[i] - self._before[i] + number * self._every
+
+
+def product(a: Ticks | int, b: Ticks) -> Ticks:
+    """Return ``a * b``, or :data:`FAR` where it is more."""
+    return np.where(np.asarray(a, dtype=np.float64) * b < 2e18, a * b, FAR)

@@ -1,0 +1,308 @@
+"""Scenario files: TOML in; what is to be simulated, strategy by strategy, out. docs/planning.md says what may stand in one."""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from holdfast.errors import ConfigError
+from holdfast_lab.simulate.checks import LONGEST_S, MOST_STEPS, check_mtbf, check_range
+from holdfast_lab.simulate.cluster import Cluster
+from holdfast_lab.simulate.costs import OF_STORAGE, SAVING, Costs
+from holdfast_lab.simulate.distributions import Constant, Distribution, make_distribution
+from holdfast_lab.simulate.failures import Down, Failures, Source
+from holdfast_lab.simulate.measured import read_measured
+from holdfast_lab.simulate.scenario import Job, Scenario
+from holdfast_lab.simulate.traces import read_trace
+
+if TYPE_CHECKING:
+    from pydantic import ValidationError
+
+    from holdfast_lab.simulate.schema import CostsTable, File, SourceTable, StrategyTable, TimesTable, TraceTable
+
+_NOT_OF_JOB = ("strategy", "name", "spares", "save_every", "work_s")
+_WHOLE_JOB, _ONE_RACK = "job", 10_000_000
+"""What ends the whole job is, to the simulator, what takes down the rack that all are in."""
+_ENDLESS_S = 1.0
+"""A horizon that stands in until the length of a step is known."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """One of what is compared.
+
+    Args:
+        name: What to call it.
+        scenario: What is simulated; its ``save_every`` is 0 and does not count.
+        every: How often it saves: steps, a time in seconds as a float, or one of :data:`~holdfast_lab.simulate.schema.EVERY`.
+    """
+
+    name: str
+    scenario: Scenario
+    every: int | float | str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScenarioFile:
+    """What a scenario file asks for.
+
+    Args:
+        title: Over the page, or "".
+        repetitions: Histories of each setting, ``>= 2``.
+        seed: Of all that is drawn.
+        settings: What is compared, with names that differ.
+    """
+
+    title: str
+    repetitions: int
+    seed: int
+    settings: tuple[Setting, ...]
+
+
+def read_scenario(path: Path) -> ScenarioFile:
+    """Read a scenario file. Paths in it are relative to the folder that it is in.
+
+    Raises:
+        ConfigError: if it cannot be read, or what stands in it is not allowed; the message says where.
+    """
+    from pydantic import ValidationError
+
+    from holdfast_lab.simulate.schema import File
+
+    try:
+        table = tomllib.loads(path.read_text())
+    except OSError as error:
+        msg = f"cannot read {path}: {error.strerror}"
+        raise ConfigError(msg) from error
+    except ValueError as error:
+        msg = f"{path} is not TOML: {error}"
+        raise ConfigError(msg) from error
+    except RecursionError as error:
+        msg = f"{path} is not TOML: its brackets are nested too deep"
+        raise ConfigError(msg) from error
+    try:
+        file = File.model_validate(table)
+    except ValidationError as error:
+        msg = f"{path}: {_first_complaint(error)}"
+        raise ConfigError(msg) from error
+    try:
+        return _made(file, path.parent)
+    except ConfigError as error:
+        msg = f"{path}: {error}"
+        raise ConfigError(msg) from error
+
+
+# -- what the tables make
+
+
+def _made(file: File, folder: Path) -> ScenarioFile:
+    down = _down(file, folder)
+    settings = [_setting(file, strategy, down, folder) for strategy in file.strategies]
+    names = [setting.name for setting in settings]
+    if double := sorted({name for name in names if names.count(name) > 1}):
+        msg = f"two strategies are called {double[0]!r}; give each a name of its own, such as {{strategy = ..., name = ...}}"
+        raise ConfigError(msg)
+    return ScenarioFile(title=file.title, repetitions=file.repetitions, seed=file.seed, settings=tuple(settings))
+
+
+def _setting(file: File, strategy: StrategyTable, down: Down, folder: Path) -> Setting:
+    given = file.cluster.given()
+    if strategy.spares is not None:
+        given["spares"] = strategy.spares
+    if any(table.level == _WHOLE_JOB for table in file.failures or ()):
+        given["nodes_per_rack"] = _ONE_RACK
+    cluster = Cluster(**given)
+    policies = file.job.given(*_NOT_OF_JOB) | strategy.given(*_NOT_OF_JOB)
+    if file.job.steps is None and file.job.work_s is None and file.job.horizon_s is None:
+        msg = "[job] needs steps, work_s (as time that they take undisturbed) or horizon_s: otherwise it never ends"
+        raise ConfigError(msg)
+    if file.job.steps is not None and file.job.work_s is not None:
+        msg = "[job] has both steps and work_s, which say the same; leave one out"
+        raise ConfigError(msg)
+    policies.setdefault("horizon_s", None if file.job.steps else _ENDLESS_S)
+    job = Job(strategy=strategy.strategy, **policies)
+    scenario = _with_costs(file.costs, cluster, job, down, folder)
+    if file.job.work_s is not None:
+        policies["steps"] = _steps(file.job.work_s, scenario.full_step_s)
+        policies["horizon_s"] = file.job.horizon_s
+        scenario = Scenario(cluster, Job(strategy=strategy.strategy, **policies), scenario.costs, down)
+    every = strategy.save_every if "save_every" in strategy.model_fields_set else file.job.save_every
+    return Setting(name=strategy.name or strategy.strategy, scenario=scenario, every=every)
+
+
+def _steps(work_s: float, step_s: float) -> int:
+    """Return how many steps take so long."""
+    check_range("work_s", work_s, 0, most=LONGEST_S)
+    if work_s > MOST_STEPS * step_s:
+        msg = f"work_s is more than {MOST_STEPS:g} steps of {step_s:g} s, which are not simulated; is the time of a step right?"
+        raise ConfigError(msg)
+    return max(1, round(work_s / step_s))
+
+
+def _with_costs(table: CostsTable, cluster: Cluster, job: Job, down: Down, folder: Path) -> Scenario:
+    """Return the scenario with the costs of the table: those that were measured, and before them those that are written."""
+    measured: dict[str, float] = {}
+    if table.from_report:
+        measured = read_measured(folder / table.from_report).apart()
+    given = table.given("from_report", "step_s", *OF_STORAGE)
+    says_step = {"slice_s", "steps_s"} & set(given)
+    if table.step_s is not None and says_step:
+        msg = f"[costs] has both step_s and {says_step.pop()}, which say the same; leave one out"
+        raise ConfigError(msg)
+    step_s = table.step_s if says_step or table.step_s is not None else measured.get("step_s")
+    others = {n: value for n, value in measured.items() if n not in ("step_s", "state_bytes")} | given
+    speeds = {name: value for name in OF_STORAGE if (value := getattr(table, name)) is not None}
+    if speeds:
+        others = {name: value for name, value in others.items() if name in given or name not in SAVING}
+        speeds.setdefault("state_bytes", measured.get("state_bytes", -1.0))
+        if speeds["state_bytes"] < 0 or "write_bytes_per_s" not in speeds:
+            msg = (
+                f"[costs] has {', '.join(speeds)}: what a checkpoint takes needs both state_bytes and write_bytes_per_s"
+            )
+            raise ConfigError(msg)
+        costs = Costs.of_storage(**speeds, **others)
+    else:
+        costs = Costs(**others)
+    return of_step(cluster, job, costs, down, step_s)
+
+
+def of_step(cluster: Cluster, job: Job, costs: Costs, down: Down, step_s: float | None) -> Scenario:
+    """Return the scenario in which a step takes ``step_s`` when all are there, and ``update_s`` is not in it; what is not sums is computing.
+
+    Args:
+        cluster: The machines.
+        job: What runs on them.
+        costs: Without the time of a slice; with it if ``step_s`` is None.
+        down: Who is down and when.
+        step_s: Seconds.
+
+    Raises:
+        ConfigError: if the sums alone take as long.
+    """
+    if step_s is None:
+        return Scenario(cluster, job, costs, down)
+    probe = Scenario(cluster, job, _replaced(costs, slice_s=1.0), down)
+    compute, sums = probe.costs.step_parts_s(probe)
+    if step_s <= sums[-1]:
+        msg = f"step_s must be more than what its sums take, {sums[-1]:g} s, got {step_s:g}"
+        raise ConfigError(msg)
+    return Scenario(cluster, job, _replaced(costs, slice_s=float((step_s - sums[-1]) / compute[-1])), down)
+
+
+def _replaced(costs: Costs, **changes: float) -> Costs:
+    import dataclasses
+
+    return dataclasses.replace(costs, **changes)  # type: ignore[arg-type]  # all that is changed is a number
+
+
+def _down(file: File, folder: Path) -> Down:
+    if file.trace is not None:
+        return _trace(file.trace, folder)
+    cluster = Cluster(**file.cluster.given("spares"))  # failures are counted of those that work
+    levels = {table.level for table in file.failures or ()}
+    if _WHOLE_JOB in levels and "rack" in levels:
+        msg = "[[failures]] are of level job and of level rack: one of them only, because to the simulator a job is a rack with all in it"
+        raise ConfigError(msg)
+    failures = Failures(tuple(_source(number, table, cluster) for number, table in enumerate(file.failures or (), 1)))
+    check_mtbf(failures.mtbf_s(cluster))
+    return failures
+
+
+def _trace(table: TraceTable, folder: Path) -> Down:
+    choices = table.given("path", "kind", "level", "replayed")
+    return read_trace(folder / table.path, table.kind, level=table.level, replayed=table.replayed, **choices)
+
+
+def _source(number: int, table: SourceTable, cluster: Cluster) -> Source:
+    where = f"[[failures]] number {number}"
+    level, units = ("rack", 1) if table.level == _WHOLE_JOB else (table.level, table.units)
+    repair = Constant(0.0) if table.repair is None else _times(table.repair, f"repair of {where}")
+    if table.count is None:
+        if table.span_s is not None or table.units is not None:
+            msg = f"{where} has span_s or units, which belong to count: so many failures, of so many units, in such a time"
+            raise ConfigError(msg)
+        return Source(level, _times(table, where), repair, table.age_s)
+    if table.span_s is None or table.mean_s is not None:
+        msg = f"{where} has a count: it needs span_s, the time in which they were counted, and no mean_s"
+        raise ConfigError(msg)
+    counted = Failures.of_count(
+        table.count, span_s=table.span_s, units=units or cluster.units(level), level=level, repair=repair
+    )
+    return counted.sources[0]
+
+
+def _times(table: TimesTable, where: str) -> Distribution:
+    if table.mean_s is None:
+        msg = f"{where} needs mean_s, or a count of failures and span_s; a repair needs mean_s"
+        raise ConfigError(msg)
+    shape = {name: value for name in _SHAPES if (value := getattr(table, name)) is not None}
+    try:
+        return make_distribution(table.distribution, table.mean_s, **shape)
+    except TypeError as error:
+        takes = ", ".join(_TAKES.get(table.distribution, ())) or "nothing"
+        msg = f"{where}: besides mean_s, {table.distribution} takes {takes}; got {', '.join(shape) or 'nothing'}"
+        raise ConfigError(msg) from error
+    except ConfigError as error:
+        msg = f"{where}: {error}"
+        raise ConfigError(msg) from error
+
+
+_SHAPES = ("shape", "sigma", "early_s", "early_shape", "wear_s", "wear_shape")
+_TAKES = {
+    "weibull": ("shape",),
+    "lognormal": ("sigma",),
+    "bathtub": ("early_s", "wear_s", "early_shape (if it is not 0.5)", "wear_shape (if it is not 5)"),
+}
+
+
+# -- what is wrong
+
+
+def _first_complaint(error: ValidationError) -> str:
+    """Return one line on the first thing that is wrong."""
+    wrong = error.errors()[0]
+    *path, key = wrong["loc"] or ("",)
+    where = _place(path)
+    match wrong["type"]:
+        case "extra_forbidden":
+            return f"{where} has no key {str(key)!r}{_near(path, str(key))}"
+        case "missing":
+            what = f"table [{key}]" if not path and key not in ("strategies",) else f"key {str(key)!r}"
+            return f"{where} has no {what}, which is needed"
+        case "value_error":
+            return str(wrong["ctx"]["error"]) if not wrong["loc"] else f"{_place(path)}: {wrong['ctx']['error']}"
+        case _:
+            what = wrong["msg"][0].lower() + wrong["msg"][1:]
+            return f"{where}: {key}: {what}, got {_shown(wrong['input'])}"
+
+
+def _place(path: Sequence[int | str]) -> str:
+    """Return a table of the file as it is written there."""
+    if not path:
+        return "the file"
+    table, *rest = path
+    if not rest:
+        return f"[{table}]"
+    number, *inner = rest
+    name = f"[[{table}]] number {int(number) + 1}" if isinstance(number, int) else f"[{table}.{number}]"
+    return f"{name}, {inner[0]}" if inner else name
+
+
+def _near(path: Sequence[int | str], key: str) -> str:
+    """Return what may have been meant, and what there is."""
+    from holdfast_lab.simulate.schema import TABLES
+
+    table = next(str(part) for part in (*reversed(path), "") if isinstance(part, str))
+    names = list(TABLES[table].model_fields)
+    close = difflib.get_close_matches(key, names, n=1, cutoff=0.5)
+    hint = f"; did you mean {close[0]!r}?" if close else ""
+    return f"{hint} (allowed: {', '.join(names)})"
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

@@ -1,0 +1,23 @@
+"""One experiment a file: what a paper measured, on this code.
+
+``STUDIES`` says which there are; ``holdfast study --list`` prints it.
+"""
+
+from __future__ import annotations
+
+from holdfast_lab.studies.base import Study, carry_out
+from holdfast_lab.studies.checkpoint_cost.study import CheckpointCost
+from holdfast_lab.studies.exact.study import Exact
+from holdfast_lab.studies.guard.study import Guard
+from holdfast_lab.studies.parallelism.study import Parallelism
+from holdfast_lab.studies.resilience.study import Resilience
+from holdfast_lab.studies.scar.study import Scar
+from holdfast_lab.studies.soft_errors.study import SoftErrors
+
+__all__ = ["STUDIES", "carry_out"]
+
+STUDIES: dict[str, Study] = {
+    study.name: study
+    for study in (CheckpointCost(), Exact(), Guard(), Parallelism(), Resilience(), Scar(), SoftErrors())
+}
+"""Every study by its name."""

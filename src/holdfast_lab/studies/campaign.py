@@ -1,0 +1,280 @@
+"""Campaigns: many trials of each of many settings, in parallel, into one file, until the shares of outcomes are known.
+
+A trial is a pure function of its cell's settings and its seed, so it does not matter in which process it runs, beside or
+after what, or whether the campaign was killed meanwhile: the table is the same. The parent alone writes it, a row as soon as
+it is there. Which trials are made depends on no timing either: a cell's trials are made in batches, the next only when
+the last is in and its first so many trials do not say enough yet.
+
+A trial that raises is one whose training failed (TF), and so is one that kills its process. Who killed a process cannot
+be seen from outside, so a trial whose process died is made again, as the first in a new process, and its training counts
+as failed when that one ends in the same way (the same signal or exit status). A stranger's kill costs a repetition, no more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from holdfast.errors import InternalError
+from holdfast_lab.studies.campaign_plan import Campaign, Cell, Stop, found_by, seed_of
+from holdfast_lab.studies.campaign_table import COLUMNS, Table, as_json
+from holdfast_lab.studies.explain import shares
+from holdfast_lab.studies.outcomes import OUTCOMES, TF
+from holdfast_lab.studies.pool import Answer, Worker, Workers
+
+Say = Callable[[str], None]
+
+
+def run_campaign(
+    campaign: Campaign, path: Path, processes: int | None = None, say: Say = lambda _: None
+) -> dict[str, str]:
+    """Make the trials that are not made yet; killed at any moment, it goes on there when it is run again.
+
+    Ctrl-C and SIGTERM end it by KeyboardInterrupt, with the processes ended and every row in the file that was made.
+    :func:`holdfast_lab.studies.campaign_table.read_rows` reads the rows.
+
+    Args:
+        campaign: What is asked.
+        path: Of the file.
+        processes: In parallel, each with one thread of torch; None: as many as there are cores.
+        say: Is told what happens, a line at a time.
+
+    Returns:
+        Why cells could not be prepared, by name; empty if all went well. They are tried again the next time.
+
+    Raises:
+        ConfigError: if the file belongs to another campaign, or cannot be used; or a cell's name is there twice.
+    """
+    cells = campaign.checked_cells()
+    with (
+        _stopped_by_sigterm(),
+        Table(path, campaign.settings(), {cell.name: cell.settings for cell in cells}) as table,
+        Workers(processes, preload=_modules(campaign.prepare, campaign.trial)) as workers,
+    ):
+        progress = [_Progress(cell, campaign.stop, table.outcomes(cell.name)) for cell in cells]
+        return _Running(campaign, progress, table, say).run(workers)
+
+
+def _modules(*functions: Callable[..., Any]) -> list[str]:
+    names = {getattr(function, "__module__", "__main__") for function in functions}
+    return sorted(names - {"__main__"})
+
+
+@contextlib.contextmanager
+def _stopped_by_sigterm() -> Iterator[None]:
+    """Let SIGTERM do what Ctrl-C does; in the main thread only, the only one that can."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(*_: object) -> NoReturn:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL if before is None else before)
+
+
+# ---------------------------------------------------------------------------------------------
+# In the processes
+
+
+@dataclass(slots=True)
+class _Warm:
+    state: Any = None
+
+
+_warm = _Warm()
+"""The warm state of the cell that this process is at."""
+
+
+def _warm_up(prepare: Callable[[Mapping[str, Any]], Any], settings: Mapping[str, Any]) -> None:
+    _warm.state = None  # two of them may not fit into memory
+    _warm.state = prepare(settings)
+
+
+def _make_trial(trial: Callable[[Any, int], Mapping[str, Any]], seed: int) -> tuple[dict[str, Any], float]:
+    """Return what a trial found, and how many seconds it took."""
+    begun_s = time.perf_counter()
+    found = found_by(trial, _warm.state, seed)
+    return found, time.perf_counter() - begun_s
+
+
+# ---------------------------------------------------------------------------------------------
+# In the parent
+
+
+class _Progress:
+    """How far a cell is.
+
+    Args:
+        cell: Which.
+        stop: When it has enough.
+        outcomes: Those that are known.
+    """
+
+    def __init__(self, cell: Cell, stop: Stop, outcomes: Mapping[int, str]) -> None:
+        self.cell, self._stop, self.outcomes = cell, stop, dict(outcomes)
+        self.todo: deque[int] = deque()
+        self.is_over = False
+        self._end = 0
+        self._go_on()
+
+    def add(self, number: int, outcome: str) -> None:
+        """Take an outcome."""
+        self.outcomes[number] = outcome
+        self._go_on()
+
+    def _go_on(self) -> None:
+        """Open the next batch, when the last is in and does not say enough."""
+        while not self.is_over and all(number in self.outcomes for number in range(self._end)):
+            if self._end and self._stop.is_enough([self.outcomes[number] for number in range(self._end)]):
+                self.is_over = True
+                return
+            begin, self._end = self._end, min(self._end + self._stop.batch, self._stop.most)
+            self.todo.extend(number for number in range(begin, self._end) if number not in self.outcomes)
+
+    def summary(self) -> str:
+        """Return its shares in words."""
+        known = shares(self.outcomes.values()).items()
+        said = ", ".join(f"{name} {s.share:.1%} [{s.low:.1%}, {s.high:.1%}]" for name, s in known if s.trials)
+        return f"{self.cell.name}: {len(self.outcomes)} trials, {said}"
+
+
+@dataclass(frozen=True, slots=True)
+class _WarmUp:
+    """The call that prepares a cell."""
+
+    progress: _Progress
+
+
+@dataclass(frozen=True, slots=True)
+class _Trial:
+    """The call that makes a trial."""
+
+    progress: _Progress
+    number: int
+
+
+class _Running:
+    """Gives trials to processes and takes what they found, until there is nothing to do.
+
+    Args:
+        campaign: Which.
+        progress: Of each cell.
+        table: Where rows go.
+        say: Is told what happens.
+    """
+
+    def __init__(self, campaign: Campaign, progress: Sequence[_Progress], table: Table, say: Say) -> None:
+        self._campaign, self._progress, self._table, self._say = campaign, progress, table, say
+        self._at: dict[Worker, _Progress] = {}  # what each is warm for
+        self._again: dict[Worker, _Trial] = {}  # what killed its process and is to be the first in the new one
+        self._deaths: Counter[tuple[str, int | None, str]] = Counter()
+        self._failed: set[str] = set()  # cells of which it was said that training failed
+        self._broken: dict[str, str] = {}
+
+    def run(self, workers: Workers) -> dict[str, str]:
+        if known := sum(len(progress.outcomes) for progress in self._progress):
+            self._say(f"{known} trials were made before")
+        while True:
+            for worker in workers.free():
+                self._give(worker)
+            answers = workers.wait()
+            if not answers:
+                return self._broken
+            for answer in answers:
+                self._take(answer)
+
+    def _give(self, worker: Worker) -> None:
+        """Give it a trial of the cell that it is warm for, or warm it for one; nothing if there is nothing."""
+        progress = self._at.get(worker)
+        if progress is None or not self._is_open(progress):
+            if (progress := self._next_cell(worker)) is None:
+                return
+            self._at[worker] = progress
+            worker.give(_WarmUp(progress), None, _warm_up, self._campaign.prepare, progress.cell.settings)
+        elif (call := self._next_trial(worker, progress)) is not None:
+            seed = seed_of(self._campaign.seed, progress.cell.name, call.number)
+            worker.give(call, self._campaign.limit_s, _make_trial, self._campaign.trial, seed)
+
+    def _is_open(self, progress: _Progress) -> bool:
+        return not progress.is_over and progress.cell.name not in self._broken
+
+    def _next_cell(self, worker: Worker) -> _Progress | None:
+        """Return a cell that has something to do, one with few processes at it: so most are prepared only once."""
+        again = self._again.get(worker)
+        if again is not None and self._is_open(again.progress):
+            return again.progress
+        self._again.pop(worker, None)
+        crowd = Counter(id(progress) for progress in self._at.values())
+        waiting = [progress for progress in self._progress if self._is_open(progress) and progress.todo]
+        return min(waiting, key=lambda progress: crowd[id(progress)], default=None)
+
+    def _next_trial(self, worker: Worker, progress: _Progress) -> _Trial | None:
+        if worker in self._again:
+            return self._again.pop(worker)
+        return _Trial(progress, progress.todo.popleft()) if progress.todo else None
+
+    def _take(self, answer: Answer) -> None:
+        if answer.ended:
+            del self._at[answer.worker]
+        match answer.key:
+            case _WarmUp(progress=progress):
+                self._take_warm_up(progress.cell.name, answer)
+            case _Trial() as call if answer.ended:
+                self._take_death(call, answer)
+            case _Trial() as call:
+                if answer.error is not None:
+                    raise answer.error  # not the trial's own: its errors are found, not raised
+                self._add(call, *answer.value)
+
+    def _take_warm_up(self, cell: str, answer: Answer) -> None:
+        if answer.error is not None:
+            self._break(cell, f"{type(answer.error).__name__}: {answer.error}")
+        elif answer.ended and self._died_again(cell, None, answer.ended):
+            self._break(cell, f"the process that prepared it died twice ({answer.ended})")
+
+    def _break(self, cell: str, why: str) -> None:
+        self._broken[cell] = why
+        self._say(f"{cell}: cannot be prepared: {why}")
+
+    def _died_again(self, cell: str, number: int | None, ended: str) -> bool:
+        self._deaths[cell, number, ended] += 1
+        return self._deaths[cell, number, ended] > 1
+
+    def _take_death(self, call: _Trial, answer: Answer) -> None:
+        cell = call.progress.cell.name
+        self._say(f"{cell}: the process of trial {call.number} died ({answer.ended})")
+        if self._died_again(cell, call.number, answer.ended):
+            self._add(call, {"outcome": TF, "error": f"the process died twice: {answer.ended}"}, 0.0)
+        else:
+            self._again[answer.worker] = call
+
+    def _add(self, call: _Trial, found: dict[str, Any], seconds: float) -> None:
+        cell, number = call.progress.cell, call.number
+        outcome = found.pop("outcome", None)
+        if outcome not in OUTCOMES:
+            msg = f"the outcome of a trial must be one of {', '.join(OUTCOMES)}, cell {cell.name!r} gave {outcome!r}"
+            raise InternalError(msg)
+        if taken := found.keys() & {*COLUMNS, *cell.settings}:
+            msg = f"trials of cell {cell.name!r} return what the table has already: {', '.join(sorted(taken))}"
+            raise InternalError(msg)
+        self._table.add(
+            cell.name, number, seed_of(self._campaign.seed, cell.name, number), outcome, as_json(found), seconds
+        )
+        if outcome == TF and cell.name not in self._failed:
+            self._failed.add(cell.name)
+            self._say(f"{cell.name}: training failed in trial {number}: {found.get('error', '')}")
+        call.progress.add(number, outcome)
+        if call.progress.is_over:
+            self._say(call.progress.summary())

@@ -1,0 +1,1 @@
+"""What checkpoints cost, framework by framework (Rojas 2020)."""

@@ -1,0 +1,263 @@
+"""What the study says, held against the rows."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+
+from holdfast_lab.studies.base import MEASURED, SHARE, Claim, Row
+from holdfast_lab.studies.stats import bootstrap, median
+
+DERIVED = "derived from the study's subject; its text gives no number for it"
+ABSTRACT = "subject of the abstract; the check is derived"
+NOT_CHECKED = "not checked: nothing was measured that tells"
+
+COPIES = {"none": 1, "momentum": 2, "adam": 3}
+"""So many values are saved for each parameter."""
+_TOLERANCE = 0.02
+_FEWEST = 3
+"""Fewer repetitions have no interval worth the name: nothing is said of a ratio of times then."""
+_SAME_COST = 4 / 3
+"""Two costs are called the same when the whole interval of their ratio lies within this factor of 1."""
+
+
+def hold_claims(rows: Sequence[Row], seed: int) -> list[Claim]:
+    """Return every claim with what was found."""
+    measured = [row for row in rows if row["status"] == MEASURED]
+    cost = [row for row in measured if row["part"] == "cost"]
+    workers = [row for row in measured if row["part"] == "workers"]
+    return [
+        *(_size_claim(cost, optimizer, copies, seed) for optimizer, copies in COPIES.items()),
+        _formats_agree(cost, seed),
+        _compression(cost, seed),
+        _root_is_constant(workers, seed),
+        _root_share_grows(workers, seed),
+        _rank_bytes_grow(workers, seed),
+        _deterministic(measured),
+        _loads_equal(cost),
+    ]
+
+
+def _plain(rows: Sequence[Row]) -> list[Row]:
+    """Return those of ways that save everything, uncompressed."""
+    return [row for row in rows if row["whole"] and not row["packed"]]
+
+
+def _by(rows: Sequence[Row], *names: str) -> dict[tuple[str, ...], list[Row]]:
+    groups: dict[tuple[str, ...], list[Row]] = defaultdict(list)
+    for row in rows:
+        groups[tuple(row[name] for name in names)].append(row)
+    return groups
+
+
+def _size_claim(cost: Sequence[Row], optimizer: str, copies: int, seed: int) -> Claim:
+    with_what = {"none": "without an optimizer", "momentum": "with momentum", "adam": "with Adam"}[optimizer]
+    words = f"An FP32 checkpoint {with_what} has {4 * copies} bytes a parameter"
+    ratios = {
+        key: group[0]["bytes"] / (4 * group[0]["parameters"])
+        for key, group in _by(
+            [row for row in _plain(cost) if row["optimizer"] == optimizer], "framework", "way", "model"
+        ).items()
+    }
+    if not ratios:
+        return Claim(claim=words, source=DERIVED, paper=float(copies), found=NOT_CHECKED)
+    worst = max(ratios, key=lambda key: abs(ratios[key] / copies - 1))
+    off = abs(ratios[worst] / copies - 1)
+    ci = bootstrap([list(ratios.values())], lambda groups: sum(groups[0]) / len(groups[0]), seed)
+    return Claim(
+        claim=words,
+        source=DERIVED,
+        paper=float(copies),
+        ours=sum(ratios.values()) / len(ratios),
+        ci=ci,
+        holds=off <= _TOLERANCE,
+        unit="times 4 bytes a parameter",
+        found=f"mean of {len(ratios)}; farthest off: {' '.join(worst)}, by {off:.2%}",
+    )
+
+
+def _formats_agree(cost: Sequence[Row], seed: int) -> Claim:
+    words = "Formats without compression agree within 2 % in size"
+    # Values, not parameters: what a framework calls a parameter of a norm differs, the bytes per value do not.
+    groups = [
+        group for group in _by(_plain(cost), "model", "optimizer").values() if len(_by(group, "framework", "way")) > 1
+    ]
+    if not groups:
+        return Claim(claim=words, source=DERIVED, paper=_TOLERANCE, found=NOT_CHECKED)
+    spreads = [max(row["bytes"] for row in group) / min(row["bytes"] for row in group) - 1 for group in groups]
+    widest = groups[spreads.index(max(spreads))]
+    low, high = (choose(widest, key=lambda row: row["bytes"]) for choose in (min, max))
+    found = (
+        f"largest spread of {len(groups)} states: {widest[0]['model']}, optimizer {widest[0]['optimizer']}: "
+        f"{_name(low)} {low['bytes'] / 1e6:.2f} MB, {_name(high)} {high['bytes'] / 1e6:.2f} MB"
+    )
+    return Claim(
+        claim=words,
+        source=DERIVED,
+        paper=_TOLERANCE,
+        ours=max(spreads),
+        ci=bootstrap([spreads], lambda drawn: max(drawn[0]), seed),
+        holds=max(spreads) <= _TOLERANCE,
+        unit=SHARE,
+        found=found,
+    )
+
+
+def _compression(cost: Sequence[Row], seed: int) -> Claim:
+    words = "Compressing the weights of a network costs many times the time and saves little"
+    pairs = []
+    for group in _by(cost, "framework", "model", "optimizer").values():
+        ways = _by(group, "way")
+        for plain, packed in (("npz", "npz compressed"), ("hdf5", "hdf5 gzip")):
+            if (plain,) in ways and (packed,) in ways:
+                pairs.append((ways[plain,], ways[packed,]))
+    if not pairs:
+        return Claim(claim=words, source=DERIVED, found=NOT_CHECKED)
+    slower = [_median_of(packed, "save_s") / _median_of(plain, "save_s") for plain, packed in pairs]
+    smaller = [1 - packed[0]["bytes"] / plain[0]["bytes"] for plain, packed in pairs]
+    found = f"median of {len(pairs)} pairs of ways: {median(slower):.1f} x the time, {median(smaller):.1%} fewer bytes"
+    ci = bootstrap([slower], lambda drawn: median(drawn[0]), seed)
+    return Claim(
+        claim=words,
+        source=DERIVED,
+        ours=median(slower),
+        ci=ci,
+        holds=ci[0] > 2 and max(smaller) < 0.2,
+        unit="times the time",
+        found=found,
+    )
+
+
+def _root_is_constant(workers: Sequence[Row], seed: int) -> Claim:
+    words = "Saving at the root alone takes the same time at any number of workers"
+    return _ratio_claim(
+        _first_and_last(workers, "root"),
+        words,
+        "save_s",
+        seed,
+        paper=1.0,
+        holds=_is_about_one,
+        unit="times the time of one worker",
+    )
+
+
+def _is_about_one(low: float, high: float) -> bool | None:
+    """Return None where the interval is too wide to tell."""
+    if low >= 1 / _SAME_COST and high <= _SAME_COST:
+        return True
+    return False if low > 1 or high < 1 else None
+
+
+def _root_share_grows(workers: Sequence[Row], seed: int) -> Claim:
+    """Two workers on two cores: the last number of workers whose step may be shorter than one worker's."""
+    pairs = [
+        (one, two)
+        for one, two in _first_and_last([row for row in workers if row["workers"] <= 2], "root")
+        if two[0]["step_s"] < one[0]["step_s"]
+    ]
+    words = "The share of training time that saving at the root takes grows as the step shrinks"
+    return _ratio_claim(
+        pairs,
+        words,
+        "share_10",
+        seed,
+        paper=None,
+        holds=lambda low, high: True if low > 1 else False if high < 1 else None,
+        unit="times the share",
+    )
+
+
+def _rank_bytes_grow(workers: Sequence[Row], seed: int) -> Claim:
+    words = "Saving at every rank writes as many times the bytes as there are workers"
+    pairs = _first_and_last(workers, "rank")
+    normed = [
+        (one, [{**row, "bytes": row["bytes"] * one[0]["workers"] / row["workers"]} for row in many])
+        for one, many in pairs
+    ]
+    return _ratio_claim(
+        normed,
+        words,
+        "bytes",
+        seed,
+        paper=1.0,
+        holds=lambda low, high: abs(low - 1) <= _TOLERANCE and abs(high - 1) <= _TOLERANCE,
+        unit="times the bytes of one worker and the workers",
+    )
+
+
+def _first_and_last(workers: Sequence[Row], scheme: str) -> list[tuple[list[Row], list[Row]]]:
+    """Return, by framework, the rows of the fewest and of the most measured workers."""
+    pairs = []
+    for group in _by([row for row in workers if row["scheme"] == scheme], "framework").values():
+        counts = _by(group, "workers")
+        if len(counts) > 1:
+            pairs.append((counts[min(counts)], counts[max(counts)]))
+    return pairs
+
+
+def _ratio_claim(
+    pairs: Sequence[tuple[list[Row], list[Row]]],
+    words: str,
+    key: str,
+    seed: int,
+    *,
+    paper: float | None,
+    holds: Callable[[float, float], bool | None],
+    unit: str,
+) -> Claim:
+    """Hold a ratio of medians, the mean over frameworks, against what is claimed of its interval."""
+    if not pairs:
+        return Claim(claim=words, source=DERIVED, paper=paper, found=NOT_CHECKED)
+    groups = [[row[key] for row in side] for pair in pairs for side in pair]
+
+    def ratio(drawn: Sequence[Sequence[float]]) -> float:
+        ratios = [median(many) / median(one) for one, many in zip(drawn[::2], drawn[1::2], strict=True)]
+        return sum(ratios) / len(ratios)
+
+    ci = bootstrap(groups, ratio, seed)
+    each = "; ".join(
+        f"{one[0]['framework']} {one[0]['workers']} to {many[0]['workers']} workers: "
+        f"{_median_of(many, key) / _median_of(one, key):.2f}"
+        for one, many in pairs
+    )
+    few = key != "bytes" and min(map(len, groups)) < _FEWEST
+    each += f"; fewer than {_FEWEST} repetitions do not tell" if few else ""
+    verdict = None if few else holds(*ci)
+    return Claim(
+        claim=words, source=DERIVED, paper=paper, ours=ratio(groups), ci=ci, holds=verdict, found=each, unit=unit
+    )
+
+
+def _deterministic(measured: Sequence[Row]) -> Claim:
+    words = (
+        "A resumed run gives the bits of one that never stopped if, and only if, model, optimizer, schedule, random "
+        "numbers and place in the data are all restored"
+    )
+    runs = [row for row in measured if row["part"] == "determinism"]
+    if not runs:
+        return Claim(claim=words, source=ABSTRACT, found=NOT_CHECKED)
+    wrong = [row for row in runs if row["same_bits"] != (row["left_out"] == "nothing")]
+    whole = sum(row["left_out"] == "nothing" for row in runs)
+    found = f"{whole} runs with everything, {len(runs) - whole} with something left out"
+    found += "; against the claim: " + ", ".join(f"{row['framework']} {row['run']}" for row in wrong) if wrong else ""
+    ours = 1 - len(wrong) / len(runs)
+    return Claim(claim=words, source=ABSTRACT, paper=1.0, ours=ours, holds=not wrong, found=found, unit=SHARE)
+
+
+def _loads_equal(cost: Sequence[Row]) -> Claim:
+    words = "What is loaded is what was saved, in every format"
+    if not cost:
+        return Claim(claim=words, source=DERIVED, found=NOT_CHECKED)
+    wrong = sorted({_name(row) for row in cost if not row["loads_equal"]})
+    states = len(_by(cost, "framework", "way", "model", "optimizer"))
+    found = f"{states} states compared byte by byte" + (f"; different: {', '.join(wrong)}" if wrong else "")
+    share = sum(row["loads_equal"] for row in cost) / len(cost)
+    return Claim(claim=words, source=DERIVED, paper=1.0, ours=share, holds=not wrong, found=found, unit=SHARE)
+
+
+def _median_of(rows: Sequence[Row], key: str) -> float:
+    return median([row[key] for row in rows])
+
+
+def _name(row: Row) -> str:
+    return f"{row['framework']} {row['way']}"

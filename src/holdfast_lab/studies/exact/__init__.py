@@ -1,0 +1,1 @@
+"""What exactness costs, and what it buys."""

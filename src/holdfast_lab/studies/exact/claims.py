@@ -1,0 +1,199 @@
+"""What is claimed of exactness, held against the rows of its study. There is no paper: the claims are Holdfast's own."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+
+from holdfast_lab.studies.base import MEASURED, Claim, Row
+from holdfast_lab.studies.exact.cost import SHARES
+from holdfast_lab.studies.exact.goodput import EVEN, FEWEST
+from holdfast_lab.studies.exact.spread import EXACT, POLICIES, spreads
+from holdfast_lab.studies.exact.workers.cost import CERTIFICATE, FOLD, ORDERED, TREE
+from holdfast_lab.studies.stats import bootstrap, median, wilson
+
+_OURS = "Holdfast, docs/studies.md"
+_NOT_CHECKED = "not checked: nothing was run that tells"
+
+LARGEST_RATIO = 1.03
+"""The upper end of an interval must not lie above it."""
+IMBALANCE_PERCENT = 5.0
+MEMORY_PERCENT = 5.0
+_ROUNDS = 8
+"""Of blocks, for a verdict: an interval from fewer is too narrow."""
+_RUNS = 3
+"""Of a job, for an interval."""
+
+_AT_MOST = f"a step takes at most {LARGEST_RATIO} of what the same slices take summed in any order"
+ONE_SLICE = f"Nothing fails, one slice a worker: summed in order, {_AT_MOST}"
+MORE_SLICES = {
+    order: f"Nothing fails, more slices than workers: summed in order ({order}), {_AT_MOST}" for order in (FOLD, TREE)
+}
+CERTIFIED = f"Nothing fails, one slice a worker: with the certificate a step takes at most {LARGEST_RATIO} of what it takes without"
+WITHOUT = f"One slice a worker: summed in order, a step takes at most {LARGEST_RATIO} of that of a loop without any protection, which sums by Open MPI's Allreduce"
+FASTER = "One slice a worker: summed in order, a step takes no longer than with DDP on Gloo"
+MEMORY = f"Sums in order take at most a gradient for each slice and one for the result, on the whole machine, to {MEMORY_PERCENT:g} %"
+GOODPUT = f"After a kill an even split commits at least as many samples in a second as {FEWEST.name} do"
+IMBALANCE = (
+    f"After a kill steps are longer than evenly divided ones by what the slices predict, within {IMBALANCE_PERCENT:g} %"
+)
+ONE_POINT = {
+    policy: f"All disturbed runs under {policy} end with the sha256 of the undisturbed one" for policy in EXACT
+}
+SPREAD = {
+    policy: f"Runs under {policy} end apart: their accuracy has a spread above 0"
+    for policy in POLICIES
+    if policy not in EXACT
+}
+
+
+def hold_claims(rows: Sequence[Row], seed: int) -> list[Claim]:
+    """Return every claim with what was found."""
+    measured = [row for row in rows if row["status"] == MEASURED]
+    cost = [row for row in measured if row["part"] == "cost"]
+    jobs = [row for row in measured if row["part"] == "goodput"]
+    trained = spreads(measured, seed)
+    return [
+        _ratio(ONE_SLICE, _at(cost, FOLD, SHARES[:1]), "to_any"),
+        *(_ratio(claim, _at(cost, order, SHARES[1:]), "to_any") for order, claim in MORE_SLICES.items()),
+        _ratio(CERTIFIED, _at(cost, CERTIFICATE, SHARES[:1]), "to_fold"),
+        _ratio(WITHOUT, _at(cost, FOLD, SHARES[:1]), "to_plain"),
+        _ratio(FASTER, _at(cost, FOLD, SHARES[:1]), "to_ddp", most=1.0),
+        _memory([row for row in measured if row["part"] == "memory" and row["variant"] in ORDERED]),
+        _goodput(jobs, seed),
+        _imbalance(jobs, seed),
+        *(
+            _one_point(claim, [row for row in trained if row["policy"] == policy])
+            for policy, claim in ONE_POINT.items()
+        ),
+        *(_spread(claim, [row for row in trained if row["policy"] == policy]) for policy, claim in SPREAD.items()),
+    ]
+
+
+def _not_checked(claim: str, paper: float | None = None) -> Claim:
+    return Claim(claim=claim, source=_OURS, paper=paper, found=_NOT_CHECKED)
+
+
+# ---------------------------------------------------------------------------------------------
+# Cost and memory
+
+
+def _at(rows: Sequence[Row], variant: str, shares: Sequence[int]) -> list[Row]:
+    return [row for row in rows if row["variant"] == variant and row["share"] in shares]
+
+
+def _ratio(claim: str, rows: Sequence[Row], name: str, most: float = LARGEST_RATIO) -> Claim:
+    """Return a claim that holds where every network and number of workers is below, and falls where one is above."""
+    if not rows:
+        return _not_checked(claim, most)
+    worst = max(rows, key=lambda row: row[f"{name}_high"])
+    below = sum(row[f"{name}_high"] <= most for row in rows)
+    above = [row for row in rows if row[f"{name}_low"] > most]
+    holds = True if below == len(rows) else False if above else None
+    told = (
+        f"the highest interval of {len(rows)}: {worst['network']}, {worst['workers']} workers, {worst['slices']} slices. The interval "
+        f"lies below {most:g} in {below}, above in {len(above)}; the median of all is {statistics.median(row[name] for row in rows):.3g}"
+    )
+    ci = (worst[f"{name}_low"], worst[f"{name}_high"])
+    if worst["rounds"] < _ROUNDS:
+        told, holds = f"{told}; fewer than {_ROUNDS} blocks decide nothing", None
+    return Claim(claim=claim, source=_OURS, paper=most, ours=worst[name], ci=ci, holds=holds, found=told)
+
+
+def _memory(rows: Sequence[Row]) -> Claim:
+    if not rows:
+        return _not_checked(MEMORY)
+    off = {id(row): 100 * (row["bytes"] / row["expected_bytes"] - 1) for row in rows}
+    worst = max(rows, key=lambda row: off[id(row)])
+    told = f"the most above that of {len(rows)}: {worst['network']}, {worst['slices']} slices, {worst['variant']}; counted, so without an interval"
+    holds = off[id(worst)] <= MEMORY_PERCENT
+    return Claim(claim=MEMORY, source=_OURS, paper=0, ours=off[id(worst)], holds=holds, found=told, unit="%")
+
+
+# ---------------------------------------------------------------------------------------------
+# After a kill
+
+
+def _by_name(jobs: Sequence[Row]) -> dict[str, list[Row]]:
+    found: dict[str, list[Row]] = {}
+    for job in jobs:
+        found.setdefault(job["divided"], []).append(job)
+    return found
+
+
+def _goodput(jobs: Sequence[Row], seed: int) -> Claim:
+    even, whole = ([job["samples_per_s"] for job in _by_name(jobs).get(one.name, [])] for one in (EVEN, FEWEST))
+    if not even or not whole:
+        return _not_checked(GOODPUT, 1)
+    ours = median(even) / median(whole)
+    if min(len(even), len(whole)) < _RUNS:
+        return Claim(claim=GOODPUT, source=_OURS, paper=1, ours=ours, found=f"fewer than {_RUNS} runs of each")
+    low, high = bootstrap([even, whole], lambda drawn: median(drawn[0]) / median(drawn[1]), seed)
+    holds = True if low >= 1 else False if high < 1 else None
+    told = f"ratio of medians of {len(even)} and {len(whole)} runs, from the kill on, recovery included"
+    return Claim(claim=GOODPUT, source=_OURS, paper=1, ours=ours, ci=(low, high), holds=holds, found=told)
+
+
+def imbalances(jobs: Sequence[Row], seed: int) -> list[Row]:
+    """Return a row for each way to divide the work: medians over runs, with intervals where there are enough runs."""
+    found: list[Row] = []
+    for name, mine in _by_name(jobs).items():
+        row: Row = {"divided": name, "runs": len(mine), "expected": mine[0]["expected"], "status": MEASURED}
+        row |= {"alive": mine[0]["alive"], "recover_s": median([job["recover_s"] for job in mine])}
+        for key in ("imbalance", "samples_per_s", "goodput"):
+            values = [job[key] for job in mine]
+            low = high = None
+            if len(values) >= _RUNS:
+                low, high = bootstrap([values], lambda drawn: median(drawn[0]), seed)
+            row |= {key: median(values), f"{key}_low": low, f"{key}_high": high}
+        found.append(row)
+    return found
+
+
+def _imbalance(jobs: Sequence[Row], seed: int) -> Claim:
+    ways = imbalances(jobs, seed)
+    if not ways:
+        return _not_checked(IMBALANCE, 0)
+    off = {row["divided"]: 100 * (row["imbalance"] / row["expected"] - 1) for row in ways}
+    worst = max(ways, key=lambda row: abs(off[row["divided"]]))
+    ours = off[worst["divided"]]
+    if any(row["runs"] < _RUNS for row in ways):
+        return Claim(
+            claim=IMBALANCE, source=_OURS, paper=0, ours=ours, unit="%", found=f"fewer than {_RUNS} runs of each"
+        )
+    ends = {
+        row["divided"]: [100 * (row[f"imbalance_{end}"] / row["expected"] - 1) for end in ("low", "high")]
+        for row in ways
+    }
+    inside = [low >= -IMBALANCE_PERCENT and high <= IMBALANCE_PERCENT for low, high in ends.values()]
+    outside = [low > IMBALANCE_PERCENT or high < -IMBALANCE_PERCENT for low, high in ends.values()]
+    holds = True if all(inside) else False if any(outside) else None
+    told = f"the farthest off of {len(ways)} ways to divide the work: {worst['divided']}, {worst['expected']:.3g} expected, {worst['imbalance']:.3g} found"
+    low, high = ends[worst["divided"]]
+    return Claim(claim=IMBALANCE, source=_OURS, paper=0, ours=ours, ci=(low, high), holds=holds, found=told, unit="%")
+
+
+# ---------------------------------------------------------------------------------------------
+# What it buys
+
+
+def _one_point(claim: str, rows: Sequence[Row]) -> Claim:
+    if not rows:
+        return _not_checked(claim, 100)
+    same, runs = sum(row["same"] for row in rows), sum(row["runs"] for row in rows)
+    low, high = wilson(same, runs)
+    told = f"{same} of {runs} runs; {'; '.join(row['training'] for row in rows)}"
+    return Claim(claim=claim, source=_OURS, paper=100, ours=100 * same / runs, ci=(100 * low, 100 * high), holds=same == runs,
+                 found=told, unit="%")  # fmt: skip
+
+
+def _spread(claim: str, rows: Sequence[Row]) -> Claim:
+    """Return a claim that holds where every training has a spread, and falls where one has none at all."""
+    if not rows:
+        return _not_checked(claim)
+    least = min(rows, key=lambda row: row["accuracy_sd"])
+    holds = True if least["accuracy_sd_low"] > 0 else False if least["accuracy_sd_high"] == 0 else None
+    each = "; ".join(f"{row['training']}: {row['hashes']} sha256 of {row['runs']} runs" for row in rows)
+    told = f"standard deviation over runs, the smallest of {len(rows)}: {least['training']}. {each}"
+    ci = (least["accuracy_sd_low"], least["accuracy_sd_high"])
+    return Claim(claim=claim, source=_OURS, ours=least["accuracy_sd"], ci=ci, holds=holds, found=told, unit="points")

@@ -1,0 +1,114 @@
+"""What exactness costs, and what it buys.
+
+Time of a step, memory, and goodput after a kill, with real processes; and, with virtual ones, how far apart one training ends
+that is disturbed at random, by what is done about failures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from holdfast.errors import ConfigError
+from holdfast_lab.studies.base import Claim, Options, Row, Task, check_parts, parts_left_out
+from holdfast_lab.studies.exact.claims import hold_claims
+from holdfast_lab.studies.exact.cost import NETWORKS, QUICK_NETWORK, cost_tasks, memory_tasks
+from holdfast_lab.studies.exact.goodput import goodput_tasks
+from holdfast_lab.studies.exact.page import sections
+from holdfast_lab.studies.exact.spread import INSIDE, QUICK, READ, Training, spread_tasks
+
+COST, MEMORY, GOODPUT, SPREAD = ONLY = ("cost", "memory", "goodput", "spread")
+_JOBS, _RUNS = 5, 30
+_QUICK_JOBS, _QUICK_RUNS = 1, 6
+
+
+class Exact:
+    """See the head of this file."""
+
+    name = "exact"
+    title = "Exactness: what it costs, and what it buys"
+    paper = "Holdfast's own promise, the same bits whatever happens; beside it sums in any order, DDP, and torchft's policy. No paper measured it"
+    intervals = (
+        "Intervals are 95 % intervals: of ratios of steps by bootstrap over blocks, in which all were timed; of jobs and "
+        "of standard deviations by bootstrap over runs; of shares Wilson's."
+    )
+    task_s, quick_task_s = 25.0, 8.0
+
+    def settings(self, options: Options) -> dict[str, Any]:
+        """See :meth:`Study.settings`."""
+        _check(options)
+        return {
+            "quick": options.quick,
+            "seed": options.seed,
+            "only": list(options.only),
+            "network": options.model,
+            "data": options.data is not None,
+            "jobs of a kind": _jobs(options),
+            "runs of a training": _runs(options),
+        }
+
+    def tasks(self, options: Options) -> list[Task]:
+        """See :meth:`Study.tasks`."""
+        wanted = options.only or ONLY
+        networks = [options.model] if options.model else [QUICK_NETWORK] if options.quick else list(NETWORKS)
+        tasks: list[Task] = []
+        if COST in wanted:
+            tasks += cost_tasks(networks, options.seed, quick=options.quick)
+        if MEMORY in wanted:
+            tasks += memory_tasks(networks, quick=options.quick)
+        if GOODPUT in wanted:
+            tasks += goodput_tasks(_jobs(options), options.seed, quick=options.quick)
+        if SPREAD in wanted:
+            tasks += spread_tasks(_trainings(options), _runs(options), options)
+        return tasks
+
+    def left_out(self, options: Options) -> list[str]:
+        """See :meth:`Study.left_out`."""
+        told = ["Sums between hosts: all workers share the memory of this one."]
+        if not options.data:
+            told.append(f"{', '.join(one.name for one in READ)}: give its files with --data.")
+        told += parts_left_out(options.only, ONLY)
+        if options.quick:
+            told.append(
+                "All but one network, two workers with one and four slices each, two ways to divide the work after a kill with one run each, one short training."
+            )
+        return told
+
+    def claims(self, rows: Sequence[Row], seed: int) -> list[Claim]:
+        """See :meth:`Study.claims`."""
+        return hold_claims(rows, seed)
+
+    def page(self, rows: Sequence[Row]) -> list[dict[str, Any]]:
+        """See :meth:`Study.page`."""
+        return sections(rows)
+
+
+def _check(options: Options) -> None:
+    """Make sure that what is asked for is there.
+
+    Raises:
+        ConfigError: if it is not.
+    """
+    check_parts(options.only, ONLY)
+    if options.data is not None and not options.data.is_dir():
+        msg = f"--data must be a directory, got {str(options.data)!r}, which is none"
+        raise ConfigError(msg)
+    if options.repetitions == 1:
+        msg = "--repetitions must be at least 2 for the study of exactness, got 1: one run has no spread"
+        raise ConfigError(msg)
+    if options.model not in ("", *NETWORKS):
+        msg = f"--network must be one of {', '.join(NETWORKS)}, got {options.model!r}"
+        raise ConfigError(msg)
+
+
+def _jobs(options: Options) -> int:
+    return options.repetitions or (_QUICK_JOBS if options.quick else _JOBS)
+
+
+def _runs(options: Options) -> int:
+    return options.repetitions or (_QUICK_RUNS if options.quick else _RUNS)
+
+
+def _trainings(options: Options) -> list[Training]:
+    chosen = QUICK if options.quick else (*INSIDE, *(READ if options.data else ()))
+    return [one for one in chosen if options.model in ("", one.network)]

@@ -1,0 +1,344 @@
+"""Times steps of one training whose slices are summed in order, in any order, by a plain loop, by DDP, and not at all, as a script that ``mpirun`` starts.
+
+All variants train in the same processes and take turns, block by block, in another order each time. They begin with the same
+weights and go through the same mini-batches cut into the same slices; after the first steps their weights are compared, so
+that none is quick because it sums something else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import json
+import math
+import os
+import random
+import re
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import holdfast
+from holdfast.torch_private import logging_data
+from holdfast_lab.studies.exact.unordered import sum_unordered
+from holdfast_lab.workloads import loss_of, make_model, make_optimizer
+
+FOLD, TREE, CERTIFICATE = ORDERED = ("fold", "tree", "fold, certificate")
+MPI, MEMORY = ANY_ORDER = ("MPI Allreduce", "shared memory")
+PLAIN, DDP, ALONE, WHOLE = "plain loop, MPI Allreduce", "DDP", "no sum", "no sum, one slice a worker"
+VARIANTS = (*ORDERED, *ANY_ORDER, PLAIN, DDP, ALONE, WHOLE)
+
+_WARM_UP_STEPS = 3
+_MOST_STEPS = 40
+_BATCHES = {"mlp": 2, "cnn": 16, "gpt": 16}
+"""Mini-batches that there are, for each network; they are gone through again and again."""
+_TOLERANCE = 1e-3
+"""Largest distance between two variants' weights after the first steps, as a share of how far training has moved them."""
+
+
+class Training:
+    """What every variant trains, each from the beginning: a model, its optimizer, and the slices of this worker.
+
+    Args:
+        options: The command line.
+        rank: This worker.
+        slices: Of a mini-batch, a multiple of the workers.
+    """
+
+    def __init__(self, options: argparse.Namespace, rank: int, slices: int) -> None:
+        self.batch, self.workers, self.slices = options.batch, options.workers, slices
+        self.model = _make(options.network)
+        self.dataset = _noise(options.network, _BATCHES[options.network] * options.batch)
+        for module in self.model.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = 0.0  # what is drawn would hide whether all sum the same
+        self.optimizer = make_optimizer("sgd", self.model.parameters())
+        self._rank = rank
+        self._begun = self._sample()
+
+    def mine(self, step: int) -> Iterator[tuple[torch.Tensor, ...]]:
+        """Yield the samples of each slice of this worker."""
+        size = self.batch // self.slices
+        count = self.slices // self.workers
+        first = step * self.batch % len(self.dataset) + self._rank * count * size
+        for start in range(first, first + count * size, size):
+            index = torch.arange(start, start + size)
+            yield tuple(tensor[index] for tensor in self.dataset.tensors)
+
+    def moved(self) -> list[float]:
+        """Return how far training has moved a few numbers of each parameter."""
+        return [after - before for after, before in zip(self._sample(), self._begun, strict=True)]
+
+    def _sample(self) -> list[float]:
+        flat = [parameter.detach().flatten() for parameter in self.model.parameters()]
+        return [value for one in flat for value in one[:: max(1, len(one) // 16)].tolist()]
+
+
+_SIDE = {"mlp": 256, "cnn": 28}
+"""Of images, pixels."""
+_CHARACTERS, _CONTEXT = 65, 64
+
+
+def _make(network: str) -> nn.Module:
+    if network == "gpt":
+        return make_model("gpt", _CHARACTERS, seed=0, context=_CONTEXT, layers=2, heads=4, width=128, dropout=0.0)
+    return make_model(network, 10, image=(1, _SIDE[network]), seed=0)
+
+
+@functools.cache
+def _noise(network: str, samples: int) -> TensorDataset:
+    """Return samples that mean nothing: only how long a step takes is looked at."""
+    generator = torch.Generator().manual_seed(0)
+    if network == "gpt":
+        text = torch.randint(_CHARACTERS, (samples, _CONTEXT + 1), generator=generator)
+        return TensorDataset(text[:, :-1].contiguous(), text[:, 1:].contiguous())
+    images = torch.randn(samples, 1, _SIDE[network], _SIDE[network], generator=generator)
+    return TensorDataset(images, torch.randint(10, (samples,), generator=generator))
+
+
+# ---------------------------------------------------------------------------------------------
+# The variants: each yields before a step, when the one before is in the weights, for ever
+
+
+def ordered(training: Training, **settings: Any) -> Iterator[None]:
+    """Train with a session, slice by slice."""
+    for step in _session_steps(training, slices=training.slices, **settings):
+        yield
+        for x, y in step:
+            step.backward(loss_of(training.model(x), y))
+
+
+def unordered(training: Training, add: Callable[[torch.Tensor], None] | None = None) -> Iterator[None]:
+    """Let each worker add up its own slices, and a session only the workers' sums: the same session, another order.
+
+    Gradients of further backward passes are added to where the session wants that of the first.
+
+    Args:
+        training: What to train.
+        add: Sums over workers; default: as sums in order do, through the same memory.
+    """
+    count = training.slices // training.workers
+    for step in _session_steps(training, add, slices=training.workers):
+        yield
+        for x, y in step:
+            pieces = list(zip(x.chunk(count), y.chunk(count), strict=True))
+            for piece, labels in pieces[:-1]:
+                (loss_of(training.model(piece), labels) * len(labels)).backward()
+            piece, labels = pieces[-1]
+            step.backward(loss_of(training.model(piece), labels) / count)
+
+
+def _session_steps(
+    training: Training, add: Callable[[torch.Tensor], None] | None = None, **settings: Any
+) -> Iterator[Any]:
+    settings = {"certificate": False} | settings
+    session = holdfast.Session(training.model, training.optimizer, fabric="ulfm", guard="off", **settings)
+    if add is not None:
+        sum_unordered(session, add)
+    return session.steps(training.dataset, training.batch, epochs=1_000_000_000, shuffle=False)
+
+
+def plain(training: Training, add: Callable[[torch.Tensor], None]) -> Iterator[None]:
+    """Train as a plain loop does: gradients of the slices are added up in one vector, which ``add`` makes the sum over workers."""
+    parameters = list(training.model.parameters())
+    flat = torch.zeros(sum(parameter.numel() for parameter in parameters))
+    parts = flat.split([parameter.numel() for parameter in parameters])
+    views = {p: part.view(p.shape) for p, part in zip(parameters, parts, strict=True)}
+    is_first = True
+
+    def take(parameter: torch.Tensor) -> None:
+        assert parameter.grad is not None
+        (views[parameter].copy_ if is_first else views[parameter].add_)(parameter.grad)  # type: ignore[index]
+        parameter.grad = None
+
+    hooks = [parameter.register_post_accumulate_grad_hook(take) for parameter in parameters]
+    assert hooks
+    step = 0
+    while True:
+        yield
+        for number, (x, y) in enumerate(training.mine(step)):
+            is_first = number == 0
+            (loss_of(training.model(x), y) * (len(y) / training.batch)).backward()
+        add(flat)
+        for parameter, view in views.items():
+            parameter.grad = view
+        training.optimizer.step()
+        training.optimizer.zero_grad()
+        step += 1
+
+
+def ddp(training: Training, wrapped: nn.parallel.DistributedDataParallel) -> Iterator[None]:
+    """Train with DDP, which sums in the last of a worker's slices."""
+    count, step = training.slices // training.workers, 0
+    while True:
+        yield
+        for number, (x, y) in enumerate(training.mine(step)):
+            with contextlib.nullcontext() if number == count - 1 else wrapped.no_sync():
+                loss = loss_of(wrapped(x), y) * (len(y) * training.workers / training.batch)
+                loss.backward()
+        training.optimizer.step()
+        training.optimizer.zero_grad()
+        step += 1
+
+
+# ---------------------------------------------------------------------------------------------
+# The race
+
+
+class Race:
+    """All variants in this process, and the other workers' through MPI.
+
+    Args:
+        options: The command line.
+    """
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        module = nn.Linear(1, 1)
+        first = holdfast.Session(module, make_optimizer("sgd", module.parameters()), fabric="ulfm")
+        self.rank = first.rank  # MPI is now set up as sessions want it, which is why one comes first
+        from mpi4py import MPI
+
+        self._comm = MPI.COMM_WORLD.Dup()
+        self._sum_in_place = MPI.IN_PLACE
+        self._options = options
+        self._steps: dict[str, Iterator[None]] = {}
+        self._trainings: dict[str, Training] = {}
+        self.bytes: dict[str, dict[str, int]] = {}
+        """By variant, what sums take on the whole machine, in parts."""
+        self.parameters = 0
+
+    def begin(self) -> None:
+        """Make each variant, let it warm up, and note what it allocated."""
+        for variant in self._options.variants:
+            slices = self._options.workers if variant == WHOLE else self._options.slices
+            training = Training(self._options, self.rank, slices)
+            before = shared_segments()
+            self._steps[variant], wrapped = self._make(variant, training)
+            for _ in range(1 + _WARM_UP_STEPS):
+                next(self._steps[variant])
+            self._trainings[variant] = training
+            self._note_bytes(variant, training, before, wrapped)
+        self.parameters = sum(p.numel() for p in self._trainings[FOLD].model.parameters())
+
+    def _make(self, variant: str, training: Training) -> tuple[Iterator[None], Any]:
+        if variant in ORDERED:
+            order, certified = variant.split(",")[0], variant == CERTIFICATE
+            return ordered(training, order=order, certificate=certified), None
+        if variant in ANY_ORDER:
+            return unordered(training, self._allreduce if variant == MPI else None), None
+        if variant == PLAIN:
+            return plain(training, self._allreduce), None
+        if variant == DDP:
+            wrapped = self._wrap(training)
+            return ddp(training, wrapped), wrapped
+        return plain(training, lambda _: None), None
+
+    def _allreduce(self, flat: torch.Tensor) -> None:
+        self._comm.Allreduce(self._sum_in_place, flat.numpy())
+
+    def _wrap(self, training: Training) -> nn.parallel.DistributedDataParallel:
+        store = f"file://{self._options.out}.store"
+        workers = self._options.workers
+        torch.distributed.init_process_group("gloo", init_method=store, rank=self.rank, world_size=workers)
+        return nn.parallel.DistributedDataParallel(training.model)
+
+    def _note_bytes(self, variant: str, training: Training, before: Mapping[int, int], wrapped: Any) -> None:
+        mine: dict[str, int] = {}
+        if variant in ORDERED:
+            segments = {
+                number: size for found in self._comm.allgather(shared_segments()) for number, size in found.items()
+            }
+            mine = {"slots and result": sum(size for number, size in segments.items() if number not in before)}
+        if wrapped is not None:
+            told = logging_data(wrapped)
+            buckets = sum(int(size) for size in re.findall(r"\d+", str(told["bucket_sizes"])))
+            gradients = sum(4 * parameter.numel() for parameter in training.model.parameters())
+            mine = {"buckets": self._comm.allreduce(buckets), "gradients": self._comm.allreduce(gradients)}
+        self.bytes[variant] = mine
+
+    def unlike(self) -> str:
+        """Return which variant came to other weights than the others, but for those who sum nothing; "" if none did."""
+        reference = self._trainings[FOLD].moved()
+        for variant, training in self._trainings.items():
+            apart = math.dist(training.moved(), reference) / math.hypot(*reference)
+            if variant not in (ALONE, WHOLE) and not apart < _TOLERANCE:
+                return (
+                    f"the weights of {variant} are {apart:.2g} of the way that training moved them from those of {FOLD}"
+                )
+        return ""
+
+    def run(self, rounds: int, block_s: float) -> dict[str, list[float]]:
+        """Return the mean step of each block by variant, seconds; the places of one round are the same."""
+        slowest = max(self._time_block(variant, 2) for variant in self._options.variants)
+        steps = max(1, min(_MOST_STEPS, math.ceil(block_s / slowest)))
+        rng = random.Random(0)
+        blocks: dict[str, list[float]] = {variant: [] for variant in self._options.variants}
+        for _ in range(rounds):
+            for variant in rng.sample(self._options.variants, len(self._options.variants)):
+                blocks[variant].append(self._time_block(variant, steps))
+        return blocks
+
+    def _time_block(self, variant: str, steps: int) -> float:
+        """Return the mean step of a block over all workers, which begin it together."""
+        self.meet()
+        next(self._steps[variant])
+        begun_s = time.perf_counter()
+        for _ in range(steps):
+            next(self._steps[variant])
+        took_s = (time.perf_counter() - begun_s) / steps
+        return statistics.fmean(self._comm.allgather(took_s))
+
+    def meet(self) -> None:
+        """Wait for all."""
+        self._comm.Barrier()
+
+
+def shared_segments() -> dict[int, int]:
+    """Return the segments that this process has open, its own and others': by their numbers, what their pages take, bytes."""
+    found: dict[int, int] = {}
+    for entry in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):  # the folder's own is closed by now
+            if "memfd:holdfast" in os.readlink(entry):  # such a link leads nowhere
+                status = entry.stat()
+                found[status.st_ino] = 512 * status.st_blocks
+    return found
+
+
+def main() -> None:
+    """Let all variants take turns; the first worker writes how long their blocks took, and what they allocated."""
+    options = _parse()
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    race = Race(options)
+    race.begin()
+    found: dict[str, Any] = {"failed": race.unlike(), "bytes": race.bytes, "parameters": race.parameters}
+    if options.rounds and not found["failed"]:
+        found["blocks"] = race.run(options.rounds, options.block_s)
+    if race.rank == 0:
+        Path(options.out).write_text(json.dumps(found))
+    race.meet()  # nobody is gone before all are here
+    os._exit(0)  # training has no end here
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--network", choices=("mlp", "cnn", "gpt"), required=True)
+    parser.add_argument("--workers", type=int, required=True)
+    parser.add_argument("--slices", type=int, required=True)
+    parser.add_argument("--batch", type=int, required=True)
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=[*VARIANTS])
+    parser.add_argument("--rounds", type=int, required=True)
+    parser.add_argument("--block-s", type=float, default=0.3)
+    parser.add_argument("--out", required=True)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""What the guard finds, heals and costs."""

@@ -1,0 +1,101 @@
+"""The design of the study of the guard: which flips strike which trainings how often, and what is trained without any."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from holdfast_lab.studies.campaign_plan import Cell
+from holdfast_lab.studies.guard.setup import CRITICAL, MESSAGE, STRATA, TARGETS, WEIGHTS, Case, Setup
+
+CRITICAL_PART, KINDS, LONGER, CLEAN, CLEAN_NETWORKS = (
+    "the critical bit of weights",
+    "every kind, every bit",
+    "other networks",
+    "clean",
+    "clean, with a convolution",
+)
+QUICK = "the critical bit of every kind"
+
+_CRITICAL_TRIALS = 4400
+"""Of each of two trainings: nearly half of them change the class, and 3,838 that are all healed show 99.9 %."""
+_KIND_TRIALS = 60
+_LONGER_TRIALS = 60
+_QUICK_TRIALS = 20
+_CLEAN_EPOCHS = 44
+"""Of 23 steps: 1,012."""
+_CLEAN_RUNS = 22
+_CLEAN_NETWORK_RUNS = 6
+_QUICK_CLEAN_RUNS = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """Cells of which as many trials are made.
+
+    Args:
+        name: Unique.
+        cells: Which.
+        trials: Of each.
+        clean: Nothing strikes.
+    """
+
+    name: str
+    cells: tuple[Cell, ...]
+    trials: int
+    clean: bool = False
+
+
+def parts(seed: int, *, quick: bool, trials: int | None) -> list[Part]:
+    """Return the whole design, what counts most first.
+
+    Args:
+        seed: Of all trainings.
+        quick: As much as fits into a minute.
+        trials: Of each cell, instead of the standing numbers.
+    """
+    found = _quick(seed) if quick else list(_whole(seed))
+    return found if trials is None else [dataclasses.replace(part, trials=trials) for part in found]
+
+
+def _quick(seed: int) -> list[Part]:
+    setup = Setup(optimizer="sgd", epochs=3, training_seed=seed)
+    checked = dataclasses.replace(setup, sums=True)
+    cells = (*(_cell(setup, target, CRITICAL) for target in TARGETS), _cell(checked, MESSAGE, CRITICAL))
+    clean = (_clean(Setup(epochs=_CLEAN_EPOCHS)),)
+    return [
+        Part(name=QUICK, cells=cells, trials=_QUICK_TRIALS),
+        Part(name=CLEAN, cells=clean, trials=_QUICK_CLEAN_RUNS, clean=True),
+    ]
+
+
+def _whole(seed: int) -> Iterator[Part]:
+    small = [
+        Setup(optimizer="adam", workers=2, training_seed=seed),
+        Setup(optimizer="sgd", workers=4, training_seed=seed),
+    ]
+    struck = [(setup, target) for setup in small for target in TARGETS]
+    struck += [(dataclasses.replace(setup, sums=True), MESSAGE) for setup in small]
+    kinds = tuple(_cell(setup, target, bits) for setup, target in struck for bits in STRATA)
+    yield Part(name=KINDS, cells=kinds, trials=_KIND_TRIALS)
+    clean = [Setup(optimizer=o, workers=w, sums=w > 2, epochs=_CLEAN_EPOCHS) for o in ("adam", "sgd") for w in (2, 4)]
+    yield Part(name=CLEAN, cells=tuple(map(_clean, clean)), trials=_CLEAN_RUNS, clean=True)
+    # Shorter: what was wrong in the end is still wrong then, and there are more trials in an hour.
+    short = [dataclasses.replace(setup, epochs=2) for setup in small]
+    yield Part(name=CRITICAL_PART, cells=tuple(_cell(s, WEIGHTS, CRITICAL) for s in short), trials=_CRITICAL_TRIALS)
+    wide = Setup(size=88, batch=16, warm=1, epochs=1, training_seed=seed)
+    cnn = Setup(network="cnn", optimizer="sgd", warm=3, epochs=2, training_seed=seed)
+    longer = tuple(_cell(setup, WEIGHTS, CRITICAL) for setup in (wide, cnn))
+    yield Part(name=LONGER, cells=longer, trials=_LONGER_TRIALS)
+    larger = [Setup(network="cnn", optimizer=o, epochs=_CLEAN_EPOCHS) for o in ("adam", "sgd")]
+    yield Part(name=CLEAN_NETWORKS, cells=tuple(map(_clean, larger)), trials=_CLEAN_NETWORK_RUNS, clean=True)
+
+
+def _cell(setup: Setup, target: str, bits: str) -> Cell:
+    case = Case(target=target, bits=bits)
+    return Cell(case.name(setup), case.settings(setup))
+
+
+def _clean(setup: Setup) -> Cell:
+    return Cell(f"clean: {setup.name}", dataclasses.asdict(setup))

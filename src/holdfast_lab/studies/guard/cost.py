@@ -1,0 +1,108 @@
+"""What the guard costs in a step while nothing is wrong: two real processes, the same training with it and without."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import statistics
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from holdfast_lab.studies.base import MEASURED, NOT_RUN, Row, Task
+from holdfast_lab.studies.frameworks import WORKERS
+from holdfast_lab.studies.parallelism.jobs import ended, own_environment
+from holdfast_lab.studies.stats import bootstrap, median
+
+WORKERS_OF_IT = 2
+NO_MPIRUN = "there is no mpirun: pip install 'holdfast[mpi]'"
+_START_S = 300.0
+_STEP_S = 2.0
+"""A step may take so long, on a busy machine."""
+_VARIANTS = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timed:
+    """A training whose steps are timed.
+
+    Args:
+        name: In words.
+        size: Height and width of images.
+        samples: So many there are.
+        batch: Samples of a step.
+        blocks: Of each variant.
+        steps: Of a block, more than the longest rotation.
+    """
+
+    name: str
+    size: int = 8
+    samples: int = 1024
+    batch: int = 64
+    blocks: int = 12
+    steps: int = 70
+
+
+SMALL = Timed(name="mlp, 26 thousand parameters")
+LARGE = Timed(name="mlp, 8.4 million parameters", size=256, samples=256)
+
+
+def cost_tasks(seed: int, *, quick: bool) -> list[Task]:
+    """Return what is timed."""
+    timed = (Timed(name=SMALL.name, blocks=6),) if quick else (SMALL, LARGE)
+    return [Task(f"cost: {one.name}", partial(_task, one, seed)) for one in timed]
+
+
+def _task(timed: Timed, seed: int, _: Sequence[Row]) -> list[Row]:
+    about: Row = {"part": "cost", "training": timed.name, "workers": WORKERS_OF_IT, "blocks": timed.blocks}
+    mpirun = mpirun_words(WORKERS_OF_IT)
+    if not mpirun:
+        return [about | {"status": NOT_RUN, "why": NO_MPIRUN}]
+    with tempfile.TemporaryDirectory(prefix="holdfast-study-") as name:
+        out = Path(name, "found.json")
+        command = _command(mpirun, timed, out)
+        limit_s = _START_S + _STEP_S * _VARIANTS * (timed.blocks + 1) * timed.steps
+        code, said = ended(command, own_environment(), Path(name), limit_s)
+        if code or not out.is_file():
+            return [about | {"status": NOT_RUN, "why": f"ended with {code}: {said}"}]
+        found = json.loads(out.read_text())
+    return cost_rows(about | {"parameters": found["parameters"]}, found["blocks"], seed)
+
+
+def mpirun_words(workers: int) -> list[str]:
+    """Return what starts a script as so many workers of MPI, nothing if there is no mpirun."""
+    beside = Path(sys.executable).with_name("mpirun")
+    mpirun = str(beside) if beside.is_file() else shutil.which("mpirun")
+    if mpirun is None:
+        return []
+    root = ["--allow-run-as-root"] if os.getuid() == 0 else []
+    how = ["--with-ft", "ulfm", "--oversubscribe", "--bind-to", "none", "--mca", "coll", "^han"]
+    return [mpirun, *how, *root, "-n", str(workers), sys.executable]
+
+
+def _command(mpirun: Sequence[str], timed: Timed, out: Path) -> list[str]:
+    words: list[object] = [*mpirun, WORKERS / "guard_cost.py", "--size", timed.size]
+    words += ["--samples", timed.samples, "--batch", timed.batch, "--blocks", timed.blocks]
+    return [str(word) for word in [*words, "--steps", timed.steps, "--out", out]]
+
+
+def cost_rows(about: Row, blocks: dict[str, list[float]], seed: int) -> list[Row]:
+    """Return a row of each variant: its step, and its ratio to that without a guard, taken within each round.
+
+    Args:
+        about: What all rows have.
+        blocks: By variant, the mean step of each block, seconds; those of one round have the same place.
+        seed: Of the bootstrap.
+    """
+    rows: list[Row] = []
+    for guard, times in blocks.items():
+        ratios = [mine / without for mine, without in zip(times, blocks["off"], strict=True)]
+        low, high = bootstrap([ratios], lambda drawn: median(drawn[0]), seed)
+        more_s = statistics.median(mine - without for mine, without in zip(times, blocks["off"], strict=True))
+        row = about | {"status": MEASURED, "guard": guard, "step_s": median(times), "more_s": more_s}
+        rows.append(row | {"ratio": median(ratios), "ratio_low": low, "ratio_high": high})
+    return rows

@@ -1,0 +1,151 @@
+"""The guard: which share of harmful flips it finds and heals, within how many steps, how often it is wrong, and what it costs.
+
+Trainings by virtual workers, small ones, go on from the same state in memory again and again. Each trial is one flip of one bit:
+first without the guard, to see whether it changes the class of the outcome, then the same flip with ``--guard heal``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from holdfast.errors import ConfigError
+from holdfast_lab.studies.base import NOT_RUN, Claim, Options, Row, Task, check_parts, parts_left_out
+from holdfast_lab.studies.campaign import run_campaign
+from holdfast_lab.studies.campaign_plan import Campaign, Cell, Stop
+from holdfast_lab.studies.campaign_table import each_row
+from holdfast_lab.studies.guard.cells import Part, parts
+from holdfast_lab.studies.guard.claims import hold_claims
+from holdfast_lab.studies.guard.cost import LARGE, cost_tasks
+from holdfast_lab.studies.guard.page import sections
+from holdfast_lab.studies.guard.rows import bit_rows, clean_row, kind_row, missed_rows
+from holdfast_lab.studies.guard.setup import WEIGHTS
+from holdfast_lab.studies.guard.trial import GUARD, SAMPLED, prepare, prepare_clean, trial, trial_clean
+
+FLIPS, COST = "flips", "cost"
+ONLY = (FLIPS, "clean", COST)
+
+
+class Guard:
+    """See the head of this file."""
+
+    name = "guard"
+    title = "The guard: what it finds and heals, how often it is wrong, what it costs"
+    paper = "what docs/guard.md says of it; no paper"
+    intervals = (
+        "Intervals are 95 % intervals: of a share of flips, and of alarms, Wilson's, of shares that are weighted by "
+        "bits put together as Zou and Donner do; of times by bootstrap over the rounds."
+    )
+    task_s, quick_task_s = 260.0, 20.0
+
+    def settings(self, options: Options) -> dict[str, Any]:
+        """See :meth:`Study.settings`."""
+        _check(options)
+        return {
+            "quick": options.quick,
+            "seed": options.seed,
+            "only": list(options.only),
+            "trials a cell": options.repetitions or "as the design says",
+            "guard": GUARD,
+            "guard tried with flips without harm, share": SAMPLED,
+        }
+
+    def tasks(self, options: Options) -> list[Task]:
+        """See :meth:`Study.tasks`.
+
+        Raises:
+            ConfigError: if what is asked for is not there.
+        """
+        _check(options)
+        wanted = options.only or ONLY
+        chosen = [part for part in _parts(options) if ("clean" if part.clean else FLIPS) in wanted]
+        tasks = [Task(part.name, partial(_campaign, options, part)) for part in chosen]
+        return tasks + (cost_tasks(options.seed, quick=options.quick) if COST in wanted else [])
+
+    def left_out(self, options: Options) -> list[str]:
+        """See :meth:`Study.left_out`."""
+        told = ["Flips in models that are split: --guard heal is refused for them."]
+        told += parts_left_out(options.only, ONLY)
+        if options.quick:
+            told.append(
+                "All bits but the critical one, 4 workers, other optimizers and networks, nearly all of the clean steps; "
+                f"the cost with {LARGE.name.partition(', ')[2]}."
+            )
+        return told
+
+    def claims(self, rows: Sequence[Row], seed: int) -> list[Claim]:
+        """See :meth:`Study.claims`."""
+        return hold_claims(rows)
+
+    def page(self, rows: Sequence[Row]) -> list[dict[str, Any]]:
+        """See :meth:`Study.page`."""
+        return sections(rows)
+
+
+def _check(options: Options) -> None:
+    check_parts(options.only, ONLY)
+    for option, given in (("--network", options.model), ("--data", options.data)):
+        if given:
+            msg = f"{option} is not for the study of the guard, which has small networks of its own on digits; got {str(given)!r}"
+            raise ConfigError(msg)
+
+
+def _parts(options: Options) -> list[Part]:
+    return parts(options.seed, quick=options.quick, trials=options.repetitions)
+
+
+def _campaign(options: Options, part: Part, _: Sequence[Row]) -> list[Row]:
+    """Make the trials of a part that are not made yet, in a table of its own, and return what they say."""
+    path = options.out / f"{part.name.replace(', ', '-').replace(' ', '-')}.sqlite"
+    stop = Stop(width=0.0, batch=part.trials, least=part.trials, most=part.trials)
+    begins, makes = (prepare_clean, trial_clean) if part.clean else (prepare, trial)
+    campaign = Campaign(
+        name=f"{Guard.name}: {part.name}",
+        seed=options.seed,
+        cells=part.cells,
+        prepare=begins,
+        trial=makes,
+        stop=stop,
+    )
+    broken = run_campaign(campaign, path, len(os.sched_getaffinity(0)))
+    of = {cell.name: list(each_row(path, cell.name)) for cell in part.cells}
+    rows: list[Row] = [
+        {"part": "cell", "status": NOT_RUN, "training": name, "why": why} for name, why in broken.items()
+    ]
+    return rows + (_clean_rows(part.cells, of) if part.clean else flip_rows(part.cells, of))
+
+
+def _clean_rows(cells: Sequence[Cell], of: dict[str, list[Row]]) -> list[Row]:
+    return [clean_row(cell, of[cell.name]) for cell in cells if of[cell.name]]
+
+
+def flip_rows(cells: Sequence[Cell], of: dict[str, list[Row]]) -> list[Row]:
+    """Return the rows of cells with flips; those that differ only in the bits that are drawn are put together.
+
+    Args:
+        cells: Of a part.
+        of: Their trials, by the name of the cell.
+    """
+    rows: list[Row] = []
+    groups: dict[str, dict[str, Cell]] = {}
+    for cell in cells:
+        alike = json.dumps({name: value for name, value in cell.settings.items() if name != "bits"})
+        groups.setdefault(alike, {})[cell.settings["bits"]] = cell
+    for strata in groups.values():
+        # A trial whose process died twice has nothing to say but that.
+        known = {bits: [row for row in of[cell.name] if "differs" in row] for bits, cell in strata.items()}
+        known = {bits: trials for bits, trials in known.items() if trials}
+        if not known:
+            continue
+        every = [row for trials in known.values() for row in trials]
+        settings = every[0]
+        rows += [kind_row(settings, known), *missed_rows(every)]
+        if settings["target"] == WEIGHTS:
+            rows += bit_rows(settings, every)
+        if lost := sum(len(of[cell.name]) for cell in strata.values()) - len(every):
+            why = f"{lost} trials ended without an answer"
+            rows.append({"part": "trials", "status": NOT_RUN, "training": settings["network"], "why": why})
+    return rows

@@ -1,0 +1,161 @@
+"""Trials of the study of the guard: one flip, without the guard and then with it; and long trainings in which nothing happens."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from holdfast.errors import InternalError
+from holdfast.faults.alteration import Alteration
+from holdfast.faults.flip import Flip
+from holdfast.faults.plan import FLIP, Fault
+from holdfast_lab.studies.base import Row
+from holdfast_lab.studies.guard.setup import MESSAGE, Case, Setup, of_settings
+from holdfast_lab.studies.guard.workers.training import OFF, Ended, State, steps_of, train
+from holdfast_lab.studies.outcomes import NAN, RWC, TF, outcome_of
+
+SAMPLED = 0.2
+"""Share of the flips that change nothing with which the guard is tried, too."""
+GUARD = "heal"
+
+
+@dataclass(frozen=True, slots=True)
+class Warm:
+    """What the trials of a cell start from.
+
+    Args:
+        setup: What is trained.
+        case: What strikes.
+        begin: The state that trainings go on from.
+        undisturbed: What comes of one that nothing strikes.
+    """
+
+    setup: Setup
+    case: Case
+    begin: State
+    undisturbed: Ended
+
+
+def prepare(settings: Mapping[str, Any]) -> Warm:
+    """Train up to where trials begin, and once undisturbed from there."""
+    setup, case = of_settings(Setup, settings), of_settings(Case, settings)
+    begun = train(setup, OFF, seed=setup.training_seed, epochs=setup.warm)
+    _check(begun)
+    warm = Warm(setup, case, begun.state, Ended())
+    undisturbed = _go_on(warm, OFF)
+    _check(undisturbed)
+    return Warm(setup, case, begun.state, undisturbed)
+
+
+def trial(warm: Warm, seed: int) -> Row:
+    """Let a flip strike a training that no guard watches; if that changes its class, or by lot, also one that is watched."""
+    rng = random.Random(seed)
+    fault = drawn(warm, rng)
+    without = _go_on(warm, OFF, fault)
+    outcome = _class(without, warm.undisturbed)
+    row: Row = {
+        "outcome": outcome,
+        "rank": fault.rank,
+        "step": fault.step,
+        "differs": without.bits != warm.undisturbed.bits,
+        "accuracy": without.accuracy,
+        "undisturbed": warm.undisturbed.accuracy,
+        **_struck(without),
+    }
+    if without.error:
+        row["error"] = without.error
+    if outcome != RWC or rng.random() < SAMPLED:
+        row |= _guarded(warm, fault)
+    return row
+
+
+def drawn(warm: Warm, rng: random.Random) -> Fault:
+    """Return a flip of one bit in any step, at any worker."""
+    setup, case = warm.setup, warm.case
+    how = Alteration(count=1, bits=case.bits, seed=rng.getrandbits(62))
+    flip = Flip(case.target, how)
+    return Fault(
+        FLIP,
+        rank=rng.randrange(setup.workers),
+        step=rng.randrange(setup.epochs * steps_of(setup)),
+        phase=flip.phase,
+        bucket=0 if case.target == MESSAGE else None,
+        flip=flip,
+    )
+
+
+def _go_on(warm: Warm, guard: str, fault: Fault | None = None) -> Ended:
+    setup = warm.setup
+    return train(setup, guard, seed=setup.training_seed + 1, epochs=setup.epochs, begin=warm.begin, fault=fault)
+
+
+def _guarded(warm: Warm, fault: Fault) -> Row:
+    """Return what the guard made of a flip."""
+    ended = _go_on(warm, GUARD, fault)
+    found = ended.of("CorruptionFound")
+    row: Row = {
+        "tried": True,
+        "found": bool(found),
+        "healed": ended.bits == warm.undisturbed.bits,
+        "outcome_guarded": _class(ended, warm.undisturbed),
+        "accuracy_guarded": ended.accuracy,
+        "redone_steps": sum(record.redone_steps for record in ended.of("Recovered") if record.rank == 0),
+    }
+    if found:
+        row |= {"found_by": found[0].what, "within": found[0].step - fault.step + 1}
+    if ended.error:
+        row["error_guarded"] = ended.error
+    return row
+
+
+def _struck(ended: Ended) -> Row:
+    """Return which bit of what was flipped."""
+    altered = ended.of("ValuesAltered")
+    if not altered:
+        msg = "the flip of a trial did not strike"
+        raise InternalError(msg)
+    (value,) = altered[0].values
+    return {"bit": value["bit"], "path": value["path"], "before": value["before"], "after": value["after"]}
+
+
+def _class(ended: Ended, undisturbed: Ended) -> str:
+    if ended.error:
+        return TF
+    return outcome_of(ended.accuracy, undisturbed.accuracy, finite=ended.finite)
+
+
+def _check(ended: Ended) -> None:
+    if ended.error or not ended.finite:
+        msg = f"a training that nothing disturbed failed: {ended.error or 'its loss is not finite'}"
+        raise InternalError(msg)
+
+
+# ---------------------------------------------------------------------------------------------
+# Clean trainings
+
+
+def prepare_clean(settings: Mapping[str, Any]) -> Setup:
+    """Return what is trained."""
+    setup: Setup = of_settings(Setup, settings)
+    return setup
+
+
+def trial_clean(setup: Setup, seed: int) -> Row:
+    """Train from the beginning with the guard and without a flip; return what it found all the same."""
+    own = dataclasses.replace(setup, training_seed=seed % 2**31)
+    ended = train(own, GUARD, seed=own.training_seed, epochs=setup.epochs)
+    found = [
+        {"step": record.step, "what": record.what, "where": list(record.where)}
+        for record in ended.of("CorruptionFound")
+    ]
+    return {
+        "outcome": TF if ended.error else RWC if ended.finite else NAN,
+        "steps": ended.steps,
+        "alarms": len(found),
+        "found": found,
+        "accuracy": ended.accuracy,
+        **({"error": ended.error} if ended.error else {}),
+    }

@@ -1,0 +1,1 @@
+"""Scripts that the study starts in processes of their own."""

@@ -1,0 +1,165 @@
+"""A training by virtual workers in this process, done again and again from one state: with a guard, without, disturbed, not.
+
+Each time the model, its optimizer and the session are new, and the state is copied into them; so nothing of one training
+is left to the next.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import io
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+import holdfast
+from holdfast.errors import InternalError
+from holdfast.events import Finished, Record
+from holdfast.faults.plan import Fault, FaultPlan
+from holdfast.session.session import forget_sessions
+from holdfast_lab.studies.guard.setup import Setup
+from holdfast_lab.studies.outcomes import are_finite
+from holdfast_lab.workloads import load_dataset, loss_of, make_model, make_optimizer
+from holdfast_lab.workloads.train import accuracy
+
+OFF = "off"
+
+State = Mapping[str, Any]
+"""Of the model and of its optimizer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ended:
+    """What came of a training.
+
+    Args:
+        accuracy: On the test set, from 0 to 1: of the worker that is worst off.
+        finite: Whether all losses, and the weights of all workers, are.
+        bits: Digests by worker of its model and its optimizer's state; empty if it did not get to its end.
+        records: What it wrote down, but for its steps.
+        steps: So many were committed.
+        state: Of the lowest worker.
+        error: Why it failed, "" if it did not.
+    """
+
+    accuracy: float = 0.0
+    finite: bool = True
+    bits: Mapping[int, tuple[str, str]] = field(default_factory=dict)
+    records: Sequence[Record] = ()
+    steps: int = 0
+    state: State = field(default_factory=dict)
+    error: str = ""
+
+    def of(self, kind: str) -> list[Any]:
+        """Return the records of one kind."""
+        return [record for record in self.records if type(record).__name__ == kind]
+
+
+class _Records:
+    """Takes the records of a session, in memory."""
+
+    def __init__(self) -> None:
+        self.written: list[Record] = []
+
+    def write(self, record: Record) -> None:
+        """Take one."""
+        if type(record).__name__ != "StepCommitted":
+            self.written.append(record)
+
+
+def train(
+    setup: Setup,
+    guard: str,
+    *,
+    seed: int,
+    epochs: int,
+    begin: State | None = None,
+    fault: Fault | None = None,
+) -> Ended:
+    """Train, and return what came of it.
+
+    Without a guard a training whose loss is not finite ends there: its class is known.
+
+    Args:
+        setup: What.
+        guard: A policy; see :attr:`holdfast.Settings.guard`.
+        seed: Of the order of the samples and what is random in the network.
+        epochs: How long.
+        begin: The state to go on from; None: a new model.
+        fault: What strikes; None: nothing.
+    """
+    forget_sessions()  # sessions with an unfinished loop would be kept
+    data = _dataset(setup.size)
+    channels, side, _ = data.shape
+    image = (channels, side)
+    model = make_model(setup.network, num_classes=data.num_classes, image=image, seed=setup.training_seed)
+    optimizer = make_optimizer(setup.optimizer, model.parameters())
+    if begin is not None:
+        model.load_state_dict(begin["model"])
+        optimizer.load_state_dict(copy.deepcopy(begin["optimizer"]))  # it would keep the tensors that it is given
+    faults = FaultPlan((fault,)).to_json() if fault is not None else ""
+    session = holdfast.Session(
+        model,
+        optimizer,
+        fabric="virtual",
+        workers=setup.workers,
+        guard=guard,
+        guard_sums=setup.sums and guard != OFF,
+        seed=seed,
+        faults=faults,
+    )
+    session._connect().recorder = records = (
+        _Records()
+    )  # nothing public tells what was written down, without a directory
+    try:
+        # It tells the user of what it finds.
+        with contextlib.redirect_stderr(io.StringIO()):
+            finite = _train(session, model, data.train, setup.batch, epochs, to_the_end=guard != OFF)
+    except InternalError:
+        raise
+    except Exception as error:  # whatever a flip makes of a training: it failed
+        return Ended(records=records.written, steps=session.step, error=f"{type(error).__name__}: {error}")
+    return _ended(session, setup, model, data.test, records.written, finite=finite)
+
+
+def _train(session: Any, model: nn.Module, samples: Any, batch: int, epochs: int, *, to_the_end: bool) -> bool:
+    """Return whether all losses were finite, of steps that were done again the last one's."""
+    losses: dict[int, float] = {}
+    for step in session.steps(samples, batch, epochs, drop_last=True):
+        losses[session.step] = session.metrics.get("loss", 0.0)
+        if not (to_the_end or math.isfinite(losses[session.step])):
+            break
+        for x, y in step:
+            step.backward(loss_of(model(x), y))
+    losses[session.step] = session.metrics["loss"]
+    return all(map(math.isfinite, losses.values()))
+
+
+def _ended(session: Any, setup: Setup, model: nn.Module, test: Any, records: list[Record], *, finite: bool) -> Ended:
+    found = session._replica.own.of_each(
+        range(setup.workers), lambda: (accuracy(model, test), are_finite((), model.parameters()))
+    )
+    state = {"model": model.state_dict(), "optimizer": session._replica.optimizer.state_dict()}
+    return Ended(
+        accuracy=min(right for right, _ in found.values()),
+        finite=finite and all(are for _, are in found.values()),
+        bits={r.rank: (r.sha256, r.state_sha256) for r in records if isinstance(r, Finished)},
+        records=records,
+        steps=session.step,
+        state=state,
+    )
+
+
+@functools.lru_cache(maxsize=2)
+def _dataset(size: int | None) -> Any:
+    return load_dataset("digits", None, size=size)
+
+
+def steps_of(setup: Setup) -> int:
+    """Return how many steps an epoch has."""
+    return len(_dataset(setup.size).train) // setup.batch

@@ -1,0 +1,1 @@
+"""Which parallelism loses what, and what each way of recovering costs (Amatya 2017)."""

@@ -1,0 +1,174 @@
+"""Jobs that shrink, keep their size or grow: the three scenarios of Li and others (2023), on this code.
+
+J. Li, G. Bosilca, A. Bouteiller, B. Nicolae, "Elastic deep learning through resilient collective operations", SC-W 2023,
+DOI 10.1145/3624062.3626080, put ULFM into the collectives of Horovod: those that are left do the failed collective again.
+It is held against Elastic Horovod, in which all go back to the last commit and meet again. The paper's text was not at
+hand: what stands here for either is our reading.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from holdfast_lab.studies.base import MEASURED, Row
+from holdfast_lab.studies.parallelism.jobs import (
+    FORWARD,
+    REINIT,
+    REPLICATED,
+    RESTART,
+    ROLLBACK,
+    Job,
+    Outcome,
+    Scale,
+)
+from holdfast_lab.studies.parallelism.rows import row_of
+
+DOWN, SAME, UP = SCENARIOS = ("down", "same", "up")
+"""The dead worker is not replaced; it is; nobody dies, and there are to be twice as many."""
+CALM = "undisturbed"
+"""Stands in the place of a scenario: the run whose bits the others are compared with."""
+NOBODY, SPARE, PROCESS = ("nobody", "a spare", "a new process")
+"""Who comes."""
+ULFM, GLOO = ("ulfm", "gloo")
+
+_WAYS = {ULFM: (FORWARD, ROLLBACK, RESTART), GLOO: (FORWARD, ROLLBACK, RESTART, REINIT)}
+"""Ways of recovering; ``reinit`` from a checkpoint over Gloo is what comes nearest to Elastic Horovod."""
+_COMES: dict[str, dict[str, tuple[str, ...]]] = {
+    DOWN: {NOBODY: (ULFM, GLOO)},
+    SAME: {SPARE: (ULFM, GLOO), PROCESS: (GLOO,)},
+}
+"""Who comes where, over which fabrics: Open MPI cannot take new processes in."""
+_FEWEST = {NOBODY: 4, SPARE: 4, PROCESS: 2}
+"""With fewer workers nobody is left to do a collective with; who comes as a new process joins one that is alone, too."""
+
+_STEPS = 64
+_EVENT_STEP = 30
+_CHECKPOINT_EVERY = 20
+_GIVE = ("Welcome", "Install")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One run of a scenario.
+
+    Args:
+        scenario: One of :data:`SCENARIOS`, or :data:`CALM`.
+        comes: Who comes.
+        fabric: How the workers talk.
+        strategy: What survivors do; where nobody dies it makes no difference.
+        workers: As many as share the work before a death, or when all have come.
+    """
+
+    scenario: str
+    comes: str
+    fabric: str
+    strategy: str
+    workers: int
+
+    @property
+    def key(self) -> str:
+        """Name of its task."""
+        return f"elastic: {self.scenario}, {self.comes} comes, {self.fabric}, {self.strategy}, {self.workers} workers"
+
+    def job(self, network: str, scale: Scale, seed: int) -> Job:
+        """Return the job that is run."""
+        options, arguments = ["--fabric", self.fabric], list[str]()
+        if self.comes == PROCESS:
+            arguments = ["--wanted", str(self.workers), "--since", str(_EVENT_STEP)]
+            options += ["--respawn"] if self.scenario == SAME else []
+            arguments += ["--ask"] if self.scenario == UP else []
+        return Job(
+            kind=REPLICATED,
+            strategy=self.strategy,
+            network=network,
+            workers=self.workers // 2 if self.scenario == UP else self.workers,
+            scale=_shortened(scale),
+            kills=((1, _EVENT_STEP),) if self.scenario in (DOWN, SAME) else (),
+            spares=int(self.comes == SPARE),
+            checkpoints=self.strategy in (RESTART, REINIT),
+            seed=seed,
+            reinit_from="checkpoint" if self.strategy == REINIT else "",
+            options=tuple(options),
+            arguments=tuple(arguments),
+        )
+
+
+def cases(counts: Sequence[int]) -> list[Case]:
+    """Return all that is run, the undisturbed run first.
+
+    Args:
+        counts: Numbers of workers, ascending.
+    """
+    kept = [
+        Case(scenario=scenario, comes=comes, fabric=fabric, strategy=strategy, workers=count)
+        for scenario, coming in _COMES.items()
+        for comes, fabrics in coming.items()
+        for fabric in fabrics
+        for strategy in _WAYS[fabric]
+        for count in counts
+        if count >= _FEWEST[comes]
+    ]
+    up = [Case(scenario=UP, comes=PROCESS, fabric=GLOO, strategy=ROLLBACK, workers=count) for count in counts]
+    calm = Case(scenario=CALM, comes=NOBODY, fabric=GLOO, strategy=ROLLBACK, workers=counts[-1])
+    return [calm, *kept, *up]
+
+
+def _shortened(scale: Scale) -> Scale:
+    """Return a run that is just long enough: until some time after the event."""
+    per_epoch = min(_STEPS, scale.samples // scale.batch)
+    return replace(
+        scale,
+        samples=per_epoch * scale.batch,
+        epochs=-(-_STEPS // per_epoch),
+        kills=(_EVENT_STEP,),
+        checkpoint_every=_CHECKPOINT_EVERY,
+    )
+
+
+def elastic_row(case: Case, job: Job, outcome: Outcome, known: Sequence[Row]) -> Row:
+    """Return the row of a run; ``known`` are those of the runs before it."""
+    calm = next((row for row in known if row["part"] == "elastic" and row["scenario"] == CALM), None)
+    about: Row = {"part": "elastic", "scenario": case.scenario, "comes": case.comes, "fabric": case.fabric}
+    row = {**row_of(job, outcome, calm), **about, "workers": case.workers}
+    if row["status"] != MEASURED:
+        return row
+    return {**row, **_divided(outcome), **_joined(outcome)}
+
+
+def _divided(outcome: Outcome) -> Row:
+    """Return the time from the kill to the next commit in three parts, of which the first is ``detect_s``."""
+    failures = outcome.report["failures"]
+    if not failures or failures[0]["detect_s"] is None or failures[0]["recover_s"] is None:
+        return {}
+    first = failures[0]
+    went_on_s = [record["t_s"] for record in outcome.of("Recovered") if first["rank"] in record["lost"]]
+    if not went_on_s:  # the job was started again
+        return {}
+    until_s = max(went_on_s) - first["t_s"]
+    return {"repair_s": until_s - first["detect_s"], "redo_s": first["recover_s"] - until_s}
+
+
+def _joined(outcome: Outcome) -> Row:
+    """Return who came, when, and for how long that kept the others from computing."""
+    report = outcome.report
+    joined: list[dict[str, Any]] = report["joined"]
+    commits = outcome.of("StepCommitted")
+    about: Row = {"workers_at_end": commits[-1]["workers"] if commits else None, "joined": len(joined)}
+    if not joined:
+        return about
+    held_s = {one["step"]: one["held_s"] for one in joined}  # who comes before the same step is waited for once
+    since_s = [one["t_s"] for one in (*report["failures"], *report["changed"])]
+    given_s = [
+        sum(record["times_s"].get(order, 0.0) for order in _GIVE)
+        for record in outcome.of("Recovered")
+        if record["joined"] and record["rank"] not in record["joined"]
+    ]
+    return {
+        **about,
+        "held_s": sum(held_s.values()),
+        "times_held": len(held_s),
+        "give_s": max(given_s, default=None),
+        "join_s": max(one["t_s"] for one in joined) - min(since_s) if since_s else None,
+    }

@@ -1,0 +1,419 @@
+"""Which parallelism loses what, and what each way of recovering costs: the study of Amatya and others (2017), on this code.
+
+Every job is one of ``holdfast run``, with real processes, of which one is killed by SIGKILL; what is left out of the
+protocol is tried by the explorer, in every run of a small job.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from holdfast.errors import ConfigError
+from holdfast_lab.studies.base import MEASURED, NOT_RUN, Claim, Options, Row, Task
+from holdfast_lab.studies.frameworks import WORKERS
+from holdfast_lab.studies.parallelism.claims import hold_claims
+from holdfast_lab.studies.parallelism.elastic import Case, cases, elastic_row
+from holdfast_lab.studies.parallelism.jobs import (
+    BACKUPS,
+    FORWARD,
+    HYBRID,
+    KINDS,
+    PARTIAL,
+    PIPELINE,
+    REINIT,
+    REPLICATED,
+    RESTART,
+    ROLLBACK,
+    SHARDED,
+    STRATEGIES,
+    Job,
+    Scale,
+    carry_out,
+    ended,
+    write_data,
+)
+from holdfast_lab.studies.parallelism.needs import OMISSIONS, Omission, need_rows
+from holdfast_lab.studies.parallelism.page import sections
+from holdfast_lab.studies.parallelism.rows import NOT_COMPARED, data_row, row_of, structure_rows
+from holdfast_lab.workloads import load_dataset
+from holdfast_lab.workloads.models import layout
+
+PAPER_NETWORKS = ("alexnet", "googlenet")
+NETWORKS = ("cnn", *PAPER_NETWORKS)
+
+PAPER_KILL = 300
+"""The iteration in which the authors' code kills a rank."""
+
+_TINY = Scale(dataset="digits", side=None, samples=1472, batch=64, epochs=1, slices=4, kills=(11,), checkpoint_every=4)
+_DIGITS = replace(_TINY, epochs=16, slices=8, kills=(30, 150, PAPER_KILL), checkpoint_every=20)
+_FASHION = replace(_DIGITS, dataset="fashion", samples=59_904, batch=128, epochs=1)
+_DEEP = "alexnet"
+"""Has as many blocks as a pipeline of the most workers needs; the small network has not."""
+_LARGE = 28
+"""The least side that both of the paper's networks are run with here: that of Fashion-MNIST."""
+_SHORT_RUN = (30, 50)
+_PAPER_RUNS = {"alexnet": (PAPER_KILL, 320), "googlenet": _SHORT_RUN}
+"""In which iteration a worker is killed, of how many. An iteration of GoogLeNet takes seconds: its runs are shorter."""
+
+_QUICK_LIMIT_S = 240.0
+_LIMIT_S = 3600.0
+_FREE_STEPS = 30
+
+
+class Parallelism:
+    """See the head of this file."""
+
+    name = "parallelism"
+    title = "What fault-tolerant training needs, parallelism by parallelism"
+    paper = (
+        "V. Amatya, A. Vishnu, C. Siegel, J. Daily: What does fault tolerant deep learning need from MPI?, EuroMPI 2017, "
+        "arXiv 1709.03316"
+    )
+    intervals = "Intervals are 95 % intervals, by bootstrap over runs; of a share of runs by Clopper and Pearson."
+    task_s, quick_task_s = 36.0, 3.0
+
+    def settings(self, options: Options) -> dict[str, Any]:
+        """See :meth:`Study.settings`."""
+        plan = _Plan(options)
+        scale = plan.scale
+        return {
+            "quick": options.quick,
+            "seed": options.seed,
+            "parallelisms": list(plan.kinds),
+            "network": plan.network,
+            "repetitions": plan.repetitions,
+            "workers": list(plan.workers),
+            "data": "scikit-learn's digits in the place of ImageNet"
+            if options.data is None
+            else f"Fashion-MNIST in {options.data} in the place of ImageNet",
+            "batch": scale.batch,
+            "slices": scale.slices,
+            "iterations": scale.steps,
+            "killed in iteration": list(scale.kills),
+            "checkpoint every": scale.checkpoint_every,
+            "backups under partial": " ".join(BACKUPS),
+        }
+
+    def tasks(self, options: Options) -> list[Task]:
+        """See :meth:`Study.tasks`.
+
+        Raises:
+            ConfigError: if the data are not there.
+        """
+        if options.data is not None:
+            load_dataset("fashion", options.data, limit=1)
+        return _Plan(options).tasks()
+
+    def left_out(self, options: Options) -> list[str]:
+        """See :meth:`Study.left_out`."""
+        return _Plan(options).left_out()
+
+    def claims(self, rows: Sequence[Row], seed: int) -> list[Claim]:
+        """See :meth:`Study.claims`."""
+        return hold_claims(rows, seed)
+
+    def page(self, rows: Sequence[Row]) -> list[dict[str, Any]]:
+        """See :meth:`Study.page`."""
+        return sections(rows)
+
+
+class _Plan:
+    """What is run, and how."""
+
+    def __init__(self, options: Options) -> None:
+        self._options = options
+        self.kinds = _chosen("--only", options.only, KINDS)
+        self.network = _chosen("--network", (options.model,) if options.model else (), NETWORKS, default=NETWORKS[:1])[
+            0
+        ]
+        if options.quick and not options.only:
+            self.kinds = tuple(kind for kind in self.kinds if kind != HYBRID)
+        self.repetitions = options.repetitions or 1
+        self.workers = (2, 4) if options.quick else (2, 4, 8)
+        self.scale = self._scale()
+        self._limit_s = _QUICK_LIMIT_S if options.quick else _LIMIT_S
+
+    def _scale(self) -> Scale:
+        if self._options.quick:
+            scale = _TINY if self._options.data is None else replace(_TINY, dataset="fashion", side=8)
+        else:
+            scale = _DIGITS if self._options.data is None else _FASHION
+        return scale if self.network == NETWORKS[0] else _of_paper(scale, self.network)
+
+    def tasks(self) -> list[Task]:
+        quick = self._options.quick
+        calm = [(kind, n) for kind, n in self._jobs() if not (quick and kind == HYBRID and PIPELINE in self.kinds)]
+        tasks = [self._undisturbed(kind, count) for kind, count in calm]
+        tasks += [task for kind, count in self._jobs() for task in self._killed(kind, count)]
+        tasks += [Task(f"structures: {kind}", partial(self._structures, kind)) for kind in self.kinds]
+        if not quick:
+            split = [kind for kind in self.kinds if kind != REPLICATED]
+            tasks += [Task(f"refused: {kind}, {FORWARD}", partial(self._refused, kind)) for kind in split]
+            tasks += self._tasks_of_whole()
+        for omission in self._omissions():
+            tasks.append(Task(f"without {omission.call}: {omission.instead}", partial(_tried, omission)))
+        return tasks
+
+    def _tasks_of_whole(self) -> list[Task]:
+        """Return what ``--quick`` leaves out."""
+        tasks = []
+        if REPLICATED in self.kinds:
+            tasks += [Task(f"data: {count} workers", partial(self._data, count)) for count in self.workers]
+            tasks += [Task(case.key, partial(self._elastic, case)) for case in cases(self.workers)]
+        if REPLICATED in self.kinds and self.network == NETWORKS[0]:
+            for network in PAPER_NETWORKS:
+                tasks += [
+                    Task(f"paper: {network}, {count} workers", partial(self._paper, REPLICATED, network, count))
+                    for count in self.workers
+                ]
+        if PIPELINE in self.kinds and self.network == NETWORKS[0]:
+            count = self.workers[-1]
+            tasks.append(Task(f"deep: {_DEEP}, {count} stages", partial(self._paper, PIPELINE, _DEEP, count)))
+        for network in PAPER_NETWORKS:
+            tasks += [
+                Task(f"step: {network}, {count} workers", partial(self._step, network, count)) for count in self.workers
+            ]
+        return tasks
+
+    def left_out(self) -> list[str]:
+        missing = [kind for kind in KINDS if kind not in self.kinds]
+        told = [f"Parallelisms: {', '.join(missing)}."] if missing else []
+        told += [f"ImageNet, and its image size: {'Fashion-MNIST' if self._options.data else 'digits'} in its place."]
+        if not self._options.quick and REPLICATED in self.kinds and self.network == NETWORKS[0]:
+            kill, steps = _PAPER_RUNS["googlenet"]
+            told += [
+                f"The paper's networks: mini-batches of 32 in all, not 256 (AlexNet) and 32 (GoogLeNet) a process; GoogLeNet's worker is killed in "
+                f"iteration {kill} of {steps} instead of {PAPER_KILL}."
+            ]
+        if self._options.quick:
+            told += [
+                f"Iterations: a worker is killed in iteration {self.scale.kills[0]} of {self.scale.steps} instead of {PAPER_KILL}.",
+                "Numbers of workers: 2 (hybrid: 4); no 8. Hybrid is compared with the one pipeline, whose bits it has.",
+                "Split models under restart; without a copy and without checkpoints; shards without a copy.",
+                f"Networks: {', '.join(PAPER_NETWORKS)}, and their step without faults, with and without ULFM.",
+                "The dead replaced by spares; the paper's data policy; the calls whose lack shows only with 4 workers.",
+                "Split models that have backups alone (partial); jobs that shrink, keep their size or grow (elastic).",
+            ]
+        return told
+
+    def _jobs(self) -> list[tuple[str, int]]:
+        """Return each parallelism with each number of workers that it is run with."""
+        counts = {HYBRID: [n for n in self.workers if n >= 4]}
+        few = list(self.workers[:1]) if self._options.quick else list(self.workers)
+        return [(kind, count) for kind in self.kinds for count in counts.get(kind, few)]
+
+    def _omissions(self) -> list[Omission]:
+        return [o for o in OMISSIONS if not self._options.quick or o.workers < 4]
+
+    # -- recovery
+
+    def _undisturbed(self, kind: str, count: int) -> Task:
+        return Task(
+            f"undisturbed: {kind}, {count} workers", lambda known: [self._row(self._job(kind, ROLLBACK, count), known)]
+        )
+
+    def _killed(self, kind: str, count: int) -> list[Task]:
+        tasks = []
+        strategies = (ROLLBACK,) if self._options.quick and kind != REPLICATED else _strategies_of(kind)
+        for place, strategy in enumerate(strategies):
+            for number, step in enumerate(self.scale.kills):
+                for repetition in range(self.repetitions):
+                    rank = (place + number + repetition) % count
+                    job = replace(self._job(kind, strategy, count), kills=((rank, step),))
+                    key = f"kill: {kind}, {strategy}, {count} workers, rank {rank} in iteration {step}"
+                    tasks.append(Task(f"{key}, repetition {repetition}", partial(self._rows, [job])))
+            if not self._options.quick and strategy in (ROLLBACK, REINIT):
+                job = replace(self._job(kind, strategy, count), kills=((count - 1, self.scale.kills[-1]),), spares=1)
+                tasks.append(Task(f"replaced: {kind}, {strategy}, {count} workers", partial(self._rows, [job])))
+        return tasks
+
+    def _job(self, kind: str, strategy: str, count: int, network: str = "", scale: Scale | None = None) -> Job:
+        return Job(
+            kind=kind,
+            strategy=strategy,
+            network=network or self.network,
+            workers=count,
+            scale=scale or self.scale,
+            checkpoints=strategy == RESTART or (strategy == REINIT and kind != REPLICATED),
+            seed=self._options.seed,
+            reinit_from=_reinit_from(kind) if strategy == REINIT else "",
+            options=BACKUPS if strategy == PARTIAL else (),
+        )
+
+    def _rows(self, jobs: Sequence[Job], known: Sequence[Row]) -> list[Row]:
+        return [self._row(job, known) for job in jobs]
+
+    def _row(self, job: Job, known: Sequence[Row]) -> Row:
+        if why := _impossible(job):
+            return {**job.about(), "part": "recovery" if job.kills else "undisturbed", "status": NOT_RUN, "why": why}
+        outcome = carry_out(job, self._options.data, self._limit_s)
+        same = (row for row in known if row["part"] == "undisturbed" and _is_same(row, job))
+        return row_of(job, outcome, next(same, None) if job.kills else None)
+
+    def _structures(self, kind: str, known: Sequence[Row]) -> list[Row]:
+        """Kill a worker where nobody has a copy of what it holds, without and with checkpoints."""
+        kills = self.scale.kills[:1]
+        of_kind = [
+            row
+            for row in known
+            if row["part"] == "recovery"
+            and row["status"] == MEASURED
+            and (row["kind"], row["form"], row["kill_step"]) == (kind, "survivors only", kills[0])
+        ]
+        kept = [row for row in of_kind if row["strategy"] == ROLLBACK and row["differs"] != NOT_COMPARED]
+        backup = next((row for row in of_kind if row["strategy"] == PARTIAL), None)
+        if not kept:
+            return [
+                {"part": "structures", "kind": kind, "status": NOT_RUN, "why": "the run under rollback was not there"}
+            ]
+        bare: list[Row] = []
+        if kind == PIPELINE or (kind == SHARDED and not self._options.quick):
+            job = replace(self._job(kind, ROLLBACK, kept[0]["workers"]), kills=((1, kills[0]),), mirror=0)
+            jobs = [replace(job, checkpoints=True), *([] if self._options.quick else [job])]
+            bare = [{**self._row(one, known), "part": "bare"} for one in jobs]
+        failed = [row for row in bare if row["status"] == NOT_RUN]
+        saved, beginning = [*bare, None, None][:2]
+        return failed or [*bare, *structure_rows(kind, kept[0], saved, beginning, backup)]
+
+    # -- what only the whole study does
+
+    def _refused(self, kind: str, _: Sequence[Row]) -> list[Row]:
+        """Ask for what a split model cannot do, and write down what is answered."""
+        jobs = [replace(self._job(kind, FORWARD, n), kills=((1, self.scale.kills[0]),)) for n in self.workers]
+        job = next(job for job in reversed(jobs) if not _impossible(job))
+        outcome = carry_out(job, self._options.data, self._limit_s)
+        if not outcome.failed:
+            return [{**job.about(), "part": "refused", "status": MEASURED}]
+        return [{**job.about(), "part": "refused", "status": NOT_RUN, "why": outcome.failed}]
+
+    def _data(self, count: int, _: Sequence[Row]) -> list[Row]:
+        scale = replace(self.scale, slices=2 * max(self.workers))
+        kill = scale.kills[-1]
+        kills = [((1, kill),)] + ([((1, kill), (count - 1, kill + 5))] if count > 2 else [])
+        jobs = [
+            replace(self._job(REPLICATED, ROLLBACK, count, scale=scale), kills=these, blocks=True) for these in kills
+        ]
+        return [data_row(job, carry_out(job, self._options.data, self._limit_s)) for job in jobs]
+
+    def _elastic(self, case: Case, known: Sequence[Row]) -> list[Row]:
+        job = case.job(self.network, self.scale, self._options.seed)
+        return [elastic_row(case, job, carry_out(job, self._options.data, self._limit_s), known)]
+
+    def _paper(self, kind: str, network: str, count: int, known: Sequence[Row]) -> list[Row]:
+        job = self._job(
+            kind, ROLLBACK, count, network, _of_paper(self.scale, network, _SHORT_RUN if kind == PIPELINE else None)
+        )
+        undisturbed = self._row(job, known)
+        kills = ((count - 1, job.scale.kills[0]),)
+        jobs = [
+            replace(self._job(kind, strategy, count, network, job.scale), kills=kills)
+            for strategy in _strategies_of(kind)
+        ]
+        return [undisturbed, *self._rows(jobs, [undisturbed])]
+
+    def _step(self, network: str, count: int, _: Sequence[Row]) -> list[Row]:
+        """Measure the step without faults: by MPI alone, with ULFM on, and with protection on."""
+        paper = _of_paper(self.scale, network)
+        scale = replace(paper, epochs=1, samples=_FREE_STEPS * paper.batch, slices=count, kills=())
+        about: Row = {"part": "step", "status": MEASURED, "network": network, "workers": count, "batch": scale.batch}
+        rows = [{**about, "mode": mode, **self._plain(network, count, scale, words)} for mode, words in _MODES.items()]
+        protected = self._row(self._job(REPLICATED, ROLLBACK, count, network, scale), ())
+        kept = ("step_s", "parameters", "status", "why")
+        return [*rows, {**about, "mode": "ULFM and protection", **{k: protected[k] for k in kept if k in protected}}]
+
+    def _plain(self, network: str, count: int, scale: Scale, words: Sequence[str]) -> Row:
+        with tempfile.TemporaryDirectory(prefix="holdfast-study-") as name:
+            folder = Path(name)
+            write_data(folder / "data", scale, self._options.data)
+            script = [
+                WORKERS / "plain.py",
+                "--network",
+                network,
+                "--data",
+                folder / "data",
+                "--out",
+                folder / "out.json",
+            ]
+            script += ["--batch", scale.batch, "--steps", _FREE_STEPS]
+            command = [Path(sys.executable).with_name("mpirun"), *words, *_MPIRUN, "-n", count, sys.executable, *script]
+            environment = self._job(REPLICATED, ROLLBACK, count).environment()
+            code, said = ended([str(word) for word in command], environment, folder, self._limit_s)
+            if code:
+                return {"status": NOT_RUN, "why": f"ended with {code}: {said}"}
+            measured: Row = json.loads((folder / "out.json").read_text())
+            return measured
+
+
+_MPIRUN = ["--oversubscribe", "--bind-to", "none", "--mca", "coll", "^han", "--mca", "mpi_yield_when_idle", "1"]
+if os.getuid() == 0:
+    _MPIRUN.append("--allow-run-as-root")
+_MODES: dict[str, tuple[str, ...]] = {"MPI alone": (), "ULFM on": ("--with-ft", "ulfm")}
+
+
+def _tried(omission: Omission, _: Sequence[Row]) -> list[Row]:
+    return need_rows(omission)
+
+
+def _of_paper(scale: Scale, network: str, run: tuple[int, int] | None = None) -> Scale:
+    """Return how much one of the paper's networks is trained: small mini-batches, until after the iteration of the kill."""
+    batch = 32
+    kill, steps = run or _PAPER_RUNS[network]
+    per_epoch = steps if scale.dataset == "fashion" else min(steps, scale.samples // batch)
+    quick = scale.slices == _TINY.slices
+    return replace(
+        scale,
+        side=_LARGE,
+        samples=per_epoch * batch,
+        batch=batch,
+        epochs=1 if quick else -(-steps // per_epoch),
+        kills=scale.kills if quick else (kill,),
+    )
+
+
+def _strategies_of(kind: str) -> tuple[str, ...]:
+    """Return the strategies that a parallelism has.
+
+    A split model cannot go on without a part of a step. Of a hybrid one a twin has all, so that nothing is restored.
+    """
+    return {REPLICATED: STRATEGIES, HYBRID: (ROLLBACK, RESTART, REINIT)}.get(kind, (ROLLBACK, RESTART, PARTIAL, REINIT))
+
+
+def _reinit_from(kind: str) -> str:
+    """Return what an application goes on from that is built again.
+
+    In the code of 2017 the root takes a snapshot at the fault; of a split model it has a part.
+    """
+    return "root" if kind == REPLICATED else "checkpoint"
+
+
+def _impossible(job: Job) -> str:
+    """Return why a job cannot be run, "" if it can."""
+    blocks = len(layout(job.network, 10, image=(1, job.scale.side or 8)).blocks)
+    if job.kind in (PIPELINE, HYBRID) and job.parts > blocks:
+        return f"{job.network} has {blocks} blocks, and a stage is one at least: {job.parts} stages cannot be made"
+    return ""
+
+
+def _is_same(row: Row, job: Job) -> bool:
+    """Return whether a row is of the run that a job would have been without a kill; pipelines side by side change no bit."""
+    if (row["network"], row["parts"]) != (job.network, job.parts):
+        return False
+    return row["kind"] == job.kind or {row["kind"], job.kind} == {PIPELINE, HYBRID}
+
+
+def _chosen(
+    option: str, wanted: Sequence[str], known: Sequence[str], default: Sequence[str] | None = None
+) -> tuple[str, ...]:
+    for name in wanted:
+        if name not in known:
+            msg = f"{option} must be one of {', '.join(known)}, got {name!r}"
+            raise ConfigError(msg)
+    return tuple(dict.fromkeys(wanted)) or tuple(default or known)

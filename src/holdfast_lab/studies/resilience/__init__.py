@@ -1,0 +1,1 @@
+"""What failures cost in accuracy and in time (Nicolae 2022)."""

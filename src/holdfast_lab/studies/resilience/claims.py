@@ -1,0 +1,337 @@
+"""What is claimed of rollback, forward and restart, held against the rows of the study of resilience.
+
+The paper is known here by its abstract; no numbers of it are at hand. So what is expected follows from what it says of the strategies.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Sequence
+
+from holdfast_lab.studies.base import MEASURED, Claim, Row
+from holdfast_lab.studies.resilience.cases import ADDITION, FAILURE, FORWARD, REPLACED, RESTART, ROLLBACK, SPREAD
+from holdfast_lab.studies.resilience.jobs import TAKEN_BACK
+from holdfast_lab.studies.resilience.updates import EAGER, LAZY
+from holdfast_lab.studies.stats import bootstrap, wilson
+
+_ABSTRACT = "Nicolae et al. 2022, abstract"
+_READING = "Nicolae et al. 2022, our reading"
+_NOT_CHECKED = "not checked: nothing was run that tells"
+
+SMALL = 1.0
+"""Points of accuracy: less is a small loss."""
+GOODPUT_PERCENT = 5.0
+_RUNS = 3
+"""Of real runs, or pairs of cases, for an interval."""
+
+BITS = {
+    ROLLBACK: "Rollback equals the undisturbed training, to the bit, where the mini-batch keeps its size",
+    RESTART: "Restart equals the undisturbed training, to the bit, where the mini-batch keeps its size",
+    FORWARD: "Forward with everything averaged at the failure is no failure at all",
+}
+SMALL_LOSS = "Forward loses less than one point of accuracy, whatever is lost when"
+NOT_BETTER = "Forward loses accuracy where rollback and restart lose none"
+MORE = "The more is averaged at the failure, the less forward loses: half of the buckets against none, by distance of the weights"
+ORDER = "Forward takes no longer than rollback"
+RESTART_MORE = "Restart takes longer than rollback, at its best interval"
+PLANNED = "A planned removal takes less time than a failure"
+RESCALE = "Dividing by what is in the sum changes the weights less than dividing by the size that the mini-batch would have had"
+REAL_BITS = "Real processes: rollback and restart end with the sha256 of the undisturbed run"
+REAL_ORDER = "Real processes: forward takes no longer than rollback"
+REAL_RESTART = "Real processes: restart takes longer than rollback"
+MODES = "All slices at once end as near to slice by slice as another order of samples does, by accuracy"
+UPDATE_SHORTER = "With eager updates a training takes less time than with lazy ones, failures and taking back included"
+UPDATE_BITS = "Real processes: eager updates that are taken back leave no bit: the sha256 is that of the undisturbed run with lazy ones"
+UPDATE_STEP = "Real processes: a step takes no longer with eager updates than with lazy ones"
+PREDICTED = "The simulator's goodput, with measured costs, lies within 5 % of that of real processes"
+
+
+def hold_claims(rows: Sequence[Row], seed: int) -> list[Claim]:
+    """Return every claim with what was found."""
+    cases = [row for row in rows if row["part"] == "case" and row["status"] == MEASURED]
+    points = [row for row in rows if row["part"] == "point" and row["status"] == MEASURED]
+    usual = [row for row in points if is_usual(row)]
+    calm = [row for row in rows if row["part"] == "real" and row["status"] == MEASURED and not row["strategy"]]
+    keeps = [row for row in cases if row["batch"] == "global"]
+    forward = [row for row in keeps if row["strategy"] == FORWARD and row["averaged"] < 1]
+    whole = [row for row in keeps if row["strategy"] == FORWARD and row["averaged"] == 1]
+    return [
+        _bits(ROLLBACK, [row for row in keeps if row["strategy"] == ROLLBACK]),
+        _bits(RESTART, [row for row in keeps if row["strategy"] == RESTART]),
+        _bits(FORWARD, [row for row in whole if row["rescale"] == "survivors"]),
+        _small([row for row in forward if row["rescale"] == "survivors"]),
+        _not_better([row for row in rows if row["part"] == "together"]),
+        _ratio(MORE, _READING, _pairs(forward, _averaged(0.5), _averaged(0.0), "averaged"), "distance", seed, lambda r: r <= 1,
+               by="moment"),
+        _ratio(RESCALE, _READING, _pairs(forward, _rescaled("survivors"), _rescaled("original"), "rescale"), "distance", seed,
+               lambda r: r <= 1),
+        _ratio(ORDER, _ABSTRACT, _pairs(_spread(keeps), _nothing_averaged, _is(ROLLBACK)), "overhead_percent", seed,
+               lambda r: r <= 1, all_of_them=True),
+        _ratio(RESTART_MORE, _ABSTRACT, _best_restart(_spread(keeps)), "overhead_percent", seed, lambda r: r > 1,
+               all_of_them=True),
+        _ratio(PLANNED, _ABSTRACT, _pairs(keeps, _what(ADDITION), _what(REPLACED), "what"), "overhead_percent", seed,
+               lambda r: r < 1, all_of_them=True),
+        _real_bits([row for row in points if row["update"] == LAZY]),
+        _real_ratio(REAL_ORDER, _overheads(usual, FORWARD), _overheads(usual, ROLLBACK), seed, _no_longer),
+        _real_ratio(REAL_RESTART, _overheads(usual, RESTART), _overheads(usual, ROLLBACK), seed,
+                    lambda low, high: None if low <= 1 <= high else low > 1),
+        _update_shorter([row for row in rows if row["part"] == "update"]),
+        _update_bits([row for row in points if row["update"] == EAGER and row["strategy"] in TAKEN_BACK]),
+        _real_ratio(UPDATE_STEP, _steps(calm, EAGER), _steps(calm, LAZY), seed, _no_longer),
+        _predicted(points),
+        _modes([row for row in rows if row["part"] == "modes"]),
+    ]  # fmt: skip
+
+
+# ---------------------------------------------------------------------------------------------
+# Accuracy
+
+
+def _bits(strategy: str, rows: Sequence[Row]) -> Claim:
+    claim, tries = BITS[strategy], sum(row["seeds"] for row in rows)
+    if not tries:
+        return Claim(claim=claim, source=_READING, paper=100, found=_NOT_CHECKED)
+    same = sum(row["same"] for row in rows)
+    low, high = wilson(same, tries)
+    told = f"{same:,} of {tries:,} trainings, in {len(rows)} cases"
+    ours = 100 * same / tries
+    return Claim(claim=claim, source=_READING, paper=100, ours=ours, ci=(100 * low, 100 * high), holds=same == tries,
+                 found=told, unit="%")  # fmt: skip
+
+
+def _small(rows: Sequence[Row]) -> Claim:
+    if not rows:
+        return Claim(claim=SMALL_LOSS, source=_ABSTRACT, found=_NOT_CHECKED)
+    worst = max(rows, key=lambda row: row["accuracy_loss"])
+    holds = None
+    if all(row["accuracy_loss_high"] < SMALL for row in rows):
+        holds = True
+    elif any(row["accuracy_loss_low"] > SMALL for row in rows):
+        holds = False
+    above = sum(row["accuracy_loss_low"] > 0 for row in rows)
+    told = (
+        f"the largest mean of {len(rows)} cases: {worst['network']}, {worst['count']} of {worst['workers']} lost, "
+        f"{worst['moment']}. In {above} cases the interval lies above 0, in {sum(r['accuracy_loss_high'] < 0 for r in rows)} below"
+    )
+    ci = (worst["accuracy_loss_low"], worst["accuracy_loss_high"])
+    return Claim(
+        claim=SMALL_LOSS, source=_ABSTRACT, ours=worst["accuracy_loss"], ci=ci, holds=holds, found=told, unit="points"
+    )
+
+
+def is_lossy(row: Row) -> bool:
+    """Return whether in a case something is lost that rollback and restart keep, and the mini-batch keeps its size."""
+    is_forward = row["strategy"] == FORWARD and row["what"] == FAILURE and row["averaged"] < 1
+    return bool(is_forward and (row["batch"], row["rescale"]) == ("global", "survivors"))
+
+
+def _not_better(rows: Sequence[Row]) -> Claim:
+    if not rows:
+        return Claim(claim=NOT_BETTER, source=_READING, found=_NOT_CHECKED)
+    ours, low, high = _mean_of(rows, "accuracy_loss")
+    holds = True if low > 0 else False if high < 0 else None
+    more, more_low, more_high = _mean_of(rows, "loss_more")
+    told = (
+        f"mean of {sum(row['cases'] for row in rows):,} cases, {len(rows)} networks. "
+        f"Of the test loss: {more:.2g} [{more_low:.2g}, {more_high:.2g}] more"
+    )
+    return Claim(claim=NOT_BETTER, source=_READING, ours=ours, ci=(low, high), holds=holds, found=told, unit="points")
+
+
+def _mean_of(rows: Sequence[Row], name: str) -> tuple[float, float, float]:
+    """Return the mean of a column over networks, which are independent of each other, and its interval."""
+    mean = statistics.fmean(row[name] for row in rows)
+    half = math.hypot(*((row[f"{name}_high"] - row[f"{name}_low"]) / 2 for row in rows)) / len(rows)
+    return mean, mean - half, mean + half
+
+
+# ---------------------------------------------------------------------------------------------
+# One case against another
+
+_Chosen = Callable[[Row], bool]
+_ALIKE = ("network", "workers", "count", "moment", "rescale", "averaged", "what")
+
+
+def _is(strategy: str) -> _Chosen:
+    return lambda row: row["strategy"] == strategy
+
+
+def _what(what: str) -> _Chosen:
+    return lambda row: row["what"] == what
+
+
+def _averaged(share: float) -> _Chosen:
+    return lambda row: row["averaged"] == share
+
+
+def _rescaled(rescale: str) -> _Chosen:
+    return lambda row: row["rescale"] == rescale
+
+
+def _nothing_averaged(row: Row) -> bool:
+    return bool(row["strategy"] == FORWARD and row["averaged"] == 0)
+
+
+def _spread(rows: Sequence[Row]) -> list[Row]:
+    return [
+        row for row in rows if row["moment"] == SPREAD and row["what"] == "failure" and row["rescale"] == "survivors"
+    ]
+
+
+def _pairs(rows: Sequence[Row], one: _Chosen, other: _Chosen, but: str = "") -> list[tuple[Row, Row]]:
+    """Return rows that the two choose and that are alike, ``but`` for one column."""
+    first, second = [row for row in rows if one(row)], [row for row in rows if other(row)]
+    names = [name for name in _ALIKE if name != but]
+    found = {tuple(row[name] for name in names): row for row in second}
+    return [(row, match) for row in first if (match := found.get(tuple(row[name] for name in names)))]
+
+
+def _best_restart(rows: Sequence[Row]) -> list[tuple[Row, Row]]:
+    """Return restart with the interval that takes the least time, and rollback beside it."""
+    pairs: dict[tuple[str, int, int], tuple[Row, Row]] = {}
+    for restart, rollback in _pairs(rows, _is(RESTART), _is(ROLLBACK)):
+        place = (restart["network"], restart["workers"], restart["count"])
+        if place not in pairs or restart["overhead_percent"] < pairs[place][0]["overhead_percent"]:
+            pairs[place] = restart, rollback
+    return list(pairs.values())
+
+
+def _ratio(
+    claim: str,
+    source: str,
+    pairs: Sequence[tuple[Row, Row]],
+    name: str,
+    seed: int,
+    is_so: Callable[[float], bool],
+    *,
+    all_of_them: bool = False,
+    by: str = "",
+) -> Claim:
+    """Return a claim of the ratio of a column, the median over pairs of cases; or of every pair, where it is computed.
+
+    With ``by`` it says the median of each group of that column, too.
+    """
+    pairs = [(one, other) for one, other in pairs if other[name]]
+    ratios = [one[name] / other[name] for one, other in pairs]
+    if not ratios:
+        return Claim(claim=claim, source=source, found=_NOT_CHECKED)
+    ci = None if len(ratios) < _RUNS else bootstrap([ratios], lambda groups: statistics.median(groups[0]), seed)
+    ours, holding = statistics.median(ratios), sum(map(is_so, ratios))
+    holds: bool | None = holding == len(ratios)
+    if not all_of_them:
+        holds = is_so(ours) if ci is not None and is_so(ci[0]) == is_so(ci[1]) else None
+    told = f"median of {len(ratios)} pairs of cases, {min(ratios):.3g} to {max(ratios):.3g}; so in {holding}"
+    if by:
+        groups: dict[str, list[float]] = {}
+        for (one, _), ratio in zip(pairs, ratios, strict=True):
+            groups.setdefault(one[by], []).append(ratio)
+        told += "; " + ", ".join(f"{group} {statistics.median(some):.3g}" for group, some in groups.items())
+    return Claim(claim=claim, source=source, ours=ours, ci=ci, holds=holds, found=told)
+
+
+# ---------------------------------------------------------------------------------------------
+# Real processes
+
+
+def _real_bits(points: Sequence[Row]) -> Claim:
+    mine = [row for row in points if row["strategy"] in (ROLLBACK, RESTART)]
+    if not mine:
+        return Claim(claim=REAL_BITS, source=_READING, found=_NOT_CHECKED)
+    same = sum(row["same"] for row in mine)
+    told = f"{same} of {len(mine)} runs, a worker of four killed in each"
+    low, high = wilson(same, len(mine))
+    return Claim(claim=REAL_BITS, source=_READING, paper=100, ours=100 * same / len(mine), ci=(100 * low, 100 * high),
+                 holds=same == len(mine), found=told, unit="%")  # fmt: skip
+
+
+def is_usual(row: Row) -> bool:
+    """Return whether a run is one that others are not set beside only to compare updates."""
+    return bool(row["update"] == LAZY and (row["strategy"] == FORWARD or not row["averaged"]))
+
+
+def _overheads(points: Sequence[Row], strategy: str) -> list[float]:
+    return [row["overhead_percent"] for row in points if row["strategy"] == strategy]
+
+
+def _steps(runs: Sequence[Row], update: str) -> list[float]:
+    return [row["step_s"] for row in runs if row.get("update", LAZY) == update]
+
+
+def _no_longer(low: float, high: float) -> bool | None:
+    return None if low <= 1 < high else high <= 1
+
+
+def _real_ratio(
+    claim: str,
+    mine: Sequence[float],
+    base: Sequence[float],
+    seed: int,
+    judge: Callable[[float, float], bool | None],
+) -> Claim:
+    if not mine or not base:
+        return Claim(claim=claim, source=_ABSTRACT, found=_NOT_CHECKED)
+    ours = statistics.median(mine) / statistics.median(base)
+    if min(len(mine), len(base)) < _RUNS:
+        told = f"ratio of medians; fewer than {_RUNS} runs of each"
+        return Claim(claim=claim, source=_ABSTRACT, ours=ours, found=told)
+    low, high = bootstrap([mine, base], lambda g: statistics.median(g[0]) / statistics.median(g[1]), seed)
+    told = f"ratio of medians of {len(mine)} and {len(base)} runs"
+    return Claim(claim=claim, source=_ABSTRACT, ours=ours, ci=(low, high), holds=judge(low, high), found=told)
+
+
+def _update_shorter(rows: Sequence[Row]) -> Claim:
+    if not rows:
+        return Claim(claim=UPDATE_SHORTER, source=_ABSTRACT, found=_NOT_CHECKED)
+    ratios = [row["eager_s"] / row["lazy_s"] for row in rows]
+    told = (
+        f"simulated: median of {len(rows)} cases, {min(ratios):.4g} to {max(ratios):.4g}; "
+        f"taking back takes up to {1000 * max(row['undo_s'] for row in rows):.3g} ms of a training"
+    )
+    return Claim(
+        claim=UPDATE_SHORTER, source=_ABSTRACT, ours=statistics.median(ratios), holds=max(ratios) < 1, found=told
+    )
+
+
+def _update_bits(points: Sequence[Row]) -> Claim:
+    if not points:
+        return Claim(claim=UPDATE_BITS, source=_READING, found=_NOT_CHECKED)
+    same = sum(row["same"] for row in points)
+    told = f"{same} of {len(points)} runs, in which {sum(row['undone'] for row in points)} buckets were taken back"
+    holds = all(row["same"] and row["undone"] for row in points)
+    low, high = wilson(same, len(points))
+    return Claim(claim=UPDATE_BITS, source=_READING, paper=100, ours=100 * same / len(points), ci=(100 * low, 100 * high),
+                 holds=holds, found=told, unit="%")  # fmt: skip
+
+
+def _predicted(points: Sequence[Row]) -> Claim:
+    by_name: dict[str, list[Row]] = {}
+    for row in points:
+        by_name.setdefault(row["happens"], []).append(row)
+    if not by_name:
+        return Claim(claim=PREDICTED, source="docs/simulation.md", paper=GOODPUT_PERCENT, found=_NOT_CHECKED)
+    off = {}
+    for name, rows in by_name.items():
+        measured, said = (statistics.median(r[key] for r in rows) for key in ("overhead_percent", "predicted_percent"))
+        off[name] = 100 * abs((100 + measured) / (100 + said) - 1)
+    worst = max(off, key=off.__getitem__)
+    told = f"the largest of {len(off)} points: {worst}"
+    if enough := min(map(len, by_name.values())) >= _RUNS:
+        told += f"; medians of {len(points) // len(off)} runs, costs from the other runs"
+    holds = off[worst] <= GOODPUT_PERCENT if enough else None
+    return Claim(claim=PREDICTED, source="docs/simulation.md", paper=GOODPUT_PERCENT, ours=off[worst], holds=holds,
+                 found=told, unit="%")  # fmt: skip
+
+
+def _modes(rows: Sequence[Row]) -> Claim:
+    if not rows:
+        return Claim(claim=MODES, source="docs/studies.md", found=_NOT_CHECKED)
+    worst = max(rows, key=lambda row: row["accuracy_apart"])
+    ci = (worst["accuracy_more_low"], worst["accuracy_more_high"])
+    told = (
+        f"the furthest of {worst['seeds']} seeds, {worst['variant']}; another order: {worst['accuracy_usual']:.3g}. "
+        f"The mean difference is {worst['accuracy_more']:.3g} [{ci[0]:.3g}, {ci[1]:.3g}]"
+    )
+    holds = all(row["accuracy_apart"] <= row["accuracy_usual"] for row in rows)
+    ours = worst["accuracy_apart"]
+    return Claim(claim=MODES, source="docs/studies.md", ours=ours, holds=holds, found=told, unit="points")

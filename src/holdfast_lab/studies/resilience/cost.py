@@ -1,0 +1,144 @@
+"""What a case of the study of resilience costs in time: from the simulator, with costs that are stated, or were measured."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from holdfast_lab.simulate import Cluster, Costs, Job, Outages, Outcome, Scenario, simulate
+from holdfast_lab.studies.base import Row
+from holdfast_lab.studies.resilience.cases import ADDITION, FAILURE, GAP, REMOVAL, REPLACED, SPREAD, Case
+
+STATED = Costs(
+    slice_s=0.8,
+    sum_s=0.15,
+    sum_hop_s=0.005,
+    detect_s=1.0,
+    regroup_s=0.5,
+    regroup_hop_s=0.05,
+    save_s=0.5,
+    load_s=10.0,
+    rejoin_s=3.0,
+)
+"""Seconds: a step takes one with 1,024 workers, each of which has one slice; it is missed in a second; a checkpoint holds training for half of one."""
+
+_BUCKETS = 6
+_NS = 1_000_000_000
+_OFF = ("lost", "save", "detect", "regroup", "load", "restart", "rejoin", "wait")
+"""Parts of the time in which nothing is done that lasts."""
+_NEVER_S = 1e9
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """Failures at moments that are known.
+
+    Args:
+        failures: When, seconds, the worker, and how many from that on; a worker fails once.
+        back_s: So long after the last of them there is somebody in their places; None: never.
+    """
+
+    failures: tuple[tuple[float, int, int], ...]
+    back_s: float | None = None
+
+    def draw(self, cluster: Cluster, horizon_s: float, seed: tuple[int, int]) -> Outages:
+        """Return the outages; see :class:`holdfast_lab.simulate.failures.Down`."""
+        start, first, width = (np.array([one[i] for one in self.failures]) for i in range(3))
+        end = start.max(initial=0.0) + (_NEVER_S if self.back_s is None else self.back_s)
+        ticks = np.rint(start * _NS).astype(np.int64)
+        return Outages.of(
+            ticks,
+            np.full_like(ticks, round(end * _NS)),
+            first.astype(np.int64),
+            width.astype(np.int64),
+        )
+
+
+def costs_of(costs: Costs) -> dict[str, float]:
+    """Return those that are not 0, by name."""
+    return {name: value for name, value in asdict(costs).items() if isinstance(value, float) and 0 < value < _NEVER_S}
+
+
+def overhead(case: Case, steps: int, seeds: Sequence[int], costs: Costs = STATED, update: str = "lazy") -> Row:
+    """Return how much longer a training of so many steps takes than with nothing lost, nobody gone and nothing saved.
+
+    ``overhead`` counts only time in which nothing was done that lasts; ``longer`` also that steps are slower, or more of
+    them, with fewer workers. Both are percent of the undisturbed time, with the ends of the interval where moments are drawn.
+    """
+    chosen = seeds if case.moment == SPREAD else seeds[:1]
+    found = [_one(case, steps, seed, costs, update) for seed in chosen]
+    row: Row = {}
+    for name in ("overhead", "longer"):
+        values = [one[name] for one in found]
+        half = 1.96 * statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else 0.0
+        mean = statistics.fmean(values)
+        row |= {f"{name}_percent": mean, f"{name}_low": mean - half, f"{name}_high": mean + half}
+    return row | {name: statistics.fmean(one[name] for one in found) for name in ("lost_s", "held_s")}
+
+
+def _one(case: Case, steps: int, seed: int, costs: Costs, update: str) -> dict[str, float]:
+    if case.what in (REMOVAL, ADDITION):
+        return _planned(case, steps, seed, costs)
+    outcome = simulated(case, steps, seed, costs, update)
+    undisturbed_s = steps * _scenario(case, steps, costs, Planned(()), update).full_step_s
+    return _compared({part: ns / _NS for part, ns in outcome.parts_ns.items()}, outcome.total_ns / _NS, undisturbed_s)
+
+
+def _planned(case: Case, steps: int, seed: int, costs: Costs) -> dict[str, float]:
+    """Return what a planned removal costs: as when all die between two steps and are missed at once, and no work is lost.
+
+    The simulator has only failures, so what they cost more is left out.
+    """
+    failed = replace(case, what={REMOVAL: FAILURE, ADDITION: REPLACED}[case.what], strategy="rollback")
+    outcome = simulated(failed, steps, seed, costs)
+    undisturbed_s = steps * _scenario(case, steps, costs, Planned(())).full_step_s
+    parts = {part: ns / _NS for part, ns in outcome.parts_ns.items()}
+    spared_s = parts["lost"] + parts["detect"]
+    parts |= {"lost": 0.0, "detect": 0.0}
+    return _compared(parts, outcome.total_ns / _NS - spared_s, undisturbed_s)
+
+
+def _compared(parts: dict[str, float], total_s: float, undisturbed_s: float) -> dict[str, float]:
+    off_s = sum(parts[part] for part in _OFF)
+    return {
+        "overhead": 100 * off_s / undisturbed_s,
+        "longer": 100 * (total_s / undisturbed_s - 1),
+        "lost_s": parts["lost"],
+        "held_s": off_s - parts["lost"],
+    }
+
+
+def _scenario(case: Case, steps: int, costs: Costs, failures: Planned, update: str = "lazy") -> Scenario:
+    job = Job(
+        strategy=case.strategy,
+        steps=steps,
+        save_every=case.every,
+        split="even",
+        batch=case.batch,
+        buckets=_BUCKETS,
+        update=update,
+    )
+    return Scenario(Cluster(workers=case.workers), job, costs, failures)
+
+
+def simulated(case: Case, steps: int, seed: int, costs: Costs, update: str = "lazy") -> Outcome:
+    """Return what comes of a training of so many steps."""
+    empty = _scenario(case, steps, costs, Planned(()), update)
+    compute_s, sums_s = (float(part[-1]) for part in costs.step_parts_s(empty))
+    step_s = empty.full_step_s
+    back_s = GAP * steps * step_s if case.what == REPLACED else None
+    shares = case.shares(seed)
+    if case.moment == SPREAD:
+        undisturbed_s = steps * step_s
+        moments = [(share * undisturbed_s, rank, 1) for share, rank in zip(shares, case.victims(seed), strict=True)]
+    else:  # all at once, where the accuracy has them; who it is makes no difference here
+        step = max(1, int(shares[0] * steps))
+        into_s = compute_s + case.averaged * sums_s if case.averaged else compute_s / 2
+        saves = step // case.every if case.every else 0
+        moments = [(step * step_s + saves * costs.save_s + into_s, 0, case.count)]
+    failures: dict[str, Any] = {"failures": tuple(sorted(moments)), "back_s": back_s}
+    return simulate(_scenario(case, steps, costs, Planned(**failures), update))

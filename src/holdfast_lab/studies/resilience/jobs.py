@@ -1,0 +1,177 @@
+"""The points of the study of resilience that real processes measure: a small network on digits, a worker of four killed by SIGKILL."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import holdfast_lab.workloads.train as script
+from holdfast_lab.simulate import Costs
+from holdfast_lab.simulate.measured import read_measured, updates_apart
+from holdfast_lab.studies.base import MEASURED, NOT_RUN, Row
+from holdfast_lab.studies.parallelism.jobs import ended, own_environment
+from holdfast_lab.studies.resilience.cases import FORWARD, RESTART, ROLLBACK, Case
+from holdfast_lab.studies.resilience.cost import overhead
+from holdfast_lab.studies.resilience.updates import EAGER, LAZY
+
+MODEL = "mlp"
+WORKERS, EPOCHS, BATCH, STEPS = 4, 4, 128, 48
+KILLED, STEP = 2, 23
+EVERY = 5
+_BUCKET_BYTES = 20_000
+_LIMIT_S = 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class Real:
+    """A run of ``holdfast run``.
+
+    Args:
+        strategy: What survivors do; "" where nobody dies.
+        averaged: Buckets that are averaged by then.
+        update: When the optimizer runs, :data:`LAZY` or :data:`EAGER`.
+    """
+
+    strategy: str
+    averaged: int = 0
+    update: str = LAZY
+
+    @property
+    def name(self) -> str:
+        """Return what happens in it."""
+        told = self.strategy or "nothing"
+        if self.averaged or self.strategy == FORWARD:
+            told += f", {self.averaged} buckets averaged"
+        return f"{told}, eager" if self.update == EAGER else told
+
+    def words(self, folder: Path, seed: int) -> list[str]:
+        """Return the command line, behind ``holdfast run``."""
+        words = ["-n", WORKERS, "--slices", WORKERS, "--seed", seed, "--no-page", "--report", folder / "report"]
+        words += ["--strategy", self.strategy or ROLLBACK, "--update", self.update]
+        if self.strategy:
+            where = f",phase=allreduce,bucket={self.averaged - 1}" if self.averaged else ""
+            words += ["--inject", f"kill:rank={KILLED},step={STEP}{where}"]
+        if self.strategy == RESTART:
+            words += ["--checkpoint-dir", folder / "saved", "--checkpoint-every", EVERY]
+        words += [script.__file__, "--model", MODEL, "--epochs", EPOCHS, "--batch-size", BATCH]
+        return [str(word) for word in [*words, "--bucket-bytes", _BUCKET_BYTES]]
+
+
+REALS = (Real(""), Real("", update=EAGER), Real(ROLLBACK), Real(FORWARD), Real(RESTART),
+         *(Real(strategy, 2, update) for strategy in (ROLLBACK, FORWARD, RESTART) for update in (LAZY, EAGER)))  # fmt: skip
+QUICK_REALS = (Real(""), Real(ROLLBACK), Real(FORWARD, 2), Real(RESTART), Real(ROLLBACK, 2, EAGER))
+TAKEN_BACK = (ROLLBACK, RESTART)
+"""Strategies under which updates are taken back that were made by then."""
+
+
+def measure(real: Real, seed: int, repetition: int) -> list[Row]:
+    """Run a job to its end, and return its row."""
+    row: Row = {"part": "real", "happens": real.name, "strategy": real.strategy, "workers": WORKERS}
+    row |= {
+        "count": int(bool(real.strategy)),
+        "averaged": real.averaged,
+        "repetition": repetition,
+        "update": real.update,
+    }
+    with tempfile.TemporaryDirectory(prefix="holdfast-study-") as name:
+        folder = Path(name)
+        words = [sys.executable, "-m", "holdfast", "run", *real.words(folder, seed + repetition)]
+        code, said = ended(words, own_environment(), folder, _LIMIT_S)
+        if code != 0:
+            return [row | {"status": NOT_RUN, "why": f"ended with {code}: {said}"}]
+        report = json.loads((folder / "report" / "report.json").read_text())
+        events = [json.loads(line) for line in (folder / "report" / "events.jsonl").read_text().splitlines()]
+        costs = {f"cost_{key}": one.value for key, one in read_measured(folder / "report").costs.items()}
+    if real.update == EAGER:
+        undone, copies = ([worker[name] for worker in report["eager"]] for name in ("undone", "copy_bytes"))
+        costs |= {"undone": sum(undone), "copy_bytes": max(copies)}
+        if real.strategy in TAKEN_BACK and not sum(undone):
+            return [
+                row
+                | {"status": NOT_RUN, "why": "the kill met no bucket that was updated: there was nothing to take back"}
+            ]
+    found = {
+        "accuracy": 100 * report["metrics"]["accuracy"],
+        "sha256": report["replicas"]["sha256"],
+        "lost": report["samples"]["lost"],
+        "decisions": ", ".join(sorted({e["decision"] for e in events if e["event"] == "Recovered"})),
+        "buckets": next(e["num_buckets"] for e in events if e["event"] == "RunStarted"),
+        **costs,
+    }
+    return [row | {"status": MEASURED} | found | _time(events, disturbed=bool(real.strategy))]
+
+
+def _time(events: Sequence[Mapping[str, Any]], *, disturbed: bool) -> Row:
+    """Return what a step took, and how much longer it was from the step before the kill to the end of the one that it struck.
+
+    What training was held for checkpoints is added. Times far from the kill do not count: other things that the machine does are in them, too.
+    """
+    commits = sorted((e["t_s"], e["step"]) for e in events if e["event"] == "StepCommitted")
+    step_s = statistics.median(after - before for (before, _), (after, _) in pairwise(commits))
+    if not disturbed:
+        return {"step_s": step_s}
+    begun = min(at for at, step in commits if step == STEP - 1)
+    over = max(at for at, step in commits if step == STEP)
+    held = sum(e["seconds"] for e in events if e["event"] == "CheckpointSaved")
+    more_s = over - begun - step_s + held
+    return {"step_s": step_s, "more_s": more_s, "overhead_percent": 100 * more_s / (STEPS * step_s)}
+
+
+_TOLD = ("happens", "strategy", "workers", "count", "averaged", "repetition", "update")
+_UPDATES = ("update_s", "copy_s", "undo_s", "waited_s", "discard_s")
+"""Costs that only runs with eager updates have."""
+
+
+def compare(rows: Sequence[Row], seed: int) -> list[Row]:
+    """Return the measured points: held against the undisturbed run with the same seed and lazy updates, and what the simulator says of them.
+
+    The simulator takes its costs from runs of other seeds where there are any.
+    """
+    known = [row for row in rows if row["part"] == "real" and row["status"] == MEASURED]
+    runs: list[Row] = [{"update": LAZY, **row} for row in known]  # rows of before do not say
+    undisturbed = {row["repetition"]: row for row in runs if not row["strategy"] and row["update"] == LAZY}
+    points = []
+    for row in runs:
+        clean = undisturbed.get(row["repetition"])
+        if not row["strategy"] or clean is None:
+            continue
+        others = [other for other in runs if other["repetition"] != row["repetition"]] or runs
+        predicted = _predicted(row, others, seed)
+        points.append(
+            {
+                "part": "point",
+                "status": MEASURED,
+                **{key: row[key] for key in _TOLD},
+                "accuracy_loss": clean["accuracy"] - row["accuracy"],
+                "same": row["sha256"] == clean["sha256"],
+                "overhead_percent": row["overhead_percent"],
+                "predicted_percent": predicted,
+                "decisions": row["decisions"],
+                "undone": row.get("undone", 0),
+            }
+        )
+    return points
+
+
+def _predicted(row: Row, runs: Sequence[Row], seed: int) -> float:
+    """Return the overhead, percent, that the simulator finds with costs that were measured."""
+    runs = [run for run in runs if run["update"] == row["update"]]
+    known: Row = {"step_s": statistics.median(run["step_s"] for run in runs)}
+    for name in ("detect_s", "regroup_s", "load_s", "save_s", *_UPDATES):
+        # One strategy's regrouping is not another's: what it takes apart is that of the same one.
+        values = [run[f"cost_{name}"] for run in runs if run["strategy"] == row["strategy"] and f"cost_{name}" in run]
+        known[name] = statistics.median(values) if values else 0.0
+    known = dict(updates_apart(known))
+    step_s = known.pop("step_s")
+    costs = Costs(slice_s=0.5 * step_s, sum_s=0.5 * step_s, **known)
+    every = EVERY if row["strategy"] == RESTART else 0
+    averaged = row["averaged"] / row["buckets"] if "buckets" in row else 0.0
+    case = Case(strategy=row["strategy"], workers=WORKERS, count=1, moment="middle", every=every, averaged=averaged)
+    return float(overhead(case, STEPS, [seed], costs, row["update"])["overhead_percent"])

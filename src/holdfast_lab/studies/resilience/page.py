@@ -1,0 +1,301 @@
+"""How the study of resilience shows its rows: accuracy against time, and what each policy makes of it."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from itertools import groupby
+from operator import itemgetter
+from typing import Any
+
+import numpy as np
+
+from holdfast_lab.simulate import Estimate
+from holdfast_lab.studies.base import MEASURED, NOT_RUN, Row
+from holdfast_lab.studies.resilience.cases import FAILURE, FORWARD, RESTART, SPREAD
+from holdfast_lab.studies.resilience.claims import is_usual
+from holdfast_lab.studies.resilience.jobs import MODEL
+from holdfast_lab.studies.resilience.updates import EAGER
+
+_TRADE = (
+    "Accuracy: trainings by logical workers, means of paired differences from the undisturbed training with the same seed, 95 % intervals; positive is worse. "
+    "Time: simulated with stated costs, and only what is held, lost or done again; with fewer workers steps are slower besides, the same for all strategies. "
+    "Each point is a number of workers and of failures at drawn moments."
+)
+_TRADE_REAL = " What is called real are four processes, one of them killed, measured on this machine: mean and median of all runs."
+
+
+def sections(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """Return the sections of the page."""
+    cases = [_shown(row) for row in rows if row["part"] == "case" and row["status"] == MEASURED]
+    points = [_real(row) for row in rows if row["part"] == "point" and row["status"] == MEASURED]
+    networks = list(dict.fromkeys(row["network"] for row in cases))
+    usual = [row for row in points if is_usual(row)]
+    return [
+        *[
+            _trade(name, [row for row in cases if row["network"] == name], usual if name == MODEL else [])
+            for name in networks
+        ],
+        *([] if networks else [_trade("real processes", [], usual)]),
+        *[_averaged(name, [row for row in cases if row["network"] == name]) for name in networks],
+        _strategies(cases),
+        _policies(cases),
+        _moments(cases),
+        _planned(cases),
+        _points(points),
+        _updates([row for row in rows if row["part"] == "update"]),
+        _updated([row for row in rows if row["part"] == "real" and row["status"] == MEASURED]),
+        _modes(rows),
+        _undisturbed(rows),
+        _section("table", "not-run", "Not run", "", [row for row in rows if row["status"] == NOT_RUN],
+                 by=["part", "happens", "repetition"], columns=[["why", "why", "text"]]),
+    ]  # fmt: skip
+
+
+def _section(kind: str, name: str, title: str, note: str, rows: Sequence[Row], **more: Any) -> dict[str, Any]:
+    return {"kind": kind, "id": name, "title": title, "note": note, "where": {}, "rows": list(rows), **more}
+
+
+def _shown(row: Row) -> Row:
+    averaged = f", {100 * row['averaged']:g} % averaged" if row["strategy"] == FORWARD else ""
+    every = f", every {row['every']} steps" if row["strategy"] == RESTART else ""
+    texts = {
+        name: f"{row[key]:.2g} [{row[f'{key}_low']:.2g}, {row[f'{key}_high']:.2g}]".replace(" ", "\N{NO-BREAK SPACE}")
+        for name, key in (("accuracy_shown", "accuracy_loss"), ("loss_shown", "loss_more"))
+    }
+    percent = {"distance_percent": 100 * row["distance"], "lost_percent": 100 * row["lost_share"]}
+    same = {"same_shown": f"{row['same']} of {row['seeds']}"}
+    policy = f"{row['batch']}, {row['rescale']}"
+    return row | texts | percent | same | {"happens": row["strategy"] + averaged + every, "policy": policy}
+
+
+def _real(row: Row) -> Row:
+    return row | {"happens": f"real: {row['happens']}", "label": ""}
+
+
+def _is_plain(row: Row) -> bool:
+    return bool(row["what"] == FAILURE and row["moment"] == SPREAD)
+
+
+def _trade(name: str, cases: Sequence[Row], points: Sequence[Row]) -> dict[str, Any]:
+    plain = [row for row in cases if _is_plain(row) and (row["batch"], row["rescale"]) == ("global", "survivors")]
+    chosen = [row | {"status": "simulated"} for row in plain if row["averaged"] < 1]
+    happens = itemgetter("happens")
+    real = [_together(list(runs)) for _, runs in groupby(sorted(points, key=happens), happens)]
+    return _section(
+        "points",
+        f"trade-off-{name}",
+        f"Accuracy against time: {name}",
+        _TRADE + (_TRADE_REAL if real else ""),
+        [*chosen, *real],
+        series=["happens"],
+        x=["overhead_percent", "time held, lost or done again, % of the undisturbed run"],
+        y=["accuracy_loss", "accuracy lost, points"],
+        interval=["accuracy_loss_low", "accuracy_loss_high"],
+        log=["x"],
+    )
+
+
+def _together(runs: Sequence[Row]) -> Row:
+    """Return a point for runs of one job: the mean of what they lost, and the median of their time."""
+    lost = np.array([row["accuracy_loss"] for row in runs])
+    low, high = Estimate.of(lost)[1:3] if len(runs) > 1 else (None, None)
+    found = {"accuracy_loss": float(lost.mean()), "accuracy_loss_low": low, "accuracy_loss_high": high}
+    return runs[0] | found | {"overhead_percent": statistics.median(row["overhead_percent"] for row in runs)}
+
+
+def _averaged(name: str, cases: Sequence[Row]) -> dict[str, Any]:
+    forward = [row for row in cases if row["strategy"] == FORWARD and row["batch"] == "global" and row["averaged"] < 1]
+    return _section(
+        "points",
+        f"lost-share-{name}",
+        f"Forward: how far the weights end from the undisturbed ones: {name}",
+        "Distance over how far the undisturbed training moved the weights, by the share of the workers that is lost; drawn moments.",
+        [
+            row | {"divided": f"{100 * row['averaged']:g} % averaged, {row['rescale']}"}
+            for row in forward
+            if _is_plain(row)
+        ],
+        series=["divided"],
+        x=["lost_percent", "workers lost, %"],
+        y=["distance_percent", "distance of the weights, %"],
+        log=["x"],
+    )
+
+
+_COLUMNS = [
+    ["accuracy_shown", "accuracy lost, points", "text"],
+    ["loss_shown", "test loss, more", "text"],
+    ["distance_percent", "distance, %", "number"],
+    ["same_shown", "same bits", "text"],
+    ["overhead_percent", "held, lost, redone, %", "number"],
+    ["longer_percent", "longer in all, %", "number"],
+]
+
+
+def _strategies(cases: Sequence[Row]) -> dict[str, Any]:
+    return _section(
+        "table",
+        "strategies",
+        "Strategies: failures at drawn moments, the mini-batch keeps its size",
+        "Longer in all: with steps that are slower because fewer workers share them.",
+        [row for row in cases if _is_plain(row) and (row["batch"], row["rescale"]) == ("global", "survivors")],
+        by=["network", "workers", "count", "happens"],
+        columns=_COLUMNS,
+    )
+
+
+def _policies(cases: Sequence[Row]) -> dict[str, Any]:
+    return _section(
+        "table",
+        "policies",
+        "Policies",
+        "Local: each worker keeps its samples, the mini-batch shrinks, and the same samples take more steps. Original: divided by the size that the mini-batch had at first.",
+        [row for row in cases if _is_plain(row) and (row["batch"], row["rescale"]) != ("global", "survivors")],
+        by=["network", "workers", "count", "happens", "policy"],
+        columns=_COLUMNS,
+        folded=True,
+    )
+
+
+def _moments(cases: Sequence[Row]) -> dict[str, Any]:
+    return _section(
+        "table",
+        "moments",
+        "Forward: all failures in one step, early, in the middle, late",
+        "",
+        [row for row in cases if row["what"] == FAILURE and row["moment"] != SPREAD],
+        by=["network", "workers", "count", "moment", "happens", "policy"],
+        columns=_COLUMNS,
+        folded=True,
+    )
+
+
+def _planned(cases: Sequence[Row]) -> dict[str, Any]:
+    return _section(
+        "table",
+        "planned",
+        "A planned removal and an addition beside a failure",
+        "In the middle of the training, rollback. Newcomers take the places of those who are gone a fifth of the training later.",
+        [row for row in cases if row["what"] != FAILURE],
+        by=["network", "workers", "count", "what", "batch"],
+        columns=_COLUMNS,
+    )
+
+
+def _points(points: Sequence[Row]) -> dict[str, Any]:
+    return _section(
+        "table",
+        "real",
+        "Real processes",
+        "Four processes train the small network on digits, one is killed by SIGKILL in step 23 of 48. Simulated: with costs measured in the other runs of the same strategy and update, "
+        "or in the same one if there is no other.",
+        [row | {"same_bits": row["same"]} for row in points],
+        by=["happens"],
+        columns=[
+            ["overhead_percent", "measured, %", "number"],
+            ["predicted_percent", "simulated, %", "number"],
+            ["accuracy_loss", "accuracy lost, points", "number"],
+            ["same_bits", "same bits", "truth"],
+            ["decisions", "decided", "text"],
+            ["repetition", "runs", "count"],
+        ],
+    )
+
+
+def _updates(rows: Sequence[Row]) -> dict[str, Any]:
+    stated = ", ".join(
+        f"{name} {1000 * rows[0][f'cost_{key}']:g} ms"
+        for name, key in (("updating", "update_s"), ("copying", "copy_s"), ("taking back", "undo_s"))
+        if rows
+    )
+    return _section(
+        "table",
+        "updates",
+        "Eager updates beside lazy ones, simulated",
+        "A bucket is updated as soon as its sum is in, beside the sums that follow, after a copy; a step that is discarded takes these updates back. "
+        f"Stated for all buckets of a step of about a second: {stated}. Copies: what a worker holds besides, of this network with momentum.",
+        [
+            row
+            | {
+                "when": "drawn moments" if row["moment"] == SPREAD else f"{100 * row['averaged']:g} % averaged",
+                "happens": row["strategy"] + (f", every {row['every']} steps" if row["every"] else ""),
+            }
+            for row in rows
+        ],
+        by=["network", "workers", "count", "happens", "when"],
+        columns=[
+            ["lazy_s", "training, lazy", "s"],
+            ["eager_s", "training, eager", "s"],
+            ["shorter_percent", "shorter, %", "number"],
+            ["undo_s", "taking back", "ms"],
+            ["copy_bytes", "copies", "MB"],
+        ],
+        folded=True,
+    )
+
+
+def _updated(rows: Sequence[Row]) -> dict[str, Any]:
+    return _section(
+        "table",
+        "updated",
+        "Eager updates beside lazy ones, real processes",
+        "All that eager updates took, of all buckets of a step; waited: what of it did not lie beside sums. Held by the kill: from the step before to the end of the one that it struck.",
+        [row for row in rows if row.get("update") == EAGER or row["averaged"] or not row["strategy"]],
+        by=["happens"],
+        columns=[
+            ["step_s", "step", "ms"],
+            ["more_s", "held by the kill", "ms"],
+            ["cost_update_s", "updates", "ms"],
+            ["cost_copy_s", "copies", "ms"],
+            ["cost_waited_s", "waited", "ms"],
+            ["cost_undo_s", "taking back", "ms"],
+            ["undone", "buckets taken back", "number"],
+            ["copy_bytes", "copies", "MB"],
+            ["repetition", "runs", "count"],
+        ],
+    )
+
+
+def _modes(rows: Sequence[Row]) -> dict[str, Any]:
+    modes = [row for row in rows if row["part"] == "modes"]
+    shown = [
+        row
+        | {"more": f"{row['accuracy_more']:.3g} [{row['accuracy_more_low']:.3g}, {row['accuracy_more_high']:.3g}]"}
+        | {name: f"{row[name]:.2g}" for name in ("apart", "usual")}
+        for row in modes
+    ]
+    return _section(
+        "table",
+        "modes",
+        "All slices at once against slice by slice",
+        "Eight workers on digits. Slice by slice has the bits of real processes. Furthest: of all seeds. Usual: what another order of the samples makes of it.",
+        shown,
+        by=["variant", "happens"],
+        columns=[
+            ["more", "accuracy more, points", "text"],
+            ["accuracy_apart", "furthest, points", "number"],
+            ["accuracy_usual", "usual, points", "number"],
+            ["apart", "weights, furthest", "text"],
+            ["usual", "weights, usual", "text"],
+            ["seeds", "seeds", "number"],
+        ],
+    )
+
+
+def _undisturbed(rows: Sequence[Row]) -> dict[str, Any]:
+    return _section(
+        "table",
+        "undisturbed",
+        "Undisturbed trainings",
+        "Spread: standard deviation over seeds.",
+        [row for row in rows if row["part"] == "undisturbed"],
+        by=["network", "dataset"],
+        columns=[
+            ["accuracy", "accuracy, %", "number"],
+            ["spread", "spread, points", "number"],
+            ["seeds", "seeds", "number"],
+            ["steps", "steps", "number"],
+            ["batch_size", "samples of a step", "number"],
+        ],
+    )

@@ -1,0 +1,236 @@
+"""Nicolae et al. 2022: what failures of a data-parallel training cost in accuracy and in time, by strategy and policy.
+
+Accuracy comes from trainings by up to 1,024 logical workers (:mod:`holdfast_lab.virtual_ddp.training`), held against the undisturbed training with
+the same seed; time from :mod:`holdfast_lab.simulate`, with costs that are stated; some points are measured with real processes.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from holdfast.errors import ConfigError
+from holdfast_lab.simulate import Estimate
+from holdfast_lab.studies.base import MEASURED, Claim, Journal, Options, Row, Task, check_parts, parts_left_out
+from holdfast_lab.studies.pool import Workers
+from holdfast_lab.studies.resilience.cases import INSIDE, QUICK, READ, WIDE, Case, Network, cases
+from holdfast_lab.studies.resilience.claims import hold_claims, is_lossy
+from holdfast_lab.studies.resilience.cost import STATED, costs_of, overhead
+from holdfast_lab.studies.resilience.jobs import QUICK_REALS, REALS, compare, measure
+from holdfast_lab.studies.resilience.modes import VARIANTS, compare_modes
+from holdfast_lab.studies.resilience.page import sections
+from holdfast_lab.studies.resilience.training import trials
+from holdfast_lab.studies.resilience.updates import cross
+
+SIMULATED, MODES, REAL = ONLY = ("simulated", "modes", "real")
+_MODE_SEEDS, _QUICK_MODE_SEEDS = 30, 2
+_REAL_RUNS = 5
+_BLOCK = 6
+"""Seeds of a task."""
+_PLACES = 12
+"""What is behind them comes of the order in which numbers are added, and would be no loss of accuracy, nor a gain."""
+
+
+class Resilience:
+    """See the head of this file."""
+
+    name = "resilience"
+    title = "Low-overhead resilience for data-parallel training: accuracy against time"
+    paper = (
+        "B. Nicolae, T. Hobson, O. Yildiz, T. Peterka, D. Morozov, Towards low-overhead resilience for data parallel deep "
+        "learning, CCGrid 2022"
+    )
+    intervals = (
+        "Intervals are 95 % intervals: of a case, and of all cases together, Student's t over paired seeds; of ratios of cases by bootstrap over "
+        "the cases, which have their seeds in common; of real runs by bootstrap over them; of shares Wilson's."
+    )
+    task_s, quick_task_s = 92.0, 6.0
+
+    def settings(self, options: Options) -> dict[str, Any]:
+        """See :meth:`Study.settings`."""
+        networks = _networks(options)
+        return {
+            "quick": options.quick,
+            "seed": options.seed,
+            "only": list(options.only),
+            "network": options.model,
+            "data": options.data is not None,
+            "trainings a case": {network.name: _seeds(network, options) for network in networks},
+            "stated costs, seconds": ", ".join(f"{name} {value:g}" for name, value in costs_of(STATED).items()),
+        }
+
+    def tasks(self, options: Options) -> list[Task]:
+        """See :meth:`Study.tasks`."""
+        wanted = options.only or ONLY
+        tasks: list[Task] = []
+        if SIMULATED in wanted:
+            for network in _networks(options):
+                tasks += _trainings(options, network)
+        if MODES in wanted:
+            seeds = list(range(options.repetitions or (_QUICK_MODE_SEEDS if options.quick else _MODE_SEEDS)))
+            variants = list(VARIANTS)[-1:] if options.quick else list(VARIANTS)
+            tasks += [Task(f"modes: {variant}", partial(_compare_modes, variant, seeds)) for variant in variants]
+        if REAL in wanted:
+            reals, runs = (QUICK_REALS, 1) if options.quick else (REALS, options.repetitions or _REAL_RUNS)
+            for repetition in range(runs):
+                for real in reals:
+                    run = partial(_measure, real, options.seed, repetition)
+                    tasks.append(Task(f"real: {real.name}, {repetition}", run))
+            # Under its name of before it would not be done again where a study of before is gone on with.
+            tasks.append(Task("real: all compared", partial(compare, seed=options.seed)))
+        return tasks
+
+    def left_out(self, options: Options) -> list[str]:
+        """See :meth:`Study.left_out`."""
+        told: list[str] = []
+        if not options.data:
+            told.append(f"{_named(READ)}: give their files with --data.")
+        if not options.quick and options.model not in [network.name for network in WIDE]:
+            told.append(f"{_named(WIDE)}: days on a CPU; ask for one with --data and --network.")
+        told += parts_left_out(options.only, ONLY)
+        if options.quick:
+            told.append(
+                "All but one network, two numbers of workers, failures at drawn moments, one run of each real job; all slices at once against slice by slice but for the network with batch norm."
+            )
+        return told
+
+    def claims(self, rows: Sequence[Row], seed: int) -> list[Claim]:
+        """See :meth:`Study.claims`."""
+        return hold_claims(rows, seed)
+
+    def page(self, rows: Sequence[Row]) -> list[dict[str, Any]]:
+        """See :meth:`Study.page`."""
+        return sections(rows)
+
+
+def _networks(options: Options) -> list[Network]:
+    """Return what is trained.
+
+    Raises:
+        ConfigError: if what is asked for is not there.
+    """
+    check_parts(options.only, ONLY)
+    if options.data is not None and not options.data.is_dir():
+        msg = f"--data must be a directory, got {str(options.data)!r}, which is none"
+        raise ConfigError(msg)
+    if options.repetitions == 1:
+        msg = "--repetitions must be at least 2 for the study of resilience, got 1: one training says nothing of how far it is off"
+        raise ConfigError(msg)
+    chosen = QUICK if options.quick else (*INSIDE, *(READ if options.data else ()))
+    if options.data and options.model and not options.quick:
+        chosen += WIDE
+    found = [network for network in chosen if options.model in ("", network.name)]
+    if not found:
+        names = ", ".join(network.name for network in chosen)
+        msg = f"--network must be one of {names}{'' if options.data else ' (more with --data)'}, got {options.model!r}"
+        raise ConfigError(msg)
+    return found
+
+
+def _named(networks: Sequence[Network]) -> str:
+    return ", ".join(f"{network.name} on {network.dataset}" for network in networks)
+
+
+def _seeds(network: Network, options: Options) -> int:
+    return options.repetitions or network.seeds
+
+
+def _compare_modes(variant: str, seeds: list[int], _: Sequence[Row]) -> list[Row]:
+    with Workers(1, preload=[compare_modes.__module__]) as workers:  # with one thread of torch, as everywhere
+        return workers.rows(partial(compare_modes, seeds=seeds), [variant])
+
+
+def _trainings(options: Options, network: Network) -> Iterator[Task]:
+    seeds = [options.seed * 10_000 + number for number in range(_seeds(network, options))]
+    for start in range(0, len(seeds), _BLOCK):
+        block = seeds[start : start + _BLOCK]
+        key = f"trainings of {network.name}: seeds {block[0]} to {block[-1]}"
+        yield Task(key, partial(_train, options, network, block))
+    yield Task(f"summed up: {network.name}", partial(_sum_up, options, network, seeds))
+    yield Task(f"updates: {network.name}", partial(_cross, options, network, seeds))
+
+
+def _cross(options: Options, network: Network, seeds: Sequence[int], _: Sequence[Row]) -> list[Row]:
+    return cross(network, options.data, seeds, quick=options.quick)
+
+
+def _measure(real: Any, seed: int, repetition: int, _: Sequence[Row]) -> list[Row]:
+    return measure(real, seed, repetition)
+
+
+def _train(options: Options, network: Network, seeds: Sequence[int], _: Sequence[Row]) -> list[Row]:
+    """Train every case with some seeds, as many at a time as there are cores; what was done before is not done again.
+
+    What came of each training stands in a journal of its own, because it is too much for one page.
+    """
+    tried, journal = cases(network, quick=options.quick), _journal(options, network)
+    known = journal.read()
+    missing = [seed for seed in seeds if str(seed) not in known]
+    with Workers(preload=[trials.__module__]) as workers:
+        side = len(workers.free())
+        for block in (missing[start : start + side] for start in range(0, len(missing), side)):
+            begun_s = time.monotonic()
+            found = workers.rows(partial(_trials, network, options, tried), block)
+            for seed in block:
+                rows = [row for row in found if row["seed"] == seed]
+                journal.add(str(seed), rows, time.monotonic() - begun_s)
+    return []
+
+
+def _journal(options: Options, network: Network) -> Journal:
+    settings = {"seed": options.seed, "quick": options.quick}
+    return Journal(options.out / "trials" / network.name, network.name, settings)
+
+
+def _trials(network: Network, options: Options, tried: list[Case], seed: int) -> list[Row]:
+    return [row | {"seed": seed} for row in trials(network, options.data, seed, tried)]
+
+
+def _sum_up(options: Options, network: Network, seeds: Sequence[int], _: Sequence[Row]) -> list[Row]:
+    """Return a row for each case: what it costs in accuracy, and what in time."""
+    _train(options, network, seeds, ())
+    known = _journal(options, network).read()
+    by_case: dict[str, list[Row]] = {}
+    for found in (row for seed in seeds for row in known[str(seed)]):
+        by_case.setdefault(found["case"], []).append(found)
+    about = {"network": network.name, "dataset": network.dataset, "status": MEASURED}
+    accuracy = [row["accuracy"] for row in by_case[""]]
+    undisturbed: Row = {
+        "part": "undisturbed",
+        "accuracy": statistics.fmean(accuracy),
+        "spread": statistics.stdev(accuracy),
+    }
+    rows: list[Row] = [
+        about | undisturbed | {"seeds": len(accuracy), "steps": network.steps, "batch_size": network.batch}
+    ]
+    for case in cases(network, quick=options.quick):
+        mine = by_case[case.key]
+        row: Row = {"part": "case", "case": case.key, **case.columns(), "seeds": len(mine)}
+        for name, key in (("accuracy", "accuracy_loss"), ("loss", "loss_more"), ("distance", "distance")):
+            row |= _estimate(key, [one[name] for one in mine])
+        for name in ("lost", "redone", "steps"):
+            row[name] = statistics.fmean(one[name] for one in mine)
+        row["same"] = sum(one["same"] for one in mine)
+        rows.append(about | row | overhead(case, network.steps, seeds))
+    return [*rows, *_together(about, rows, by_case)]
+
+
+def _together(about: Row, rows: Sequence[Row], by_case: Mapping[str, Sequence[Row]]) -> list[Row]:
+    """Return what forward costs over all cases: they have their seeds in common, so only these are independent."""
+    lossy = [by_case[row["case"]] for row in rows if row["part"] == "case" and is_lossy(row)]
+    if not lossy:
+        return []
+    row: Row = {"part": "together", "cases": len(lossy), "seeds": len(lossy[0])}
+    for name, key in (("accuracy", "accuracy_loss"), ("loss", "loss_more")):
+        row |= _estimate(key, [statistics.fmean(one[name] for one in alike) for alike in zip(*lossy, strict=True)])
+    return [about | row]
+
+
+def _estimate(name: str, values: Sequence[float]) -> Row:
+    mean, low, high, _ = Estimate.of(np.array(values))
+    return {key: round(value, _PLACES) for key, value in ((name, mean), (f"{name}_low", low), (f"{name}_high", high))}

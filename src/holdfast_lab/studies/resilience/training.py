@@ -1,0 +1,250 @@
+"""One training of the study of resilience: by logical workers, with all slices of a step at once."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import TensorDataset
+
+from holdfast.faults.plan import Fault, FaultPlan
+from holdfast_lab.studies.base import Row
+from holdfast_lab.studies.resilience.cases import ADDITION, FAILURE, GAP, REMOVAL, REPLACED, Case, Network
+from holdfast_lab.virtual_ddp.training import Batched, Change, Snapshot
+from holdfast_lab.workloads import load_dataset, loss_of, make_model
+
+_CHUNK = 500
+"""Samples that are tested at a time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """What came of a training.
+
+    Args:
+        accuracy: On the test set, percent.
+        loss: The same.
+        weights: All of them.
+        steps: That are in the weights.
+        lost: Samples that are not.
+        redone: Steps whose work was done again.
+        decisions: What came of each meeting.
+        buckets: Of a step.
+    """
+
+    accuracy: float
+    loss: float
+    weights: torch.Tensor
+    steps: int
+    lost: int
+    redone: int
+    decisions: tuple[str, ...]
+    buckets: int
+
+
+class _Again:
+    """A dataset gone through several times, in one epoch: so there is one short mini-batch in all, at the end."""
+
+    def __init__(self, samples: Any, length: int) -> None:
+        self._samples, self._length = samples, length
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: int) -> Any:
+        return self._samples[index % len(self._samples)]
+
+    def __getitems__(self, indices: list[int]) -> Any:
+        return [self._samples[index % len(self._samples)] for index in indices]
+
+
+@functools.lru_cache(maxsize=1)
+def _data(network: Network, data: Path | None) -> tuple[Any, Any, tuple[int, ...], int]:
+    """Return the samples to train on, as often as it takes, those to test with, the shape of one, and the classes."""
+    dataset = load_dataset(network.dataset, data)
+    length, test = network.batch * network.steps, dataset.test[: network.tested]
+    if isinstance(dataset.train, TensorDataset):
+        index = torch.arange(length) % len(dataset.train)
+        train: Any = TensorDataset(*(tensor[index] for tensor in dataset.train.tensors))
+    else:
+        train = _Again(dataset.train, length)
+    return train, test, dataset.shape, dataset.num_classes
+
+
+def fresh(network: Network, data: Path | None, seed: int, device: str = "cpu") -> torch.nn.Module:
+    """Return the network as it is before the first step."""
+    _, _, shape, classes = _data(network, data)
+    more: dict[str, Any] = dict(network.shape) | ({} if network.model == "gpt" else {"image": shape[:2]})
+    return make_model(network.model, classes, seed=seed, device=device, **more)
+
+
+def train(
+    network: Network,
+    data: Path | None,
+    seed: int,
+    case: Case | None,
+    *,
+    begin: Snapshot | None = None,
+    before_step: Callable[[Batched], None] | None = None,
+) -> Ended:
+    """Train a new network, and return what came of it.
+
+    Args:
+        network: Which, and for how long.
+        data: Where datasets are that are read from files.
+        seed: Of its weights, the order of its samples, and who is lost when.
+        case: What happens; None: nothing.
+        begin: What the training that nothing happens to has come to, no later than :func:`_undisturbed` says. None: the beginning.
+        before_step: Called with the training before each step.
+    """
+    samples, test, _, _ = _data(network, data)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = fresh(network, data, seed, device)
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0  # what is drawn depends on who is computed together, and would hide what a failure does
+    optimizer = torch.optim.SGD(model.parameters(), lr=network.learning_rate, momentum=0.9)
+    trainer = _trainer(network, model, optimizer, seed, case, begin)
+    for step in trainer.steps(samples, network.batch):
+        if step.samples < network.batch // 2:
+            break  # what is left over where mini-batches shrank: so few samples would count as much as a whole step's
+        if before_step:
+            before_step(trainer)
+        for x, y in step:
+            step.backward(loss_of(model(x.to(device)), y.to(device)))
+    accuracy, loss = _test(model, test, device)
+    return Ended(
+        accuracy=accuracy,
+        loss=loss,
+        weights=torch.cat([parameter.detach().flatten().cpu() for parameter in model.parameters()]),
+        steps=trainer.step,
+        lost=trainer.account().lost,
+        redone=sum(decision.redone_steps for decision in trainer.decisions),
+        decisions=tuple(decision.what for decision in trainer.decisions),
+        buckets=trainer.num_buckets,
+    )
+
+
+def _trainer(
+    network: Network, model: Any, optimizer: Any, seed: int, case: Case | None, begin: Snapshot | None
+) -> Batched:
+    if case is None:
+        return Batched(model, optimizer, seed=seed, bucket_bytes=network.bucket_bytes)
+    settings = {
+        "workers": case.workers,
+        "strategy": case.strategy,
+        "batch": case.batch,
+        "rescale": case.rescale,
+        "checkpoint_every": case.every,
+        "seed": seed,
+        "bucket_bytes": network.bucket_bytes,
+    }
+    buckets = Batched(model, optimizer, bucket_bytes=network.bucket_bytes).num_buckets
+    happening = list(_happening(case, seed, network.steps))
+    kills = [_kill(rank, step, case.averaged, buckets) for rank, step in happening] if _is_failure(case) else []
+    faults = FaultPlan(tuple(kills)).to_json() if kills else ""
+    return Batched(
+        model,
+        optimizer,
+        changes=list(_changes(case, happening, network.steps)),
+        begin=begin,
+        faults=faults,
+        **settings,
+    )
+
+
+def _undisturbed(case: Case, seed: int, steps: int) -> int:
+    """Return up to which step a training is, in all that it keeps, the one that nothing happens to.
+
+    Of checkpoints there must be the one that a failure in that step goes back to where the newest does not count yet.
+    """
+    first = min(step for _, step in _happening(case, seed, steps))
+    return max(0, first // case.every - 1) * case.every if case.every else first
+
+
+def _is_failure(case: Case) -> bool:
+    return case.what in (FAILURE, REPLACED)
+
+
+def _happening(case: Case, seed: int, steps: int) -> Iterator[tuple[int, int]]:
+    """Yield who is gone, and from which step on."""
+    for rank, share in zip(case.victims(seed), case.shares(seed), strict=True):
+        yield rank, max(1, int(share * steps))
+
+
+def _kill(rank: int, step: int, averaged: float, buckets: int) -> Fault:
+    """Return a kill when a share of the buckets is averaged; a share that is not 1 leaves one at least."""
+    done = buckets if averaged == 1 else min(buckets - 1, round(averaged * buckets))
+    if done == 0:
+        return Fault("kill", rank=rank, step=step)
+    return Fault("kill", rank=rank, step=step, phase="allreduce", bucket=done - 1)
+
+
+def _changes(case: Case, happening: list[tuple[int, int]], steps: int) -> Iterator[Change]:
+    if case.what in (REMOVAL, ADDITION):
+        at = happening[0][1]
+        yield Change(step=at, leave=tuple(sorted(rank for rank, step in happening if step == at)))
+    if case.what in (REPLACED, ADDITION):
+        back = max(step for _, step in happening) + max(1, round(GAP * steps))
+        yield Change(step=back, join=tuple(range(case.workers, case.workers + case.count)))
+
+
+@torch.no_grad()
+def _test(model: torch.nn.Module, test: Any, device: str) -> tuple[float, float]:
+    """Return accuracy, percent, and mean loss."""
+    model.eval()
+    right = total = 0
+    loss = 0.0
+    images, labels = test
+    for start in range(0, len(labels), _CHUNK):
+        x, y = images[start : start + _CHUNK].to(device), labels[start : start + _CHUNK].to(device)
+        scores = model(x)
+        loss += float(loss_of(scores, y)) * len(y)
+        right += int((scores.argmax(-1) == y).sum())
+        total += y.numel()
+    return 100 * right / total, loss / len(labels)
+
+
+def trials(network: Network, data: Path | None, seed: int, cases: list[Case]) -> list[Row]:
+    """Return what came of all cases with one seed, beside the training that nothing happened to.
+
+    Accuracy and loss are differences: positive is worse than undisturbed. The distance of the weights is a share of how far the
+    undisturbed training moved them.
+    """
+    torch.set_num_threads(1)
+    found: dict[str, Ended] = {}
+
+    def train_those_that_part(trainer: Batched) -> None:
+        """What they have in common with the undisturbed one is not computed again."""
+        part = [case for case in cases if _undisturbed(case, seed, network.steps) == trainer.step]
+        begin = trainer.snapshot() if part else None
+        found.update((case.key, train(network, data, seed, case, begin=begin)) for case in part)
+
+    undisturbed = train(network, data, seed, None, before_step=train_those_that_part)
+    begun = _begin(network, data, seed)
+    moved = float((undisturbed.weights - begun).norm())
+    rows: list[Row] = [{"case": "", "accuracy": undisturbed.accuracy, "loss": undisturbed.loss}]
+    for case in cases:
+        ended = found[case.key]
+        rows.append(
+            {
+                "case": case.key,
+                "accuracy": undisturbed.accuracy - ended.accuracy,
+                "loss": ended.loss - undisturbed.loss,
+                "distance": float((ended.weights - undisturbed.weights).norm()) / moved,
+                "same": bool(torch.equal(ended.weights, undisturbed.weights)),
+                "lost": ended.lost,
+                "redone": ended.redone,
+                "steps": ended.steps,
+            }
+        )
+    return rows
+
+
+def _begin(network: Network, data: Path | None, seed: int) -> torch.Tensor:
+    """Return the weights that a training begins with."""
+    return torch.cat([parameter.detach().flatten() for parameter in fresh(network, data, seed).parameters()])

@@ -1,0 +1,1 @@
+"""Partial recovery and prioritised checkpoints (Qiao 2019)."""

@@ -1,0 +1,111 @@
+"""How the page of the study of partial recovery is put together: cells of trials, tables and pictures of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from holdfast_lab.studies.base import Row
+from holdfast_lab.studies.scar.policies import SCAR
+from holdfast_lab.studies.scar.rows import Cell, Trials
+from holdfast_lab.studies.scar.verdicts import show
+
+LATE = "Failures after the first full save (T >= C). "
+READ = (
+    "Iterations saved against going back to a full checkpoint, %, with 95 % intervals by paired bootstrap over the trials; above 100 "
+    "the failure helped."
+)
+AXIS = "iterations saved, %"
+_LIMITS = (-60, 130)
+"""Percent; what is beyond is in the tables."""
+_FAR = 1e3
+"""A share so far beyond any picture that it stands for an infinite one."""
+
+
+def called(policy: str) -> str:
+    """Return a policy's name on the page."""
+    return "SCAR" if policy == SCAR else policy
+
+
+def unbroken(text: str) -> str:
+    """Return a text that stays on one line."""
+    return text.replace(" ", "\N{NO-BREAK SPACE}")
+
+
+def shown(value: float, ci: tuple[float, float]) -> str:
+    """Return a reduction and its interval for a table."""
+    return unbroken(show(value, ci))
+
+
+def row_of(program: str, policy: str, cell: Cell) -> Row:
+    """Return a row of the page; numbers of a picture in percent."""
+    return {
+        "program": program,
+        "policy": called(policy),
+        "percent": _percent(cell.reduction),
+        "low": _percent(cell.ci[0]),
+        "high": _percent(cell.ci[1]),
+        "reduction": shown(cell.reduction, cell.ci),
+        "trials": cell.trials,
+        "cost_text": unbroken(f"{cell.cost:.2f} [{cell.cost_ci[0]:.2f}, {cell.cost_ci[1]:.2f}]"),
+        "odd": unbroken(f"{cell.censored}, {cell.negative}"),
+        "bytes": f"{cell.bytes:,.0f}",
+        "error": cell.error,
+        "undefined": cell.undefined,
+    }
+
+
+def _percent(share: float) -> float | None:
+    return None if math.isnan(share) else 100 * max(-_FAR, min(_FAR, share))
+
+
+def rows_of(trials: Trials, programs: Sequence[str], policies: Sequence[str], *, late: bool = True) -> list[Row]:
+    """Return a row for each program and each policy that it was tried with."""
+    return [
+        row_of(program, policy, cell)
+        for program in programs
+        for policy in policies
+        if (cell := trials.cell(program, policy, late=late))
+    ]
+
+
+def figure(kind: str, name: str, title: str, note: str, rows: Sequence[Row], **more: Any) -> dict[str, Any]:
+    """Return a picture; its axis of reductions reaches as far as its intervals do, within reason."""
+    low, high = limits = _limits(rows)
+    if any(row["low"] is not None and not low <= row["low"] <= row["high"] <= high for row in rows):
+        note += " What ends at the edge goes on beyond it: see the tables."
+    about = {"kind": kind, "id": name, "title": title, "note": note, "where": {}, "rows": list(rows)}
+    return about | {"interval": ["low", "high"], "limits": limits, **more}
+
+
+def _limits(rows: Sequence[Row]) -> list[float]:
+    lows, highs = ([row[end] for row in rows if row[end] is not None] for end in ("low", "high"))
+    return [max(_LIMITS[0], min([*lows, 0]) - 5), min(_LIMITS[1], max([*highs, 100]) + 5)]
+
+
+def table(
+    name: str,
+    title: str,
+    note: str,
+    rows: Sequence[Mapping[str, Any]],
+    by: Sequence[str],
+    columns: Sequence[Sequence[str]],
+) -> dict[str, Any]:
+    """Return a table."""
+    about = {"kind": "table", "id": name, "title": title, "note": note, "where": {}, "rows": list(rows)}
+    return about | {"by": list(by), "columns": [list(column) for column in columns]}
+
+
+def pivot(trials: Trials, name: str, title: str, note: str, policies: Mapping[str, str]) -> dict[str, Any]:
+    """Return a table with a line for each program and a column for each policy, by its heading."""
+    lines = []
+    for program in trials.stated():
+        cells = {policy: cell for policy in policies if (cell := trials.cell(program, policy))}
+        lines += (
+            [{"program": program, **{policy: shown(cell.reduction, cell.ci) for policy, cell in cells.items()}}]
+            if cells
+            else []
+        )
+    columns = [[policy, heading, "text", "%"] for policy, heading in policies.items()]
+    return table(name, title, f"{LATE}{READ} {note}".strip(), lines, ["program"], columns)

@@ -1,0 +1,160 @@
+"""Partial recovery with real processes: workers that own shards are killed, and the cost is held against a prediction.
+
+Predicted is what the same job costs with virtual workers, whose loss of the same shard at the same step is computed in one
+process. Who is killed dies after the closing sum of its step, so that all backups are of the same step in both.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from holdfast.report.against import cost_against
+from holdfast_lab.studies.base import MEASURED, NOT_RUN, SHARE, Claim, Row, Task
+from holdfast_lab.studies.frameworks import WORKERS
+from holdfast_lab.studies.parallelism.jobs import ended, own_environment
+from holdfast_lab.studies.stats import share_interval
+
+_LIMIT_S = 300.0
+_BATCH = 64
+_WINDOWS = (4, 8, 16, 32)
+_DEATHS = 3
+_RATES = {"adam": 0.003, "momentum": 0.05}
+_DERIVED = "derived: the virtual workers compute the same"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Live:
+    """One real run with one death, and what it is compared with.
+
+    Args:
+        fabric: Of the real run.
+        optimizer: ``adam`` or ``momentum``.
+        rate: Its learning rate.
+        epochs: Of 1,472 digits or so, in mini-batches of 64.
+        every: C of the running checkpoint.
+        fraction: r of it.
+        workers: How many, each with a shard.
+        seed: Of the job, and of who dies when.
+    """
+
+    fabric: str
+    optimizer: str
+    rate: float
+    epochs: int = 8
+    every: int = 16
+    fraction: float = 0.125
+    workers: int = 4
+    seed: int = 0
+
+    @property
+    def policy(self) -> tuple[str, ...]:
+        """The options of ``holdfast run`` that say how parts are saved and restored."""
+        return ("--strategy", "partial", "--mirror-every", str(self.every), "--mirror-fraction", str(self.fraction))
+
+    def death(self) -> tuple[int, int]:
+        """Return who dies, and in which step: any worker, in the first half of the run, after a first full save."""
+        rng = random.Random(f"{self.seed} {self.fabric} {self.optimizer}")
+        return rng.randrange(self.workers), rng.randrange(self.every, self.epochs * 10)
+
+
+def run_live(live: Live) -> Row:
+    """Carry out the real run, the undisturbed and the predicted one; return what they say."""
+    rank, step = live.death()
+    about: Row = {
+        "part": "live",
+        "program": f"mlp-{live.optimizer}-digits",
+        "policy": f"partial, priority, r = {live.fraction:g}, C = {live.every}",
+        "fabric": live.fabric,
+        "workers": live.workers,
+        "seed": live.seed,
+        "kill_rank": rank,
+        "kill_step": step,
+    }
+    with tempfile.TemporaryDirectory(prefix="holdfast-study-") as name:
+        folder = Path(name)
+        kill = (*live.policy, "--inject", f"kill:rank={rank},step={step},phase=optimizer")
+        runs = {"undisturbed": ("virtual", ()), "predicted": ("virtual", kill), "real": (live.fabric, kill)}
+        for run, (fabric, words) in runs.items():
+            code, said = _run(live, folder / run, fabric, words)
+            if code:
+                return {**about, "status": NOT_RUN, "why": f"{run}: ended with {code}: {said}"}
+        return {**about, "status": MEASURED, **_compared(folder)}
+
+
+def _run(live: Live, folder: Path, fabric: str, words: Sequence[str]) -> tuple[int, str]:
+    folder.mkdir()
+    command = [sys.executable, "-m", "holdfast", "run", "-n", live.workers, "--fabric", fabric, "--seed", live.seed]
+    command += [*words, "--no-page", "--report", folder / "report", WORKERS / "shards.py", "--shards", live.workers]
+    command += ["--epochs", live.epochs, "--batch", _BATCH, "--optimizer", live.optimizer, "--rate", live.rate]
+    return ended([str(word) for word in command], own_environment(), folder, _LIMIT_S)
+
+
+def _compared(folder: Path) -> dict[str, Any]:
+    costs, reports = {}, {}
+    for run in ("predicted", "real"):
+        costs[run] = cost_against(folder / run / "report", folder / "undisturbed" / "report", "evaluation", _WINDOWS)
+        reports[run] = json.loads((folder / run / "report" / "report.json").read_text())
+    restored = reports["real"]["restored"]
+    stale = restored[0]["stale_steps"] if restored else {"mean": math.nan, "max": 0}
+    failure = reports["real"]["failures"][0]
+    return {
+        "restored": sum(part["blocks"] for part in restored),
+        "staleness": f"{stale['mean']:.2f} on average, {stale['max']} at most",
+        "stale_mean": stale["mean"],
+        "cost": costs["real"]["iterations"],
+        "predicted": costs["predicted"]["iterations"],
+        "censored": costs["real"]["censored"],
+        "same_bits": reports["real"]["replicas"]["sha256"] == reports["predicted"]["replicas"]["sha256"],
+        "killed": failure["kind"] == "kill" and failure["injected"],
+        "recover_s": failure["recover_s"],
+    }
+
+
+def live_tasks(seed: int) -> list[Task]:
+    """Return the real runs of the whole study: each fabric with each optimizer, several deaths each."""
+    found = []
+    for number in range(_DEATHS):
+        for fabric in ("gloo", "ulfm"):
+            for optimizer, rate in _RATES.items():
+                live = Live(fabric=fabric, optimizer=optimizer, rate=rate, seed=seed + number)
+                found.append(Task(f"live: {optimizer} over {fabric}, seed {live.seed}", partial(_task, live)))
+    return found
+
+
+def _task(live: Live, _: Sequence[Row]) -> list[Row]:
+    return [run_live(live)]
+
+
+def live_claims(rows: Sequence[Row]) -> list[Claim]:
+    """Hold what is predicted of real processes against what they did."""
+    words = "Real workers that own shards and are killed cost what is predicted: what they lose is what was not saved, no more"
+    live = [row for row in rows if row["part"] == "live" and row["status"] == MEASURED]
+    if not live:
+        return [Claim(claim=words, source=_DERIVED, found="not checked: nothing was run that tells")]
+    same = [row["same_bits"] and row["killed"] and row["restored"] > 0 for row in live]
+    costs = [row["cost"] for row in live if row["cost"] is not None]
+    found = f"of {len(live)} runs end with the predicted bits"
+    if costs:
+        found += f"; iteration cost {min(costs):.2f} to {max(costs):.2f}, {sum(costs) / len(costs):.2f} iterations on average"
+    ci = share_interval(sum(same), len(same))
+    return [
+        Claim(
+            claim=words,
+            source=_DERIVED,
+            paper=1.0,
+            ours=sum(same) / len(same),
+            ci=ci,
+            holds=all(same),
+            found=found,
+            unit=SHARE,
+        )
+    ]

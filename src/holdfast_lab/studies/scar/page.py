@@ -1,0 +1,246 @@
+"""How the study of partial recovery shows its rows: reductions with their intervals, in tables and pictures."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from holdfast.checkpoint.priority_choice import CHOICES
+from holdfast_lab.studies.base import Row
+from holdfast_lab.studies.scar.bound import bound_sections
+from holdfast_lab.studies.scar.claims import skews_of
+from holdfast_lab.studies.scar.figures import AXIS, LATE, READ, figure, pivot, row_of, rows_of, shown, table, unbroken
+from holdfast_lab.studies.scar.page_further import (
+    chosen_table,
+    every_table,
+    further_figure,
+    further_table,
+    several_table,
+)
+from holdfast_lab.studies.scar.policies import (
+    FRACTIONS,
+    HINDSIGHT,
+    HINDSIGHT_WHO,
+    NO_CHECKPOINT,
+    NODES,
+    PARTIAL,
+    RESEED,
+    SCAR,
+    TRADITIONAL,
+    chosen,
+)
+from holdfast_lab.studies.scar.rows import Trials
+from holdfast_lab.studies.scar.save import held_table
+from holdfast_lab.studies.scar.tables import live_table, not_run_table, pilot_table, rates_table
+from holdfast_lab.studies.scar.text import policies_table
+from holdfast_lab.studies.scar.verdicts import LEAST, MOST, partial_of, where_it_lies
+
+_PRIORITY = chosen("full", "priority", FRACTIONS[-1])
+_ODD = (
+    "Odd: how many trials are censored, and how many negative. Censored: they did not get to every level, and count as if they "
+    "got there when they were given up. Negative: the failure helped."
+)
+
+
+def sections(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """Return the sections of the page."""
+    trials, skews = Trials(rows), skews_of(rows)
+    return [
+        _headline_figure(trials),
+        _headline_table(trials, skews),
+        _scatter(trials, skews),
+        pivot(
+            trials,
+            "partial",
+            "Partial recovery alone",
+            "From full saves, by how many of four nodes die. Expected: 75, 50, 25 %.",
+            {partial_of(nodes): f"{nodes}/{NODES} lost" for nodes in range(1, NODES)},
+        ),
+        _choices_figure(trials),
+        _choices_table(trials, PARTIAL, "Which blocks are saved, and how often: only the lost go back"),
+        _choices_table(trials, "full", "Which blocks are saved, and how often: all go back"),
+        pivot(
+            trials,
+            "shares",
+            "SCAR by how much is lost",
+            "",
+            {SCAR if nodes == NODES // 2 else f"{SCAR}, {nodes}/{NODES} lost": f"{nodes}/{NODES} lost" for nodes in range(1, NODES)},
+        ),
+        policies_table(trials),
+        _controls_table(trials),
+        several_table(trials),
+        further_figure(trials),
+        further_table(trials),
+        chosen_table(trials),
+        *bound_sections(rows),
+        live_table(),
+        held_table(),
+        every_table(trials),
+        rates_table(rows),
+        pilot_table(rows),
+        not_run_table(),
+    ]  # fmt: skip
+
+
+# ---------------------------------------------------------------------------------------------
+# The headline
+
+
+def _headline_figure(trials: Trials) -> dict[str, Any]:
+    names = {PARTIAL: "partial recovery", _PRIORITY: "prioritised saves, r = 1/8", SCAR: "both: SCAR"}
+    rows = [
+        row_of(program, policy, cell) | {"policy": name}
+        for program in trials.stated()
+        for policy, name in names.items()
+        if (cell := trials.cell(program, policy))
+    ]
+    note = f"{LATE}Half of the blocks lost. Shaded: what the abstract says, {LEAST:.0f} to {MOST:.0f} %."
+    return figure(
+        "intervals",
+        "headline-figure",
+        "Partial recovery, prioritised checkpoints, and both",
+        note,
+        rows,
+        by=["program"],
+        series=["policy"],
+        x=["percent", AXIS],
+        band=[LEAST, MOST],
+    )
+
+
+def _headline_table(trials: Trials, skews: Mapping[str, float]) -> dict[str, Any]:
+    lines = []
+    for program in trials.stated():
+        late, every = trials.cell(program, SCAR), trials.cell(program, SCAR, late=False)
+        base = trials.cell(program, TRADITIONAL)
+        if late is None or every is None or base is None:
+            continue
+        lines.append(
+            row_of(program, SCAR, late)
+            | {
+                "all": shown(every.reduction, every.ci),
+                "both_trials": unbroken(f"{late.trials}, {every.trials}"),
+                "range": where_it_lies(100 * late.reduction).removesuffix(" the range"),
+                "base": unbroken(f"{base.cost:.1f} [{base.cost_ci[0]:.1f}, {base.cost_ci[1]:.1f}]"),
+                "skew": f"{100 * skews[program]:.0f}" if program in skews else None,
+            }
+        )
+    return table(
+        "headline",
+        "The abstract's number: SCAR with r = 1/8, half of the blocks lost",
+        f"{READ} T >= C: failures after the first full save; before it, what traditional recovery restores is the beginning. "
+        "Skew: the share of the drift from iteration 3 C to 4 C, in squares, that the top eighth of the blocks has, in an "
+        f"undisturbed run. Made: with T >= C, and all. {_ODD}",
+        lines,
+        ["program"],
+        [
+            ["reduction", "saved, T >= C", "text", "%"],
+            ["range", "of 78 to 95 %", "text"],
+            ["all", "saved, all", "text", "%"],
+            ["skew", "skew", "text", "%"],
+            ["cost_text", "cost", "text", "iterations"],
+            ["base", "traditional", "text", "iterations"],
+            ["both_trials", "made", "text", "trials"],
+            ["odd", "odd", "text", "trials"],
+        ],
+    )
+
+
+def _scatter(trials: Trials, skews: Mapping[str, float]) -> dict[str, Any]:
+    rows = [
+        row | {"skew": 100 * skews[row["program"]], "family": row["program"].split("-")[0]}
+        for row in rows_of(trials, trials.stated(), [SCAR])
+        if row["program"] in skews
+    ]
+    return figure(
+        "points",
+        "skew",
+        "The skew of the drift against what SCAR saves",
+        f"{LATE}An undisturbed run tells the skew: the share of the drift that the top eighth of the blocks has. "
+        f"Where all blocks move alike, there is nothing to choose. Shaded: {LEAST:.0f} to {MOST:.0f} %.",
+        rows,
+        series=["family"],
+        label="program",
+        x=["skew", "share of the drift in the top eighth of the blocks, %"],
+        y=["percent", AXIS],
+        band=[LEAST, MOST],
+    )
+
+
+# ---------------------------------------------------------------------------------------------
+# Which blocks, and how near that is to the best
+
+
+def _fraction(fraction: float) -> str:
+    return f"r = 1/{round(1 / fraction)}"
+
+
+def _choices_figure(trials: Trials) -> dict[str, Any]:
+    rows = [
+        row_of(program, choice, cell) | {"fraction": _fraction(fraction)}
+        for program in trials.stated()
+        for fraction in FRACTIONS
+        for choice in CHOICES
+        if (cell := trials.cell(program, chosen(PARTIAL, choice, fraction)))
+    ]
+    return figure(
+        "intervals",
+        "choices-figure",
+        "Priority, round-robin and random",
+        f"{LATE}Half of the blocks lost, only they go back; the same bytes at every r.",
+        rows,
+        by=["program", "fraction"],
+        series=["policy"],
+        x=["percent", AXIS],
+    )
+
+
+def _choices_table(trials: Trials, restore: str, title: str) -> dict[str, Any]:
+    lines = []
+    for program in trials.stated():
+        whole = trials.cell(program, PARTIAL if restore == PARTIAL else TRADITIONAL)
+        for choice in CHOICES:
+            cells = {
+                fraction: cell
+                for fraction in FRACTIONS
+                if (cell := trials.cell(program, chosen(restore, choice, fraction)))
+            }
+            if whole and cells:
+                line = {_fraction(fraction): shown(cell.reduction, cell.ci) for fraction, cell in cells.items()}
+                lines.append({"program": program, "choice": choice, "whole": shown(whole.reduction, whole.ci), **line})
+    same = "traditional recovery itself" if restore != PARTIAL else "partial recovery alone"
+    return table(
+        f"choices-{restore}",
+        title,
+        f"{LATE}{READ} Half of the blocks lost. r = 1 is {same}, whatever is chosen.",
+        lines,
+        ["program", "choice"],
+        [["whole", "r = 1", "text", "%"], *([_fraction(r), _fraction(r), "text", "%"] for r in FRACTIONS)],
+    )
+
+
+def _controls_table(trials: Trials) -> dict[str, Any]:
+    lines = []
+    for program in trials.stated():
+        for policy in (NO_CHECKPOINT, SCAR, HINDSIGHT, HINDSIGHT_WHO, RESEED):
+            cell, gap = trials.cell(program, policy), trials.gap(program, policy, SCAR)
+            if cell and gap:
+                lines.append(row_of(program, policy, cell) | {"gap": shown(*gap) if policy != SCAR else None})
+    return table(
+        "controls",
+        "How near to the best: no checkpoint, SCAR, and hindsight",
+        f"{LATE}{READ} Hindsight: at every save of r = 1/8, the blocks were chosen that make the sum of the squares of the distances to the state at "
+        "the failure the least; it knows when nodes die, and in the other line who does too. It is an estimate of the least cost that any choice of the same "
+        "bytes could have had: the distance is the least, up to a block or two, but the cost need not be. Nothing lost, other randomness: what chance alone costs. "
+        "Above SCAR: in points, paired. Restored to: how far from what was lost, as the program takes distances (Euclidean; of documents, tokens with another topic); "
+        "numbers of different programs cannot be compared. Odd: trials that are censored, and negative.",
+        lines,
+        ["program", "policy"],
+        [
+            ["reduction", "saved", "text", "%"],
+            ["gap", "above SCAR", "text", "points"],
+            ["cost_text", "cost", "text", "iterations"],
+            ["error", "restored to", "number", "distance"],
+            ["odd", "odd", "text", "trials"],
+        ],
+    )

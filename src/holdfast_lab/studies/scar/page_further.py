@@ -1,0 +1,154 @@
+"""How the page shows what goes beyond the paper, and every policy with every program."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from holdfast_lab.studies.scar.figures import AXIS, LATE, READ, figure, row_of, rows_of, shown, table
+from holdfast_lab.studies.scar.policies import (
+    CALIBRATED,
+    HINDSIGHT,
+    HINDSIGHT_WHO,
+    LINE,
+    LINE_INT8,
+    NO_CHECKPOINT,
+    PARTIAL,
+    RESEED,
+    SCAR,
+    TRADITIONAL,
+)
+from holdfast_lab.studies.scar.rows import Trials
+from holdfast_lab.studies.scar.text import CHOSEN
+from holdfast_lab.studies.stats import RESAMPLES
+
+
+def _further(trials: Trials, program: str) -> list[str]:
+    """Return the policies of a program that are not the paper's."""
+    known = (TRADITIONAL, PARTIAL, "full", NO_CHECKPOINT, RESEED, HINDSIGHT, HINDSIGHT_WHO)
+    return [
+        policy
+        for policy in trials.policies(program)
+        if policy not in known
+        and not policy.startswith((f"{PARTIAL}, p", f"{PARTIAL}, r", "full, ", f"{PARTIAL}, 1", f"{PARTIAL}, 3"))
+    ]
+
+
+def further_figure(trials: Trials) -> dict[str, Any]:
+    """Return dead reckoning beside SCAR."""
+    rows = rows_of(trials, trials.programs(), [SCAR, LINE, CALIBRATED, LINE_INT8])
+    return figure(
+        "intervals",
+        "further-figure",
+        "Dead reckoning, at the same bytes",
+        f"{LATE}Half of the blocks lost, r = 1/8. A lost block is restored to where the line through its last two saves leads, and "
+        "what is saved is what is farthest from there. Calibrated: it goes only that share of the way which the survivors have gone of theirs. "
+        "int8: saved as steps of a byte, of which more fit.",
+        rows,
+        by=["program"],
+        series=["policy"],
+        x=["percent", AXIS],
+    )
+
+
+def further_table(trials: Trials) -> dict[str, Any]:
+    """Return all policies that are not the paper's, beside SCAR."""
+    lines = []
+    for program in trials.programs():
+        for policy in (SCAR, *_further(trials, program)):
+            cell, gap = trials.cell(program, policy), trials.gap(program, policy, SCAR)
+            if cell and gap:
+                lines.append(row_of(program, policy, cell) | {"gap": shown(*gap) if policy != SCAR else None})
+    return table(
+        "further",
+        "Beyond the paper, at the same bytes",
+        f"{LATE}{READ} Half of the blocks lost. Above SCAR: in points, paired. Odd: trials that are censored, and negative.",
+        lines,
+        ["program", "policy"],
+        [
+            ["reduction", "saved", "text", "%"],
+            ["gap", "above SCAR", "text", "points"],
+            ["cost_text", "cost", "text", "iterations"],
+            ["odd", "odd", "text", "trials"],
+        ],
+    )
+
+
+def chosen_table(trials: Trials) -> dict[str, Any]:
+    """Return what a policy does that was chosen by rehearsal."""
+    lines = []
+    for program in trials.programs():
+        policy = trials.chosen(program)
+        if policy is None or (cell := trials.cell(program, policy)) is None:
+            continue
+        rehearsed, gap = trials.cell(program, policy, "rehearsal"), trials.gap(program, policy, SCAR)
+        lines.append(
+            row_of(program, policy, cell)
+            | {
+                "rehearsed": shown(rehearsed.reduction, rehearsed.ci) if rehearsed else None,
+                "gap": shown(*gap) if gap else None,
+            }
+        )
+    return table(
+        "chosen",
+        "One policy, chosen by the system",
+        f"{LATE}{READ} {CHOSEN}",
+        lines,
+        ["program", "policy"],
+        [
+            ["rehearsed", "in rehearsal", "text", "%"],
+            ["reduction", "on fresh seeds", "text", "%"],
+            ["gap", "above SCAR", "text", "points"],
+            ["trials", "made", "number", "trials"],
+        ],
+    )
+
+
+def several_table(trials: Trials) -> dict[str, Any]:
+    """Return the runs with several failures."""
+    lines = [
+        row_of(program, policy, cell) | {"failures": failures}
+        for failures in (2, 3)
+        for program in trials.programs(f"several {failures}")
+        for policy in trials.policies(program, f"several {failures}")
+        if (cell := trials.cell(program, policy, f"several {failures}", late=False))
+    ]
+    return table(
+        "several",
+        "Several failures in one run",
+        f"{READ} Half of the blocks lost each time, other blocks each time. Odd: trials that are censored, and negative.",
+        lines,
+        ["program", "failures", "policy"],
+        [
+            ["reduction", "saved", "text", "%"],
+            ["cost_text", "cost", "text", "iterations"],
+            ["trials", "made", "number", "trials"],
+            ["odd", "odd", "text", "trials"],
+        ],
+    )
+
+
+def every_table(trials: Trials) -> dict[str, Any]:
+    """Return every cell."""
+    lines = []
+    for program in trials.programs():
+        for policy in trials.policies(program):
+            late, every = trials.cell(program, policy), trials.cell(program, policy, late=False)
+            if late and every:
+                lines.append(row_of(program, policy, late) | {"all": shown(every.reduction, every.ci)})
+    return table(
+        "every",
+        "Every policy with every program",
+        f"{READ} Restored to: how far from what was lost, root of the mean square. Odd: trials that are censored, and negative.",
+        lines,
+        ["program", "policy"],
+        [
+            ["reduction", "saved, T >= C", "text", "%"],
+            ["all", "saved, all", "text", "%"],
+            ["cost_text", "cost", "text", "iterations"],
+            ["error", "restored to", "number", "distance"],
+            ["bytes", "written", "text", "bytes an iteration"],
+            ["undefined", "resamples without a reduction", "number", f"of {RESAMPLES:,}"],
+            ["trials", "made", "number", "trials"],
+            ["odd", "odd", "text", "trials"],
+        ],
+    ) | {"folded": True}

@@ -1,0 +1,121 @@
+"""What an undisturbed run tells beforehand: levels of the loss, how skewed the drift is, and which learning rate is best."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from holdfast.errors import ConfigError
+from holdfast.report.iteration_cost import kappa, levels
+from holdfast_lab.studies.base import MEASURED, Row
+from holdfast_lab.studies.scar.trials import Course
+from holdfast_lab.workloads.iterative.base import Program
+
+LEVELS = 7
+_PILOTS = 3
+_WIDER = (1, 2, 4)
+"""Times the window of a program that are tried, until the loss can be told from its noise."""
+
+
+def pilot(course: Course) -> list[Row]:
+    """Run without a failure, and return a row that says where the loss can be told from its noise, and how skewed the drift is.
+
+    Raises:
+        ConfigError: if the loss can be told nowhere.
+    """
+    runs, skews, began = [], [], time.perf_counter()
+    for number in range(_PILOTS):
+        program = course.make(int(course.chance("pilot", number).integers(2**31)))
+        losses, drift = _watched(program, course)
+        runs.append(losses)
+        skews.append(skew(drift))
+    seconds = (time.perf_counter() - began) / (_PILOTS * course.iterations)
+    found, window = _levels(runs, course)
+    rows = program.rows(program.start())
+    row: Row = {
+        "part": "pilot",
+        "status": MEASURED,
+        "program": course.name,
+        "levels": found,
+        "kappas": [kappa(runs[0], level, window) for level in found],
+        "skew": float(np.mean(skews)),
+        "blocks": program.blocks,
+        "block_bytes": int(program.block_bytes.sum()),
+        "optimizer_state": len(rows) > 1,
+        "every": course.every,
+        "window": window,
+        "iteration_s": seconds,
+    }
+    return [row]
+
+
+def _levels(runs: Sequence[Sequence[float]], course: Course) -> tuple[list[float], int]:
+    """Return the levels of the loss that every run reaches, and the window that its mean is taken over.
+
+    That is the course's, or the least of its doubles with which the loss falls by more than its noise: at the best
+    learning rate a loss can be too noisy for the window that is enough at the stated one.
+
+    Raises:
+        ConfigError: if it falls with none of them.
+    """
+    for times in _WIDER:
+        window = times * course.window
+        try:
+            reached = levels(runs[0], window, LEVELS, begin=2 * course.every)
+        except ConfigError:
+            if times == _WIDER[-1]:
+                raise
+            continue
+        # A level that another seed does not reach would measure the seed.
+        if found := [level for level in reached if all(math.isfinite(kappa(run, level, window)) for run in runs)]:
+            return found, window
+    msg = f"{course.name}: no level of the loss is reached with every seed; run the pilot for more iterations"
+    raise ConfigError(msg)
+
+
+def _watched(program: Program, course: Course) -> tuple[list[float], Tensor]:
+    """Return the losses, and how far each block moved from 3 C to 4 C."""
+    state, losses, then = program.start(), [], None
+    drift = torch.zeros(program.blocks)
+    for iteration in range(course.iterations + 1):
+        losses.append(program.loss(state))
+        if iteration == 3 * course.every:
+            then = program.rows(state)[0].clone()
+        if iteration == 4 * course.every and then is not None:
+            drift = program.distance(program.rows(state)[0], then)
+        program.iterate(state, iteration)
+    return losses, drift
+
+
+def skew(drift: Tensor) -> float:
+    """Return the share of the sum of squares that the largest eighth of the blocks has."""
+    squares = drift.double().square().sort(descending=True).values
+    return float(squares[: math.ceil(len(squares) / 8)].sum() / squares.sum().clamp_min(1e-300))
+
+
+def with_levels(course: Course, row: Row) -> Course:
+    """Return the course with what its pilot found."""
+    return replace(course, levels=tuple(row["levels"]), last=row["kappas"][-1], window=row["window"])
+
+
+def at_rate(course: Course, times: float) -> list[Row]:
+    """Return a row that says how low the loss gets at a multiple of the program's own learning rate; None if it blows up."""
+    seed = int(course.chance("pilot", 0).integers(2**31))
+    own: Any = course.make(seed)
+    rate = times * (own.optimizer.rate if hasattr(own, "optimizer") else own.learning_rate)
+    program = course.make(seed, learning_rate=rate)
+    state, losses = program.start(), []
+    for iteration in range(course.iterations):
+        program.iterate(state, iteration)
+        if iteration >= course.iterations - course.window:
+            losses.append(program.loss(state))
+    loss = float(np.mean(losses))
+    row: Row = {"part": "rate", "status": MEASURED, "program": course.name, "rate": rate, "times": times}
+    return [row | {"loss": loss if math.isfinite(loss) else None}]

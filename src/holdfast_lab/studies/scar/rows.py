@@ -1,0 +1,194 @@
+"""What the trials say together: mean costs, and how much less than traditional recovery each policy costs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from holdfast_lab.studies.base import MEASURED, Row
+from holdfast_lab.studies.scar.policies import PARTIAL, TRADITIONAL
+from holdfast_lab.studies.stats import RESAMPLES
+
+Numbers = NDArray[np.float64]
+AT_BEST = ", best rate"
+"""Ends the name of a program that runs at its best learning rate, not at the stated one."""
+_ENDS = (0.025, 0.975)
+MLR, NETWORKS, ALS, LDA = ("mlr",), ("mlp", "cnn", "gpt"), ("als",), ("lda",)
+"""How the names of programs begin."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+    """What a policy cost a program.
+
+    Args:
+        trials: How many, each paired with the same trial of the traditional policy.
+        cost: Iterations, mean.
+        cost_ci: Its 95 % interval.
+        reduction: 1 - mean cost / mean traditional cost; nan where the traditional cost is not above 0.
+        ci: Its 95 % interval, by paired bootstrap over the trials; infinite ends where too many resamples have none.
+        undefined: In how many of the :data:`~holdfast_lab.studies.stats.RESAMPLES` resamples the traditional cost is not above 0.
+        censored: Trials in which a level was not reached: their costs are lower bounds.
+        negative: Trials in which the failure helped.
+        bytes: Written per iteration, mean.
+        error: Root of the mean square distance from what was lost to what was restored.
+    """
+
+    trials: int
+    cost: float
+    cost_ci: tuple[float, float]
+    reduction: float
+    ci: tuple[float, float]
+    undefined: int
+    censored: int
+    negative: int
+    bytes: float
+    error: float
+
+
+class Trials:
+    """Rows of trials, to be asked.
+
+    Args:
+        rows: Of the whole study; those of trials are taken.
+        seed: Of the resampling.
+    """
+
+    def __init__(self, rows: Sequence[Row], seed: int = 0) -> None:
+        self._seed = seed
+        self._rows: dict[tuple[str, str, str], dict[int, Row]] = {}
+        for row in rows:
+            if row["part"] in ("trial", "several") and row["status"] == MEASURED:
+                kind = f"{row['kind']} {row['failures']}" if row["part"] == "several" else row["kind"]
+                self._rows.setdefault((row["program"], kind, row["policy"]), {})[row["trial"]] = row
+
+    def programs(self, kind: str = "main") -> list[str]:
+        """Return the programs that there are such trials of, in the order in which they come."""
+        return list(dict.fromkeys(program for program, kind_of, _ in self._rows if kind_of == kind))
+
+    def policies(self, program: str, kind: str = "main") -> list[str]:
+        """Return the policies of a program, in the order in which they come."""
+        return [policy for name, kind_of, policy in self._rows if (name, kind_of) == (program, kind)]
+
+    def stated(self, *families: tuple[str, ...]) -> list[str]:
+        """Return the programs of some families at their stated rates; of all if none is given."""
+        return [program for program in self.programs() if not program.endswith(AT_BEST) and _is_of(program, families)]
+
+    def at_best(self, *families: tuple[str, ...]) -> list[str]:
+        """Return the same at their best rates."""
+        return [program for program in self.programs() if program.endswith(AT_BEST) and _is_of(program, families)]
+
+    def chosen(self, program: str) -> str | None:
+        """Return the policy that cost a program least where failures were rehearsed beside an undisturbed run."""
+        costs = {
+            policy: float(np.mean([row["cost"] for row in self._rows[program, "rehearsal", policy].values()]))
+            for policy in self.policies(program, "rehearsal")
+            if policy not in (TRADITIONAL, PARTIAL)
+        }
+        return min(costs, key=lambda policy: costs[policy]) if costs else None
+
+    def cell(self, program: str, policy: str, kind: str = "main", *, late: bool = True) -> Cell | None:
+        """Return what a policy cost; None if there are fewer than two trials.
+
+        Args:
+            program: Which.
+            policy: Which.
+            kind: Of the trials.
+            late: Of failures after the first full save alone (T >= C), of which there are more; else of all.
+        """
+        pairs = self._pairs(program, policy, TRADITIONAL, kind, late=late)
+        if len(pairs) < 2:
+            return None
+        costs, base = (np.array([row["cost"] for row in side]) for side in zip(*pairs, strict=True))
+        weights = _weights(len(pairs), self._seed)
+        drawn, drawn_base = weights @ costs, weights @ base
+        reductions = _less(drawn, drawn_base)
+        mine = [mine for mine, _ in pairs]
+        return Cell(
+            trials=len(pairs),
+            cost=float(costs.mean()),
+            cost_ci=_interval(drawn),
+            reduction=float(_less(costs.mean(), base.mean())),
+            ci=_interval(reductions),
+            undefined=int(np.isnan(reductions).sum()),
+            censored=sum(row["censored"] > 0 for row in mine),
+            negative=sum(row["cost"] < 0 for row in mine),
+            bytes=float(np.mean([row.get("bytes", 0.0) for row in mine])),
+            error=float(np.sqrt(np.mean([row.get("error", 0.0) ** 2 for row in mine]))),
+        )
+
+    def gap(
+        self, program: str, policy: str, other: str, kind: str = "main", *, late: bool = True
+    ) -> tuple[float, tuple[float, float]] | None:
+        """Return by how much the reduction of a policy is above that of another, and its 95 % interval; None as above."""
+        mine = self._pairs(program, policy, TRADITIONAL, kind, late=late)
+        theirs = self._pairs(program, other, TRADITIONAL, kind, late=late)
+        known = {(row["kind"], row["trial"]): row["cost"] for row, _ in theirs}
+        trios = [
+            (row["cost"], known[row["kind"], row["trial"]], base["cost"])
+            for row, base in mine
+            if (row["kind"], row["trial"]) in known
+        ]
+        if len(trios) < 2:
+            return None
+        a, b, base = (np.array(side) for side in zip(*trios, strict=True))
+        weights = _weights(len(trios), self._seed)
+        drawn = _less(weights @ a, weights @ base) - _less(weights @ b, weights @ base)
+        return float(_less(a.mean(), base.mean()) - _less(b.mean(), base.mean())), _interval(drawn)
+
+    def share_of_error(self, policy: str, programs: Sequence[str]) -> tuple[float, tuple[float, float], Numbers] | None:
+        """Return E(||d'||^2 / ||d||^2) of a policy, ||d|| of rolling all back, over some programs; its interval; every share."""
+        pairs = [pair for program in programs for pair in self.pairs(program, policy, TRADITIONAL)]
+        shares = np.array([(mine["error"] / base["error"]) ** 2 for mine, base in pairs if base["error"] > 0])
+        if len(shares) < 2:
+            return None
+        return float(shares.mean()), _interval(_weights(len(shares), self._seed) @ shares), shares
+
+    def pairs(self, program: str, policy: str, other: str) -> list[tuple[Row, Row]]:
+        """Return the rows of two policies in the same main trials, of all failures."""
+        return self._pairs(program, policy, other, "main", late=False)
+
+    def _pairs(self, program: str, policy: str, other: str, kind: str, *, late: bool) -> list[tuple[Row, Row]]:
+        mine, theirs = (self._of(program, kind, name, late=late) for name in (policy, other))
+        return [(row, theirs[trial]) for trial, row in mine.items() if trial in theirs]
+
+    def _of(self, program: str, kind: str, policy: str, *, late: bool) -> dict[tuple[str, int], Row]:
+        """Return the rows of a policy by their trial; late failures of the main trials with those that were drawn late."""
+        kinds = (kind, "late") if late and kind == "main" else (kind,)
+        return {
+            (name, trial): row
+            for name in kinds
+            for trial, row in self._rows.get((program, name, policy), {}).items()
+            if row["late"] or not late
+        }
+
+
+def _is_of(program: str, families: Sequence[tuple[str, ...]]) -> bool:
+    return not families or any(program.startswith(family) for family in families)
+
+
+def _less(cost: NDArray[np.float64] | float, base: NDArray[np.float64] | float) -> Numbers:
+    base = np.asarray(base, dtype=np.float64)
+    return 1 - np.divide(cost, base, out=np.full_like(base, np.nan), where=base > 0)
+
+
+def _interval(drawn: Numbers) -> tuple[float, float]:
+    """Return the 95 % percentile interval of what resamples say; one that says nothing counts as beyond both ends."""
+    silent = np.isnan(drawn)
+    if not silent.any():
+        low, high = np.quantile(drawn, _ENDS)
+        return float(low), float(high)
+    low = np.quantile(np.where(silent, -np.inf, drawn), _ENDS[0], method="lower")  # between infinities nothing lies
+    high = np.quantile(np.where(silent, np.inf, drawn), _ENDS[1], method="higher")
+    return float(low), float(high)
+
+
+@lru_cache(maxsize=64)
+def _weights(count: int, seed: int) -> Numbers:
+    """Return how often each of ``count`` trials is in each resample, as shares; the same for all policies: paired."""
+    drawn = np.random.default_rng([seed, count]).multinomial(count, np.full(count, 1 / count), size=RESAMPLES)
+    return drawn / count

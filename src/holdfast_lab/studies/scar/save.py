@@ -1,0 +1,236 @@
+"""What a partial save takes from training: how long the loop is held, against a plain copy, and the choice of the blocks.
+
+An MLP of 8.5 million parameters at one of two workers, the fewest that can lose a part: it computes with the whole model, and holds
+and updates the larger of two shards, in blocks of 16 numbers, none over two layers. In each repetition all fractions take turns,
+in another order each time, and before each clock starts it trains a step, so that parameters lie in the caches where training
+leaves them. A step is without its sums.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from holdfast import Sharded
+from holdfast.checkpoint.priority import Running, Saving
+from holdfast_lab.studies.base import MEASURED, Claim, Row, Task
+from holdfast_lab.studies.pool import Workers
+from holdfast_lab.studies.stats import bootstrap, median
+
+HELD_TIMES, SELECTED_PERCENT = 1.2, 5.0
+"""What was asked: at most so many times the copy, and at most so much of a step."""
+_ASKED = "what is asked of a partial save"
+_NOT_CHECKED = "not checked: nothing was run that tells"
+_WIDTHS = (784, 2048, 2048, 1312, 10)
+_SHARDS = 2
+_SAMPLES, _BATCHES = 32, 32
+_BLOCK = 16
+_EVERY = 16
+_REPETITIONS = 30
+_SAVINGS = {f"r = 1/{parts}" if parts > 1 else "r = 1": Saving(every=_EVERY, fraction=1 / parts) for parts in (1, 4, 8)}
+_PARTS = ("step_s", "selection_s", "write_s", "copy_s")
+
+Times = dict[str, list[float]]
+
+
+class _Timed(Running):
+    """A running checkpoint that notes how long writing took."""
+
+    write_s = 0.0
+
+    def _encode(self, *arguments: Any, **more: Any) -> Any:
+        begun_s = time.perf_counter()
+        written = super()._encode(*arguments, **more)
+        self.write_s += time.perf_counter() - begun_s
+        return written
+
+
+class _Training:
+    """The MLP, with momentum, the parameters of the larger shard in one tensor of blocks."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        layers = [nn.Linear(*widths) for widths in itertools.pairwise(_WIDTHS)]
+        self._model = nn.Sequential(*(part for layer in layers for part in (layer, nn.ReLU())))[:-1]
+        named = dict(self._model.named_parameters())
+        shards = [[named[name] for name in names] for names in Sharded(self._model).cut(_SHARDS)]
+        held = max(shards, key=_numel)
+        self.parameters = _numel(held)
+        self.rows = _gathered(held)
+        self._optimizer = torch.optim.SGD(held, lr=0.01, momentum=0.9)
+        self._batches = self._drawn()
+        self.step = 0
+
+    def _drawn(self) -> Iterator[tuple[Tensor, Tensor]]:
+        images, classes = torch.rand(_BATCHES, _SAMPLES, _WIDTHS[0]), torch.randint(_WIDTHS[-1], (_BATCHES, _SAMPLES))
+        while True:
+            yield from zip(images, classes, strict=True)
+
+    def train(self) -> None:
+        """Take a step."""
+        x, y = next(self._batches)
+        self._model.zero_grad()
+        nn.functional.cross_entropy(self._model(x), y).backward()
+        self._optimizer.step()
+        self.step += 1
+
+
+def _numel(parameters: Sequence[nn.Parameter]) -> int:
+    return sum(parameter.numel() for parameter in parameters)
+
+
+def _gathered(parameters: Sequence[nn.Parameter]) -> Tensor:
+    """Return blocks in which the parameters lie from now on."""
+    blocks = [-(-parameter.numel() // _BLOCK) for parameter in parameters]
+    rows = torch.zeros(sum(blocks), _BLOCK)
+    for parameter, mine in zip(parameters, rows.split(blocks), strict=True):
+        place = mine.view(-1)[: parameter.numel()].view(parameter.shape)
+        parameter.data = place.copy_(parameter.data)
+    return rows
+
+
+def held_rows(seed: int) -> list[Row]:
+    """Return a row for each fraction r: medians of what a save takes, and their ratios with 95 % intervals.
+
+    Args:
+        seed: Of the order of the turns, and of the resampling.
+    """
+    training = _Training()
+    savings = {way: _Timed([training.rows], saving) for way, saving in _SAVINGS.items()}
+    times: dict[str, Times] = {way: {part: [] for part in _PARTS} for way in savings}
+    for number in range(-1, _REPETITIONS):  # the first is not counted
+        for way in random.Random(f"{seed} {number}").sample(sorted(savings), len(savings)):
+            taken = _one(training, savings[way])
+            if number >= 0:
+                for part, taken_s in zip(_PARTS, taken, strict=True):
+                    times[way][part].append(taken_s)
+    return [_row(way, training.parameters, found, seed) for way, found in times.items()]
+
+
+def _one(training: _Training, running: _Timed) -> tuple[float, ...]:
+    """Save once; return how long each of :data:`_PARTS` took, seconds."""
+    step_s = _seconds(training.train)
+    running.write_s, begun_s = 0.0, time.perf_counter()
+    saved = running.take([training.rows], training.step)
+    take_s = time.perf_counter() - begun_s
+    running.put(saved)
+    training.train()
+    copy_s = _seconds(lambda: training.rows.index_select(0, saved.blocks))
+    return step_s, take_s - running.write_s, running.write_s, copy_s
+
+
+def _seconds(run: Callable[[], object]) -> float:
+    begun_s = time.perf_counter()
+    run()
+    return time.perf_counter() - begun_s
+
+
+def _row(way: str, parameters: int, found: Times, seed: int) -> Row:
+    found = found | {"held_s": [sum(both) for both in zip(found["selection_s"], found["write_s"], strict=True)]}
+    saves = 1 / _SAVINGS[way].period  # in each step, on the average
+    row: Row = {"part": "held", "status": MEASURED, "way": way, "parameters": parameters, "repetitions": _REPETITIONS}
+    row |= {part: median(values) for part, values in found.items()}
+    return (
+        row
+        | _ratio("write_to_copy", found["write_s"], found["copy_s"], seed)
+        | _ratio("held_to_copy", found["held_s"], found["copy_s"], seed)
+        | _ratio("selection_percent", found["selection_s"], found["step_s"], seed, 100 * saves)
+    )
+
+
+def _ratio(name: str, mine: Sequence[float], theirs: Sequence[float], seed: int, times: float = 1.0) -> Row:
+    """Return the ratio of the medians and its interval, drawn by repetition."""
+
+    def of(drawn: Sequence[Sequence[float]]) -> float:
+        chosen = [int(number) for number in drawn[0]]
+        return times * median([mine[number] for number in chosen]) / median([theirs[number] for number in chosen])
+
+    every = [float(number) for number in range(len(mine))]
+    low, high = bootstrap([every], of, seed)
+    return {name: of([every]), f"{name}_low": low, f"{name}_high": high}
+
+
+def held_tasks(workers: Workers, seed: int) -> list[Task]:
+    """Return what is timed, alone in one of the processes."""
+    return [Task("held: the larger shard of two", partial(_task, workers, seed))]
+
+
+def _task(workers: Workers, seed: int, _: Sequence[Row]) -> list[Row]:
+    return workers.rows(held_rows, [seed])
+
+
+# ---------------------------------------------------------------------------------------------
+# What is said of it
+
+
+def held_claims(rows: Sequence[Row]) -> list[Claim]:
+    """Hold the rows against what was asked, by their intervals."""
+    held = [row for row in rows if row["part"] == "held" and row["status"] == MEASURED]
+    words = f"A partial save holds the loop for at most {HELD_TIMES:g} times a plain copy of the same blocks, their choice apart"
+    with_choice = "with the choice " + ", ".join(f"{row['held_to_copy']:.2g} times ({row['way']})" for row in held)
+    return [
+        _at_most(words, held, "write_to_copy", HELD_TIMES, "times the copy", with_choice),
+        _at_most(
+            f"Choosing the blocks takes less than {SELECTED_PERCENT:g} % of a step, over all steps: 8.5 million parameters at two workers",
+            held,
+            "selection_percent",
+            SELECTED_PERCENT,
+            "%",
+            f"one pass over the {held[0]['parameters']:,} parameters that are held, and what is saved of them"
+            if held
+            else "",
+        ),
+    ]
+
+
+def _at_most(words: str, rows: Sequence[Row], name: str, most: float, unit: str, more: str) -> Claim:
+    """Hold that something is at most so much at every r; None if an interval does not tell and none is above."""
+    if not rows:
+        return Claim(claim=words, source=_ASKED, paper=most, unit=unit, found=_NOT_CHECKED)
+    worst = max(rows, key=lambda row: float(row[name]))
+    holds = True if all(row[f"{name}_high"] <= most for row in rows) else None
+    holds = False if any(row[f"{name}_low"] > most for row in rows) else holds
+    each = "; ".join(
+        f"{row['way']} {row[name]:.3g} [{row[f'{name}_low']:.3g}, {row[f'{name}_high']:.3g}]" for row in rows
+    )
+    return Claim(
+        claim=words,
+        source=_ASKED,
+        paper=most,
+        ours=worst[name],
+        ci=(worst[f"{name}_low"], worst[f"{name}_high"]),
+        holds=holds,
+        found=f"the most, {worst['way']}; {each} {unit}; {more}",
+        unit=unit,
+    )
+
+
+def held_table() -> dict[str, Any]:
+    """Return how the page shows the rows."""
+    return {
+        "kind": "table",
+        "id": "held",
+        "title": "What a partial save takes from training",
+        "note": f"The larger of two shards of 8.5 million parameters, in blocks of {_BLOCK} numbers, C = {_EVERY}, medians of {_REPETITIONS} repetitions in one thread. Selection: "
+        "from the parameters to the numbers of the blocks. Write: what is written of them; the loop is held for both. Copy: the same blocks, as torch copies them. "
+        "A save falls on every second step at r = 1/8. On a machine that is busy only the ratios say something.",
+        "where": {"part": "held", "status": MEASURED},
+        "by": ["way"],
+        "columns": [
+            ["parameters", "parameters held", "number"],
+            ["step_s", "a step", "ms"],
+            ["selection_s", "selection", "ms"],
+            ["write_s", "write", "ms"],
+            ["copy_s", "copy", "ms"],
+            ["write_to_copy", "write", "number", "times the copy"],
+            ["held_to_copy", "selection and write", "number", "times the copy"],
+            ["selection_percent", "selection, over all steps", "number", "% of a step"],
+        ],
+    }

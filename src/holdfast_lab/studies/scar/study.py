@@ -1,0 +1,293 @@
+"""Partial recovery and prioritised checkpoints: the experiments of Qiao and others (2019), on this code.
+
+A failure is simulated in the process that iterates, so that every policy sees the same run, the same failure and the
+same randomness after it. Trials run side by side, in as many processes as there are cores.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from holdfast.errors import ConfigError
+from holdfast_lab.studies.base import MEASURED, NOT_RUN, Claim, Options, Row, Task
+from holdfast_lab.studies.pool import Workers
+from holdfast_lab.studies.scar.claims import hold_claims
+from holdfast_lab.studies.scar.live import live_claims, live_tasks
+from holdfast_lab.studies.scar.page import sections
+from holdfast_lab.studies.scar.perturbation_each import kind_rows
+from holdfast_lab.studies.scar.perturbation_rows import cost_rows
+from holdfast_lab.studies.scar.pilot import at_rate, pilot, with_levels
+from holdfast_lab.studies.scar.programs import ENTRIES, NOT_READ, REPLACED, Entry, make, policies_of
+from holdfast_lab.studies.scar.rows import AT_BEST
+from holdfast_lab.studies.scar.save import held_claims, held_tasks
+from holdfast_lab.studies.scar.trials import Course, Policies, trial, trial_of_several
+
+_TRIALS = 100
+"""Of all failures, and of those after the first full save."""
+_QUICK = "mlr-digits"
+_TIMES_THE_RATE = (1 / 4, 1 / 2, 1, 2, 4, 8, 16)
+_REHEARSED = 24
+_CHUNK = 25
+"""Trials of a task: what an interruption loses at most."""
+_SEVERAL = (2, 3)
+_TRIED = 30
+"""Of each kind of perturbation."""
+_PARTS = 8
+"""In so many parts all kinds are tried, side by side."""
+
+
+class Scar:
+    """See the head of this file."""
+
+    name = "scar"
+    title = "Partial recovery and prioritised checkpoints"
+    paper = (
+        "A. Qiao, B. Aragam, B. Zhang, E. P. Xing: Fault tolerance in iterative-convergent machine learning, ICML 2019, "
+        "arXiv 1810.07354"
+    )
+    intervals = (
+        "Intervals are 95 % intervals: of what is saved by bootstrap over the trials, paired by trial; a resample in "
+        "which going back to a full checkpoint costs nothing counts as beyond both ends. Of a mean cost of "
+        "perturbations from the normal distribution. Of a share of runs by Clopper and Pearson, of more than 1,000 "
+        "from the normal distribution."
+    )
+    task_s, quick_task_s = 15.5, 6.7
+
+    def settings(self, options: Options) -> dict[str, Any]:
+        """See :meth:`Study.settings`."""
+        plan = _Plan(options)
+        return {
+            "quick": options.quick,
+            "seed": options.seed,
+            "programs": [entry.name for entry in plan.entries],
+            "trials": plan.trials,
+            "all saved once in": [f"{entry.every} iterations" for entry in plan.entries],
+            "loss averaged over": [f"{entry.window} iterations" for entry in plan.entries],
+            "options": [f"{name} = {value}" for entry in plan.entries for name, value in entry.options],
+            "data": "those that need no files" if options.data is None else f"files in {options.data}",
+        }
+
+    def tasks(self, options: Options) -> list[Task]:
+        """See :meth:`Study.tasks`.
+
+        Raises:
+            ConfigError: if a program is asked for that is not one, or that needs files.
+        """
+        return _Plan(options).tasks()
+
+    def left_out(self, options: Options) -> list[str]:
+        """See :meth:`Study.left_out`."""
+        return _Plan(options).left_out()
+
+    def claims(self, rows: Sequence[Row], seed: int) -> list[Claim]:
+        """See :meth:`Study.claims`."""
+        return [*hold_claims(rows, seed), *live_claims(rows), *held_claims(rows)]
+
+    def page(self, rows: Sequence[Row]) -> list[dict[str, Any]]:
+        """See :meth:`Study.page`."""
+        return sections(rows)
+
+
+class _Plan:
+    """What is run, and how."""
+
+    def __init__(self, options: Options) -> None:
+        if options.model:
+            msg = f"--network is not for this study, got {options.model!r}; choose programs with --only"
+            raise ConfigError(msg)
+        if options.data is not None and not options.data.is_dir():
+            msg = f"--data must be a directory, got {str(options.data)!r}, which is none"
+            raise ConfigError(msg)
+        self._options = options
+        self._workers = Workers(preload=[__name__])
+        self.entries = self._chosen()
+        self.trials = options.repetitions or _TRIALS
+
+    def _chosen(self) -> list[Entry]:
+        wanted, known = self._options.only, {entry.name: entry for entry in ENTRIES}
+        for name in wanted:
+            if name not in known:
+                names = ", ".join(f"'{each}'" if " " in each else each for each in known)
+                msg = f"--only must be one of {names}, got {name!r}"
+                raise ConfigError(msg)
+            if known[name].from_files and self._options.data is None:
+                msg = f"{name} is run on data from files: say in which directory they are, with --data DIR"
+                raise ConfigError(msg)
+        if wanted:
+            return [entry for entry in ENTRIES if entry.name in wanted]
+        if self._options.quick:
+            return [known[_QUICK]]
+        has_files = self._options.data is not None
+        return [
+            entry
+            for entry in ENTRIES
+            if (has_files or not entry.from_files)
+            and not (has_files and entry.name in REPLACED)
+            and not entry.by_request
+        ]
+
+    def left_out(self) -> list[str]:
+        missing = [entry for entry in ENTRIES if entry not in self.entries]
+        requested = [entry.name for entry in missing if entry.by_request]
+        others = [entry.name for entry in missing if not entry.by_request]
+        told = [f"Programs: {', '.join(others)}."] if others else []
+        if requested:
+            told.append(f"Programs that would not fit into the hour: {', '.join(requested)}; run each with --only.")
+        if self._options.data is None:
+            told.append(
+                "All data from files (Fashion-MNIST, CoverType, MovieLens, Reuters): give their directory with --data."
+            )
+        told.append(NOT_READ)
+        if self._options.quick:
+            told.append(
+                "Everything but the traditional policy, partial recovery and r = 1/8, with half of the blocks lost: no other "
+                "shares and fractions, no perturbations, no several failures, nothing beyond the paper."
+            )
+        return told
+
+    def tasks(self) -> list[Task]:
+        tasks = []
+        for entry in self.entries:
+            course = self._course(entry, entry.name)
+            tasks += [Task(f"pilot: {entry.name}", partial(self._pilot, course))]
+            if self._options.quick:
+                tasks += self._of_main(course, partial(policies_of, "quick", entry.fractions))
+            else:
+                tasks += self._of_program(entry, course)
+        if not self._options.quick and not self._options.only:
+            tasks += live_tasks(self._options.seed)
+            tasks += held_tasks(self._workers, self._options.seed)
+        return tasks
+
+    def _of_program(self, entry: Entry, course: Course) -> list[Task]:
+        """Return what the whole study does with a program."""
+        rehearsed = min(_REHEARSED, self.trials)
+        whole, few = (partial(policies_of, which, entry.fractions) for which in ("whole", "few"))
+        tasks = self._of_main(course, whole)
+        tasks += self._of_trials(course, "rehearsal", rehearsed, few)
+        if entry.fails_often:
+            tasks += [
+                Task(f"{failures} failures: {entry.name}", partial(self._several, course, failures, self.trials))
+                for failures in _SEVERAL
+            ]
+        if entry.perturbed:
+            tasks += [
+                Task(f"perturbations: {entry.name}", partial(self._perturbed, course, entry.perturbed)),
+                Task(f"kinds of perturbations: {entry.name}", partial(self._perturbed_by_kind, course)),
+            ]
+        if entry.has_rate:
+            best = self._course(entry, f"{entry.name}{AT_BEST}")
+            tasks += [
+                Task(f"rates: {entry.name}", partial(self._rates, entry)),
+                Task(f"pilot: {best.name}", partial(self._pilot, best)),
+            ]
+            tasks += self._of_main(best, few) + self._of_trials(best, "rehearsal", rehearsed, few)
+        return tasks
+
+    def _course(self, entry: Entry, name: str) -> Course:
+        return Course(
+            name=name,
+            make=partial(make, entry.program, self._options.data, entry.options),
+            every=entry.every,
+            window=entry.window,
+            iterations=entry.iterations,
+            seed=self._options.seed,
+        )
+
+    def _of_main(self, course: Course, policies: Policies) -> list[Task]:
+        """Return the trials that everything is said of: of all failures, then as many late ones as are still missing."""
+        return [task for kind in ("main", "late") for task in self._of_trials(course, kind, self.trials, policies)]
+
+    def _of_trials(self, course: Course, kind: str, count: int, policies: Policies) -> list[Task]:
+        return [
+            Task(
+                f"{kind}: {course.name}, trials {first} to {min(first + _CHUNK, count) - 1}",
+                partial(self._trials, course, kind, range(first, min(first + _CHUNK, count)), policies),
+            )
+            for first in range(0, count, _CHUNK)
+        ]
+
+    # -- tasks
+
+    def _pilot(self, course: Course, known: Sequence[Row]) -> list[Row]:
+        try:
+            return self._workers.rows(pilot, [_at_rate(course, known)])
+        except ConfigError as error:  # its data are not there, or it does not converge: the others can be run
+            return [{"part": "pilot", "status": NOT_RUN, "program": course.name, "why": str(error)}]
+
+    def _trials(
+        self, course: Course, kind: str, numbers: Sequence[int], policies: Policies, known: Sequence[Row]
+    ) -> list[Row]:
+        if (ready := _ready(course, known)) is None:
+            return []
+        if kind == "late":
+            numbers = [number for number in numbers if number < self.trials - _late_of_main(course, known)]
+        return self._workers.rows(partial(trial, ready, kind, policies=policies), numbers)
+
+    def _several(self, course: Course, failures: int, count: int, known: Sequence[Row]) -> list[Row]:
+        if (ready := _ready(course, known)) is None:
+            return []
+        policies = partial(policies_of, "several", ())
+        return self._workers.rows(partial(trial_of_several, ready, policies=policies, failures=failures), range(count))
+
+    def _perturbed(self, course: Course, count: int, _: Sequence[Row]) -> list[Row]:
+        return self._workers.rows(partial(perturbed, course, self._options.seed), [count])
+
+    def _perturbed_by_kind(self, course: Course, _: Sequence[Row]) -> list[Row]:
+        trials = min(_TRIED, self.trials)
+        return self._workers.rows(partial(perturbed_by_kind, course, self._options.seed, trials), range(_PARTS))
+
+    def _rates(self, entry: Entry, _: Sequence[Row]) -> list[Row]:
+        course = self._course(entry, entry.name)
+        try:
+            rows = self._workers.rows(partial(at_rate, course), _TIMES_THE_RATE)
+        except ConfigError as error:
+            return [{"part": "rate", "status": NOT_RUN, "program": entry.name, "why": str(error)}]
+        least = min((row["loss"] for row in rows if row["loss"] is not None), default=None)
+        if least is None:
+            return [
+                {
+                    "part": "rate",
+                    "status": NOT_RUN,
+                    "program": entry.name,
+                    "why": "the loss grew beyond all bounds at every rate",
+                }
+            ]
+        return [row | {"best": row["loss"] == least} for row in rows]
+
+
+def _ready(course: Course, known: Sequence[Row]) -> Course | None:
+    """Return the course as its pilot found it, None if the pilot failed."""
+    found = next(row for row in known if row["part"] == "pilot" and row["program"] == course.name)
+    return with_levels(_at_rate(course, known), found) if found["status"] == MEASURED else None
+
+
+def _late_of_main(course: Course, known: Sequence[Row]) -> int:
+    """Return how many of the main trials failed after the first full save."""
+    main = [row for row in known if row["part"] == "trial" and (row["program"], row["kind"]) == (course.name, "main")]
+    return len({row["trial"] for row in main if row.get("late")})
+
+
+def _at_rate(course: Course, known: Sequence[Row]) -> Course:
+    """Return the course at the best learning rate, if that is what its name says."""
+    if not course.name.endswith(AT_BEST):
+        return course
+    name = course.name.removesuffix(AT_BEST)
+    rates = [row["rate"] for row in known if row["part"] == "rate" and row["program"] == name and row.get("best")]
+    if not rates:
+        msg = "no best learning rate is known: the sweep could not be run"
+        raise ConfigError(msg)
+    return replace(course, make=partial(course.make, learning_rate=rates[0]))
+
+
+def perturbed(course: Course, seed: int, count: int) -> list[Row]:
+    """Return what perturbations of a program cost by their size."""
+    return cost_rows(course.make(seed), count, seed, course.iterations, course.window)
+
+
+def perturbed_by_kind(course: Course, seed: int, trials: int, part: int) -> list[Row]:
+    """Return one of :data:`_PARTS` parts of what each kind of perturbation costs."""
+    return kind_rows(course.make(seed), trials, seed, course.iterations, course.window, part, _PARTS)

@@ -1,0 +1,332 @@
+"""A trial: one run, one failure, and every policy's way on from it, all with the same randomness.
+
+Every policy sees the undisturbed run until the failure, so one pass over it serves them all.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from holdfast.checkpoint.priority import Running, Saving
+from holdfast.checkpoint.priority_codec import coded_bytes
+from holdfast.report.iteration_cost import iteration_cost, kappa
+from holdfast_lab.studies.base import MEASURED, NOT_RUN, Row
+from holdfast_lab.studies.scar.policies import LEAST, NODES, Policy
+from holdfast_lab.studies.scar.restore import WAYS, Restored, Rows, Scene
+from holdfast_lab.workloads.iterative.base import Program, State
+
+KINDS_OF_TRIALS = ("main", "late", "rehearsal", "several", "pilot")
+"""Blocks of trials that share no randomness; in those called late, nodes die after the first full save."""
+TOO_SOON = "the undisturbed run was not at the last level after all failures, or never got there"
+Policies = Callable[[Program], Sequence[Policy]]
+_SLOTS = 16
+"""How many saves back somebody with hindsight may choose from: twice as many as it takes to save all."""
+_CAP = 4
+"""A run that takes so many times as long as the undisturbed one is given up, and counted as censored."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Course:
+    """How a program is run in trials.
+
+    Args:
+        name: In rows and on the page.
+        make: Makes the program, with its randomness from a seed, the same data for every seed; and at another
+            ``learning_rate``, if it is asked to and has one.
+        every: C: all is saved once in so many iterations.
+        window: Of the trailing mean of the loss.
+        iterations: Of the pilot; the last level is one that it reaches.
+        seed: Of everything that is drawn.
+        levels: Of the loss, falling; empty before the pilot.
+        last: Iterations at which the pilot reached the last of them.
+    """
+
+    name: str
+    make: Callable[..., Program]
+    every: int
+    window: int
+    iterations: int
+    seed: int = 0
+    levels: tuple[float, ...] = ()
+    last: float = 0.0
+
+    def chance(self, kind: str, number: int) -> np.random.Generator:
+        """Return where a trial draws from; a function of the seed, the kind of trials and the number alone."""
+        return np.random.default_rng([self.seed, KINDS_OF_TRIALS.index(kind), number])
+
+    @property
+    def limit(self) -> int:
+        """Return after how many iterations a run is given up."""
+        return math.ceil(_CAP * self.last)
+
+
+# ---------------------------------------------------------------------------------------------
+# A run
+
+
+def run_on(program: Program, state: State, losses: list[float], course: Course) -> None:
+    """Go on with a run until the trailing mean is at the last level, or it is given up.
+
+    Args:
+        program: Any.
+        state: Before iteration ``len(losses) - 1``; written to.
+        losses: Those so far, that of ``state`` last; the others are appended.
+        course: Says when it ends.
+    """
+    while len(losses) <= course.limit and np.mean(losses[-course.window :]) > course.levels[-1]:
+        program.iterate(state, len(losses) - 1)
+        losses.append(program.loss(state))
+
+
+def running_for(
+    program: Program, state: State, start: Rows, policy: Policy, course: Course, seed: int
+) -> Running | None:
+    """Return the checkpoint of a policy, None if it saves nothing; ``state`` is the one that is saved as it goes on."""
+    if policy.saves == "nothing":
+        return None
+    rows = saved_rows(program, start, policy)
+    sizes = _sizes(program, start, policy)
+    share = float(sizes.sum()) / float(program.block_bytes.sum())
+    if policy.fraction == 1 and policy.codec != "exact":
+        share *= _shrinks(rows, policy.codec)  # a full save cannot take more blocks, but it can come sooner
+    every = max(1, math.ceil(course.every * share))
+    saving = Saving(
+        every=every,
+        fraction=max(policy.fraction, 1 / every),
+        choice=policy.choice,
+        predictor=policy.predictor,
+        codec=policy.codec,
+        seed=seed,
+    )
+    distance = program.distance if policy.distance == "own" else _likelihood_lost(program, state)
+    return Running(rows, saving, block_bytes=sizes, distance=distance)
+
+
+def _likelihood_lost(program: Any, state: State) -> Callable[[Tensor, Tensor], Tensor]:
+    """Return by how much the log-likelihood of each document would change if it were as it was saved."""
+
+    def distance(_: Tensor, saved: Tensor) -> Tensor:
+        changed = program.log_likelihoods(state) - program.log_likelihoods(state, saved)
+        return cast("Tensor", changed).abs()
+
+    return distance
+
+
+def saved_rows(program: Program, rows: Rows, policy: Policy) -> Rows:
+    """Return those rows that a policy saves."""
+    if policy.saves == "parameters":
+        return rows[:1]
+    if policy.saves == "live":
+        assert program.live is not None
+        return tuple(row[program.live] for row in rows)
+    return rows
+
+
+def _sizes(program: Program, start: Rows, policy: Policy) -> Tensor:
+    if policy.saves == "parameters":
+        widths = [coded_bytes(row, "exact") for row in start]
+        return program.block_bytes * widths[0] // sum(widths)
+    if policy.saves == "live":
+        assert program.live is not None
+        return program.block_bytes[program.live]
+    return program.block_bytes
+
+
+def _shrinks(rows: Rows, codec: str) -> float:
+    return sum(coded_bytes(row, codec) for row in rows) / sum(coded_bytes(row, "exact") for row in rows)
+
+
+class Followed:
+    """A run, and what each way of saving has of it.
+
+    Args:
+        program: Any.
+        policies: Whose checkpoints are kept.
+        course: Says how often all is saved.
+        seed: Of the random choices.
+    """
+
+    def __init__(self, program: Program, policies: Sequence[Policy], course: Course, seed: int) -> None:
+        self.program, self.course = program, course
+        self.state = program.start()
+        self.start: Rows = tuple(row.clone() for row in program.rows(self.state))
+        self._checkpoints: dict[Any, tuple[Policy, Running | None]] = {}
+        for policy in policies:
+            if policy.saving not in self._checkpoints:
+                self._checkpoints[policy.saving] = (
+                    policy,
+                    running_for(program, self.state, self.start, policy, course, seed),
+                )
+        self.bytes = dict.fromkeys(self._checkpoints, 0.0)
+        self._remembers = any(policy.restore.startswith("hindsight") for policy in policies)
+        self.history: list[tuple[int, Rows]] = [(0, self.start)]
+        self.iteration = 0
+
+    def advance(self, until: int) -> None:
+        """Iterate, and save what is due, the last time after ``until`` iterations."""
+        for iteration in range(self.iteration, until):
+            self.program.iterate(self.state, iteration)
+            self._save(iteration + 1)
+        self.iteration = until
+
+    def _save(self, step: int) -> None:
+        rows = self.program.rows(self.state)
+        for key, (policy, running) in self._checkpoints.items():
+            if running is not None and running.is_due(step):
+                saved = running.save(saved_rows(self.program, rows, policy), step)
+                sizes, shrinks = _sizes(self.program, self.start, policy), _shrinks(rows, policy.codec)
+                self.bytes[key] += float(sizes[saved.blocks].sum()) * shrinks
+        if self._remembers and step % max(1, round(LEAST * self.course.every)) == 0:
+            self.history.append((step, tuple(row.clone() for row in rows)))
+            del self.history[1:-_SLOTS]
+
+    def restored(self, policy: Policy, lost: Tensor, reseeded: Callable[[], Program]) -> Restored:
+        """Return what a policy goes on with when blocks are lost now."""
+        period = max(1, round(LEAST * self.course.every))
+        scene = Scene(
+            program=self.program,
+            state=self.state,
+            iteration=self.iteration,
+            lost=lost,
+            start=self.start,
+            running=self._checkpoints[policy.saving][1],
+            history=self.history,
+            room_bytes=float(self.program.block_bytes.sum()) * period / self.course.every,
+            reseeded=reseeded,
+        )
+        return WAYS[policy.restore](scene)
+
+
+# ---------------------------------------------------------------------------------------------
+# Trials
+
+
+def trial(course: Course, kind: str, number: int, policies: Policies) -> list[Row]:
+    """Return a row for each policy: what one failure cost with it.
+
+    Args:
+        course: Of the program, with levels.
+        kind: One of :data:`KINDS_OF_TRIALS`.
+        number: Of the trial.
+        policies: To compare, given the program.
+    """
+    chance = course.chance(kind, number)
+    seed, other_seed = (int(drawn) for drawn in chance.integers(2**31, size=2))
+    program = course.make(seed)
+    undisturbed = undisturbed_losses(program, course)
+    about: Row = {"part": "trial", "kind": kind, "program": course.name, "trial": number}
+    failure = failure_at(chance, course, undisturbed, least=course.every if kind == "late" else 1)
+    if failure is None:
+        return [about | {"status": NOT_RUN, "why": TOO_SOON}]
+    order = torch.from_numpy(chance.permutation(program.blocks))
+    compared = policies(program)
+    followed = Followed(program, compared, course, seed)
+    followed.advance(failure)
+    rows = []
+    for policy in compared:
+        lost = lost_of(order, policy.nodes)
+        restored = followed.restored(policy, lost, lambda: course.make(other_seed))
+        error = distance_of(program, restored.state, followed.state)
+        losses = [*undisturbed[:failure], restored.program.loss(restored.state)]
+        run_on(restored.program, restored.state, losses, course)
+        rows.append(
+            about
+            | {"status": MEASURED, "policy": policy.name, "failure": failure, "late": failure >= course.every}
+            | _cost(course, losses, undisturbed, failure, restored.work)
+            | {"error": error, "bytes": followed.bytes[policy.saving] / failure}
+        )
+    return rows
+
+
+def undisturbed_losses(program: Program, course: Course) -> list[float]:
+    """Return the losses of a run that nothing happens to, until the trailing mean is at the last level."""
+    state = program.start()
+    losses = [program.loss(state)]
+    run_on(program, state, losses, course)
+    return losses
+
+
+def failure_at(chance: np.random.Generator, course: Course, undisturbed: Sequence[float], least: int = 1) -> int | None:
+    """Return after which iteration nodes die: geometric, drawn anew until it is before the last level is reached.
+
+    Args:
+        chance: Drawn from.
+        course: Has levels.
+        undisturbed: Losses.
+        least: Drawn anew until it is not before this one, either.
+
+    Returns:
+        None if there is no such iteration, or the last level is never reached.
+    """
+    last = kappa(undisturbed, course.levels[-1], course.window)
+    if not least < last < math.inf:
+        return None
+    while True:
+        failure = int(chance.geometric(min(1.0, 2 / course.last)))
+        if least <= failure < last:
+            return failure
+
+
+def lost_of(order: Tensor, nodes: int) -> Tensor:
+    """Return the blocks that are lost, of all in a random order, when so many of :data:`NODES` die; at least one if any dies."""
+    return order[: max(len(order) * nodes // NODES, min(nodes, 1))]
+
+
+def distance_of(program: Program, a: State, b: State) -> float:
+    """Return how far two states are apart: the root of the sum of squares over the blocks."""
+    return float(program.distance(program.rows(a)[0], program.rows(b)[0]).double().norm())
+
+
+def _cost(course: Course, losses: list[float], undisturbed: list[float], failure: int, work: float) -> Row:
+    # What was reached before the failure cannot cost anything: those levels say nothing of it.
+    ahead = [level for level in course.levels if kappa(undisturbed, level, course.window) > failure]
+    cost = iteration_cost(losses, undisturbed, ahead, course.window)
+    return {"cost": cost.iterations + work, "censored": cost.censored, "levels": len(ahead)}
+
+
+def trial_of_several(course: Course, number: int, policies: Policies, failures: int) -> list[Row]:
+    """Return a row for each policy: what several failures in one run cost with it.
+
+    Args:
+        course: Of the program, with levels.
+        number: Of the trial.
+        policies: To compare, given the program.
+        failures: How many.
+    """
+    chance = course.chance("several", number)
+    seed, other_seed = (int(drawn) for drawn in chance.integers(2**31, size=2))
+    program = course.make(seed)
+    undisturbed = undisturbed_losses(program, course)
+    about: Row = {"part": "several", "kind": "several", "program": course.name, "trial": number, "failures": failures}
+    drawn = [failure_at(chance, course, undisturbed) for _ in range(failures)]
+    times = sorted(failure for failure in drawn if failure is not None)
+    if len(times) < failures:
+        return [about | {"status": NOT_RUN, "why": TOO_SOON}]
+    orders = [torch.from_numpy(chance.permutation(program.blocks)) for _ in times]
+    rows = []
+    for policy in policies(program):
+        followed = Followed(program, [policy], course, seed)
+        losses = [program.loss(followed.state)]
+        for failure, order in zip(times, orders, strict=True):
+            while followed.iteration < failure:
+                followed.advance(followed.iteration + 1)
+                losses.append(program.loss(followed.state))
+            lost = lost_of(order, policy.nodes)
+            restored = followed.restored(policy, lost, lambda: course.make(other_seed))
+            for name, tensor in restored.state.items():  # the checkpoint looks at this state, so it is written to
+                followed.state[name].copy_(tensor)
+            losses[-1] = program.loss(followed.state)
+        run_on(program, followed.state, losses, course)
+        rows.append(
+            about
+            | {"status": MEASURED, "policy": policy.name, "failure": times[0], "late": times[0] >= course.every}
+            | _cost(course, losses, undisturbed, times[0], 0.0)
+        )
+    return rows

@@ -1,0 +1,117 @@
+"""Holding what the trials say against a number: the words, and the verdicts, that all claims of the study share."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from holdfast_lab.studies.base import Claim
+from holdfast_lab.studies.scar.policies import NODES, PARTIAL
+from holdfast_lab.studies.scar.rows import Trials
+
+ABSTRACT = "abstract"
+PAPER = "paper"
+DERIVED = "derived"
+EXPECTED = "expected from a prototype"
+NOT_CHECKED = "not checked: nothing was run that tells"
+POINTS = "points"
+"""The unit of a difference of percentages."""
+LEAST, MOST = 78.0, 95.0
+"""What the abstract says that SCAR saves, in percent."""
+
+Measured = tuple[float, tuple[float, float]]
+
+
+def show(value: float, ci: tuple[float, float], unit: str = "") -> str:
+    """Return a reduction and its interval in percent, as tables and claims show it; an end that there is not as infinite."""
+    if not math.isfinite(value):
+        return "nothing to save"  # going back cost nothing in any of the trials
+    return f"{_whole(value)} [{_whole(ci[0])}, {_whole(ci[1])}] {unit}".rstrip()
+
+
+def _whole(share: float) -> str:
+    if math.isfinite(share):
+        return str(round(100 * share))
+    return "-∞" if share < 0 else "∞"
+
+
+def told(found: Mapping[str, Measured], unit: str = "%") -> str:
+    """Return each program, or what else was measured, with its number, in a sentence of a claim."""
+    return "; ".join(f"{name} {show(*measured, unit)}" for name, measured in found.items())
+
+
+def in_percent(ci: tuple[float, float]) -> tuple[float, float]:
+    """Return an interval in percent."""
+    return 100 * ci[0], 100 * ci[1]
+
+
+def where_it_lies(percent: float) -> str:
+    """Return whether a reduction is inside the abstract's range, and by how much not."""
+    if LEAST <= percent <= MOST:
+        return "inside the range"
+    points = max(LEAST - percent, percent - MOST)
+    side = "below" if percent < LEAST else "above"
+    return f"outside, {points:.{int(points < 1)}f} points {side} the range"
+
+
+def partial_of(nodes: int) -> str:
+    """Return the name of partial recovery alone when so many of :data:`NODES` die."""
+    return PARTIAL if nodes == NODES // 2 else f"{PARTIAL}, {nodes}/{NODES} lost"
+
+
+# ---------------------------------------------------------------------------------------------
+# Verdicts
+
+
+def at_least(words: str, source: str, least: float, found: Mapping[str, Measured], unit: str = "%") -> Claim:
+    """Hold that something is at least so many percent, or points, of each program; None if an interval does not tell and none is below.
+
+    The lowest is shown.
+    """
+    if not found:
+        return Claim(claim=words, source=source, paper=least, unit=unit, found=NOT_CHECKED)
+    lowest = min(found, key=lambda name: found[name][0])
+    value, ci = found[lowest]
+    below = [name for name, (_, (_, high)) in found.items() if 100 * high < least]
+    unclear = [name for name, (_, (low, high)) in found.items() if 100 * low < least <= 100 * high]
+    unsure = f"; the interval does not tell: {', '.join(unclear)}" if unclear else ""
+    return Claim(
+        claim=words,
+        source=source,
+        paper=least,
+        unit=unit,
+        ours=100 * value,
+        ci=in_percent(ci),
+        holds=False if below else None if unclear else True,
+        found=f"the lowest, {lowest}; {told(found, unit)}{unsure}",
+    )
+
+
+def reductions(trials: Trials, programs: Sequence[str], policy: str) -> dict[str, Measured]:
+    """Return what a policy saves with each program that it saves a number with, after the first full save."""
+    cells = {program: trials.cell(program, policy) for program in programs}
+    return {
+        program: (cell.reduction, cell.ci) for program, cell in cells.items() if cell and math.isfinite(cell.reduction)
+    }
+
+
+def gaps(trials: Trials, programs: Sequence[str], policy: str, other: str) -> dict[str, Measured]:
+    """Return by how much a policy saves more than another with each program, paired."""
+    found = {program: trials.gap(program, policy, other) for program in programs}
+    return {program: gap for program, gap in found.items() if gap and math.isfinite(gap[0])}
+
+
+def is_above(words: str, found: Mapping[str, Measured]) -> Claim:
+    """Hold that every difference, by its name, is above 0; None if an interval does not tell and none is against it."""
+    if not found:
+        return Claim(claim=words, source=PAPER, unit=POINTS, found=NOT_CHECKED)
+    lowest = min(found, key=lambda name: found[name][0])
+    value, ci = found[lowest]
+    against = [name for name, (_, (_, high)) in found.items() if high < 0]
+    unclear = [name for name, (_, (low, high)) in found.items() if low <= 0 <= high]
+    text = f"more, the least of {len(found)}: {lowest}"
+    text += f"; not so: {', '.join(against)}" if against else ""
+    text += f"; the interval does not tell: {', '.join(unclear)}" if unclear else ""
+    holds = False if against else None if unclear else True
+    ours, ends = 100 * value, in_percent(ci)
+    return Claim(claim=words, source=PAPER, ours=ours, ci=ends, holds=holds, found=text, unit=POINTS)

@@ -1,0 +1,1 @@
+"""Soft errors in data-parallel and model-parallel training (Rojas 2024)."""

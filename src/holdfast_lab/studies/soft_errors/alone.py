@@ -1,0 +1,80 @@
+"""Trials once more, each in processes of its own and from files that were altered: what a warm group must find, too."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from holdfast_lab.inject.files import Target
+from holdfast_lab.inject.inject import inject
+from holdfast_lab.studies.base import MEASURED, Row
+from holdfast_lab.studies.campaign_plan import found_by
+from holdfast_lab.studies.campaign_table import as_json
+from holdfast_lab.studies.soft_errors.cells import Pair
+from holdfast_lab.studies.soft_errors.group import Group
+from holdfast_lab.studies.soft_errors.rows import harmed
+from holdfast_lab.studies.soft_errors.setup import CRITICAL, DDP, MODEL, Case, Setup
+from holdfast_lab.studies.soft_errors.trial import drawn, row_of
+from holdfast_lab.studies.soft_errors.workers.process import Disturbance
+
+_COMPARED = ("outcome", "outcome_rank0", "outcome_mean", "accuracy", "accuracy_mean", "test_loss", "errors_last")
+
+
+def pair_for(pairs: Sequence[Pair]) -> Pair | None:
+    """Return of which cell trials are made once more: one flip of the critical bit in one replica of two, None if there is none."""
+    return next((pair for pair in pairs if _is_plain(*pair)), None)
+
+
+def _is_plain(case: Case, setup: Setup) -> bool:
+    trained = (setup.platform, setup.processes, setup.dtype)
+    altered = (case.target, case.bits, case.altered, case.layer, case.format)
+    return (trained, altered) == ((DDP, 2, "float32"), (MODEL, CRITICAL, 1, "", ""))
+
+
+def alone(settings: Mapping[str, Any], seed: int) -> dict[str, Any]:
+    """Train to the epoch of the restart in new processes, alter the files of some, go on from them, and return a trial's row.
+
+    Args:
+        settings: Of the cell.
+        seed: Of the trial.
+
+    Raises:
+        GroupFailed: if a process failed.
+    """
+    case, setup = Case.from_settings(settings)
+    with contextlib.closing(Group(setup)) as group:
+        group.begin()
+        ranks, orders = drawn(case, group, seed)
+        for rank in ranks:
+            order, file = orders[rank], Path(group.undisturbed[rank]["file"])
+            assert order is not None
+            assert order.how is not None
+            altered = file.with_name(f"altered-{rank}.h5")
+            inject(Target(file), order.how, at=order.at or [order.target], out=altered)
+            orders[rank] = Disturbance(file=str(altered))
+        return row_of(group, ranks, group.ask(orders))
+
+
+def alone_row(settings: Mapping[str, Any], trials: Sequence[Row]) -> Row:
+    """Make trials of a cell once more, and return in how many the same was found, and the shares of both.
+
+    Args:
+        settings: Of the cell.
+        trials: Its rows, of a campaign.
+    """
+    found = [found_by(alone, settings, trial["seed"]) for trial in trials]
+    differences = [_difference(one, trial) for one, trial in zip(found, trials, strict=True)]
+    row: Row = {"part": "alone", "status": MEASURED, "cell": trials[0]["cell"], "trials": len(trials)}
+    row |= {"equal": differences.count(""), "first_difference": next(filter(None, differences), "")}
+    return row | harmed(trials, "outcome", "harmed") | harmed(found, "outcome", "harmed_alone")
+
+
+def _difference(alone: Mapping[str, Any], warm: Mapping[str, Any]) -> str:
+    """Return in words what of a trial is not the same, "" if all is."""
+    for name in ("error", *_COMPARED):
+        values = as_json(alone.get(name)), as_json(warm.get(name))
+        if values[0] != values[1]:
+            return f"{name} of trial {warm['number']}: {values[0]}, and {values[1]} from a warm state"
+    return ""

@@ -1,0 +1,155 @@
+"""The design of the study of soft errors: which settings are tried, experiment by experiment."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from holdfast.faults.formats import FORMATS
+from holdfast_lab.studies.campaign_plan import Cell
+from holdfast_lab.studies.soft_errors.setup import (
+    ALL,
+    BELOW,
+    CRITICAL,
+    DDP,
+    EACH,
+    HYBRID,
+    MODEL,
+    OPTIMIZER,
+    PIPELINE,
+    Case,
+    Setup,
+)
+from holdfast_lab.workloads.models import layout
+
+QUICK, CROSSED, BIT_BY_BIT, FORMATS_TRIED, LAYERS, BURSTS, COUNTS, PROPAGATION, NETWORKS = (
+    "quick",
+    "crossed",
+    "bit-by-bit",
+    "formats",
+    "layers",
+    "bursts",
+    "processes",
+    "propagation",
+    "networks",
+)
+EXPERIMENTS = (CROSSED, BIT_BY_BIT, FORMATS_TRIED, LAYERS, BURSTS, COUNTS, PROPAGATION, NETWORKS)
+"""Of the whole design, in order."""
+FLIPS = (1, 10, 100, 500, 1000)
+BITS = (ALL, BELOW, CRITICAL)
+WIDTHS = ("float16", "bfloat16", "float32", "float64")
+_THREE = ((1, ALL), (1, CRITICAL), (100, BELOW))
+_BURSTS = (2, 4, 8)
+_FOUR, _EIGHT = 4, 8
+
+Pair = tuple[Case, Setup]
+
+
+def cells_of(pairs: Sequence[Pair]) -> list[Cell]:
+    """Return the cells of a campaign."""
+    return [Cell(case.name(setup), case.settings(setup)) for case, setup in pairs]
+
+
+def setup_of(base: Setup, platform: str, processes: int) -> Setup:
+    """Return a setup on another platform: a pipeline has a stage a process, at most one for each block of the network; a hybrid two stages."""
+    if platform == PIPELINE:
+        processes = min(processes, len(layout(base.network).blocks))
+    stages = {PIPELINE: processes, HYBRID: 2}.get(platform, 1)
+    return replace(base, platform=platform, processes=processes, stages=stages)
+
+
+def quick_pairs(base: Setup, platforms: Sequence[str]) -> list[Pair]:
+    """Return what ``--quick`` tries: two processes, one of them altered."""
+    return [pair for platform in platforms for pair in _three(QUICK, setup_of(base, platform, 2))]
+
+
+def experiments(
+    base: Setup, platforms: Sequence[str], processes: int, others: Sequence[Setup] = ()
+) -> Iterator[tuple[str, str, list[Pair]]]:
+    """Yield the whole design, part by part: the experiment, a name, and cells.
+
+    Args:
+        base: What is trained.
+        platforms: On which: all have the crossed design, the other experiments are done under DDP alone.
+        processes: Of the crossed design, at least 2.
+        others: Other networks and data, each tried as in ``--quick``.
+    """
+    for platform in platforms:
+        yield CROSSED, f"{CROSSED}: {platform}", crossed(setup_of(base, platform, processes))
+    if DDP not in platforms:
+        return
+    two = setup_of(base, DDP, 2)
+    for width in WIDTHS:
+        yield BIT_BY_BIT, f"{BIT_BY_BIT}: {width}", bit_by_bit(replace(two, dtype=width))
+        yield FORMATS_TRIED, f"{FORMATS_TRIED}: {width}", formats(two, width)
+    yield LAYERS, LAYERS, layers(two)
+    yield BURSTS, BURSTS, bursts(two)
+    for count in (2, _EIGHT):
+        yield COUNTS, f"{COUNTS}: {count}", counts(setup_of(base, DDP, count))
+    yield PROPAGATION, PROPAGATION, propagation(replace(setup_of(base, DDP, _EIGHT), epochs=10))
+    for other in others:
+        name = f"{NETWORKS}: {other.network} on {other.dataset}"
+        yield NETWORKS, name, _three(NETWORKS, setup_of(other, DDP, 2))
+
+
+def crossed(setup: Setup) -> list[Pair]:
+    """Return model and optimizer, each with any bits and the critical one in one, half and all processes, and with those below it in one."""
+    count = setup.processes
+    some = sorted({1, count // 2, count})
+    cases = [(altered, flips, ALL) for altered in some for flips in FLIPS]
+    cases += [(altered, 1, CRITICAL) for altered in some]
+    cases += [(1, flips, BELOW) for flips in FLIPS]
+    return [
+        (Case(experiment=CROSSED, target=target, altered=altered, flips=flips, bits=bits), setup)
+        for target in (MODEL, OPTIMIZER)
+        for altered, flips, bits in cases
+    ]
+
+
+def bit_by_bit(setup: Setup) -> list[Pair]:
+    """Return one flip of each bit of a value in turn."""
+    return [(Case(experiment=BIT_BY_BIT, bits=str(bit)), setup) for bit in range(FORMATS[setup.dtype].bits)]
+
+
+def formats(setup: Setup, width: str) -> list[Pair]:
+    """Return training in a format, and altering in it what is trained in float32."""
+    trained = _three(FORMATS_TRIED, replace(setup, dtype=width))
+    if width == setup.dtype:
+        return trained
+    return trained + [(replace(case, format=width), setup) for case, _ in trained]
+
+
+def layers(setup: Setup) -> list[Pair]:
+    """Return the first, the middle and the last layer alone."""
+    return [
+        (replace(case, layer=layer), s) for layer in ("first", "middle", "last") for case, s in _three(LAYERS, setup)
+    ]
+
+
+def bursts(setup: Setup) -> list[Pair]:
+    """Return runs of neighbouring bits, anywhere in a value and below the critical bit."""
+    return [
+        (Case(experiment=BURSTS, flips=flips, bits=bits, burst=burst), setup)
+        for burst in _BURSTS
+        for flips in (1, 10)
+        for bits in (ALL, BELOW)
+    ]
+
+
+def counts(setup: Setup) -> list[Pair]:
+    """Return one, four and all of the processes altered."""
+    some = sorted({1, min(_FOUR, setup.processes), setup.processes})
+    return [(replace(case, altered=altered), s) for altered in some for case, s in _three(COUNTS, setup)]
+
+
+def propagation(setup: Setup) -> list[Pair]:
+    """Return a thousand flips in one process, and as many in all together."""
+    each = 1000 // setup.processes
+    return [
+        (Case(experiment=PROPAGATION, flips=1000, bits=BELOW), setup),
+        (Case(experiment=PROPAGATION, flips=each, bits=BELOW, altered=setup.processes, draws=EACH), setup),
+    ]
+
+
+def _three(experiment: str, setup: Setup) -> list[Pair]:
+    return [(Case(experiment=experiment, flips=flips, bits=bits), setup) for flips, bits in _THREE]

@@ -1,0 +1,257 @@
+"""What the papers say of soft errors in training, held against the rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from holdfast_lab.studies.base import MEASURED, Claim, Row
+from holdfast_lab.studies.soft_errors.cells import (
+    BIT_BY_BIT,
+    CROSSED,
+    FORMATS_TRIED,
+    NETWORKS,
+    PROPAGATION,
+    QUICK,
+    WIDTHS,
+)
+from holdfast_lab.studies.soft_errors.setup import ALL, BELOW, CRITICAL, MODEL, OPTIMIZER, PLATFORMS
+from holdfast_lab.studies.stats import bootstrap, wilson
+
+CLUSTER = "abstract, CLUSTER 2021"
+SBAC = "abstract, SBAC-PAD 2022"
+SECOND = "second hand, JPDC 2024"
+DERIVED = "derived"
+OURS = "ours"
+NOT_CHECKED = "not checked: nothing was run that tells"
+
+_ABSORBED = 95.0
+"""Percent of the trainings that must end as if nothing had been, for us to say that flips are absorbed."""
+_CRITICAL_BITS = {"float16": 14, "bfloat16": 14, "float32": 30, "float64": 62}
+_DOZENS = (10, 100)
+_MANY = (500, 1000)
+
+MORE_SENSITIVE = "The model is more sensitive than the optimizer"
+ALL_COLLAPSE = "At 500 and more flips every run ends in NaN"
+CRITICAL_BIT = "No bit does so much harm as the critical one"
+ONE_DECIDES = "The critical bit decides: 100 flips below it do less harm than one of it"
+
+Counted = tuple[int, int]
+"""How many of how many trials."""
+
+
+def hold_claims(rows: Sequence[Row], seed: int) -> list[Claim]:
+    """Return every claim with what was found."""
+    cells = [row for row in rows if row["part"] == "cell" and row["status"] == MEASURED]
+    ran = [platform for platform in PLATFORMS if any(row["platform"] == platform for row in cells)]
+    return [
+        *[claim for trained in _trained(cells) for claim in _absorbed(cells, *trained)],
+        *_of_each(MORE_SENSITIVE, SBAC, [_more_sensitive(cells, platform, seed) for platform in ran]),
+        *_of_each(ALL_COLLAPSE, SECOND, [_all_collapse(cells, platform) for platform in ran]),
+        *_of_each(CRITICAL_BIT, SECOND, [_critical_bit(cells, width) for width in WIDTHS]),
+        *_of_each(ONE_DECIDES, SECOND, [_critical_against_below(cells, width) for width in WIDTHS]),
+        _propagation(rows),
+        *[_alone(row) for row in rows if row["part"] == "alone"],
+        Claim(
+            claim="Horovod is slightly more resilient than DDP",
+            source=SBAC,
+            found="not tested: Horovod is not among the platforms here",
+        ),
+    ]
+
+
+def _of_each(words: str, source: str, claims: Sequence[Claim | None]) -> list[Claim]:
+    """Return the claims that were checked; if none was, that."""
+    checked = [claim for claim in claims if claim is not None]
+    return checked or [Claim(claim=words, source=source, found=NOT_CHECKED)]
+
+
+# ---------------------------------------------------------------------------------------------
+# Cells
+
+
+def counted(cells: Iterable[Row], column: str = "harmed", **wanted: Any) -> Counted:
+    """Return in how many trials a column came, of those cells that have the wanted values; a tuple: any of them."""
+    chosen = [row for row in cells if all(_fits(row[name], value) for name, value in wanted.items())]
+    return sum(row[column] for row in chosen), sum(row["trials"] for row in chosen)
+
+
+def _fits(value: Any, wanted: Any) -> bool:
+    return value in wanted if isinstance(wanted, tuple) else value == wanted
+
+
+_BASIC: Mapping[str, Any] = {"experiment": (QUICK, CROSSED, NETWORKS), "target": MODEL, "altered": 1}
+"""Cells that claims about one altered process stand on."""
+
+
+def _percent(counted: Counted) -> tuple[float, tuple[float, float]]:
+    share, ends = counted[0] / counted[1], wilson(*counted)
+    return 100 * share, (100 * ends[0], 100 * ends[1])
+
+
+def _show(counted: Counted) -> str:
+    share, (low, high) = _percent(counted)
+    return f"{share:.1f} % [{low:.1f}, {high:.1f}] of {counted[1]}"
+
+
+# ---------------------------------------------------------------------------------------------
+# Claims
+
+
+def _trained(cells: Sequence[Row]) -> list[tuple[str, str, str]]:
+    """Return platform, network and data set of what was run."""
+    mine = (row for row in cells if row["experiment"] in _BASIC["experiment"])
+    return list(dict.fromkeys((row["platform"], row["network"], row["dataset"]) for row in mine))
+
+
+def _absorbed(cells: Sequence[Row], platform: str, network: str, dataset: str) -> list[Claim]:
+    """Return both halves of the first claim, for what was run."""
+    wanted = {**_BASIC, "platform": platform, "network": network, "dataset": dataset}
+    below = counted(cells, "RWC", bits=BELOW, flips=_DOZENS, **wanted)
+    hit = counted(cells, bits=CRITICAL, flips=1, **wanted)
+    where = f"{platform}, {network} on {dataset}"
+    claims = []
+    if below[1]:
+        ours, ci = _percent(below)
+        claims.append(
+            Claim(
+                claim=f"Dozens of flips are absorbed unless the critical bit is hit: {where}",
+                source=CLUSTER,
+                paper=_ABSORBED,
+                ours=ours,
+                ci=ci,
+                holds=True if ci[0] >= _ABSORBED else False if ci[1] < _ABSORBED else None,
+                unit="%",
+                found=f"of trainings without a change, dozens of flips (10 or 100) below that bit in one process's model; we ask for {_ABSORBED:.0f}",
+            )
+        )
+    if below[1] and hit[1]:
+        ours, ci = _percent(hit)
+        other = below[1] - below[0], below[1]
+        claims.append(
+            Claim(
+                claim=f"One flip of the critical bit does more harm than dozens below it: {where}",
+                source=CLUSTER,
+                ours=ours,
+                ci=ci,
+                holds=_above(hit, other),
+                unit="%",
+                found=f"of trainings that changed; with flips below it {_show(other)}",
+            )
+        )
+    return claims
+
+
+def _above(first: Counted, second: Counted) -> bool | None:
+    """Return whether one share is above another; None if their intervals overlap."""
+    mine, theirs = wilson(*first), wilson(*second)
+    return True if mine[0] > theirs[1] else False if mine[1] < theirs[0] else None
+
+
+def _more_sensitive(cells: Sequence[Row], platform: str, seed: int) -> Claim | None:
+    names = ("altered", "flips", "bits")
+    of_target: dict[str, dict[tuple[Any, ...], Counted]] = {MODEL: {}, OPTIMIZER: {}}
+    for row in cells:
+        if row["experiment"] == CROSSED and row["platform"] == platform:
+            of_target[row["target"]][tuple(row[name] for name in names)] = (row["harmed"], row["trials"])
+    pairs = [
+        (of_target[MODEL][key], of_target[OPTIMIZER][key]) for key in of_target[MODEL] if key in of_target[OPTIMIZER]
+    ]
+    if not pairs:
+        return None
+    differences = [100 * (m / n - o / k) for (m, n), (o, k) in pairs]
+    ci = bootstrap([differences], lambda drawn: sum(drawn[0]) / len(drawn[0]), seed)
+    ours = sum(differences) / len(differences)
+    return Claim(
+        claim=f"{MORE_SENSITIVE}: {platform}",
+        source=SBAC,
+        ours=ours,
+        ci=ci,
+        holds=True if ci[0] > 0 else False if ci[1] < 0 else None,
+        runs=len(pairs),
+        unit="points",
+        found=f"more trainings that changed, mean over {len(pairs)} pairs of settings, which are drawn for the interval",
+    )
+
+
+def _all_collapse(cells: Sequence[Row], platform: str) -> Claim | None:
+    found = counted(cells, "NaN", platform=platform, bits=ALL, flips=_MANY, experiment=CROSSED, target=MODEL)
+    if not found[1]:
+        return None
+    ours, ci = _percent(found)
+    optimizer = counted(cells, "NaN", platform=platform, bits=ALL, flips=_MANY, experiment=CROSSED, target=OPTIMIZER)
+    told = "of trainings, 500 and 1000 flips of any bits in the model of one, half or all processes"
+    told += f"; in the optimizer {_show(optimizer)}" if optimizer[1] else ""
+    words = f"{ALL_COLLAPSE}: {platform}"
+    return Claim(
+        claim=words, source=SECOND, paper=100.0, ours=ours, ci=ci, holds=found[0] == found[1], found=told, unit="%"
+    )
+
+
+def _critical_bit(cells: Sequence[Row], width: str) -> Claim | None:
+    expected = _CRITICAL_BITS[width]
+    curve = {
+        int(row["bits"]): (row["harmed"], row["trials"])
+        for row in cells
+        if row["experiment"] == BIT_BY_BIT and row["dtype"] == width
+    }
+    if expected not in curve or len(curve) < 2:
+        return None
+    others = {bit: count for bit, count in curve.items() if bit != expected}
+    second = max(others, key=lambda bit: others[bit][0] / others[bit][1])
+    worst = max(curve, key=lambda bit: curve[bit][0] / curve[bit][1])
+    told = f"the bit whose flip changed most trainings; bit {expected} {_show(curve[expected])}; the most of all others, bit {second}, {_show(others[second])}"
+    return Claim(
+        claim=f"{CRITICAL_BIT}, bit {expected} of {width}",
+        source=DERIVED if width == "bfloat16" else SECOND,
+        paper=expected,
+        ours=worst,
+        holds=_above(curve[expected], others[second]),
+        found=told,
+    )
+
+
+def _critical_against_below(cells: Sequence[Row], width: str) -> Claim | None:
+    wanted = {"experiment": FORMATS_TRIED, "dtype": width, "format": ""}
+    hit = counted(cells, flips=1, bits=CRITICAL, **wanted)
+    below = counted(cells, flips=100, bits=BELOW, **wanted)
+    if not (hit[1] and below[1]):
+        return None
+    ours, ci = _percent(hit)
+    told = f"of trainings in {width} that changed; with 100 flips below it {_show(below)}"
+    words = f"{ONE_DECIDES}: {width}"
+    return Claim(claim=words, source=SECOND, ours=ours, ci=ci, holds=_above(hit, below), found=told, unit="%")
+
+
+def _propagation(rows: Sequence[Row]) -> Claim:
+    words = "Flips of one process reach the others: after the last epoch, rank 0's layers are off whoever was altered"
+    found = [
+        row["norm"]
+        for row in rows
+        if row["part"] == "error"
+        and (row["experiment"], row["whose"], row["draws"]) == (PROPAGATION, "rank 0", "same")
+        and row["norm"] is not None
+    ]
+    if not found:
+        return Claim(claim=words, source=f"{SECOND}; the words are ours", found=NOT_CHECKED)
+    return Claim(
+        claim=words,
+        source=f"{SECOND}; the words are ours",
+        ours=min(found),
+        holds=min(found) > 0,
+        found=f"the least of {len(found)} layers: the norm of the difference over that of the undisturbed weights, median over trials",
+    )
+
+
+def _alone(row: Row) -> Claim:
+    alone = f"{row['harmed_alone_percent']:.1f} % [{row['harmed_alone_low']:.1f}, {row['harmed_alone_high']:.1f}]"
+    difference = f"; {row['first_difference']}" if row["first_difference"] else ""
+    return Claim(
+        claim="A training from a warm state finds what one in processes of its own finds, to the bit",
+        source=OURS,
+        paper=100.0,
+        ours=100 * row["equal"] / row["trials"],
+        holds=row["equal"] == row["trials"],
+        unit="%",
+        found=f"of {row['trials']} trainings; {row['harmed_percent']:.1f} % changed, in processes of their own {alone}{difference}",
+    )

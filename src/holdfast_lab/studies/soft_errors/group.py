@@ -1,0 +1,177 @@
+"""A group of processes that stays warm: many trainings from the same epoch, without starting anything anew.
+
+Each process is one rank, with its state in memory, and in an HDF5 file of its own. One that dies, raises or does
+not answer takes the group with it: the next order makes it anew, from the files.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import tempfile
+import time
+from collections.abc import Sequence
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from multiprocessing.util import Finalize
+from pathlib import Path
+from typing import Any
+
+from holdfast.errors import InternalError, JobError
+from holdfast_lab.studies.soft_errors.setup import Setup
+from holdfast_lab.studies.soft_errors.workers.process import Disturbance
+from holdfast_lab.studies.soft_errors.workers.rank import serve
+
+_BEGIN_S = 3600.0
+"""How long a group may take until it is warm: a large network is trained for some epochs, on slow cores."""
+_LEAST_S, _TIMES = 60.0, 20.0
+"""A trial may take so many times as long as the undisturbed run, but at least so long."""
+_END_S = 5.0
+
+
+class GroupFailed(JobError):
+    """A process of a group raised, died or did not answer in time."""
+
+
+class Group:
+    """Processes that are one training.
+
+    Args:
+        setup: What is trained.
+    """
+
+    def __init__(self, setup: Setup) -> None:
+        self.setup = setup
+        self.undisturbed: list[dict[str, Any]] = []
+        """What came of the undisturbed run, by rank; empty until it was made."""
+        self._folder = tempfile.TemporaryDirectory(prefix="holdfast-soft-")
+        self._processes: list[BaseProcess] = []
+        self._connections: list[Connection] = []
+        # At the end of a process of multiprocessing its children get a SIGTERM, which these do not heed; this comes before.
+        Finalize(self, _kill, (self._processes,), exitpriority=1)
+        self._made = 0
+        self._limit_s = _BEGIN_S
+
+    @property
+    def pids(self) -> list[int | None]:
+        """Return those of its processes, by rank; none if there is no group at the moment."""
+        return [process.pid for process in self._processes]
+
+    def begin(self) -> None:
+        """Start the processes and wait until they are warm, unless they are.
+
+        Raises:
+            GroupFailed: if they do not get there, or what they train is not finite by itself.
+            InternalError: if they were, and do not compute the same bits again.
+        """
+        if self._processes:
+            return
+        self._made += 1
+        folder = Path(self._folder.name)
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload([__name__])
+        for rank in range(self.setup.real):
+            ours, theirs = context.Pipe()
+            arguments = (theirs, self.setup, rank, folder, folder / f"store-{self._made}", _BEGIN_S)
+            process = context.Process(target=serve, args=arguments, daemon=True)
+            process.start()
+            theirs.close()  # or its death would not end the pipe
+            self._processes.append(process)
+            self._connections.append(ours)
+        begun_s = time.monotonic()
+        found = self._answers(_BEGIN_S)
+        self._limit_s = max(_LEAST_S, _TIMES * (time.monotonic() - begun_s))
+        if self.undisturbed and [one["ended_with"] for one in found] != [o["ended_with"] for o in self.undisturbed]:
+            self.end()
+            msg = f"a group that was made anew from its files does not compute the same bits: {self.setup}"
+            raise InternalError(msg)
+        if not all(one["finite"] for one in found):
+            self.end()
+            msg = f"the undisturbed training has a loss or a weight that is not finite: {self.setup}"
+            raise GroupFailed(msg)
+        self.undisturbed = found
+
+    def ask(self, orders: Sequence[Disturbance | None]) -> list[dict[str, Any]]:
+        """Have a training go on from the epoch of the restart, and return what came of it, by rank.
+
+        Args:
+            orders: What is altered, by rank.
+
+        Raises:
+            GroupFailed: if a process failed; the group is ended, and made anew by the next order.
+            InternalError: if the training was not one that says something: that is our mistake, and no outcome.
+        """
+        self.begin()
+        try:
+            each = len(orders) // len(self._connections)
+            for number, connection in enumerate(self._connections):
+                connection.send(orders[number * each : (number + 1) * each])
+        except (BrokenPipeError, ConnectionResetError) as error:  # a process died idle
+            ended = self._ended()
+            self.end()
+            msg = f"a process of the group died: {ended}"
+            raise GroupFailed(msg) from error
+        return self._answers(self._limit_s)
+
+    def end(self) -> None:
+        """End the processes; their files stay until this object goes."""
+        for connection in self._connections:
+            connection.close()
+        self._connections.clear()
+        _kill(self._processes)
+
+    def close(self) -> None:
+        """End the processes, and remove their files."""
+        self.end()
+        self._folder.cleanup()
+
+    def _answers(self, limit_s: float) -> list[dict[str, Any]]:
+        deadline_s = time.monotonic() + limit_s
+        found: dict[int, list[dict[str, Any]]] = {}
+        while len(found) < len(self._connections):
+            missing = {c: rank for rank, c in enumerate(self._connections) if rank not in found}
+            come = wait(list(missing), max(0.0, deadline_s - time.monotonic()))
+            why = "" if come else f"rank {min(missing.values())} had not answered for {limit_s:g} s"
+            for connection in come:
+                rank = missing[connection]  # type: ignore[index]
+                try:
+                    found[rank] = self._connections[rank].recv()
+                    why = why or found[rank][0].get("error", "")
+                except (EOFError, OSError):
+                    why = why or f"rank {rank} died: {self._ended()}"
+            if why:
+                self.end()
+                is_ours = any(answer[0].get("is_ours") for answer in found.values())
+                error = InternalError(why) if is_ours else GroupFailed(why)
+                for answer in found.values():
+                    if "trace" in answer[0]:
+                        error.add_note(f"in a process of the group:\n{answer[0]['trace']}")
+                raise error
+        return [answer for rank in range(len(self._connections)) for answer in found[rank]]
+
+    def _ended(self) -> str:
+        for process in self._processes:
+            process.join(0.2)
+        codes = {rank: process.exitcode for rank, process in enumerate(self._processes)}
+        return ", ".join(f"rank {rank} with {code}" for rank, code in codes.items() if code is not None)
+
+
+def _kill(processes: list[BaseProcess]) -> None:
+    for process in processes:
+        process.kill()
+    for process in processes:
+        process.join(_END_S)
+    processes.clear()
+
+
+_kept: list[Group] = []
+"""The group of this process, at most one."""
+
+
+def group_for(setup: Setup) -> Group:
+    """Return the warm group of a setup; the last one's is ended if it is another's."""
+    if _kept and _kept[0].setup != setup:
+        _kept.pop().close()
+    if not _kept:
+        _kept.append(Group(setup))
+    _kept[0].begin()
+    return _kept[0]

@@ -1,0 +1,231 @@
+"""How the study of soft errors shows its rows: shares of outcomes with their intervals, the curve over bits, errors by layer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from holdfast_lab.pages.study import row_id
+from holdfast_lab.studies.base import MEASURED, NOT_RUN, Row
+from holdfast_lab.studies.outcomes import OUTCOMES
+from holdfast_lab.studies.soft_errors.cells import (
+    BIT_BY_BIT,
+    BURSTS,
+    COUNTS,
+    CROSSED,
+    FORMATS_TRIED,
+    LAYERS,
+    NETWORKS,
+    PROPAGATION,
+    QUICK,
+)
+
+AXIS = "trainings that changed (AccR, NaN or TF), %"
+_READ = (
+    "Harmed: outcomes other than RWC, by the altered process that is worst off; 95 % intervals (Wilson). By rank 0 and by the mean: "
+    "what were said if its accuracy counted."
+)
+_TITLES = {
+    QUICK: "One altered replica of two",
+    CROSSED: "Model and optimizer, how many processes, how many flips, which bits",
+    LAYERS: "First, middle and last layer",
+    FORMATS_TRIED: "Number formats: trained in them, or altered in them and put back as float32",
+    COUNTS: "Numbers of processes",
+    BURSTS: "Bursts of neighbouring bits",
+    PROPAGATION: "A thousand flips in one process, or in all together",
+    NETWORKS: "Networks and data: one altered replica of two",
+}
+_NOTES = {NETWORKS: f"{_READ} Fewer trainings of the large networks, so their intervals are wide."}
+_OUTCOME_COLUMNS = [
+    ["trials", "trials", "number"],
+    *([f"{name}_shown", f"{name}, %", "text"] for name in OUTCOMES),
+    ["harmed_shown", "harmed, %", "text"],
+    ["harmed_rank0_shown", "by rank 0", "text"],
+    ["harmed_mean_shown", "by the mean", "text"],
+    ["accuracy_mean", "accuracy", "number"],
+    ["accuracy_std", "STD", "number"],
+    ["accuracy_cv", "CV", "number"],
+    ["undisturbed", "undisturbed", "number"],
+]
+
+
+def sections(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """Return the sections of the page."""
+    cells = [_shown(row) for row in rows if row["part"] == "cell" and row["status"] == MEASURED]
+    pages: list[dict[str, Any]] = []
+    for experiment, title in _TITLES.items():
+        mine = [row for row in cells if row["experiment"] == experiment]
+        for name, words, shown in _figures_of(experiment, title, mine):
+            pages += [_intervals(experiment, name, words, shown), _bars(name, words, shown)]
+        pages.append(_table(experiment, title, mine))
+    return [*pages, _curve(cells), *_error_tables(rows), _explained(rows), _alone(rows), _not_run(rows)]
+
+
+def _shown(row: Row) -> Row:
+    """Return a cell's row with its settings and its shares in words."""
+    whole = f"{row['flips']} x {row['bits']}" + (f", burst {row['burst']}" if row["burst"] > 1 else "")
+    whole += f", {row['layer']} layer" if row["layer"] else ""
+    whole += ", each its own" if row["draws"] != "same" else ""
+    where = row["platform"] + (f", {row['stages']} stages" if row["stages"] > 1 else "")
+    where += f", {row['network']} on {row['dataset']}" if row["experiment"] == NETWORKS else ""
+    told = {f"{name}_shown": _share(row, name) for name in (*OUTCOMES, "harmed", "harmed_rank0", "harmed_mean")}
+    width = f"altered as {row['format']}" if row["format"] else row["dtype"]
+    whose = f"{row['target']}, {row['altered']} of {row['processes']}"
+    return row | told | {"what": whole, "where": where, "whose": whose, "width": width}
+
+
+def _share(row: Row, name: str) -> str:
+    low, high = row[f"{name}_low"], row[f"{name}_high"]
+    return f"{row[f'{name}_percent']:.1f} [{low:.1f}, {high:.1f}]".replace(" ", "\N{NO-BREAK SPACE}")
+
+
+def _section(kind: str, name: str, title: str, note: str, rows: Sequence[Row], **more: Any) -> dict[str, Any]:
+    return {"kind": kind, "id": name, "title": title, "note": note, "where": {}, "rows": list(rows), **more}
+
+
+def _figures_of(experiment: str, title: str, rows: Sequence[Row]) -> list[tuple[str, str, list[Row]]]:
+    """Return name, title and rows of the figures of an experiment: where all platforms were tried, each has its own."""
+    if experiment != CROSSED:
+        return [(experiment, title, list(rows))]
+    platforms = dict.fromkeys(row["where"] for row in rows)
+    return [
+        (f"{experiment}-{row_id('', (where,))}", f"{title}: {where}", [row for row in rows if row["where"] == where])
+        for where in platforms
+    ]
+
+
+def _intervals(experiment: str, name: str, title: str, rows: Sequence[Row]) -> dict[str, Any]:
+    return _section(
+        "intervals",
+        f"{name}-harmed",
+        title,
+        _NOTES.get(experiment, _READ),
+        rows,
+        by=["what"],
+        series=["where", "whose", *(["width"] if experiment == FORMATS_TRIED else [])],
+        x=["harmed_percent", AXIS],
+        interval=["harmed_low", "harmed_high"],
+        limits=[-2, 102],
+    )
+
+
+def _bars(name: str, title: str, rows: Sequence[Row]) -> dict[str, Any]:
+    return _section(
+        "bars",
+        f"{name}-outcomes",
+        f"{title}: outcomes",
+        "RWC: restart without change. AccR: accuracy below by more than 5 points. NaN: a loss or a weight is not finite. TF: the training failed.",
+        rows,
+        by=["where", "whose", "what", "width"],
+        values=[[f"{outcome}_percent", outcome] for outcome in OUTCOMES],
+        unit="% of trainings",
+        whole=100,
+    )
+
+
+def _table(experiment: str, title: str, rows: Sequence[Row]) -> dict[str, Any]:
+    by = ["where", "network", "whose", "what", "width"]
+    note = _NOTES.get(experiment, _READ)
+    return _section("table", f"{experiment}-table", f"{title}: numbers", note, rows, by=by, columns=_OUTCOME_COLUMNS)
+
+
+def _curve(cells: Sequence[Row]) -> dict[str, Any]:
+    rows = [row | {"bit": int(row["bits"])} for row in cells if row["experiment"] == BIT_BY_BIT]
+    return _section(
+        "points",
+        BIT_BY_BIT,
+        "Every bit position in turn",
+        f"One flip in the model of one replica of two. Bits are counted from the least significant one. {_READ}",
+        rows,
+        series=["width"],
+        x=["bit", "bit"],
+        y=["harmed_percent", AXIS],
+        interval=["harmed_low", "harmed_high"],
+        limits=[-2, 102],
+    )
+
+
+def _error_tables(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    note = (
+        "Medians over trials. Off: the norm of the difference over that of the undisturbed weights. Relative error: |A2 - A1| / |A1|, "
+        "mean over the values of a layer where that is a number. Rank 0 is altered in some of the trials itself."
+    )
+    found: list[dict[str, Any]] = []
+    for experiment in (QUICK, PROPAGATION, LAYERS):
+        mine = [_error_shown(row) for row in rows if row["part"] == "error" and row["experiment"] == experiment]
+        found.append(
+            _section(
+                "table",
+                f"{experiment}-errors",
+                f"{_TITLES[experiment]}: how far each layer is off",
+                note,
+                mine,
+                by=["where", "whose_altered", "what", "in_layer"],
+                columns=[
+                    [f"{key}_{when}", f"{heading}, {words}", "text"]
+                    for key, heading in (("norm", "off"), ("mean", "relative error"))
+                    for when, words in (
+                        ("first", "altered, 1 epoch"),
+                        ("last", "altered, end"),
+                        ("rank0", "rank 0, end"),
+                    )
+                ],
+            )
+        )
+    return found
+
+
+def _error_shown(row: Row) -> Row:
+    about = {"where": row["platform"], "whose_altered": f"{row['altered']} of {row['processes']}"}
+    about["what"] = f"{row['flips']} x {row['bits']}" + (f", {row['layer']} layer" if row["layer"] else "")
+    when = "rank0" if row["whose"] == "rank 0" else "first" if row["after"] == "1" else "last"
+    sizes = {f"{key}_{when}": None if row[key] is None else f"{row[key]:.2g}" for key in ("norm", "mean")}
+    return {**about, "in_layer": row["in_layer"], **sizes}
+
+
+def _explained(rows: Sequence[Row]) -> dict[str, Any]:
+    return _section(
+        "table",
+        "explained",
+        "What explains the outcome",
+        "Share of the entropy of the outcome that a factor explains, less what chance would (Theil's U); p by permutation. Factors that go "
+        "together both explain.",
+        [row for row in rows if row["part"] == "explained"],
+        by=["factor"],
+        columns=[["share", "explains", "number"], ["p", "p", "number"], ["levels", "levels", "number"], ["trials", "trials", "number"]],
+    )  # fmt: skip
+
+
+def _alone(rows: Sequence[Row]) -> dict[str, Any]:
+    mine = [
+        row | {f"{name}_shown": _share(row, name) for name in ("harmed", "harmed_alone")}
+        for row in rows
+        if row["part"] == "alone"
+    ]
+    return _section(
+        "table",
+        "alone",
+        "The same trainings in processes of their own",
+        "Each trains to the epoch of the restart itself, and goes on from a file that was altered: what a training from a warm state must find, too.",
+        mine,
+        by=["cell"],
+        columns=[
+            ["trials", "trials", "number"],
+            ["equal", "equal", "number"],
+            ["first_difference", "first difference", "text"],
+            ["harmed_shown", "harmed, %", "text"],
+            ["harmed_alone_shown", "in processes of their own", "text"],
+        ],
+    )
+
+
+def _not_run(rows: Sequence[Row]) -> dict[str, Any]:
+    return _section(
+        "table",
+        "not-run",
+        "Not run",
+        "",
+        [row for row in rows if row["status"] == NOT_RUN],
+        by=["experiment", "platform", "network", "dtype", "processes"],
+        columns=[["why", "why", "text"]],
+    )

@@ -1,0 +1,184 @@
+"""Our session as a platform: one process plays its workers (``--fabric virtual``), and those that are altered have weights of their own.
+
+The guard is off: it would stop the training or heal what was injected, and a trial that was healed is void. Samples come in the order of a
+session: after the restart it is that of another seed. Buffers are those of all workers, so only parameters are altered.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import holdfast
+from holdfast.errors import InternalError, MessageAltered, ReplicasDiffer
+from holdfast.events import Record, Recovered
+from holdfast.faults.names import chosen
+from holdfast.session.session import forget_sessions
+from holdfast_lab.studies.soft_errors.setup import MODEL, Setup
+from holdfast_lab.studies.soft_errors.workers.platforms import Platform, options_of
+from holdfast_lab.studies.soft_errors.workers.process import (
+    Disturbance,
+    alter,
+    copied,
+    digest_of,
+    errors_of,
+    layers_of,
+    seen,
+)
+from holdfast_lab.studies.soft_errors.workers.state import read_state, write_state
+from holdfast_lab.workloads import loss_of, make_model
+
+GUARD = "off"
+_TARGETS = {MODEL: "weights"}
+
+
+class SessionProcess:
+    """The training, all of it.
+
+    Args:
+        setup: What is trained.
+        rank: Of this process: 0.
+        file: That the state is written to, or taken from if it is there.
+    """
+
+    def __init__(self, setup: Setup, rank: int, file: Path) -> None:
+        self._setup, self._rank, self._file = setup, rank, file
+        self._undisturbed: list[dict[str, Tensor]] = []
+
+    def begin(self) -> list[dict[str, Any]]:
+        """Train up to the epoch of the restart, unless the state is there; go on undisturbed, and return what came of it, by worker."""
+        if not self._file.exists():
+            training = Training(self._setup, self._rank, self._setup.training_seed)
+            for _ in range(self._setup.restart):
+                training.train()
+            write_state(training.platform, self._setup.restart, self._file)
+        layers = layers_of(Training(self._setup, self._rank, 0).platform)
+        return [
+            answer | {"layers": layers, "file": str(self._file)}
+            for answer in self.go_on([None] * self._setup.processes)
+        ]
+
+    def go_on(self, disturbances: Sequence[Disturbance | None]) -> list[dict[str, Any]]:
+        """Go back to the epoch of the restart, alter the states, train to the end, and return what came of it, by worker.
+
+        Raises:
+            InternalError: if the session's guard found what was altered: the trial is void.
+        """
+        forget_sessions()  # sessions with an unfinished loop would be kept
+        training = Training(self._setup, self._rank, self._setup.training_seed + 1)
+        read_state(training.platform, self._file)
+        told = [training.disturb(rank, what) if what else ([], 0) for rank, what in enumerate(disturbances)]
+        begun_with = training.of_each(lambda: digest_of(training.platform))
+        losses: list[float] = []
+        states: list[dict[int, dict[str, Tensor]]] = []
+        for _ in range(self._setup.epochs):
+            losses.append(training.train())
+            training.check_unguarded()
+            is_over = len(losses) == self._setup.epochs or not math.isfinite(losses[-1])  # NaN: the outcome is known
+            if len(losses) == 1 or is_over:
+                states.append(training.of_each(lambda: copied(training.platform)))
+            if is_over:
+                break
+        if not self._undisturbed:
+            self._undisturbed = [state[0] for state in states]
+        found = training.of_each(lambda: seen(training.platform, losses))
+        return [
+            {"flips": flips, "flipped": count, "begun_with": begun_with[rank], **found[rank]}
+            | errors_of([state[rank] for state in states], self._undisturbed)
+            for rank, (flips, count) in enumerate(told)
+        ]
+
+
+class _Recoveries:
+    """Takes the records of a session, and keeps the recoveries: nobody dies here, so they are the guard's."""
+
+    def __init__(self) -> None:
+        self.recovered: list[Recovered] = []
+
+    def write(self, record: Record) -> None:
+        """Take one."""
+        if isinstance(record, Recovered):
+            self.recovered.append(record)
+
+
+class Training:
+    """A session of virtual workers.
+
+    Args:
+        setup: What is trained.
+        rank: Of this process.
+        seed: Of the session.
+    """
+
+    def __init__(self, setup: Setup, rank: int, seed: int) -> None:
+        self._setup = setup
+        self.platform = Platform(setup, rank, make_model(setup.network, **options_of(setup)))
+        self._workers = tuple(range(setup.processes))
+        self._session = holdfast.Session(
+            self.platform.module,
+            self.platform.optimizer,
+            fabric="virtual",
+            workers=setup.processes,
+            guard=GUARD,
+            seed=seed,
+        )
+        self._replica: Any = self._session._replica  # nothing public tells what each virtual worker has
+        self._session._connect().recorder = self._records = (
+            _Recoveries()
+        )  # nor what was written down, without a directory
+
+    def train(self) -> float:
+        """Train an epoch, and return the mean loss.
+
+        Raises:
+            InternalError: if the guard stopped it.
+        """
+        try:
+            return self._train()
+        except (ReplicasDiffer, MessageAltered) as error:
+            msg = f"a trial is void: the session's guard stopped the training ({error}); it must be off"
+            raise InternalError(msg) from error
+
+    def check_unguarded(self) -> None:
+        """Check that nobody has healed what was altered.
+
+        Raises:
+            InternalError: if somebody has.
+        """
+        if healed := self._records.recovered:
+            msg = f"a trial is void: the session's guard healed what was altered, in step {healed[0].step}; it must be off"
+            raise InternalError(msg)
+
+    def _train(self) -> float:
+        platform = self.platform
+        platform.module.train()
+        losses = []
+        for step in self._session.steps(platform.data.train, self._setup.batch, drop_last=True):
+            for x, y in step:
+                loss = loss_of(platform.module(x.to(platform.dtype)), y)
+                losses.append(float(loss.detach()))
+                step.backward(loss)
+        mean = sum(losses) / len(losses)
+        platform.scheduler.step(mean)
+        return mean
+
+    def disturb(self, rank: int, disturbance: Disturbance) -> tuple[list[dict[str, Any]], int]:
+        """Alter the state of one worker, which goes on with a state of its own; return what :func:`alter` does."""
+        target = disturbance.target
+        there: dict[str, Tensor] = self._replica.tensors_of(_TARGETS.get(target, target), rank, self._workers)
+        named = {f"{target}/{name}": there[name] for name in sorted(there) if there[name].is_floating_point()}
+        assert disturbance.how is not None
+        flips, count = alter(chosen(named, disturbance.at), disturbance.how, disturbance.format)
+        self._replica.rest(self._workers)
+        return flips, count
+
+    def of_each(self, look: Callable[[], Any]) -> dict[int, Any]:
+        """Return by worker what ``look`` returns where that worker's state lies in the model."""
+        with torch.no_grad():
+            found: dict[int, Any] = self._replica.own.of_each(self._workers, look)
+        return found

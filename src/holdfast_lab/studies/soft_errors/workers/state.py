@@ -1,0 +1,99 @@
+"""The state of one process of a training: its tensors by path, and the HDF5 file that it is written to and read from.
+
+=============================  ==========================================================
+path                           what
+=============================  ==========================================================
+``model/NAME``                 a parameter or a buffer of this process's part of the model
+``optimizer/NAME/KEY``         a tensor that the optimizer keeps for that parameter
+``rng``                        torch's generator
+``rest``                       JSON: epoch, settings of the optimizer, the schedule
+=============================  ==========================================================
+
+The order of the samples follows from the epoch. What is altered are the floating-point tensors of the first two.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from holdfast.checkpoint.foreign import open_foreign
+from holdfast.checkpoint.format import tensor_bytes
+from holdfast.checkpoint.formats import FORMATS
+from holdfast_lab.studies.soft_errors.workers.platforms import Platform
+
+
+def tensors_of(platform: Platform, target: str) -> dict[str, Tensor]:
+    """Return the floating-point tensors of the ``model`` or the ``optimizer``, by path, in the order of the file; they lie where they are used."""
+    found = {path: tensor for path, tensor in _tensors(platform).items() if path.startswith(f"{target}/")}
+    return {path: found[path] for path in sorted(found, key=_parts) if found[path].is_floating_point()}
+
+
+def write_state(platform: Platform, epoch: int, path: Path) -> None:
+    """Write the state to an HDF5 file.
+
+    Args:
+        platform: Whose state.
+        epoch: The next one.
+        path: Of the file, ending with ``.h5``.
+    """
+    rest = {
+        "epoch": epoch,
+        "groups": [
+            {name: value for name, value in group.items() if name != "params"}
+            for group in platform.optimizer.param_groups
+        ],
+        "scheduler": platform.scheduler.state_dict(),
+    }
+    tensors = {
+        **{path: tensor.contiguous() for path, tensor in _tensors(platform).items()},
+        "rng": torch.get_rng_state(),
+        "rest": torch.tensor(list(json.dumps(rest).encode()), dtype=torch.uint8),
+    }
+    layout = FORMATS["hdf5"].lay_out(path.parent, path.stem, tensors)
+    with path.open("r+b") as file:
+        for name, tensor in tensors.items():
+            file.seek(layout.places[name][1])
+            file.write(tensor_bytes(tensor))
+
+
+def read_state(platform: Platform, path: Path) -> int:
+    """Take the state of an HDF5 file that :func:`write_state` wrote, whatever was altered in it since; return the next epoch."""
+    with open_foreign(path) as source:
+        found = {name: source.read(name) for name in source.tensors}
+    rest = json.loads(bytes(found.pop("rest").tolist()))
+    torch.set_rng_state(found.pop("rng"))
+    with torch.no_grad():
+        for name, tensor in platform.module.state_dict().items():
+            tensor.copy_(found[f"model/{name}"])
+    for name, parameter in platform.module.named_parameters():
+        begin = f"optimizer/{name}/"
+        mine = {path.removeprefix(begin): tensor for path, tensor in found.items() if path.startswith(begin)}
+        if mine:
+            platform.optimizer.state[parameter] = mine
+    for group, settings in zip(platform.optimizer.param_groups, rest["groups"], strict=True):
+        group.update(settings)
+    platform.scheduler.load_state_dict(rest["scheduler"])
+    return int(rest["epoch"])
+
+
+def _parts(path: str) -> list[str]:
+    return path.split("/")
+
+
+def _tensors(platform: Platform) -> dict[str, Tensor]:
+    model = {f"model/{name}": tensor for name, tensor in platform.module.state_dict().items()}
+    names = {parameter: name for name, parameter in platform.module.named_parameters()}
+    states: Mapping[Any, Mapping[str, Any]] = platform.optimizer.state
+    kept = {
+        f"optimizer/{names[parameter]}/{key}": value
+        for parameter, state in states.items()
+        for key, value in state.items()
+        if isinstance(value, Tensor)
+    }
+    return model | kept

@@ -1,0 +1,471 @@
+"""Training by many virtual workers with all slices of a step at once: for what a failure does to the accuracy, at any scale.
+
+The protocol and the strategies are those of production, and so are the buckets, and how mini-batches are cut and slices
+change hands. They are asked first: a step is computed when it is to be applied, and what was discarded is not computed at
+all. Then all samples of the step that go into the same sums go through the model together: all of them, but where workers
+died in the middle of a step that ``forward`` goes on with. There each sum has its own samples, and those of the dead go through by themselves, the
+dead of one sum together.
+
+So a thousand workers cost what one does, and no hash is promised: sums are added in another order; what is random in the
+model is drawn for the whole mini-batch; and batch norm, in training, takes mean and variance of the mini-batch instead of those of each
+slice, which is other mathematics.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from holdfast.config import Settings
+from holdfast.data.ledger import Account, Ledger
+from holdfast.data.plan import Batches, Cursor, MiniBatch, Plan
+from holdfast.data.samples import fetch
+from holdfast.data.seeds import seed_slice
+from holdfast.errors import ConfigError, InternalError, JobError, TooFewWorkers
+from holdfast.events import (
+    CALM,
+    JOINING,
+    ActDone,
+    Action,
+    Agree,
+    Agreed,
+    ApplyStep,
+    BucketSummed,
+    CheckpointLoaded,
+    CloseStep,
+    Computed,
+    ComputeStep,
+    DiscardStep,
+    Event,
+    Install,
+    Leave,
+    LoadCheckpoint,
+    MembersChange,
+    PeerLost,
+    Progress,
+    ProgressKnown,
+    Publish,
+    RanOut,
+    Revoke,
+    Revoked,
+    SaveAndStop,
+    ShareProgress,
+    Shrink,
+    Shrunk,
+    Started,
+    StepApplied,
+    StepClosed,
+    SumBucket,
+    Welcome,
+)
+from holdfast.models.gradients import Buckets
+from holdfast.models.training_state import clone, model_tensors
+from holdfast.recovery import Protocol, make_strategy
+from holdfast.session.step import ONE_BY_ONE, Step
+from holdfast_lab.virtual_ddp.plan import Change, Decision, faults_by_step
+
+__all__ = ["STRATEGIES", "Batched", "Change", "Decision", "Snapshot"]
+
+STRATEGIES = ("rollback", "forward", "restart")
+"""Those that have something to do here; ``reinit`` trains as ``rollback`` does, and ``partial`` is for split models."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot:
+    """A copy of all that a training has come to.
+
+    Args:
+        step: Steps that are in the weights.
+        cursor: How far the plan has been used up.
+        model: All parameters and buffers by name.
+        optimizer: Its state.
+        ledger: Its state.
+    """
+
+    step: int
+    cursor: Cursor
+    model: dict[str, torch.Tensor]
+    optimizer: dict[str, Any]
+    ledger: dict[str, Any]
+
+
+@dataclass(slots=True)
+class _Attempt:
+    """A step in progress: its mini-batch, in one piece where nobody can die in it, and who died before which sum."""
+
+    batch: MiniBatch
+    full_size: int
+    died_at: dict[int, int] = field(default_factory=dict)
+
+
+class Batched:
+    """Plays all workers of a job, with one copy of the model.
+
+    Args:
+        model: Trained in place, on any device.
+        optimizer: Of its parameters.
+        changes: Workers that leave or come as planned.
+        begin: Where it goes on: :meth:`snapshot` of a training with the same data, seed and ``batch_size``, in which nothing has
+            happened yet. None: at the first step.
+        **settings: Fields of :class:`holdfast.config.Settings`; that count ``workers``, ``spares``, ``strategy``, ``slices``, ``split``,
+            ``batch``, ``rescale``, ``min_workers``, ``checkpoint_every`` (in memory), ``bucket_bytes``, ``seed`` and ``faults``,
+            of which there may be kills in a pass or a sum.
+
+    Raises:
+        ConfigError: if a setting is not allowed, or a fault cannot strike here.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        changes: Sequence[Change] = (),
+        begin: Snapshot | None = None,
+        **settings: Any,
+    ) -> None:
+        self._settings = Settings(**settings)
+        if self._settings.strategy not in STRATEGIES:
+            msg = f"strategy must be one of {', '.join(STRATEGIES)} where all slices are computed at once, got {self._settings.strategy}"
+            raise ConfigError(msg)
+        self.model, self.optimizer = model, optimizer
+        self._buckets = Buckets(model, self._settings.bucket_bytes)
+        self.members = tuple(range(self._settings.workers + self._settings.spares))
+        """Who is alive."""
+        self._changes = {change.step: change for change in changes}
+        if len(self._changes) < len(changes):
+            msg = f"there may be one change before a step, got {len(changes)} of {len(self._changes)} steps; put those of a step together"
+            raise ConfigError(msg)
+        self._faults = faults_by_step(self._settings, self.members, len(self._buckets))
+        self._fired: set[int] = set()
+        self.step = 0
+        """Steps that are in the weights."""
+        self.loss: torch.Tensor | None = None
+        """Mean over the samples in the last sum of the last step."""
+        self.decisions: list[Decision] = []
+        """What came of each meeting."""
+        self._cursor = Cursor(epoch=0, offset=0)
+        self._attempt: _Attempt | None = None
+        self._dead: set[int] = set()
+        self._change: Change | None = None
+        self._stopped = self._met = False
+        self._saved: list[Snapshot] = []
+        self._groups: list[tuple[int, int]] = []
+        self._kept: list[torch.Tensor | None] = []
+        self._begin_at = begin
+
+    @property
+    def num_buckets(self) -> int:
+        """Buckets of a step."""
+        return len(self._buckets)
+
+    def account(self) -> Account:
+        """Return what became of the samples."""
+        return self._ledger.account(self._cursor)
+
+    def steps(
+        self, dataset: Any, batch_size: int, epochs: int = 1, *, shuffle: bool = True, drop_last: bool = False
+    ) -> Iterator[Step]:
+        """Yield the steps that get into the weights, or got there before a checkpoint was loaded: ``session.steps``, slices together.
+
+        Args:
+            dataset: Anything with ``len`` and ``[]``.
+            batch_size: Samples of a step, over all workers.
+            epochs: Passes over the dataset.
+            shuffle: In an order that depends on the seed and the epoch alone.
+            drop_last: Leave out the short mini-batch at the end of an epoch.
+
+        Raises:
+            TooFewWorkers: if fewer than ``min_workers`` are left.
+            JobError: if nobody is left.
+        """
+        settings = self._settings
+        self._dataset = dataset
+        self._plan = Plan(
+            num_samples=len(dataset),
+            batch_size=batch_size,
+            first_epoch=0,
+            epochs=epochs,
+            seed=settings.seed,
+            shuffle=shuffle,
+            drop_last=drop_last,
+            slices=settings.slices or settings.workers,
+            world=self.members[: settings.workers],
+            split=settings.split,
+            batch=settings.batch,
+        )
+        self._ledger = Ledger(self._plan)
+        if self._begin_at is not None:
+            self._set(self._begin_at)
+        self._recut()
+        if settings.strategy == "restart":
+            self._saved.append(self.snapshot())
+        strategy = make_strategy(settings.strategy, min_workers=settings.min_workers)
+        protocol = Protocol(strategy, self.num_buckets)
+        event: Event = Started()
+        while True:
+            for order in protocol.handle(event):
+                match order:
+                    case Publish(step=step):
+                        self._publish(step)
+                    case ApplyStep():
+                        yield from self._apply()
+                        event = StepApplied()
+                    case Leave():
+                        self._check_enough()
+                        return
+                    case _:
+                        event = self._carry_out(order)
+
+    def _carry_out(self, order: Action) -> Event:
+        match order:
+            case ComputeStep(step=step):
+                return self._begin(step)
+            case SumBucket(step=step, bucket=position):
+                return PeerLost() if self._strike(step, position) else BucketSummed()
+            case CloseStep(step=step):
+                return PeerLost() if self._strike(step, self.num_buckets) else StepClosed()
+            case Revoke():
+                return Revoked()
+            case Agree(flag=flag):
+                return Agreed(flag)
+            case Shrink():
+                return self._shrink()
+            case ShareProgress(progress=progress):
+                return ProgressKnown(self._progress(progress), self.num_buckets)
+            case DiscardStep():
+                self._decide("redo", 1)
+                self._attempt = None
+            case LoadCheckpoint():
+                return CheckpointLoaded(self._load())
+            case Welcome() | Install():
+                pass  # there is one copy of the state
+            case SaveAndStop():
+                self._decide("stop", 0)
+                self._stopped = True
+            case _:
+                msg = f"{order} is not for training with all slices at once"
+                raise InternalError(msg)
+        return ActDone()
+
+    # -- who is there
+
+    def _strike(self, step: int, position: int) -> bool:
+        """Let the faults of a sum strike; return whether anybody died in it."""
+        if self._met:  # and nothing was discarded
+            self._decide("continue", 0)
+        for number, at, rank in self._faults.get(step, ()):
+            if at != position or number in self._fired:
+                continue
+            self._fired.add(number)
+            if rank in self.members:
+                assert self._attempt is not None
+                self._attempt.died_at[rank] = position
+                self._dead.add(rank)
+        return bool(self._dead)
+
+    def _shrink(self) -> Event:
+        leave = self._change.leave if self._change else ()
+        join = self._change.join if self._change else ()
+        self.members = tuple(sorted({*self.members, *join} - self._dead - set(leave)))
+        self._dead.clear()
+        if not self.members:
+            msg = f"every worker has died in step {self.step}"
+            raise JobError(msg)
+        if self._change:
+            self._decide("grow" if join else "leave", 0)
+        self._met = not self._change
+        self._recut()
+        return Shrunk()
+
+    def _progress(self, mine: Progress) -> dict[int, Progress]:
+        """Return everybody's progress: all are where this process is, but for those who come."""
+        flags = CALM * (self._change is not None)
+        known = dict.fromkeys(self.members, dataclasses.replace(mine, flags=flags))
+        if self._change:
+            newcomer = Progress(JOINING, computed=False, flags=flags)
+            known |= dict.fromkeys(self._change.join, newcomer)
+        self._change = None
+        return known
+
+    def _decide(self, what: str, redone_steps: int) -> None:
+        self._met = False
+        self.decisions.append(Decision(self.step, what, redone_steps))
+
+    def _check_enough(self) -> None:
+        if self._stopped:
+            msg = f"{len(self.members)} of at least {self._settings.min_workers} workers are left in step {self.step}"
+            raise TooFewWorkers(msg)
+
+    # -- a step
+
+    def _recut(self) -> None:
+        """Find out of how many samples a step is among those who are there now."""
+        plan, self._batches = self._plan, Batches(self._plan)
+        cut = self._batches.mini_batch(self.step, plan.start, self.members)
+        assert cut is not None
+        size = plan.batch_size if plan.batch == "global" else -(-plan.batch_size * len(cut.slices) // plan.slices)
+        # The same samples in one piece: a thousand slices that nobody looks at take as long to cut as a small model to train.
+        self._whole = Batches(
+            dataclasses.replace(
+                plan,
+                slices=1,
+                world=(0,),
+                batch="global",
+                batch_size=size,
+                given_batch_size=plan.batch_size,
+            )
+        )
+
+    def _begin(self, step: int) -> Event:
+        if step in self._changes:
+            self._change = self._changes.pop(step)
+            return MembersChange()
+        waits = any(n not in self._fired and rank in self.members for n, _, rank in self._faults.get(step, ()))
+        batches, members = (self._batches, self.members) if waits else (self._whole, (0,))
+        batch = batches.mini_batch(step, self._cursor, members)
+        if batch is None:
+            return RanOut()
+        full_size = min(self._plan.batch_size, self._plan.epoch_samples - self._cursor.offset)
+        self._attempt = _Attempt(batch, full_size)
+        return Computed()
+
+    def _apply(self) -> Iterator[Step]:
+        """Let the script compute the step, in groups of samples that are in the same sums, and run the optimizer."""
+        attempt = self._attempt
+        assert attempt is not None
+        groups = _groups(attempt, self.num_buckets)
+        ids = [np.concatenate([attempt.batch.slices[number] for number in numbers]) for _, numbers in groups]
+        self._groups = [(position, len(some)) for (position, _), some in zip(groups, ids, strict=True)]
+        batch = dataclasses.replace(attempt.batch, slices=tuple(ids), owners={})
+        self.optimizer.zero_grad(set_to_none=True)
+        step = Step(self, batch, list(range(len(ids))), 0)
+        yield step
+        step.check_computed()
+        if not self._is_whole:
+            self._average(attempt.full_size)
+        self.optimizer.step()
+        committed = [some for (position, _), some in zip(groups, ids, strict=True) if position == self.num_buckets]
+        self._ledger.commit(batch.epoch, np.concatenate([*committed, attempt.batch.ids[:0]]))
+        self._cursor, self._attempt = batch.after, None
+        self.step += 1
+        every = self._settings.checkpoint_every
+        if every and self.step % every == 0 and self._settings.strategy == "restart":
+            self._saved.append(self.snapshot())  # which counts when its step is stable
+
+    def begin_slice(self, batch: MiniBatch, number: int) -> Any:
+        """Return the inputs of a group."""
+        if self._groups[number][0] < self.num_buckets:
+            # Of the dead: what they give to sums that they did not live to see does not count, nor do their buffers.
+            self._before = [buffer.clone() for buffer in self.model.buffers()]
+            self._kept = [parameter.grad for parameter in self._later(number)]
+            for parameter in self._later(number):
+                parameter.grad = None
+        seed_slice(self._plan.seed, batch.step, number)
+        return fetch(self._dataset, batch.slices[number], None)
+
+    def backward(self, loss: torch.Tensor, batch: MiniBatch, number: int) -> None:
+        """Compute the gradients of a group: of the mean over the step, or of sums that are divided later."""
+        samples = len(batch.slices[number])
+        if self._is_whole:
+            assert self._attempt is not None
+            divisor = samples if self._settings.rescale == "survivors" else self._attempt.full_size
+            (loss if samples == divisor else loss * (samples / divisor)).backward()
+        else:
+            (loss * samples).backward()
+
+    def end_slice(self, batch: MiniBatch, number: int, metrics: dict[str, torch.Tensor | float]) -> None:
+        """Take back what is not to count."""
+        if self._groups[number][0] < self.num_buckets:
+            for parameter, gradient in zip(self._later(number), self._kept, strict=True):
+                parameter.grad = gradient
+            for buffer, before in zip(self.model.buffers(), self._before, strict=True):
+                buffer.copy_(before)
+        self.loss = torch.as_tensor(metrics["loss"])
+
+    def at_once(self, *_: Any) -> AbstractContextManager[Collection[int]]:
+        """Leave each slice to itself."""
+        return ONE_BY_ONE
+
+    def between_slices(self, batch: MiniBatch) -> None:
+        """Make what the script draws outside the groups independent of them."""
+        seed_slice(self._plan.seed, batch.step, -1)
+
+    def ask_to_stop(self) -> None:
+        """Refuse: training by batched workers goes to its end.
+
+        Raises:
+            ConfigError: always.
+        """
+        msg = "training with all slices at once cannot be stopped from inside a step; give fewer epochs"
+        raise ConfigError(msg)
+
+    @property
+    def _is_whole(self) -> bool:
+        """Whether all samples of the step are in all of its sums."""
+        return [position for position, _ in self._groups] == [self.num_buckets]
+
+    def _later(self, number: int) -> list[nn.Parameter]:
+        """Return the parameters whose gradients of a group are in no sum."""
+        position = self._groups[number][0]
+        return [place.parameter for bucket in self._buckets.layouts[position:] for place in bucket.places]
+
+    def _average(self, full_size: int) -> None:
+        """Divide the sum of each bucket by the samples that are in it, or would be in it with everybody alive."""
+        for number, bucket in enumerate(self._buckets.layouts):
+            inside = sum(samples for position, samples in self._groups if position > number)
+            divisor = max(1, inside) if self._settings.rescale == "survivors" else full_size
+            for place in bucket.places:
+                if place.parameter.grad is not None:
+                    place.parameter.grad /= divisor
+
+    # -- checkpoints
+
+    def snapshot(self) -> Snapshot:
+        """Return a copy of the state as it is after ``step`` steps; also while the next one is in progress, before it is computed."""
+        return Snapshot(
+            step=self.step,
+            cursor=self._cursor,
+            model={name: tensor.clone() for name, tensor in model_tensors(self.model)},
+            optimizer=clone(self.optimizer.state_dict()),
+            ledger=clone(self._ledger.state_dict()),
+        )
+
+    def _set(self, snapshot: Snapshot) -> None:
+        for name, tensor in model_tensors(self.model):
+            tensor.copy_(snapshot.model[name])
+        self.optimizer.load_state_dict(clone(snapshot.optimizer))
+        self._ledger.load_state_dict(clone(snapshot.ledger))
+        self.step, self._cursor, self._attempt = snapshot.step, snapshot.cursor, None
+
+    def _publish(self, stable_step: int) -> None:
+        stable = [saved for saved in self._saved if saved.step <= stable_step + 1]
+        self._saved = stable[-1:] + self._saved[len(stable) :]
+
+    def _load(self) -> int:
+        """Go back to the newest state that counts: all do so at the beginning, too."""
+        if not self._met:
+            return self.step
+        saved, self._saved = self._saved[0], self._saved[:1]
+        reached = self.step + (self._attempt is not None)
+        self._decide("load", reached - saved.step)
+        self._set(saved)
+        return saved.step
+
+
+def _groups(attempt: _Attempt, num_buckets: int) -> list[tuple[int, list[int]]]:
+    """Return the slices that go through the model together: in how many buckets they are, and which; survivors last."""
+    if not attempt.died_at:
+        return [(num_buckets, list(range(len(attempt.batch.slices))))]
+    groups: dict[int, list[int]] = {}
+    for number, owner in attempt.batch.owners.items():  # of slices that have samples
+        groups.setdefault(attempt.died_at.get(owner, num_buckets), []).append(number)
+    groups.pop(0, None)  # in no sum
+    return sorted(groups.items())

@@ -1,0 +1,189 @@
+"""Datasets by name: read from their published files, shipped with scikit-learn, or made. docs/studies.md has the table.
+
+Nothing is downloaded, nothing is unpickled, nothing is written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from torch.utils.data import TensorDataset
+
+from holdfast.errors import ConfigError
+from holdfast_lab.workloads.data.base import DataMissing, Dataset, Kind, Part, first
+from holdfast_lab.workloads.data.documents import Documents, generated_documents, newsgroups, reuters
+from holdfast_lab.workloads.data.imagenet import ImageFiles, imagenet
+from holdfast_lab.workloads.data.images import cifar10, cifar100, digits, fashion_mnist, mnist, read_idx, resize
+from holdfast_lab.workloads.data.ratings import generated_ratings, jester, movielens
+from holdfast_lab.workloads.data.tables import covertype
+from holdfast_lab.workloads.data.text import shakespeare
+
+__all__ = [
+    "DATASETS",
+    "IMAGE_DATASETS",
+    "DataMissing",
+    "Dataset",
+    "Documents",
+    "ImageFiles",
+    "Part",
+    "cifar10",
+    "cifar100",
+    "covertype",
+    "digits",
+    "fashion_mnist",
+    "generated_documents",
+    "generated_ratings",
+    "imagenet",
+    "jester",
+    "load_dataset",
+    "load_first",
+    "mnist",
+    "movielens",
+    "newsgroups",
+    "read_idx",
+    "resize",
+    "reuters",
+    "shakespeare",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    load: Callable[..., Dataset]
+    kind: Kind
+    takes: tuple[str, ...] = ()
+    """Options that ``load`` takes itself."""
+    from_files: bool = True
+
+
+_ENTRIES = {
+    "digits": _Entry(digits, "images", from_files=False),
+    "fashion": _Entry(fashion_mnist, "images"),
+    "mnist": _Entry(mnist, "images"),
+    "cifar10": _Entry(cifar10, "images"),
+    "cifar100": _Entry(cifar100, "images"),
+    "imagenet": _Entry(imagenet, "images", ("size", "seed")),
+    "covertype": _Entry(covertype, "table", ("seed",)),
+    "movielens": _Entry(movielens, "ratings", ("seed",)),
+    "jester": _Entry(jester, "ratings", ("seed",)),
+    "ratings": _Entry(generated_ratings, "ratings", ("seed",), from_files=False),
+    "newsgroups": _Entry(newsgroups, "documents", ("vocabulary", "seed")),
+    "reuters": _Entry(reuters, "documents", ("vocabulary",)),
+    "documents": _Entry(generated_documents, "documents", ("vocabulary", "seed"), from_files=False),
+    "shakespeare": _Entry(shakespeare, "text", ("block",)),
+}
+
+DATASETS = tuple(_ENTRIES)
+"""What :func:`load_dataset` knows."""
+
+IMAGE_DATASETS = tuple(name for name, entry in _ENTRIES.items() if entry.kind == "images")
+"""Those whose samples are images."""
+
+_ONLY_FOR: dict[str, Kind] = {"size": "images", "channels": "images", "vocabulary": "documents", "block": "text"}
+
+
+def load_dataset(
+    name: str,
+    data: Path | None = None,
+    *,
+    limit: int | None = None,
+    test_limit: int | None = None,
+    seed: int = 0,
+    size: int | None = None,
+    channels: int | None = None,
+    vocabulary: int | None = None,
+    block: int | None = None,
+    instead_of: str | None = None,
+) -> Dataset:
+    """Return the dataset called ``name``.
+
+    Args:
+        name: One of :data:`DATASETS`.
+        data: Where the files are, for datasets that are read from files: their directory, or one with it under the
+            name that it is published with.
+        limit: Keep only the first so many training samples, ``>= 1``; None keeps all. What lies sorted by class was shuffled.
+        test_limit: The same of the test samples.
+        seed: Of a split or an order that the publisher does not give, and of data that are made.
+        size: Images: height and width that they are scaled to, ``>= 1``; None leaves them (ImageNet: 224).
+        channels: Images: repeat a single channel so many times, ``>= 1``.
+        vocabulary: Documents: how many words are counted, ``>= 1``.
+        block: Text: characters of a block, ``>= 1``.
+        instead_of: The dataset of the published experiment whose place it takes; :meth:`Dataset.describe` says so.
+
+    Raises:
+        ConfigError: if there is no such dataset, if an option is not for it or out of its range, or if its files are
+            missing (:class:`DataMissing`) or damaged.
+    """
+    if name not in _ENTRIES:
+        msg = f"dataset must be one of {', '.join(DATASETS)}, got {name!r}"
+        raise ConfigError(msg)
+    entry = _ENTRIES[name]
+    given = {"size": size, "channels": channels, "vocabulary": vocabulary, "block": block}
+    _check(name, entry, {"limit": limit, "test_limit": test_limit, **given})
+    options: dict[str, Any] = {
+        option: value for option, value in (given | {"seed": seed}).items() if option in entry.takes
+    }
+    if not entry.from_files:
+        dataset = entry.load(**options)
+    elif data is None:
+        msg = f"the dataset {name} is read from files: say in which directory they are"
+        raise DataMissing(msg)
+    else:
+        dataset = entry.load(data, **options)
+    # What is not wanted goes first: scaled up, all of it might not fit in memory.
+    kept = [
+        part if most is None else first(part, most) for part, most in zip(dataset, (limit, test_limit), strict=True)
+    ]
+    train, test = (_scaled(part, size, channels) for part in kept)
+    shape = tuple(train[0][0].shape) if size or channels else dataset.shape
+    return replace(dataset, train=train, test=test, shape=shape, instead_of=instead_of)
+
+
+def load_first(names: Sequence[str], data: Path | None = None, *, instead_of: str, **options: Any) -> Dataset:
+    """Return the first of ``names`` whose files are in ``data``; it takes the place of ``instead_of``, if it is another.
+
+    Files that are there and damaged are an error: only what is missing is passed over.
+
+    Args:
+        names: Datasets, the wanted one first, the last best one that needs no files.
+        data: See :func:`load_dataset`.
+        instead_of: What people call the wanted dataset, as in :attr:`Dataset.title`.
+        options: Those of :func:`load_dataset`.
+
+    Raises:
+        ConfigError: see :func:`load_dataset`; the line about the last dataset, if all are missing.
+    """
+    for name in names[:-1]:
+        try:
+            return _named(load_dataset(name, data, **options), instead_of)
+        except DataMissing:
+            continue
+    return _named(load_dataset(names[-1], data, **options), instead_of)
+
+
+def _named(dataset: Dataset, wanted: str) -> Dataset:
+    return replace(dataset, instead_of=None if dataset.title == wanted else wanted)
+
+
+def _check(name: str, entry: _Entry, given: dict[str, int | None]) -> None:
+    for option, value in given.items():
+        if value is None:
+            continue
+        if value < 1:
+            msg = f"{option} must be at least 1, got {value}"
+            raise ConfigError(msg)
+        if _ONLY_FOR.get(option, entry.kind) != entry.kind:
+            msg = f"{option} is for {_ONLY_FOR[option]}, but the dataset {name} is {entry.kind}: leave it out"
+            raise ConfigError(msg)
+
+
+def _scaled(part: Part, size: int | None, channels: int | None) -> Part:
+    if isinstance(part, TensorDataset):
+        return resize(part, size, channels) if size or channels else part
+    if channels not in (None, 3) and isinstance(part, ImageFiles):
+        msg = f"channels must be 3, as the images have, got {channels}"
+        raise ConfigError(msg)
+    return part

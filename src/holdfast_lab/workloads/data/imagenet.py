@@ -1,0 +1,130 @@
+"""ImageNet's folders: a class a folder, an image a file, decoded when it is asked for."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from holdfast.errors import ConfigError
+from holdfast_lab.workloads.data.base import Dataset, find_folder
+
+SIZE = 224
+"""Height and width of an image, unless another is asked for."""
+
+_WHERE = "https://www.image-net.org/challenges/LSVRC/2012/ (after registration)"
+_ENDINGS = {".jpeg", ".jpg", ".png"}
+_BORDER = 1 / 16  # 256 pixels scaled, 224 cut out of their middle: the usual way to test
+
+
+class ImageFiles(torch.utils.data.Dataset[tuple[torch.Tensor, torch.Tensor]]):
+    """Images in files, and their classes; a file is read and decoded each time that its image is asked for.
+
+    The middle 7/8 of an image, cut to a square and scaled, as float32 in [0, 1] of shape (3, size, size).
+
+    Args:
+        files: One an image.
+        labels: Classes of the images, int64.
+        size: Height and width, pixels, ``>= 1``.
+    """
+
+    def __init__(self, files: list[Path], labels: torch.Tensor, size: int) -> None:
+        self._files = files
+        self.labels = labels
+        self.size = size
+
+    def __len__(self) -> int:
+        """Return the number of images."""
+        return len(self._files)
+
+    def __getitem__(self, index: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return an image and its class for a number, several stacked for a slice or a list.
+
+        Raises:
+            ConfigError: if the file is missing, damaged, or claims more pixels than Pillow reads (178,956,970).
+        """
+        if isinstance(index, slice):
+            index = list(range(len(self))[index])
+        if isinstance(index, list | torch.Tensor) and np.ndim(index):
+            chosen = [int(number) for number in index]
+            images = [self._image(self._files[number]) for number in chosen]
+            return torch.stack(images) if images else torch.empty(0, 3, self.size, self.size), self.labels[chosen]
+        return self._image(self._files[int(index)]), self.labels[int(index)]
+
+    def first(self, count: int) -> ImageFiles:
+        """Return the first ``count`` images."""
+        return ImageFiles(self._files[:count], self.labels[:count], self.size)
+
+    def _image(self, path: Path) -> torch.Tensor:
+        from PIL import Image, ImageOps
+
+        try:
+            with Image.open(path) as file:
+                square = ImageOps.fit(file.convert("RGB"), (self.size, self.size), Image.Resampling.BILINEAR, _BORDER)
+        except FileNotFoundError:
+            msg = f"{path} does not exist any more"
+            raise ConfigError(msg) from None
+        except (OSError, SyntaxError, Image.DecompressionBombError) as error:  # Pillow's words for damaged files
+            msg = f"cannot decode {path}: {error}"
+            raise ConfigError(msg) from error
+        return torch.from_numpy(np.asarray(square, np.float32) / np.float32(255)).permute(2, 0, 1).contiguous()
+
+
+def imagenet(data: Path, *, size: int | None = None, seed: int = 0) -> Dataset:
+    """Return ImageNet, or any images in the same layout: 1,281,167 to train on, 50,000 to test with.
+
+    Args:
+        data: Directory with ``train/<class>/*.JPEG`` and ``val/<class>/*.JPEG``, or one above it.
+        size: Height and width that images are scaled to, ``>= 1``; None: :data:`SIZE`.
+        seed: Of the order of the images, which lie sorted by class.
+
+    Raises:
+        ConfigError: if Pillow, which decodes images, is not installed; if a folder is missing or empty; or if
+            the folders of the two parts differ.
+    """
+    if importlib.util.find_spec("PIL") is None:
+        msg = "the images of ImageNet are decoded by Pillow, which is not installed: pip install 'holdfast[study]'"
+        raise ConfigError(msg)
+    folder = find_folder(
+        data,
+        ("imagenet", "ILSVRC/Data/CLS-LOC"),
+        ("train/*/*.JPEG", "train/*/*.jpg", "train/*/*.png"),
+        "ImageNet",
+        _WHERE,
+    )
+    classes = sorted(place.name for place in (folder / "train").iterdir() if place.is_dir())
+    train, test = (_part(folder / name, classes, size or SIZE, seed) for name in ("train", "val"))
+    return Dataset(
+        title="ImageNet",
+        kind="images",
+        source=f"read from {folder}",
+        split="published split",
+        shape=(3, size or SIZE, size or SIZE),
+        num_classes=len(classes),
+        train=train,
+        test=test,
+    )
+
+
+def _part(folder: Path, classes: list[str], size: int, seed: int) -> ImageFiles:
+    found = sorted(place.name for place in folder.iterdir() if place.is_dir()) if folder.is_dir() else []
+    if found != classes:
+        odd = sorted(set(found) ^ set(classes))
+        msg = (
+            f"{folder} must have the {len(classes)} folders of train, one a class, and has {len(found)} (first that differs: "
+            f"{odd[0]}); the validation images come in one folder: sort them into their classes first"
+        )
+        raise ConfigError(msg)
+    files, labels = [], []
+    for label, name in enumerate(classes):
+        images = sorted(file for file in (folder / name).iterdir() if file.suffix.lower() in _ENDINGS)
+        if not images:
+            msg = f"{folder / name} holds no image: expected *{', *'.join(sorted(_ENDINGS))}"
+            raise ConfigError(msg)
+        files += images
+        labels += [label] * len(images)
+    order = np.random.default_rng(seed).permutation(len(files)).tolist()
+    return ImageFiles([files[number] for number in order], torch.tensor(labels)[order], size)

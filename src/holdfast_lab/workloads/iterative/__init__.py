@@ -1,0 +1,62 @@
+"""Programs that converge by iterating, by name; see :class:`~holdfast_lab.workloads.iterative.base.Program`."""
+
+from __future__ import annotations
+
+import inspect
+from importlib import import_module
+from pathlib import Path
+from typing import Any, cast
+
+from holdfast.errors import ConfigError
+from holdfast_lab.workloads.iterative.base import Program, State, copy_of, euclidean
+
+__all__ = ["PROGRAMS", "Program", "State", "copy_of", "euclidean", "make_program"]
+
+_MADE_BY = {
+    "quadratic": ("quadratic", "make"),
+    "quadratic-diagonal": ("quadratic", "make"),
+    **dict.fromkeys(("mlr-digits", "mlr-fashion", "mlr-covertype", "mlr-reuters"), ("mlr", "make")),
+    **dict.fromkeys(("als-movielens", "als-jester", "als-ratings"), ("als", "make")),
+    **dict.fromkeys(("lda-reuters", "lda-documents"), ("lda", "make")),
+    **{
+        f"{network}-{optimizer}-{dataset}": ("networks", "make")
+        for network in ("mlp", "cnn")
+        for optimizer in ("adam", "momentum")
+        for dataset in ("digits", "fashion")
+    },
+    "gpt-adam": ("networks", "make"),
+}
+"""Name: module beside this one, and function of it that takes name, data, seed and options. Imported when asked for."""
+
+PROGRAMS = tuple(_MADE_BY)
+"""What :func:`make_program` knows."""
+
+
+def make_program(name: str, data: Path | None = None, seed: int = 0, **options: Any) -> Program:
+    """Return the program ``name``: an algorithm, and after the last hyphen what it is run on.
+
+    Args:
+        name: One of :data:`PROGRAMS`.
+        data: Where the files are, for datasets that are read from files; see :func:`~holdfast_lab.workloads.load_dataset`.
+            Each dataset is read once a process, and divided alike whatever the seed.
+        seed: Of all that is drawn, ``>= 0``.
+        **options: Keyword arguments of the ``make`` that builds it, such as ``learning_rate`` or ``rank``.
+
+    Raises:
+        ConfigError: if there is no such program, it takes no such option, or the files are missing or damaged.
+    """
+    if name not in _MADE_BY:
+        msg = f"program must be one of {', '.join(PROGRAMS)}, got {name!r}"
+        raise ConfigError(msg)
+    if seed < 0:
+        msg = f"seed must be at least 0, got {seed}"
+        raise ConfigError(msg)
+    module, function = _MADE_BY[name]
+    make = getattr(import_module(f"{__name__}.{module}"), function)
+    parameters = inspect.signature(make).parameters.values()
+    known = [parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY]
+    for option in options:
+        if option not in known:
+            msg = f"options of {name} are: {', '.join(known) or 'none'}; got {option!r}"
+            raise ConfigError(msg)
+    return cast("Program", make(name, data, seed, **options))

@@ -1,0 +1,27 @@
+"""Networks by name, whole or in stages, with real layers and seeded random weights.
+
+Each is a sequence of named blocks, and each block has weights of its own seed: so a stage of a pipeline is built
+without the others, with the weights that it has in the whole network.
+"""
+
+from __future__ import annotations
+
+from holdfast_lab.workloads.models.blocks import Block, Layout, build
+from holdfast_lab.workloads.models.catalog import IMAGE_MODELS, MODELS, layout, make_model
+from holdfast_lab.workloads.models.layers import layers_of, loss_of
+from holdfast_lab.workloads.models.stages import make_stage, split, stages
+
+__all__ = [
+    "IMAGE_MODELS",
+    "MODELS",
+    "Block",
+    "Layout",
+    "build",
+    "layers_of",
+    "layout",
+    "loss_of",
+    "make_model",
+    "make_stage",
+    "split",
+    "stages",
+]

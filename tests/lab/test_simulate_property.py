@@ -1,0 +1,141 @@
+"""The timed body under any scenario: its two forms agree to the nanosecond, and nothing is counted twice or forgotten."""
+
+from dataclasses import replace
+
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from holdfast_lab.simulate import (
+    PARTS,
+    Cluster,
+    Constant,
+    Costs,
+    Exponential,
+    Failures,
+    Job,
+    LogNormal,
+    Scenario,
+    Source,
+    Trace,
+    Weibull,
+    monte_carlo,
+    simulate,
+)
+from holdfast_lab.simulate.outcome import COUNTS
+from holdfast_lab.simulate.reading import Spell
+from holdfast_lab.simulate.scenario import MODELS, STRATEGIES, UPDATES
+
+
+def some(*values):
+    return st.sampled_from(values)
+
+
+clusters = st.builds(
+    Cluster,
+    workers=some(1, 2, 3, 5, 16),
+    spares=some(0, 0, 1, 3),
+    workers_per_node=some(1, 2, 4),
+    nodes_per_rack=some(2, 3),
+)
+costs = st.builds(
+    Costs,
+    slice_s=some(0, 1, 3.3),
+    straggle=some(0, 0.1),
+    sum_s=some(0.5, 2),
+    sum_hop_s=some(0, 0.1),
+    update_s=some(0, 0.3, 4),
+    copy_s=some(0, 0.2),
+    undo_s=some(0, 0.7),
+    detect_s=some(0, 0.2, 5),
+    regroup_s=some(0, 1),
+    regroup_hop_s=some(0, 0.3),
+    save_s=some(0, 3),
+    save_background_s=some(0, 30, 500),
+    load_s=some(0, 20),
+    restart_s=some(0, 60),
+    rebuild_s=some(0, 15),
+    rehome_s=some(0, 4),
+    spawn_s=some(0, 70, 1000),
+    rejoin_s=some(0, 3),
+)
+jobs = st.builds(
+    Job,
+    strategy=some(*STRATEGIES),
+    steps=some(None, None, 200, 2000),
+    horizon_s=some(3e3, 2e4),
+    save_every=some(0, 1, 7, 50, 10**9),
+    slices=some(None, 5, 64),
+    split=some("slices", "even"),
+    batch=some("global", "local"),
+    buckets=some(1, 2, 5),
+    model=some(*MODELS),
+    reinit_from=some("snapshot", "checkpoint"),
+)
+sources = st.builds(
+    Source,
+    level=some("worker", "node", "rack"),
+    lifetime=some(Exponential(300.0), Exponential(3000.0), Weibull(2000.0, 0.7), LogNormal(2000.0, 1.0)),
+    repair=some(Constant(0.0), Exponential(100.0), LogNormal(2000.0, 1.5)),
+    age_s=some(0.0, 500.0),
+)
+
+
+@st.composite
+def spells(draw):
+    """Whole seconds, so that much happens at the same moment."""
+    start = draw(st.integers(0, 500))
+    return Spell(draw(st.integers(0, 3)), start, start + draw(st.integers(0, 200)))
+
+
+traces = st.builds(
+    Trace,
+    st.lists(spells(), max_size=12).map(tuple),
+    st.just(4),
+    st.just(1000.0),
+    some("worker", "node"),
+    st.booleans(),
+)
+
+
+@st.composite
+def scenarios(draw):
+    cluster, job = draw(clusters), draw(jobs)
+    least = draw(st.integers(1, cluster.total))
+    start = draw(st.none() | st.integers(least, cluster.total))
+    update = draw(some(*UPDATES)) if job.model == "replicated" else "lazy"
+    failures = draw(st.lists(sources, max_size=2).map(lambda many: Failures(tuple(many))) | traces)
+    return Scenario(cluster, replace(job, min_workers=least, start_workers=start, update=update), draw(costs), failures)
+
+
+def agree(scenario, seed, repetitions=2):
+    """Compare one history after the other with many at once; return the former."""
+    outcomes = [simulate(scenario, seed=seed, repetition=r) for r in range(repetitions)]
+    sweep = monte_carlo(scenario, repetitions, seed=seed)
+    for part in PARTS:
+        assert sweep.parts_ns[part].tolist() == [o.parts_ns[part] for o in outcomes], part
+    for name in ("total_ns", "ideal_ns", "finished", *COUNTS):
+        assert getattr(sweep, name).tolist() == [getattr(o, name) for o in outcomes], name
+    assert all(
+        abs(a / b - 1) < 1e-9 for a, b in zip(sweep.member_ns, (o.member_ns for o in outcomes), strict=True) if b
+    )
+    return outcomes
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(scenario=scenarios(), seed=st.integers(0, 2**31))
+def test_both_forms_agree_and_the_parts_are_the_whole(scenario, seed):
+    for outcome in agree(scenario, seed):
+        assert sum(outcome.parts_ns.values()) == outcome.total_ns > 0
+        assert min(outcome.parts_ns.values()) >= 0  # time never goes back
+        assert outcome.total_ns <= scenario.horizon_s * 1e9
+        if scenario.job.strategy == "forward" and scenario.job.model == "replicated" and not outcome.starts:
+            assert outcome.parts_ns["load"] == 0
+
+
+@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(scenario=scenarios(), seed=st.integers(0, 2**31))
+def test_without_faults_nothing_is_lost(scenario, seed):
+    outcome = simulate(replace(scenario, failures=Failures()), seed=seed)
+
+    assert {part for part, ns in outcome.parts_ns.items() if ns} <= {"useful", "save"}
+    assert (outcome.failures, outcome.joins, outcome.starts, outcome.lost_workers) == (0, 0, 0, 0)

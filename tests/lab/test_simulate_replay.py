@@ -1,0 +1,93 @@
+"""Two bodies, one brain: virtual workers and the timed body decide the same for the same failures."""
+
+import json
+
+import pytest
+from train_reference import train
+
+from holdfast.comm import VirtualCommunicator
+from holdfast.errors import ConfigError
+from holdfast.events import Recovered, record_from_dict
+from holdfast.faults.plan import FaultPlan, parse
+from holdfast_lab.simulate import Cluster, Costs, Job, Scenario, Trace, replay, simulate
+from holdfast_lab.simulate.reading import Spell
+
+WORKERS, EVERY = 5, 3
+# Who dies in which step, and how far into it: a step computes for 0.5 s, and then its two buckets and the closing sum follow.
+SCRIPT = [
+    ("kill:rank=1,step=3,phase=backward", 3, 0.25),
+    ("kill:rank=3,step=5,phase=allreduce,bucket=0", 5, 0.7),
+    ("kill:rank=0,step=8,phase=allreduce,bucket=1", 8, 0.9),
+]
+
+
+def trained(tmp_path, strategy, faults=tuple(fault for fault, _, _ in SCRIPT), **more):
+    """Let virtual workers train under the script; return the records."""
+    comm = VirtualCommunicator(WORKERS)
+    plan = FaultPlan(tuple(map(parse, faults))).to_json()
+    places = {"run_dir": str(tmp_path), "checkpoint_dir": str(tmp_path / "saved"), "checkpoint_every": EVERY}
+    train("mlp", "sgd", comm=comm, strategy=strategy, faults=plan, **places, **more)
+    lines = (tmp_path / "records-0.jsonl").read_text().splitlines()
+    return [record_from_dict(json.loads(line)) for line in lines]
+
+
+def timed(strategy, steps, spells):
+    trace = Trace(tuple(spells), WORKERS, 1e4, "worker", replayed=True)
+    costs = Costs(slice_s=0.5, sum_s=0.5, detect_s=0.01, regroup_s=0.02, load_s=0.1, rebuild_s=0.1, spawn_s=1e4)
+    job = Job(strategy=strategy, steps=steps, save_every=EVERY, buckets=2, horizon_s=1e3, slices=WORKERS, split="even")
+    return simulate(Scenario(Cluster(workers=WORKERS), job, costs, trace), keep_decisions=True)
+
+
+@pytest.mark.parametrize("strategy", ["rollback", "forward", "restart"])
+def test_the_timed_body_decides_as_virtual_workers_do(tmp_path, strategy):
+    records = trained(tmp_path, strategy)
+
+    spells = []
+    for rank, (_, step, into_s) in enumerate(SCRIPT):
+        paces = WORKERS / (WORKERS - rank) * 0.5
+        begins_s = timed(strategy, step, spells).total_ns / 1e9  # when the step is begun, with the deaths before it
+        at_s = begins_s + (into_s / 0.5 * paces if into_s < 0.5 else paces + into_s - 0.5)
+        spells.append(Spell(rank, at_s, at_s))
+    simulated = timed(strategy, 11, spells)
+    said = {record.generation: record for record in records if isinstance(record, Recovered)}
+    assert len(said) == len(SCRIPT)
+    assert [(step, decision, orders) for step, decision, orders in simulated.decisions] == [
+        (record.step, record.decision, dict(record.orders)) for record in said.values()
+    ]
+
+
+@pytest.mark.parametrize("strategy", ["rollback", "forward", "restart"])
+def test_a_run_is_decided_again_from_its_records(tmp_path, strategy):
+    records = trained(tmp_path, strategy)
+
+    replayed = replay(records)
+
+    assert [one.lost for one in replayed] == [(1,), (3,), (0,)]
+    assert [one.again for one in replayed] == [
+        {"rollback": "redo", "forward": "continue", "restart": "load"}[strategy]
+    ] * 3
+    assert all(one.agrees and one.orders_were == one.orders_again for one in replayed)
+
+
+def test_another_strategy_would_have_decided_otherwise(tmp_path):
+    records = trained(tmp_path, "rollback")
+
+    changed = [
+        record_from_dict(vars_of(record) | {"strategy": "restart"}) if "strategy" in vars_of(record) else record
+        for record in records
+    ]
+
+    assert not any(one.agrees for one in replay(changed))
+
+
+def vars_of(record):
+    from holdfast.events import record_to_dict
+
+    return record_to_dict(record)
+
+
+def test_records_without_a_start_are_refused():
+    lost = Recovered(t_s=1, rank=0, step=3, lost=(1,), survivors=(0,), decision="redo", redone_steps=1, generation=1)
+
+    with pytest.raises(ConfigError, match="the records say nothing of a start"):
+        replay([lost])

@@ -1,0 +1,165 @@
+"""How workers of the abstract engine take part in sums; and the promises about these.
+
+Nobody adds up gradients of different attempts, nor after different changes of the settings, nor gives parts of a model to
+those who take others. What lies in shared memory is for ``abstract_memory``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from holdfast.events import (
+    ALTERED,
+    CALM,
+    CORRUPT,
+    LOADING,
+    LOST,
+    Action,
+    CloseStep,
+    HandOver,
+    LoadCheckpoint,
+    ShareProgress,
+    SumBucket,
+    TakeChanges,
+    Welcome,
+)
+from model.abstract_members import ASK, Lapse
+from model.abstract_memory import Adding, AtBarrier, Rule, Violation, ranks
+from model.abstract_parts import ABSENT, Giving
+from model.abstract_state import (
+    SUMS,
+    Given,
+    Offer,
+    Payload,
+    Sum,
+    Worker,
+    living_ranks,
+    lowest,
+)
+from model.abstract_work import Work
+
+
+class Sums(Work):
+    """A state that is being changed, and how its workers take part in sums."""
+
+    # -- sums
+
+    def _enter(self, rank: int, order: Action) -> None:
+        brought = self._brings(rank, order)
+        if isinstance(order, LoadCheckpoint):
+            self._drop_gradients(rank)
+            self._set(rank, steps=LOADING, parts=(ABSENT,) * len(self._worker(rank).parts))
+            self._workers[rank] = self._worker(rank).without_staged()
+        worker = self._worker(rank)
+        # What is added up must be gradients of the same attempt of the same step on the same weights.
+        what: tuple[object, ...] = (order, worker.steps, worker.group, worker.taken, worker.homes)
+        if isinstance(order, LoadCheckpoint):
+            what = (order, worker.steps)  # it brings settings and homes of its own
+        if isinstance(order, ShareProgress | Welcome | TakeChanges):
+            what = (type(order),)
+        number = worker.sums + 1
+        this = self._sums.get(number) or Sum(number, what, 0, ())
+        if this.what != what:
+            msg = f"rubbish is summed: {rank} enters {what}, others are in {this.what}"
+            raise Violation(msg)
+        mine = () if brought is None else ((rank, brought),)
+        self._sums[number] = this._replace(entered=this.entered | 1 << rank, brought=(*this.brought, *mine))
+        self._set(rank, waits=order, sums=number)
+        if isinstance(order, AtBarrier):
+            self._announce(rank, number)
+
+    def _enter_sum(self, rank: int, order: SumBucket) -> None:
+        self._memory.enter(rank, order.bucket)
+        if self._memory.keeps(Rule.BARRIER_A):
+            self._enter(rank, AtBarrier("A", order))
+        else:
+            self._begin_to_add(rank, order)
+
+    def _begin_to_add(self, rank: int, order: SumBucket) -> None:
+        self._set(rank, waits=Adding(order))
+        self._memory.begin_to_add(rank, order.bucket, self._what_is_added(rank))
+        if not self._memory.keeps(Rule.WORD_COMES_LAST):
+            self._announce(rank, self._worker(rank).sums + 1)
+
+    def _announce(self, rank: int, barrier: int) -> None:
+        if self._engine.world.lying:  # else the words never say anything new
+            self._memory.announce(rank, barrier)
+
+    def _brings(self, rank: int, order: Action) -> Payload | None:
+        worker = self._worker(rank)
+        match order:
+            case SumBucket(bucket=bucket) | AtBarrier(name="A", order=SumBucket(bucket=bucket)):
+                if not worker.inputs & 1 << bucket:
+                    msg = f"rubbish is summed: {rank} has no gradient of bucket {bucket} any more"
+                    raise Violation(msg)
+            case CloseStep(step=step):
+                self._check_may_close(rank, worker, step)
+            case HandOver(bucket=bucket, source=source) if source == rank:
+                return self._hands_over(rank, bucket)
+            case ShareProgress(progress=progress):
+                passed_on = worker.heard & ~ASK if Lapse.KEEPS_ASK in self._engine.world.lapses else worker.heard
+                corrupt = worker.corrupt and Lapse.NOBODY_SAYS_CORRUPT not in self._engine.world.lapses
+                flags = passed_on | CALM * worker.calm | LOST * self._says_lost(rank) | self._finding * corrupt
+                return dataclasses.replace(progress, flags=flags)
+            case Welcome():
+                return self._gives(rank, order)
+            case Giving():
+                return self._gives_parts(rank)
+            case LoadCheckpoint():
+                leads = rank == lowest(self._members)
+                given = Given(self._published, self._published_taken) if leads else None
+                flips = self._engine.world.flips
+                goes_back = worker.corrupt and not self._engine.world.transient
+                return Offer(goes_back, worker.verified, worker.trusted, given) if flips else given
+        return None
+
+    def _hands_over(self, rank: int, bucket: int) -> int:
+        if not self._worker(rank).have[bucket]:
+            if not self._engine.world.shared:
+                msg = f"bucket missing: {rank} hands over bucket {bucket} and does not hold it"
+                raise Violation(msg)
+            self._hold(rank, bucket, self._memory.what_lies(rank, bucket))  # it takes what it finds
+        self._memory.read(rank, bucket, self._what(rank, bucket))
+        return self._worker(rank).have[bucket]
+
+    @property
+    def _finding(self) -> int:
+        """What a worker that has heard of a flip says of it."""
+        return ALTERED if self._engine.world.transient else CORRUPT
+
+    def _check_may_close(self, rank: int, worker: Worker, step: int) -> None:
+        if worker.corrupt:
+            msg = f"what is corrupt is gone on with: {rank} has heard of it, and closes step {step}"
+            raise Violation(msg)
+        if self._engine.homes is not None:
+            self._check_may_close_split(rank)
+        elif step < self._engine.world.steps:
+            self._check_have(rank, worker, "closes")
+        stable = step if self._engine.buckets else step - 1  # without buckets, this sum shows that the step before is
+        if self._engine.world.all_publish and worker.told < stable:
+            msg = f"never published: {rank} closes step {step}, and has not published all before"
+            raise Violation(msg)
+
+    def _result(self, this: Sum, result: int) -> int:
+        """Return what a sum says; ``result`` if nobody knows it yet."""
+        if this.result < 0:
+            self._sums[this.number] = this = this._replace(result=result)
+        return this.result
+
+    def _is_of_use(self, this: Sum) -> bool:
+        """Return whether anybody can still complete ``this``."""
+        may_enter = living_ranks(self._workers) | self._memory.may_enter(this.number)
+        never_again = self._members & ~may_enter | self._failed
+        needed = self._members
+        for rank in ranks(living_ranks(self._workers) & ~self._failed):
+            worker = self._worker(rank)
+            if worker.sums == this.number and isinstance(worker.waits, SUMS):
+                needed &= self._engine.needed(self._members, rank, worker.waits)
+        if needed & ~this.entered & never_again:
+            return False
+        for rank in ranks(living_ranks(self._workers) & ~self._failed):
+            worker = self._worker(rank)
+            waits_in_it = worker.sums == this.number and isinstance(worker.waits, SUMS)
+            if worker.sums < this.number or waits_in_it:
+                return True
+        return False
