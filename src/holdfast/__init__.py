@@ -8,6 +8,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from holdfast import _moved
+
 if TYPE_CHECKING:
     from holdfast.config import Settings
     from holdfast.errors import ConfigError, HoldfastError, ScriptError
@@ -42,6 +44,9 @@ __all__ = [
     "__version__",
     "reinit",
 ]
+
+
+_moved.install()
 
 
 def __getattr__(name: str) -> Any:

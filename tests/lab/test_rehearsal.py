@@ -13,7 +13,7 @@ from holdfast.errors import ConfigError
 from holdfast_lab.studies import rehearsal
 from holdfast_lab.studies.rehearsal import Rehearsal, rehearse
 
-SCRIPT = Path(rehearsal.__file__).parent / "workers" / "shards.py"
+SCRIPT = Path(rehearsal.__file__).parent / "scar" / "workers" / "shards.py"
 
 
 def settings_of(options):

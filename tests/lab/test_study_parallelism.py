@@ -13,10 +13,9 @@ from holdfast.errors import ConfigError
 from holdfast.report import render_study
 from holdfast_lab.pages.study import shown_section
 from holdfast_lab.studies.base import MEASURED, NOT_RUN, Claim, Options
-from holdfast_lab.studies.frameworks import WORKERS
 from holdfast_lab.studies.parallelism.claims import hold_claims
 from holdfast_lab.studies.parallelism.elastic import Case, cases, elastic_row
-from holdfast_lab.studies.parallelism.jobs import Job, Outcome, Scale, carry_out
+from holdfast_lab.studies.parallelism.jobs import SCRIPTS, Job, Outcome, Scale, carry_out
 from holdfast_lab.studies.parallelism.needs import OMISSIONS, need_rows
 from holdfast_lab.studies.parallelism.page import sections
 from holdfast_lab.studies.parallelism.rows import STRUCTURES, data_row, row_of, structure_rows
@@ -481,7 +480,7 @@ def test_with_all_calls_nothing_goes_wrong():
 
 
 def script() -> Any:
-    spec = importlib.util.spec_from_file_location("parallel", WORKERS / "parallel.py")
+    spec = importlib.util.spec_from_file_location("parallel", SCRIPTS / "parallel.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -14,9 +14,17 @@ from __future__ import annotations
 import os
 from typing import Any
 
-import torch.distributed as dist
 
-from holdfast.errors import RanksLost
+def autoload() -> None:
+    """Be called by torch when it is imported, or looks for the backend; the import of this module did everything.
+
+    It stands above the import of torch, which calls it before that import ends.
+    """
+
+
+import torch.distributed as dist  # noqa: E402
+
+from holdfast.errors import RanksLost  # noqa: E402
 
 __all__ = ["RanksLost", "alive"]
 
@@ -37,10 +45,6 @@ def alive(group: dist.ProcessGroup | None = None) -> tuple[int, ...]:
         msg = f"alive() is for groups of the {BACKEND!r} backend, got {group}"
         raise ValueError(msg)
     return group.alive
-
-
-def autoload() -> None:
-    """Be called by torch when it is imported, or looks for the backend; the import of this module did everything."""
 
 
 def _create(options: Any, _: Any) -> dist.ProcessGroup:

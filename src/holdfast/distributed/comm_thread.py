@@ -281,7 +281,7 @@ class Engine:
                 case _Order() as order:
                     try:
                         order.answer = order.do()
-                    except Exception as error:  # noqa: BLE001 - raised again where the order came from
+                    except Exception as error:
                         order.error = error
                     order.done.set()
                 case None:
@@ -341,7 +341,7 @@ class Engine:
             except (RanksLost, ScriptError) as error:  # raised at all ranks alike
                 self._end(job, error)
                 return
-            except Exception as error:  # noqa: BLE001 - belongs to who called the collective
+            except Exception as error:
                 group.broken = True  # the others cannot know: they are told by a recovery
                 self._recover()
                 self._end(job, error)
@@ -350,7 +350,7 @@ class Engine:
                 break
         try:
             job.finish()
-        except Exception as error:  # noqa: BLE001 - belongs to who called the collective
+        except Exception as error:
             self._end(job, error)
         else:
             self._end(job, None)
@@ -394,7 +394,7 @@ class Engine:
         except PeerFailed:
             self._recover()
             transfer.work.fail(self._lost(transfer))
-        except Exception as error:  # noqa: BLE001 - belongs to who called it
+        except Exception as error:
             transfer.work.fail(error)
         else:
             self._transfers.append(transfer)
@@ -414,7 +414,7 @@ class Engine:
         self._transfers.remove(transfer)
         try:
             transfer.finish()
-        except Exception as error:  # noqa: BLE001 - belongs to who called it
+        except Exception as error:
             transfer.work.fail(error)
         else:
             ranks = transfer.group.ranks

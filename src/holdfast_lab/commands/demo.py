@@ -114,7 +114,7 @@ def _job(run: Run, folder: Path, workers: int) -> Job:
 
 def _script() -> Path:
     """Return the file of the workload; finding it loads no torch, importing it would."""
-    package = importlib.util.find_spec("holdfast")
+    package = importlib.util.find_spec("holdfast_lab")
     assert package is not None
     assert package.origin is not None
     return Path(package.origin).with_name("workloads") / "train.py"

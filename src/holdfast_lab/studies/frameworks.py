@@ -15,7 +15,7 @@ from typing import Any
 
 from holdfast_lab.studies.base import Row
 
-WORKERS = Path(__file__).parent / "workers"
+WORKERS = Path(__file__).parent / "checkpoint_cost" / "workers"
 
 _CALM = {
     "OMP_NUM_THREADS": "1",

@@ -12,10 +12,12 @@ from typing import Any
 
 from holdfast_lab.studies.base import MEASURED, NOT_RUN, Row, Task
 from holdfast_lab.studies.exact.workers.cost import ANY_ORDER, CERTIFICATE, DDP, FOLD, PLAIN, TREE, VARIANTS, WHOLE
-from holdfast_lab.studies.frameworks import WORKERS
 from holdfast_lab.studies.guard.cost import NO_MPIRUN, mpirun_words
 from holdfast_lab.studies.parallelism.jobs import ended, own_environment
 from holdfast_lab.studies.stats import bootstrap, median
+
+SCRIPTS = Path(__file__).with_name("workers")
+"""Scripts that run in processes of their own."""
 
 NETWORKS = ("mlp", "cnn", "gpt")
 QUICK_NETWORK = "cnn"
@@ -64,7 +66,7 @@ class Timed:
 
     def words(self, out: Path) -> list[str]:
         """Return the command line of the script, behind its interpreter."""
-        words = [WORKERS / "exact_cost.py", "--network", self.network, "--workers", self.workers]
+        words = [SCRIPTS / "cost.py", "--network", self.network, "--workers", self.workers]
         words += ["--slices", self.slices, "--batch", BATCH[self.network], "--rounds", self.rounds]
         return [str(word) for word in [*words, "--block-s", self.block_s, "--out", out, "--variants", *self.variants]]
 

@@ -14,8 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from holdfast_lab.studies.base import MEASURED, NOT_RUN, Row, Task
-from holdfast_lab.studies.frameworks import WORKERS as SCRIPTS
 from holdfast_lab.studies.parallelism.jobs import ended, own_environment
+
+SCRIPTS = Path(__file__).with_name("workers")
+"""Scripts that run in processes of their own."""
 
 WORKERS = 4
 BATCH = 192
@@ -65,7 +67,7 @@ class Divided:
         """Return the command line, behind ``holdfast run``."""
         words = ["-n", WORKERS, "--slices", self.slices, "--split", self.split, "--spares", self.spares, "--seed", seed]
         words += ["--no-page", "--report", folder / "report", "--inject", f"kill:rank={KILLED},step={STEP}"]
-        words += [SCRIPTS / "exact_job.py", "--steps", STEPS, "--batch", BATCH, "--sample-s", SAMPLE_S]
+        words += [SCRIPTS / "job.py", "--steps", STEPS, "--batch", BATCH, "--sample-s", SAMPLE_S]
         return [str(word) for word in words]
 
 

@@ -14,9 +14,11 @@ from functools import partial
 from pathlib import Path
 
 from holdfast_lab.studies.base import MEASURED, NOT_RUN, Row, Task
-from holdfast_lab.studies.frameworks import WORKERS
 from holdfast_lab.studies.parallelism.jobs import ended, own_environment
 from holdfast_lab.studies.stats import bootstrap, median
+
+SCRIPTS = Path(__file__).with_name("workers")
+"""Scripts that run in processes of their own."""
 
 WORKERS_OF_IT = 2
 NO_MPIRUN = "there is no mpirun: pip install 'holdfast[mpi]'"
@@ -85,7 +87,7 @@ def mpirun_words(workers: int) -> list[str]:
 
 
 def _command(mpirun: Sequence[str], timed: Timed, out: Path) -> list[str]:
-    words: list[object] = [*mpirun, WORKERS / "guard_cost.py", "--size", timed.size]
+    words: list[object] = [*mpirun, SCRIPTS / "cost.py", "--size", timed.size]
     words += ["--samples", timed.samples, "--batch", timed.batch, "--blocks", timed.blocks]
     return [str(word) for word in [*words, "--steps", timed.steps, "--out", out]]
 

@@ -16,8 +16,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from holdfast_lab.studies.frameworks import WORKERS
 from holdfast_lab.workloads import load_dataset
+
+SCRIPTS = Path(__file__).with_name("workers")
+"""Scripts that run in processes of their own."""
 
 REPLICATED, PIPELINE, SHARDED, HYBRID = KINDS = ("replicated", "pipeline", "sharded", "hybrid")
 """How the work is divided; hybrid: two pipelines, which are replicas of each other."""
@@ -148,7 +150,7 @@ class Job:
 
     def _script(self, folder: Path) -> list[str]:
         scale = self.scale
-        words = [WORKERS / "parallel.py", PIPELINE if self.kind == HYBRID else self.kind, "--network", self.network]
+        words = [SCRIPTS / "parallel.py", PIPELINE if self.kind == HYBRID else self.kind, "--network", self.network]
         words += ["--data", folder / "data", "--notes", folder / "notes", "--parts", self.parts]
         words += ["--samples", scale.samples, "--batch", scale.batch, "--epochs", scale.epochs]
         words += ["--blocks", scale.slices] if self.blocks else []

@@ -18,7 +18,6 @@ from typing import Any
 
 from holdfast.errors import ConfigError
 from holdfast_lab.studies.base import MEASURED, NOT_RUN, Claim, Options, Row, Task
-from holdfast_lab.studies.frameworks import WORKERS
 from holdfast_lab.studies.parallelism.claims import hold_claims
 from holdfast_lab.studies.parallelism.elastic import Case, cases, elastic_row
 from holdfast_lab.studies.parallelism.jobs import (
@@ -32,6 +31,7 @@ from holdfast_lab.studies.parallelism.jobs import (
     REPLICATED,
     RESTART,
     ROLLBACK,
+    SCRIPTS,
     SHARDED,
     STRATEGIES,
     Job,
@@ -334,7 +334,7 @@ class _Plan:
             folder = Path(name)
             write_data(folder / "data", scale, self._options.data)
             script = [
-                WORKERS / "plain.py",
+                SCRIPTS / "plain.py",
                 "--network",
                 network,
                 "--data",

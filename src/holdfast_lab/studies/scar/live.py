@@ -19,9 +19,11 @@ from typing import Any
 
 from holdfast.report.against import cost_against
 from holdfast_lab.studies.base import MEASURED, NOT_RUN, SHARE, Claim, Row, Task
-from holdfast_lab.studies.frameworks import WORKERS
 from holdfast_lab.studies.parallelism.jobs import ended, own_environment
 from holdfast_lab.studies.stats import share_interval
+
+SCRIPTS = Path(__file__).with_name("workers")
+"""Scripts that run in processes of their own."""
 
 _LIMIT_S = 300.0
 _BATCH = 64
@@ -93,7 +95,7 @@ def run_live(live: Live) -> Row:
 def _run(live: Live, folder: Path, fabric: str, words: Sequence[str]) -> tuple[int, str]:
     folder.mkdir()
     command = [sys.executable, "-m", "holdfast", "run", "-n", live.workers, "--fabric", fabric, "--seed", live.seed]
-    command += [*words, "--no-page", "--report", folder / "report", WORKERS / "shards.py", "--shards", live.workers]
+    command += [*words, "--no-page", "--report", folder / "report", SCRIPTS / "shards.py", "--shards", live.workers]
     command += ["--epochs", live.epochs, "--batch", _BATCH, "--optimizer", live.optimizer, "--rate", live.rate]
     return ended([str(word) for word in command], own_environment(), folder, _LIMIT_S)
 

@@ -1,0 +1,71 @@
+"""Old names of public modules keep working: importing one gives the module of the new name.
+
+The finder below comes first, because a folder of an old name, left behind with nothing but caches in it, would be taken for a package.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import sys
+from collections.abc import Sequence
+from types import ModuleType
+
+MOVED = {
+    "holdfast.dist": "holdfast.distributed",
+    "holdfast.links": "holdfast.integrity.hash_chain",
+    "holdfast.points": "holdfast.faults.points",
+    "holdfast.probe": "holdfast.doctor",
+    "holdfast.settings": "holdfast.config",
+    "holdfast.simulate": "holdfast_lab.simulate",
+    "holdfast.study": "holdfast_lab.studies",
+    "holdfast.train.batched": "holdfast_lab.virtual_ddp.training",
+    "holdfast.train.session": "holdfast.session.session",
+    "holdfast.train.step": "holdfast.session.step",
+    "holdfast.train": "holdfast.engine",
+    "holdfast.workloads": "holdfast_lab.workloads",
+}
+"""Old name: new name, the first that fits. What lies below an old name lies below the new one."""
+
+
+def new_name(name: str) -> str:
+    """Return the name that a module has now, "" if no module of that name was moved."""
+    if not name.startswith("holdfast."):
+        return ""
+    for old, new in MOVED.items():
+        if name == old or name.startswith(f"{old}."):
+            return new + name.removeprefix(old)
+    return ""
+
+
+class _Alias(importlib.abc.Loader):
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
+        """Return the module of the new name. The import system is not to mark it as another one's."""
+        module = importlib.import_module(self._name)
+        self._spec = module.__spec__
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Undo what the import system wrote into the module: it was loaded under its new name."""
+        module.__spec__ = self._spec
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        """Return the spec of an alias, or None if no module of this name was moved."""
+        name = new_name(fullname)
+        if not name or importlib.util.find_spec(name) is None:
+            return None
+        return importlib.machinery.ModuleSpec(fullname, _Alias(name))
+
+
+def install() -> None:
+    """Let old names be imported. Called once, when the package is imported."""
+    sys.meta_path.insert(0, _Finder())
