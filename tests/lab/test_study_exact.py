@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 from holdfast.errors import ConfigError
-from holdfast.report import render_study
+from holdfast_lab.pages.study import render_study
 from holdfast_lab.studies.base import MEASURED, NOT_RUN, Claim, Options
 from holdfast_lab.studies.exact import claims, spread
 from holdfast_lab.studies.exact.claims import hold_claims

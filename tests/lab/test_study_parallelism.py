@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from holdfast.errors import ConfigError
-from holdfast.report import render_study
-from holdfast_lab.pages.study import shown_section
+from holdfast_lab.pages.study import render_study, shown_section
 from holdfast_lab.studies.base import MEASURED, NOT_RUN, Claim, Options
 from holdfast_lab.studies.parallelism.claims import hold_claims
 from holdfast_lab.studies.parallelism.elastic import Case, cases, elastic_row

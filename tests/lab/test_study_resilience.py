@@ -13,7 +13,7 @@ import torch
 
 from holdfast.errors import ConfigError
 from holdfast.models.overlap import UndoCopy
-from holdfast.report import render_study
+from holdfast_lab.pages.study import render_study
 from holdfast_lab.studies.base import MEASURED, NOT_RUN, Claim, Journal, Options
 from holdfast_lab.studies.resilience import claims
 from holdfast_lab.studies.resilience.cases import (

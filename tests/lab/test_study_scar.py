@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from holdfast.errors import ConfigError
-from holdfast.report import render_study
+from holdfast_lab.pages.study import render_study
 from holdfast_lab.studies.base import MEASURED, NOT_RUN, Options, carry_out
 from holdfast_lab.studies.scar import save as scar_save
 from holdfast_lab.studies.scar import study as scar_module

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from holdfast.report.formatting import headline
     from holdfast.report.html import render_demo, render_run, write_page
     from holdfast.report.table import demo_table, summary_lines
-    from holdfast_lab.pages.study import claim_lines, render_study
 
 _WHERE = {
     "build_report": "build",
@@ -28,8 +27,6 @@ _WHERE = {
     "write_report": "files",
     "write_results": "files",
     "load_study": "files",
-    "claim_lines": "study",
-    "render_study": "study",
     "curves": "figures",
     "timeline": "figures",
     "trade_off": "figures",
@@ -38,12 +35,11 @@ _WHERE = {
     "write_page": "html",
     "demo_table": "table",
     "summary_lines": "table",
-    "headline": "words",
+    "headline": "formatting",
 }
 
 __all__ = [
     "build_report",
-    "claim_lines",
     "curves",
     "demo_rows",
     "demo_table",
@@ -53,7 +49,6 @@ __all__ = [
     "load_study",
     "render_demo",
     "render_run",
-    "render_study",
     "save_report",
     "summary_lines",
     "timeline",

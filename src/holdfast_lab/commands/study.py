@@ -90,7 +90,8 @@ def _list(*, as_json: bool) -> None:
 
 
 def _show(results: dict[str, Any], out: Path, *, as_json: bool) -> None:
-    from holdfast.report import claim_lines, write_page
+    from holdfast.report import write_page
+    from holdfast_lab.pages.study import claim_lines
 
     page = write_page(out)
     if as_json:
