@@ -335,7 +335,7 @@ def test_importing_the_package_loads_nothing_heavy_and_starts_nothing():
     code = (
         "import sys, threading; before = set(sys.modules); import holdfast; after = set(sys.modules);"
         "print(sorted(n for n in after - before if n.split('.')[0] in"
-        "  ('torch', 'numpy', 'mpi4py', 'typer', 'rich', 'matplotlib') or n.startswith("holdfast.")), threading.active_count())"
+        "  ('torch', 'numpy', 'mpi4py', 'typer', 'rich', 'matplotlib') or n.startswith('holdfast.')), threading.active_count())"
     )
 
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
