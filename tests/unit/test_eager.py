@@ -16,7 +16,7 @@ import holdfast
 from holdfast.clock import SystemClock
 from holdfast.errors import ConfigError
 from holdfast.faults.plan import FaultPlan, parse
-from holdfast.integrity import RotatingDigest
+from holdfast.integrity.fingerprint import RotatingDigest
 from holdfast.models.gradients import Buckets
 from holdfast.models.overlap import Eager, Spent, UndoCopy
 from holdfast.models.training_state import state_sha256

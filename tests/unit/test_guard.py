@@ -14,9 +14,12 @@ import holdfast
 from holdfast.cli import main
 from holdfast.errors import ConfigError, ReplicasDiffer
 from holdfast.faults.plan import FaultPlan, parse
-from holdfast.integrity import Computed, Ranges, RotatingDigest, copied, find_odd
-from holdfast.integrity.fingerprint import EVERYTHING, WINDOW_BYTES
+from holdfast.integrity.fingerprint import EVERYTHING, WINDOW_BYTES, RotatingDigest
+from holdfast.integrity.plausible import find_odd
+from holdfast.integrity.ranges import Ranges
+from holdfast.integrity.recompute_check import Computed
 from holdfast.integrity.sdc_guard import Watch
+from holdfast.integrity.snapshots import copied
 from holdfast.records import read_run
 
 

@@ -359,7 +359,7 @@ def _check_plausible(source: Source, guard: str) -> None:
     Raises:
         CheckpointCorrupt: if there are any and ``guard`` is ``"stop"``.
     """
-    from holdfast.integrity import find_odd
+    from holdfast.integrity.plausible import find_odd
 
     for path in source.tensors:
         odd = find_odd(source.read(path))

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 from holdfast.engine.context import World
 from holdfast.engine.scribe import Scribe
-from holdfast.integrity import Finding, Ranges, RotatingDigest
-from holdfast.integrity.fingerprint import LONGEST_ROTATION, WINDOW_BYTES
+from holdfast.integrity.fingerprint import LONGEST_ROTATION, WINDOW_BYTES, RotatingDigest
+from holdfast.integrity.ranges import Finding, Ranges
 from holdfast.models.replicated import Replica
 
 _NOTHING = 0

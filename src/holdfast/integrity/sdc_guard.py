@@ -17,10 +17,10 @@ from holdfast.data.plan import MiniBatch
 from holdfast.engine.context import World
 from holdfast.engine.scribe import Scribe
 from holdfast.errors import ReplicasDiffer
-from holdfast.integrity import Computed, RotatingDigest
 from holdfast.integrity.checksums import Checking
-from holdfast.integrity.fingerprint import EVERYTHING, HALVES, LONGEST_ROTATION
+from holdfast.integrity.fingerprint import EVERYTHING, HALVES, LONGEST_ROTATION, RotatingDigest
 from holdfast.integrity.range_check import Ranging
+from holdfast.integrity.recompute_check import Computed
 from holdfast.models.gradients import MAX_METRICS
 from holdfast.models.model_parallel import Split
 from holdfast.models.replicated import Replica

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 import xxhash
 
 from holdfast.comm import Communicator
-from holdfast.integrity import RotatingDigest
-from holdfast.integrity.fingerprint import EVERY_KIND, raw
+from holdfast.integrity.fingerprint import EVERY_KIND, RotatingDigest, raw
 from holdfast.integrity.hash_chain import digest_of_tensors
 
 if TYPE_CHECKING:

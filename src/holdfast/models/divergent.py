@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from holdfast.integrity import RotatingDigest
+from holdfast.integrity.fingerprint import RotatingDigest
 from holdfast.models.training_state import clone
 
 _Looked = TypeVar("_Looked")

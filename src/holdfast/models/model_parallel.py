@@ -14,7 +14,7 @@ from holdfast.config import Settings
 from holdfast.data.plan import MiniBatch
 from holdfast.engine.context import World
 from holdfast.errors import CheckpointError, ConfigError
-from holdfast.integrity import RotatingDigest
+from holdfast.integrity.fingerprint import RotatingDigest
 from holdfast.integrity.hash_chain import NOTHING, in_order
 from holdfast.models.evaluation import Evaluation
 from holdfast.models.factories import Makers

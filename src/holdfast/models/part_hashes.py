@@ -9,8 +9,7 @@ from weakref import WeakKeyDictionary
 from torch import nn
 
 from holdfast.comm import Communicator
-from holdfast.integrity import RotatingDigest
-from holdfast.integrity.fingerprint import EVERY_KIND
+from holdfast.integrity.fingerprint import EVERY_KIND, RotatingDigest
 from holdfast.integrity.hash_chain import number_of_tensors, said_of_part
 from holdfast.integrity.state_hashes import Hashed, Said, hash_tensors
 from holdfast.models.replicated import Replica

@@ -19,9 +19,9 @@ from holdfast.engine.context import World
 from holdfast.engine.live_config import Requests
 from holdfast.engine.scribe import Scribe
 from holdfast.errors import CheckpointCorrupt, CheckpointError, ConfigError
-from holdfast.integrity import copied
 from holdfast.integrity.hash_chain import GENESIS
 from holdfast.integrity.sdc_guard import Watch, WayBack
+from holdfast.integrity.snapshots import copied
 from holdfast.models.model_parallel import Split
 from holdfast.models.replicated import Replica
 from holdfast.models.training_state import clone
