@@ -6,10 +6,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from holdfast.checkpoint import load, save
-from holdfast.checkpoint.load import Loaded
+from holdfast.checkpoint.load import Loaded, load, load_newest, newest_intact, read_manifest, steps
 from holdfast.checkpoint.parts import Wanted
-from holdfast.checkpoint.save import PendingCheckpoint
+from holdfast.checkpoint.save import PendingCheckpoint, discard, remove, write
 from holdfast.checkpoint.storage import Storage, open_storage
 from holdfast.checkpoint.write_plan import Content, take
 from holdfast.errors import CheckpointCorrupt
@@ -47,7 +46,7 @@ class Checkpoints:
 
     def write(self, step: int, content: Content, info: dict[str, Any], token: str = "") -> PendingCheckpoint:
         """See :func:`holdfast.checkpoint.save.write`."""
-        return save.write(self._storage, step, content, info, format=self._format, token=token, clean=self._clean)
+        return write(self._storage, step, content, info, format=self._format, token=token, clean=self._clean)
 
     def write_tensors(self, step: int, state: Any, info: dict[str, Any]) -> PendingCheckpoint:
         """See :func:`holdfast.checkpoint.save.write_tensors`."""
@@ -55,38 +54,38 @@ class Checkpoints:
 
     def newest_intact(self, on_damaged: Callable[[int, CheckpointCorrupt], None] | None = None) -> int | None:
         """See :func:`holdfast.checkpoint.load.newest_intact`."""
-        return load.newest_intact(self._storage, on_damaged)
+        return newest_intact(self._storage, on_damaged)
 
     def load_newest(
         self, on_damaged: Callable[[int, CheckpointCorrupt], None] | None = None, into: Any = None
     ) -> Loaded | None:
         """See :func:`holdfast.checkpoint.load.load_newest`."""
-        return load.load_newest(self._storage, on_damaged, into)
+        return load_newest(self._storage, on_damaged, into)
 
     def load(self, step: int, into: Any = None, only: Wanted | None = None) -> Loaded:
         """See :func:`holdfast.checkpoint.load.load`."""
-        return load.load(self._storage, step, into, only)
+        return load(self._storage, step, into, only)
 
     def info(self, step: int) -> dict[str, Any]:
         """Return what was written down beside the state, without reading it; see :func:`load.read_manifest`."""
-        return load.read_manifest(self._storage, step).info
+        return read_manifest(self._storage, step).info
 
     def steps(self) -> list[int]:
         """See :func:`holdfast.checkpoint.load.steps`."""
-        return load.steps(self._storage)
+        return steps(self._storage)
 
     def steps_to_prune(self) -> list[int]:
         """Return the same after each checkpoint that is completed here, without looking into every folder again.
 
         There may be thousands: what was complete when the one before was completed, and is still there, counts as complete.
         """
-        return load.steps(self._storage, known=self._clean)
+        return steps(self._storage, known=self._clean)
 
     def discard(self, step: int, token: str) -> None:
         """See :func:`holdfast.checkpoint.save.discard`."""
-        save.discard(self._storage, step, token)
+        discard(self._storage, step, token)
 
     def remove(self, step: int) -> None:
         """Remove a step: its manifest first, so that nobody ever finds half of it."""
         self._clean.discard(step)
-        save.remove(self._storage, step)
+        remove(self._storage, step)
