@@ -11,8 +11,8 @@ import typer
 from holdfast.config import Settings
 from holdfast.errors import ConfigError
 from holdfast.launch import job as jobs
+from holdfast.launch.hostlist import Host
 from holdfast.launch.job import Job, check, command_line, find_mpirun, resume_command
-from holdfast.launch.mpi_hosts import Host
 
 
 def job(script="train.py", **fields):

@@ -26,14 +26,15 @@ from holdfast.events import (
     StepCommitted,
     WorkerEnded,
 )
-from holdfast.launch.attempt import Places, _environment
+from holdfast.launch.attempt import _environment
+from holdfast.launch.hostlist import Host
 from holdfast.launch.job import Job
 from holdfast.launch.job_state import Broken, Lost
 from holdfast.launch.kills import Kills
 from holdfast.launch.launcher import Launcher
 from holdfast.launch.live import NoView, Status, Story, make_view
-from holdfast.launch.mpi_hosts import Host
 from holdfast.launch.processes import Pair, Process, descendants_of, end_gently, wait_for_end
+from holdfast.launch.run_paths import Places
 from holdfast.launch.stopping import Stopping
 from holdfast.launch.tail import LineTail, RecordTail
 from holdfast.launch.worker import describe

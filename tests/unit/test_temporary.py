@@ -14,7 +14,7 @@ from small_disk import fill, small_disk
 
 from holdfast.checkpoint.storage.staging import Staging
 from holdfast.errors import ConfigError
-from holdfast.launch.attempt import Places
+from holdfast.launch.run_paths import Places
 from holdfast.temporary import MARKER, TemporaryFolder, sweep
 
 HOLD = """
@@ -36,7 +36,7 @@ print(folder.path, child.pid, flush=True)
 SWEEP = """
 import sys
 from pathlib import Path
-from holdfast.launch.attempt import Places
+from holdfast.launch.run_paths import Places
 import tempfile
 tempfile.tempdir = sys.argv[1]
 Places.make(None).clear()

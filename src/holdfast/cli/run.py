@@ -243,10 +243,10 @@ def run(
 
     Example: holdfast run -n 4 --inject kill:rank=1,step=20 --report out train.py --epochs 3
     """
+    from holdfast.launch.hostlist import parse_hosts
     from holdfast.launch.job import Job
     from holdfast.launch.launcher import launch
     from holdfast.launch.live import make_view
-    from holdfast.launch.mpi_hosts import parse_hosts
 
     _check(
         workers=workers,

@@ -2,34 +2,28 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import os
-import shutil
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
 
 from holdfast.config import Settings
-from holdfast.errors import ConfigError
 from holdfast.events import Record, WorkerEnded
 from holdfast.launch.job import Job, find_mpirun
 from holdfast.launch.job_state import cause_of_death
 from holdfast.launch.mpi_hosts import Hosts
 from holdfast.launch.ports import shut_ports
 from holdfast.launch.processes import Pair, Process, end, pair_path, start, this_node
+from holdfast.launch.run_paths import Places
 from holdfast.launch.starting import Sign
 from holdfast.launch.tail import LineTail, RecordTail
 from holdfast.launch.worker import ALL_STOP, GRACE_S, LAUNCHER, LAUNCHER_NODE, LOG_DIR
 from holdfast.records import UNCONNECTED, Beacon, Position, beacon_path, records_path
-from holdfast.temporary import TemporaryFolder, is_missing, sweep
 
 _MPIRUN = ("--with-ft", "ulfm", "--bind-to", "none")
 _HERE = ("--oversubscribe", "--mca", "btl", "self,sm")
@@ -39,95 +33,12 @@ _BY_SLOTS = ("--map-by", "slot:OVERSUBSCRIBE")
 _MCA = (("coll", "^han"), ("mpi_yield_when_idle", "1"))
 """``coll/han`` is not fault tolerant; with more workers than cores those that wait must let the others compute."""
 _MEMORY_VARIABLES = ("OMPI_MCA_btl_sm_backing_directory", "OMPI_MCA_osc_sm_backing_directory")
-_PREFIX = "holdfast-"
-SHARED = "shared"
-"""Name of the link to a run folder that is on a file system which several machines share."""
 _SESSION_VARIABLE = "PRTE_MCA_prte_tmpdir_base"
 """Sets where mpirun makes its folder, which is left behind when it is killed."""
 _PORT_LOOKS = 8
 """Looks in a row at mpirun's ports that find nothing to close; mpirun accepts what waits there one by one."""
 _NESTED = ("PMIX_", "OMPI_COMM_WORLD_", "OMPI_UNIVERSE_", "PRTE_")
 """Variables that would tell our mpirun that it is a worker of another one."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Places:
-    """The folders of a run.
-
-    Args:
-        run_dir: For records and beacons; goes with the run.
-        log_dir: For the output of each worker, and of mpirun.
-        memory_dir: In memory, for MPI's shared segments: mpirun leaves them behind when it is killed. None where the
-            machine has no such place, or is not the only one.
-        own: Temporary folders of this machine, removed at the end. The first one is the run folder, or holds a link to it.
-        is_shared: The run folder is on a file system that several machines share.
-    """
-
-    run_dir: Path
-    log_dir: Path
-    memory_dir: Path | None
-    own: tuple[TemporaryFolder, ...] = ()
-    is_shared: bool = False
-
-    @classmethod
-    def make(cls, log_dir: Path | None, shared: Path | None = None) -> Self:
-        """Make them; the log folder inside the run folder if None is given.
-
-        Args:
-            log_dir: The log folder.
-            shared: The run folder is to be in here, where several machines see it.
-
-        Raises:
-            ConfigError: if one cannot be made.
-        """
-        memory, temporary = Path("/dev/shm"), Path(tempfile.gettempdir())  # noqa: S108 - a folder of our own is made in it
-        usable = os.access(memory, os.W_OK) and shared is None
-        with contextlib.ExitStack() as undo:
-            own = []
-            for parent in (temporary, *([memory] if usable else [])):
-                sweep(_PREFIX, parent)
-                own.append(_make(parent))
-                undo.callback(own[-1].remove)
-            run_dir = own[0].path
-            if shared is not None:  # not swept: only the launcher's machine knows whether it is alive
-                run_dir = Path(tempfile.mkdtemp(prefix=f".holdfast-run-{this_node()}-", dir=shared))
-                undo.callback(shutil.rmtree, run_dir)
-                (own[0].path / SHARED).symlink_to(run_dir)
-            log_dir = (log_dir or run_dir / "logs").absolute()
-            log_dir.mkdir(parents=True, exist_ok=True)
-            for old in (*log_dir.glob("rank-*.log"), log_dir / "mpirun.log"):
-                old.unlink(missing_ok=True)
-            undo.pop_all()
-        memory_dir = own[1].path if usable else None
-        return cls(
-            run_dir=run_dir, log_dir=log_dir, memory_dir=memory_dir, own=tuple(own), is_shared=shared is not None
-        )
-
-    @property
-    def locks(self) -> tuple[int, ...]:
-        """File descriptors to hand to child processes: the folders stay for as long as one of them is alive."""
-        return tuple(folder.lock for folder in self.own)
-
-    def lost(self) -> Path | None:
-        """Return the run's folder if something removed it while the job runs, else None; MPI has its memory open already."""
-        if self.own and self.own[0].is_gone():
-            return self.own[0].path
-        return self.run_dir if self.is_shared and is_missing(self.run_dir) else None
-
-    def clear(self) -> None:
-        """Remove what goes with the run."""
-        if self.is_shared:
-            shutil.rmtree(self.run_dir, ignore_errors=True)
-        for folder in self.own:
-            folder.remove()
-
-
-def _make(parent: Path) -> TemporaryFolder:
-    try:
-        return TemporaryFolder.make(f"{_PREFIX}{os.getpid()}-", parent)
-    except OSError as error:
-        msg = f"cannot make a folder for the run in {parent}: {error.strerror}; free space there, or set TMPDIR to another folder"
-        raise ConfigError(msg) from error
 
 
 class Attempt:

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 from holdfast.config import STRATEGIES, request_in
 from holdfast.errors import ConfigError
-from holdfast.launch.attempt import SHARED
 from holdfast.launch.processes import Process
+from holdfast.launch.run_paths import SHARED
 
 if TYPE_CHECKING:
     from holdfast.launch.job import Job

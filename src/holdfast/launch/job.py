@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 from holdfast.config import MOST_WORKERS, Settings
 from holdfast.errors import ConfigError
 from holdfast.events import Record
-from holdfast.launch.mpi_hosts import Host
+from holdfast.launch.hostlist import Host
 from holdfast.launch.stragglers import POLICIES
 
 _MAX_RESTARTS = 3

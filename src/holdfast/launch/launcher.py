@@ -13,7 +13,7 @@ from holdfast.config import Settings
 from holdfast.errors import StoreLost
 from holdfast.events import JobRestarted, RunStarted
 from holdfast.faults.plan import FaultPlan
-from holdfast.launch.attempt import Attempt, Files, Places
+from holdfast.launch.attempt import Attempt, Files
 from holdfast.launch.elasticity import Crew
 from holdfast.launch.exit_status import explain, unsaid, why_not_again
 from holdfast.launch.health import Lookout
@@ -29,6 +29,7 @@ from holdfast.launch.population import Births
 from holdfast.launch.provenance import job_facts
 from holdfast.launch.record_bus import News
 from holdfast.launch.run import Run
+from holdfast.launch.run_paths import Places
 from holdfast.launch.stopping import Stopping
 from holdfast.records import read_run
 

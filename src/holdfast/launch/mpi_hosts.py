@@ -6,7 +6,6 @@ Open MPI's runtime ends the whole job when it loses a machine, so this launcher 
 from __future__ import annotations
 
 import os
-import re
 import shlex
 import shutil
 import signal
@@ -14,102 +13,21 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 from holdfast.errors import ConfigError
 from holdfast.launch.agent import SSH, Agent, Answer, kill_command, reached
+from holdfast.launch.job import Job
 from holdfast.launch.processes import Pair, end, this_node
+from holdfast.launch.run_paths import Places
 
-if TYPE_CHECKING:
-    from holdfast.launch.attempt import Places
-    from holdfast.launch.job import Job
-
-SLURM = "slurm"
-_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
-_TASKS = re.compile(r"(\d+)(?:\(x(\d+)\))?")
 _MARK = "holdfast-node"
 _FIRST_CODE = 91
 _PROBES = 3
 _END_S = 5.0
 _HANDED_ON = ("HOLDFAST_", "OMP_", "MKL_", "MALLOC_", "MASTER_", "PYTHON", "CUDA_", "NCCL_", "TORCH")
 """Variables that workers find on all machines; what begins with OMPI_ mpirun hands on by itself."""
-
-
-@dataclass(frozen=True, slots=True)
-class Host:
-    """A machine for some workers.
-
-    Args:
-        name: How it is reached.
-        slots: Most workers there.
-    """
-
-    name: str
-    slots: int
-
-    def __str__(self) -> str:
-        return f"{self.name}:{self.slots}"
-
-
-# ---------------------------------------------------------------------------------------------
-# Which they are
-
-
-def parse_hosts(text: str, env: Mapping[str, str] | None = None) -> tuple[Host, ...]:
-    """Return the machines that ``--hosts`` names.
-
-    Args:
-        text: ``node0:8,node1:8``; or a file with a line for each, ``node0:8`` or ``node0 slots=8``; or ``slurm`` for those
-            of the allocation.
-        env: Where Slurm says which these are; None: the environment of this process.
-
-    Raises:
-        ConfigError: if it is none of these.
-    """
-    if text == SLURM:
-        hosts = _of_slurm(os.environ if env is None else env)
-    elif Path(text).is_file():
-        lines = (line.partition("#")[0].strip() for line in Path(text).read_text().splitlines())
-        hosts = [_host(re.sub(r"\s+slots\s*=\s*", ":", line)) for line in lines if line]
-    elif "/" in text:
-        _refuse(f"--hosts: there is no file {text}")
-    else:
-        hosts = [_host(word.strip()) for word in text.split(",")]
-    if not hosts:
-        _refuse(f"--hosts {text} names no machine")
-    twice = {host.name for host in hosts if [other.name for other in hosts].count(host.name) > 1}
-    if twice:
-        _refuse(f"--hosts names {', '.join(sorted(twice))} twice; give the workers there as one number, HOST:N")
-    return tuple(hosts)
-
-
-def _host(word: str) -> Host:
-    name, colon, slots = word.partition(":")
-    if not _NAME.fullmatch(name):
-        _refuse(f"--hosts must be HOST:WORKERS[,HOST:WORKERS...], a file of such lines, or {SLURM}; got {word!r}")
-    if colon and not (slots.isdecimal() and 1 <= int(slots) <= 1024):
-        _refuse(f"--hosts: the workers of {name} must be a number from 1 to 1024, got {slots!r}")
-    return Host(name, int(slots) if colon else 1)
-
-
-def _of_slurm(env: Mapping[str, str]) -> list[Host]:
-    nodes, tasks = env.get("SLURM_JOB_NODELIST", ""), env.get("SLURM_TASKS_PER_NODE", "")
-    if not nodes or shutil.which("scontrol") is None:
-        what = "scontrol is not on PATH" if nodes else "SLURM_JOB_NODELIST is not set"
-        _refuse(f"--hosts {SLURM} works inside an allocation of Slurm only, and {what}")
-    shown = subprocess.run(
-        ["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, timeout=60, check=False
-    )
-    if shown.returncode:
-        _refuse(f"--hosts {SLURM}: scontrol show hostnames {nodes} says: {shown.stderr.strip()}")
-    names = shown.stdout.split()
-    matches = [_TASKS.fullmatch(part) for part in tasks.split(",")]
-    slots = [int(match[1]) for match in matches if match for _ in range(int(match[2] or 1))]
-    if len(slots) != len(names) or None in matches:
-        _refuse(f"--hosts {SLURM}: SLURM_TASKS_PER_NODE={tasks!r} does not fit the {len(names)} nodes of {nodes}")
-    return [Host(name, number) for name, number in zip(names, slots, strict=True)]
 
 
 def check_hosts(job: Job) -> None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from holdfast.clock import Clock
-from holdfast.launch.attempt import Files, Places
+from holdfast.launch.attempt import Files
 from holdfast.launch.job import Job
 from holdfast.launch.job_state import Judge
 from holdfast.launch.live import View
 from holdfast.launch.nodes import Nodes
 from holdfast.launch.population import Births
+from holdfast.launch.run_paths import Places
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,8 @@ whoever dies. No torch.
 
 from holdfast.membership.client import HubStore
 from holdfast.membership.hub import Hub
+from holdfast.membership.opening import open_store
 from holdfast.membership.roster import Heard, Roster, Vote
-from holdfast.membership.store import Store, open_store
+from holdfast.membership.store import Store
 
 __all__ = ["Heard", "Hub", "HubStore", "Roster", "Store", "Vote", "open_store"]

@@ -232,29 +232,3 @@ def check_size(key: str, value: str) -> None:
     if sizes[0] > MAX_KEY_BYTES or sizes[1] > MAX_VALUE_BYTES:
         msg = f"{key!r:.80} with {len(value)} characters is too large for the store; keys may have {MAX_KEY_BYTES} bytes, values {MAX_VALUE_BYTES}"
         raise ConfigError(msg)
-
-
-def open_store(url: str, token: str, *, lease_s: float = LEASE_S) -> Store:
-    """Return the store at ``url``.
-
-    Args:
-        url: ``holdfast://HOST:PORT/JOB``, as the launcher's hub has it, or ``etcd://[USER@]HOST:PORT[,HOST:PORT...]/JOB``.
-        token: What the hub asks for; the password of etcd's user.
-        lease_s: Of what is leased in etcd; a hub says it itself.
-
-    Raises:
-        ConfigError: if there is no such kind of store, or it refuses us.
-        StoreLost: if it cannot be reached.
-    """
-    kind, _, rest = url.partition("://")
-    where, _, job = rest.partition("/")
-    if kind == "holdfast":
-        from holdfast.membership.client import HubStore
-
-        return HubStore(where, token, job)
-    if kind == "etcd":
-        from holdfast.membership.etcd import EtcdStore
-
-        return EtcdStore(where, token, job, lease_s=lease_s)
-    msg = f"the store must be holdfast://HOST:PORT/JOB or etcd://HOST:PORT[,HOST:PORT...]/JOB, got {url!r}"
-    raise ConfigError(msg)

@@ -1,0 +1,99 @@
+"""The folders of a run."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+from holdfast.errors import ConfigError
+from holdfast.launch.processes import this_node
+from holdfast.temporary import TemporaryFolder, is_missing, sweep
+
+_PREFIX = "holdfast-"
+SHARED = "shared"
+"""Name of the link to a run folder that is on a file system which several machines share."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Places:
+    """The folders of a run.
+
+    Args:
+        run_dir: For records and beacons; goes with the run.
+        log_dir: For the output of each worker, and of mpirun.
+        memory_dir: In memory, for MPI's shared segments: mpirun leaves them behind when it is killed. None where the
+            machine has no such place, or is not the only one.
+        own: Temporary folders of this machine, removed at the end. The first one is the run folder, or holds a link to it.
+        is_shared: The run folder is on a file system that several machines share.
+    """
+
+    run_dir: Path
+    log_dir: Path
+    memory_dir: Path | None
+    own: tuple[TemporaryFolder, ...] = ()
+    is_shared: bool = False
+
+    @classmethod
+    def make(cls, log_dir: Path | None, shared: Path | None = None) -> Self:
+        """Make them; the log folder inside the run folder if None is given.
+
+        Args:
+            log_dir: The log folder.
+            shared: The run folder is to be in here, where several machines see it.
+
+        Raises:
+            ConfigError: if one cannot be made.
+        """
+        memory, temporary = Path("/dev/shm"), Path(tempfile.gettempdir())  # noqa: S108 - a folder of our own is made in it
+        usable = os.access(memory, os.W_OK) and shared is None
+        with contextlib.ExitStack() as undo:
+            own = []
+            for parent in (temporary, *([memory] if usable else [])):
+                sweep(_PREFIX, parent)
+                own.append(_make(parent))
+                undo.callback(own[-1].remove)
+            run_dir = own[0].path
+            if shared is not None:  # not swept: only the launcher's machine knows whether it is alive
+                run_dir = Path(tempfile.mkdtemp(prefix=f".holdfast-run-{this_node()}-", dir=shared))
+                undo.callback(shutil.rmtree, run_dir)
+                (own[0].path / SHARED).symlink_to(run_dir)
+            log_dir = (log_dir or run_dir / "logs").absolute()
+            log_dir.mkdir(parents=True, exist_ok=True)
+            for old in (*log_dir.glob("rank-*.log"), log_dir / "mpirun.log"):
+                old.unlink(missing_ok=True)
+            undo.pop_all()
+        memory_dir = own[1].path if usable else None
+        return cls(
+            run_dir=run_dir, log_dir=log_dir, memory_dir=memory_dir, own=tuple(own), is_shared=shared is not None
+        )
+
+    @property
+    def locks(self) -> tuple[int, ...]:
+        """File descriptors to hand to child processes: the folders stay for as long as one of them is alive."""
+        return tuple(folder.lock for folder in self.own)
+
+    def lost(self) -> Path | None:
+        """Return the run's folder if something removed it while the job runs, else None; MPI has its memory open already."""
+        if self.own and self.own[0].is_gone():
+            return self.own[0].path
+        return self.run_dir if self.is_shared and is_missing(self.run_dir) else None
+
+    def clear(self) -> None:
+        """Remove what goes with the run."""
+        if self.is_shared:
+            shutil.rmtree(self.run_dir, ignore_errors=True)
+        for folder in self.own:
+            folder.remove()
+
+
+def _make(parent: Path) -> TemporaryFolder:
+    try:
+        return TemporaryFolder.make(f"{_PREFIX}{os.getpid()}-", parent)
+    except OSError as error:
+        msg = f"cannot make a folder for the run in {parent}: {error.strerror}; free space there, or set TMPDIR to another folder"
+        raise ConfigError(msg) from error

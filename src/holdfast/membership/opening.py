@@ -1,0 +1,30 @@
+"""Choosing the store from an URL."""
+
+from __future__ import annotations
+
+from holdfast.errors import ConfigError
+from holdfast.membership.client import HubStore
+from holdfast.membership.etcd import EtcdStore
+from holdfast.membership.store import LEASE_S, Store
+
+
+def open_store(url: str, token: str, *, lease_s: float = LEASE_S) -> Store:
+    """Return the store at ``url``.
+
+    Args:
+        url: ``holdfast://HOST:PORT/JOB``, as the launcher's hub has it, or ``etcd://[USER@]HOST:PORT[,HOST:PORT...]/JOB``.
+        token: What the hub asks for; the password of etcd's user.
+        lease_s: Of what is leased in etcd; a hub says it itself.
+
+    Raises:
+        ConfigError: if there is no such kind of store, or it refuses us.
+        StoreLost: if it cannot be reached.
+    """
+    kind, _, rest = url.partition("://")
+    where, _, job = rest.partition("/")
+    if kind == "holdfast":
+        return HubStore(where, token, job)
+    if kind == "etcd":
+        return EtcdStore(where, token, job, lease_s=lease_s)
+    msg = f"the store must be holdfast://HOST:PORT/JOB or etcd://HOST:PORT[,HOST:PORT...]/JOB, got {url!r}"
+    raise ConfigError(msg)
