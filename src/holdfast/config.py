@@ -15,10 +15,11 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from holdfast.errors import ConfigError
+from holdfast.recovery.registry import BUILT_IN, strategy_class
 
 FABRICS = ("ulfm", "gloo", "virtual")
 CHECKPOINT_FORMATS = ("safetensors", "hdf5", "npz", "dcp")
-STRATEGIES = ("rollback", "forward", "restart", "reinit", "partial")
+STRATEGIES = tuple(BUILT_IN)
 REINIT_FROM = ("own", "root", "checkpoint")
 MIRROR_CHOICES = ("priority", "round-robin", "random")
 MIRROR_DISTANCES = ("euclidean", "scaled")
@@ -35,7 +36,6 @@ KINDS = ("same", "any")
 
 _CHOICES = {
     "fabric": ("", *FABRICS),
-    "strategy": STRATEGIES,
     "reinit_from": REINIT_FROM,
     "mirror_choice": MIRROR_CHOICES,
     "mirror_distance": MIRROR_DISTANCES,
@@ -175,6 +175,7 @@ class Settings:
             if value not in allowed:
                 msg = f"{name} must be one of {', '.join(a for a in allowed if a)}, got {value!r}"
                 raise ConfigError(msg)
+        strategy_class(self.strategy)  # refuses a name that there is not
         for name, least in (
             ("workers", 1),
             ("spares", 0),
@@ -227,7 +228,7 @@ class Settings:
                 f"got {self.mirror_fraction:g}"
             )
             raise ConfigError(msg)
-        if self.mirror_every > 1 and self.strategy != "partial":
+        if self.mirror_every > 1 and not strategy_class(self.strategy).restores_parts:
             msg = f"mirror_every above 1 needs strategy partial, got {self.strategy}: a copy that is some steps old has not the bits that it promises"
             raise ConfigError(msg)
 

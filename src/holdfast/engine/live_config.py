@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.comm import share_bytes
-from holdfast.config import MAX_REQUEST, STRATEGIES, request_in
+from holdfast.config import MAX_REQUEST, request_in
 from holdfast.data.position import Place
 from holdfast.engine.context import World
 from holdfast.errors import ConfigError
@@ -24,7 +24,7 @@ from holdfast.events import SettingChanged
 from holdfast.models.model_parallel import Split
 from holdfast.models.replicated import Replica
 from holdfast.records import requests_path
-from holdfast.recovery import Strategy, make_strategy
+from holdfast.recovery import Strategy, make_strategy, strategy_class, strategy_names
 
 _MOST_RANKS = 1 << 20
 
@@ -142,7 +142,7 @@ class Requests:
 
     def _why_not(self, strategy: str) -> str:
         """Return why a strategy cannot be gone on with, "" if it can."""
-        if strategy == "forward" and self._replica.is_split:
+        if self._replica.kind in strategy_class(strategy).refused:
             return "is not there for a model that is split"
         if self._world.settings.mirror_every > 1:
             return "does not go with --mirror-every above 1, which only partial can go on from"
@@ -206,7 +206,7 @@ def _are_speeds(value: Any) -> bool:
 _ALLOWED: dict[str, Callable[[Any], bool]] = {
     "lr": _is_number,
     "batch_size": lambda value: _is_whole(value, 1),
-    "strategy": lambda value: value in STRATEGIES and value not in ("reinit", "partial"),
+    "strategy": lambda value: value in strategy_names() and strategy_class(value).can_change_live,
     "checkpoint_every": lambda value: _is_whole(value, 0),
     "workers": lambda value: _is_whole(value, 1),
     "speeds": _are_speeds,

@@ -83,7 +83,7 @@ from holdfast.models.model_parallel import Pipelined, Split
 from holdfast.models.part_restore import Restorer
 from holdfast.models.replicated import Replica
 from holdfast.models.sharded import Shards
-from holdfast.recovery import Protocol, make_strategy
+from holdfast.recovery import Protocol, make_strategy, strategy_class
 from holdfast.recovery.protocol import State
 from holdfast.session.reinit_context import hand_over
 from holdfast.session.step import Step
@@ -113,9 +113,7 @@ class Run:
     ) -> None:
         self._world = world
         self._replica = replica
-        if world.settings.strategy == "partial" and not replica.is_split:
-            msg = "strategy partial needs a model that is split, a Pipeline or Sharded; of a replicated one nothing is lost: use rollback"
-            raise ConfigError(msg)
+        strategy_class(world.settings.strategy).check(replica.kind)
         if world.settings.guard == "heal" and replica.is_split:
             msg = "guard heal needs a model that every worker has all of; of one that is split nobody keeps a state in memory: use stop or warn"
             raise ConfigError(msg)

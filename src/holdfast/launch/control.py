@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
-from holdfast.config import STRATEGIES, request_in
+from holdfast.config import request_in
 from holdfast.errors import ConfigError
 from holdfast.launch.processes import Process
 from holdfast.launch.run_paths import SHARED
+from holdfast.recovery.registry import strategy_class, strategy_names
 
 if TYPE_CHECKING:
     from holdfast.launch.job import Job
@@ -28,7 +29,6 @@ _MAX_NUMBER = 2**31 - 1
 
 CHANGES = ("workers", "lr", "batch_size", "strategy", "checkpoint_every")
 """What can be asked of a running job."""
-_STRATEGIES = tuple(name for name in STRATEGIES if name not in ("reinit", "partial"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,8 +175,8 @@ def check(changes: Mapping[str, Any], job: Running) -> None:
     check_values(changes)
     if "workers" in changes:
         _check_workers(changes["workers"], job)
-    if changes.get("strategy") == "restart":
-        _check_saves("--strategy restart", job)
+    if "strategy" in changes and strategy_class(changes["strategy"]).needs_checkpoint:
+        _check_saves(f"--strategy {changes['strategy']}", job)
     if "checkpoint_every" in changes:
         _check_saves("--checkpoint-every", job)
 
@@ -199,12 +199,13 @@ def check_values(changes: Mapping[str, Any]) -> None:
             case "batch_size":
                 _check_number("--batch-size", value, 1, _MAX_NUMBER)
             case "strategy":
-                if value == "reinit":
+                live = [name for name in strategy_names() if strategy_class(name).can_change_live]
+                if value in strategy_names() and strategy_class(value).rebuilds:
                     _refuse(
-                        "--strategy reinit is for a job that is started with it: its script is built again by holdfast.reinit"
+                        f"--strategy {value} is for a job that is started with it: its script is built again by holdfast.reinit"
                     )
-                if value not in _STRATEGIES:
-                    _refuse(f"--strategy must be one of {', '.join(_STRATEGIES)}, got {value!r}")
+                if value not in live:
+                    _refuse(f"--strategy must be one of {', '.join(live)}, got {value!r}")
             case "checkpoint_every":
                 _check_number("--checkpoint-every", value, 0, _MAX_NUMBER)
             case _:

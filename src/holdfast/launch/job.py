@@ -20,6 +20,7 @@ from holdfast.errors import ConfigError
 from holdfast.events import Record
 from holdfast.launch.hostlist import Host
 from holdfast.launch.stragglers import POLICIES
+from holdfast.recovery.registry import strategy_class
 
 _MAX_RESTARTS = 3
 _GRACE_S = 30.0
@@ -152,9 +153,12 @@ def check(job: Job) -> None:
     if settings.resume and not settings.checkpoint_dir:
         _refuse("--resume needs --checkpoint-dir: where are the checkpoints to go on from?")
     _check_checkpoints(settings)
-    if settings.strategy == "restart" and not settings.checkpoint_dir:
-        _refuse("--strategy restart needs --checkpoint-dir: it goes back to the newest checkpoint after every failure")
-    if settings.reinit_from != "own" and settings.strategy != "reinit":
+    strategy = strategy_class(settings.strategy)
+    if strategy.needs_checkpoint and not settings.checkpoint_dir:
+        _refuse(
+            f"--strategy {settings.strategy} needs --checkpoint-dir: it goes back to the newest checkpoint after every failure"
+        )
+    if settings.reinit_from != "own" and not strategy.rebuilds:
         _refuse(f"--reinit-from {settings.reinit_from} needs --strategy reinit: the others build nothing again")
     if settings.reinit_from == "checkpoint" and not settings.checkpoint_dir:
         _refuse("--reinit-from checkpoint needs --checkpoint-dir: where are the checkpoints to go on from?")

@@ -26,21 +26,13 @@ from holdfast.events import (
     WorkerFenced,
 )
 from holdfast.launch.job_state import cause_of_death
+from holdfast.recovery.decisions import decision_of
 from holdfast.report.formatting import clean, count, seconds, slowness
 from holdfast.report.history import is_distributed
 
 if TYPE_CHECKING:
     from rich.console import Group
     from rich.live import Live
-
-_DECISIONS = {
-    "redo": "step {step} is computed again",
-    "continue": "step {step} goes on",
-    "load": "back to step {step} from the newest checkpoint",
-    "reinit": "the application is built again, and goes on at step {step}",
-    "heal": "back to step {step}, the newest that is known to be right,",
-    "stop": "too few to go on: saving at step {step}",
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -277,7 +269,7 @@ class Story:
         if has_no_step or (record.decision in ("redo", "grow") and not record.redone_steps):
             goes = "goes" if len(record.survivors) == 1 else "go"
             return "; ".join([*parts, f"{_ranks(record.survivors)} {goes} on"])
-        what = _DECISIONS.get(record.decision, record.decision).format(step=record.step)
+        what = decision_of(record.decision).sentence.format(step=record.step)
         return "; ".join([*parts, f"{what} with {_ranks(record.survivors)}"])
 
     def _losses(self, record: Recovered) -> list[str]:

@@ -29,6 +29,7 @@ from holdfast.models.resident_parts import Holdings, Restore
 from holdfast.models.standby import Backups
 from holdfast.models.training_state import clone, model_sha256
 from holdfast.recovery.placement import Homes, Shape, first_homes
+from holdfast.recovery.strategy import PIPELINE
 from holdfast.session.models import Pipeline
 from holdfast.state.transfer import take_lowest
 
@@ -44,6 +45,7 @@ class Split:
     """
 
     is_split = True
+    kind: str
 
     def __init__(self, shape: Shape, build: Callable[[int], Replica], drop: Callable[[int], None], scaler: Any) -> None:
         self._scaler = scaler
@@ -309,6 +311,7 @@ class Pipelined(Split):
 
     num_buckets = 0
     size_bytes = 64
+    kind = PIPELINE
     device = torch.device("cpu")
 
     def __init__(
@@ -319,9 +322,6 @@ class Pipelined(Split):
         clip_grad_norm: float | None,
         settings: Settings,
     ) -> None:
-        if settings.strategy == "forward":
-            msg = "strategy must be rollback, restart, reinit or partial for a Pipeline, got forward: a step cannot go on without a stage"
-            raise ConfigError(msg)
         model.check_devices()
         self._model = model
         self._makers = makers

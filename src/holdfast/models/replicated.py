@@ -22,6 +22,7 @@ from holdfast.models.gradients import Buckets, Terms
 from holdfast.models.optimizers import may_write_gradients
 from holdfast.models.overlap import Eager, Spent
 from holdfast.models.training_state import clone, model_sha256, model_tensors, state_sha256
+from holdfast.recovery.strategy import REPLICATED
 from holdfast.state.transfer import take_lowest
 
 
@@ -106,6 +107,7 @@ class Replica:
     # -- what a training loop asks, whether every worker has all of the model or a part
 
     is_split = False
+    kind = REPLICATED
     """Whether workers hold different parts."""
 
     @property

@@ -19,13 +19,14 @@ from holdfast.comm import Communicator, Mail
 from holdfast.config import Settings
 from holdfast.data.plan import MiniBatch
 from holdfast.engine.context import World
-from holdfast.errors import CheckpointError, ConfigError, StateLost
+from holdfast.errors import CheckpointError, StateLost
 from holdfast.models.factories import Makers
 from holdfast.models.flat_params import in_row, places
 from holdfast.models.model_parallel import Split, shape_of
 from holdfast.models.optimizers import may_write_gradients
 from holdfast.models.replicated import Replica
 from holdfast.models.standby import Backups
+from holdfast.recovery.strategy import SHARDED
 from holdfast.session.models import Sharded, check_on_cpu
 
 
@@ -51,6 +52,8 @@ class Shards(Split):
         ConfigError: if the strategy is ``forward``, the model is not on the CPU, or there are fewer parameters than shards.
     """
 
+    kind = SHARDED
+
     def __init__(
         self,
         model: Sharded,
@@ -59,9 +62,6 @@ class Shards(Split):
         clip_grad_norm: float | None,
         settings: Settings,
     ) -> None:
-        if settings.strategy == "forward":
-            msg = "strategy must be rollback, restart, reinit or partial for a Sharded model, got forward: a step cannot go on while a shard has no home"
-            raise ConfigError(msg)
         check_on_cpu(model.module, "a Sharded model")
         self._given = model
         self._model = model.module

@@ -2,14 +2,57 @@
 
 :class:`Protocol` is one worker's side of the commit and recovery protocol; a strategy answers it when
 everybody's progress is known. The same objects serve real workers, virtual ones and the explorer of the tests.
+Names are loaded when they are first used: the command line asks this package for the names of strategies alone.
 """
 
-from holdfast.recovery.forward import Forward
-from holdfast.recovery.partial import Partial
-from holdfast.recovery.protocol import Protocol
-from holdfast.recovery.reinit import Reinit
-from holdfast.recovery.restart import Restart
-from holdfast.recovery.rollback import Rollback
-from holdfast.recovery.strategy import Strategy, View, make_strategy
+from __future__ import annotations
 
-__all__ = ["Forward", "Partial", "Protocol", "Reinit", "Restart", "Rollback", "Strategy", "View", "make_strategy"]
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from holdfast.recovery.forward import Forward
+    from holdfast.recovery.partial import Partial
+    from holdfast.recovery.protocol import Protocol
+    from holdfast.recovery.registry import make_strategy, strategy_class, strategy_names
+    from holdfast.recovery.reinit import Reinit
+    from holdfast.recovery.restart import Restart
+    from holdfast.recovery.rollback import Rollback
+    from holdfast.recovery.strategy import Strategy, View
+
+_WHERE = {
+    "Forward": "forward",
+    "Partial": "partial",
+    "Protocol": "protocol",
+    "Reinit": "reinit",
+    "Restart": "restart",
+    "Rollback": "rollback",
+    "Strategy": "strategy",
+    "View": "strategy",
+    "make_strategy": "registry",
+    "strategy_class": "registry",
+    "strategy_names": "registry",
+}
+
+__all__ = [
+    "Forward",
+    "Partial",
+    "Protocol",
+    "Reinit",
+    "Restart",
+    "Rollback",
+    "Strategy",
+    "View",
+    "make_strategy",
+    "strategy_class",
+    "strategy_names",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _WHERE:
+        msg = f"module 'holdfast.recovery' has no attribute {name!r}"
+        raise AttributeError(msg)
+    value = getattr(importlib.import_module(f"holdfast.recovery.{_WHERE[name]}"), name)
+    globals()[name] = value
+    return value

@@ -6,15 +6,17 @@ Sources: Nicolae et al., CCGrid 2022; with nothing summed yet it is the ULFM pat
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 from holdfast.events import Action, ContinueStep, Event, HandOver, ProgressKnown
 from holdfast.recovery.rollback import take_back
-from holdfast.recovery.strategy import View
+from holdfast.recovery.strategy import PIPELINE, SHARDED, Strategy, View
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Forward:
+class Forward(Strategy):
     """Loses no time, but the dead worker's gradients of this step for the buckets not yet summed.
 
     The rule is "summed by *anybody* alive": with "summed by all" a worker that holds a bucket has already
@@ -23,6 +25,12 @@ class Forward:
     Args:
         min_workers: With fewer survivors: save and stop, before the step in progress.
     """
+
+    exact: ClassVar[bool] = False
+    refused: ClassVar[Mapping[str, str]] = {
+        PIPELINE: "strategy must be rollback, restart, reinit or partial for a Pipeline, got forward: a step cannot go on without a stage",
+        SHARDED: "strategy must be rollback, restart, reinit or partial for a Sharded model, got forward: a step cannot go on while a shard has no home",
+    }
 
     min_workers: int = 1
 

@@ -5,15 +5,17 @@ Source: Qiao et al., "Fault tolerance in iterative-convergent machine learning",
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 from holdfast.events import Action, Event, ProgressKnown
 from holdfast.recovery.rollback import take_back
-from holdfast.recovery.strategy import View
+from holdfast.recovery.strategy import REPLICATED, Strategy, View
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Partial:
+class Partial(Strategy):
     """Goes on with a perturbed model: loses what was learned about the lost parts since they were saved.
 
     No sample is lost or repeated, and as long as every part has a holder no bit differs.
@@ -21,6 +23,13 @@ class Partial:
     Args:
         min_workers: With fewer survivors: save and stop.
     """
+
+    exact: ClassVar[bool] = False
+    restores_parts: ClassVar[bool] = True
+    can_change_live: ClassVar[bool] = False
+    refused: ClassVar[Mapping[str, str]] = {
+        REPLICATED: "strategy partial needs a model that is split, a Pipeline or Sharded; of a replicated one nothing is lost: use rollback",
+    }
 
     min_workers: int = 1
 

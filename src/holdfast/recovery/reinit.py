@@ -7,19 +7,24 @@ that it compares with.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from holdfast.events import Action, CatchUp, Event, LoadCheckpoint, ProgressKnown, Reinitialise
 from holdfast.recovery.rollback import take_back
-from holdfast.recovery.strategy import View
+from holdfast.recovery.strategy import Strategy, View
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reinit:
+class Reinit(Strategy):
     """Loses the time to build the application again, and what the place that it goes on from does not hold.
 
     Args:
         min_workers: With fewer survivors: save and stop, in the application that is there.
     """
+
+    exact: ClassVar[bool] = True
+    rebuilds: ClassVar[bool] = True
+    can_change_live: ClassVar[bool] = False
 
     min_workers: int = 1
 

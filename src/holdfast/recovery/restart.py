@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from holdfast.events import Action, CatchUp, Event, LoadCheckpoint, ProgressKnown
 from holdfast.recovery.rollback import take_back
-from holdfast.recovery.strategy import View
+from holdfast.recovery.strategy import Strategy, View
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Restart:
+class Restart(Strategy):
     """Loses the steps since the newest checkpoint. The processes of the survivors go on.
 
     Args:
         min_workers: With fewer survivors: save and stop. What is saved is the step in progress, not the checkpoint.
     """
+
+    exact: ClassVar[bool] = True
+    needs_checkpoint: ClassVar[bool] = True
 
     min_workers: int = 1
 

@@ -6,18 +6,21 @@ Source: Nicolae et al., "Towards low-overhead resilience for data parallel deep 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from holdfast.events import Action, CatchUp, DiscardStep, Event, LoadCheckpoint, ProgressKnown, SaveAndStop
-from holdfast.recovery.strategy import View
+from holdfast.recovery.strategy import Strategy, View
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rollback:
+class Rollback(Strategy):
     """Loses at most the work of one step; no sample is lost or repeated, and every bit stays the same.
 
     Args:
         min_workers: With fewer survivors: save and stop.
     """
+
+    exact: ClassVar[bool] = True
 
     min_workers: int = 1
 

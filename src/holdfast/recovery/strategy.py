@@ -2,26 +2,58 @@
 
 from __future__ import annotations
 
-import importlib
-import typing
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Self
+from types import MappingProxyType
+from typing import ClassVar, Self
 
 from holdfast.errors import ConfigError, InternalError
 from holdfast.events import ALTERED, CALM, CORRUPT, LOADING, LOST, Action, Event, ProgressKnown
 
+REPLICATED, PIPELINE, SHARDED = MODELS = ("replicated", "pipeline", "sharded")
+"""Kinds of models, by how their parameters lie on the workers."""
 
-class Strategy(typing.Protocol):
+
+class Strategy(ABC):
     """Answers "everybody's progress is known" with orders for everybody.
 
     Pure: the same event gives the same orders at every worker, so no message is needed to agree on them.
     The orders are carried out one after another and must be safe to do twice, because a further death may
     interrupt them. After the last order training goes on, with the step that then is in progress.
+
+    What else is to be known about a strategy it declares in the traits below. No other code compares names of strategies.
+    :mod:`holdfast.recovery.registry` says how a strategy gets a name.
     """
 
+    __slots__ = ()
+
+    exact: ClassVar[bool]
+    """After any failures the weights are those of the undisturbed run, bit for bit."""
+    needs_checkpoint: ClassVar[bool] = False
+    """It may load a checkpoint after any failure, not only where a part of the model is lost."""
+    rebuilds: ClassVar[bool] = False
+    """The survivors build the application again, so the script has to end with :func:`holdfast.reinit`."""
+    restores_parts: ClassVar[bool] = False
+    """A lost part of the model is restored from a copy that is some steps old, and the other parts stay."""
+    can_change_live: ClassVar[bool] = True
+    """A running job can be changed to it."""
+    refused: ClassVar[Mapping[str, str]] = MappingProxyType({})
+    """Kinds of models, of :data:`MODELS`, that it cannot train, and why."""
+
+    @abstractmethod
     def handle(self, event: Event) -> list[Action]:
         """Take one event and say what to do about it."""
-        ...
+
+    @classmethod
+    def check(cls, model: str) -> None:
+        """Make sure that the strategy can train a kind of model, one of :data:`MODELS`.
+
+        Raises:
+            ConfigError: if it cannot; the message says why.
+        """
+        if model in cls.refused:
+            raise ConfigError(cls.refused[model])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,22 +117,3 @@ class View:
             altered=any(p.flags & ALTERED for p in event.progress.values()),
             alive=len(completed),
         )
-
-
-def make_strategy(name: str, *, min_workers: int = 1) -> Strategy:
-    """Return the strategy called ``name``.
-
-    Args:
-        name: ``"rollback"``, ``"forward"``, ``"restart"``, ``"reinit"`` or ``"partial"``.
-        min_workers: With fewer survivors it orders to save and stop, ``>= 1``.
-
-    Raises:
-        ConfigError: if there is no such strategy.
-    """
-    kinds = ("rollback", "forward", "restart", "reinit", "partial")
-    if name not in kinds:
-        msg = f"strategy must be one of {', '.join(kinds)}, got {name!r}"
-        raise ConfigError(msg)
-    kind = getattr(importlib.import_module(f"holdfast.recovery.{name}"), name.capitalize())
-    strategy: Strategy = kind(min_workers=min_workers)
-    return strategy

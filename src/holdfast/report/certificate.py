@@ -20,9 +20,7 @@ from holdfast.integrity.hash_chain import (
     number_of_tensors,
     said_of_part,
 )
-
-_BACK = ("load", "heal", "reinit")
-"""Decisions after which steps are committed again."""
+from holdfast.recovery.decisions import decision_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,7 +127,9 @@ class Certified:
         """Yield lines of one worker about a step that it had committed, where nothing took it back."""
         newest: dict[int, int] = {}
         for record in self.records:
-            if isinstance(record, JobRestarted) or (isinstance(record, Recovered) and record.decision in _BACK):
+            if isinstance(record, JobRestarted) or (
+                isinstance(record, Recovered) and decision_of(record.decision).goes_back
+            ):
                 newest.clear()
             elif isinstance(record, StepCommitted):
                 if record.step <= newest.get(record.rank, -1):

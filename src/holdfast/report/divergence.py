@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from holdfast.events import RunStarted, StepCommitted
+from holdfast.recovery.registry import strategy_class
 from holdfast.report.certificate import Certified, differing
 
 _DECIDE = ("seed", "slices", "order", "split", "batch", "rescale", "parameters")
 """What a run says of itself, and bits depend on."""
-_LOSSY = ("forward", "partial")
 """Strategies whose results depend on what failed."""
 
 
@@ -156,7 +156,7 @@ def different_settings(runs: Sequence[Certified], reports: Sequence[Mapping[str,
 
 
 def _deciding(started: RunStarted, job: Mapping[str, Any]) -> dict[str, Any]:
-    strategy = started.strategy if started.strategy in _LOSSY else "without loss"
+    strategy = "without loss" if strategy_class(started.strategy).exact else started.strategy
     known = {name: getattr(started, name) for name in _DECIDE} | {"strategy": strategy} | dict(started.kind)
     said = {"script": job["sha256"], "arguments": job["args"], **job["versions"]} if job else {}
     return known | said

@@ -12,6 +12,7 @@ from holdfast.data.plan import Plan
 from holdfast.engine.context import Rebuilding, World
 from holdfast.errors import ConfigError, ScriptError
 from holdfast.integrity.hash_chain import GENESIS
+from holdfast.recovery.registry import strategy_class
 from holdfast.session.step import Step
 
 
@@ -68,7 +69,7 @@ def note_session(settings: Settings, *, is_split: bool) -> None:
         ConfigError: if the model is split, and nothing holds all of it at a fault.
         ScriptError: if nobody would call ``main`` again, or there are two sessions.
     """
-    if settings.strategy != "reinit":
+    if not strategy_class(settings.strategy).rebuilds:
         return
     if not application.is_built_by_reinit:
         msg = "strategy reinit builds the application again by calling main: put the script into a function and end it with holdfast.reinit(main)"

@@ -11,10 +11,9 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-Kind = Mapping[str, str]
+from holdfast.recovery.registry import strategy_class
 
-_EXACT = ("rollback", "restart", "reinit")
-"""Strategies after which the bits are those of the undisturbed run."""
+Kind = Mapping[str, str]
 _CAPABILITIES = ("default", "avx2", "avx512")
 """What ``ATEN_CPU_CAPABILITY`` can ask for, the least first."""
 
@@ -48,7 +47,7 @@ FIELDS = {
 
 def promises_bits(strategy: str, split: str, batch: str) -> bool:
     """Return whether a job with these settings ends with the same bits whatever happens to its workers."""
-    return strategy in _EXACT and split == "slices" and batch == "global"
+    return strategy_class(strategy).exact and split == "slices" and batch == "global"
 
 
 def number_of(kind: Kind) -> int:

@@ -25,6 +25,7 @@ from holdfast.integrity.snapshots import copied
 from holdfast.models.model_parallel import Split
 from holdfast.models.replicated import Replica
 from holdfast.models.training_state import clone
+from holdfast.recovery.registry import strategy_class
 from holdfast.state.platform_check import compare_kinds, compare_with_checkpoint
 from holdfast.state.transfer import give_state, take_state
 
@@ -129,7 +130,7 @@ class Beginning:
 
     def _load(self, *, trained: bool) -> None:
         world = self._world
-        if world.settings.strategy == "reinit" and self._load_snapshot():
+        if strategy_class(world.settings.strategy).rebuilds and self._load_snapshot():
             return
         world.keeper.drop()
         # One looks and tells the others: two could find different steps. The number marks what is saved from here on.
@@ -147,7 +148,9 @@ class Beginning:
         if self._initial is not None:
             self._restore(self._initial)
         self._replica.make_equal(world.comm)
-        if world.settings.strategy == "restart" or self._replica.is_split:  # a part may be lost under any strategy
+        if (
+            strategy_class(world.settings.strategy).needs_checkpoint or self._replica.is_split
+        ):  # a part may be lost under any strategy
             self._initial = self._loaded(world.step, clone(self._state(self._replica.shared_state())), self._info())
 
     def take_snapshot(self, heard: int) -> None:
