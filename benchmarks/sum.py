@@ -172,7 +172,7 @@ def work(ways: Sequence[str], numbers: Sequence[int], rounds: int) -> None:
 
 def run_job(options: argparse.Namespace, workers: int) -> list[dict[str, Any]]:
     """Run one job and return what its workers measured, by length."""
-    from holdfast.launch.attempt import mpirun_command
+    from holdfast.comm.fabrics.ulfm import mpirun_command
 
     asked = json.dumps({"ways": options.ways, "numbers": options.numbers, "rounds": options.rounds})
     done = subprocess.run(

@@ -14,10 +14,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
+from holdfast.comm.fabrics.registry import BUILT_IN as FABRICS_BUILT_IN
+from holdfast.comm.fabrics.registry import make_fabric
 from holdfast.errors import ConfigError
 from holdfast.recovery.registry import BUILT_IN, strategy_class
 
-FABRICS = ("ulfm", "gloo", "virtual")
+FABRICS = tuple(FABRICS_BUILT_IN)
 CHECKPOINT_FORMATS = ("safetensors", "hdf5", "npz", "dcp")
 STRATEGIES = tuple(BUILT_IN)
 REINIT_FROM = ("own", "root", "checkpoint")
@@ -35,7 +37,6 @@ GUARDS = ("stop", "warn", "heal", "off")
 KINDS = ("same", "any")
 
 _CHOICES = {
-    "fabric": ("", *FABRICS),
     "reinit_from": REINIT_FROM,
     "mirror_choice": MIRROR_CHOICES,
     "mirror_distance": MIRROR_DISTANCES,
@@ -176,6 +177,8 @@ class Settings:
                 msg = f"{name} must be one of {', '.join(a for a in allowed if a)}, got {value!r}"
                 raise ConfigError(msg)
         strategy_class(self.strategy)  # refuses a name that there is not
+        if self.fabric:
+            make_fabric(self.fabric)
         for name, least in (
             ("workers", 1),
             ("spares", 0),

@@ -18,8 +18,8 @@ from pathlib import Path
 
 import pytest
 
+from holdfast.comm.fabrics import ulfm
 from holdfast.config import Settings
-from holdfast.launch import attempt
 from holdfast.launch.job import Job
 from holdfast.launch.launcher import launch
 from holdfast.temporary import MARKER
@@ -198,6 +198,7 @@ import sys
 from pathlib import Path
 from holdfast.events import Finished
 from holdfast.records import FileRecorder, records_path
+from holdfast.comm.fabrics import ulfm
 from holdfast.config import Settings
 settings = Settings.from_env()
 print(settings.workers, settings.fabric)
@@ -355,7 +356,7 @@ def test_a_job_that_mpirun_cannot_start_fails_with_what_mpirun_said(tmp_path, mo
     mpirun = tmp_path / "mpirun"
     mpirun.write_text("#!/bin/sh\necho no slots for you\nexit 1\n")
     mpirun.chmod(0o755)
-    monkeypatch.setattr(attempt, "find_mpirun", lambda: str(mpirun))
+    monkeypatch.setattr(ulfm, "find_mpirun", lambda: str(mpirun))
     job = Job(script=FAKE, settings=Settings(fabric="ulfm", workers=2))
 
     outcome = launch(job)
@@ -366,7 +367,7 @@ def test_a_job_that_mpirun_cannot_start_fails_with_what_mpirun_said(tmp_path, mo
 
 def test_without_the_watcher_the_end_of_a_worker_is_not_seen(shell, tmp_path):
     """The control: the same exit leaves the two others waiting, which is what the watcher is for."""
-    command = [*attempt.mpirun_command(3), sys.executable, str(shell.script), "os_exit:1:4"]
+    command = [*ulfm.mpirun_command(3), sys.executable, str(shell.script), "os_exit:1:4"]
     env = os.environ | {"HOLDFAST_RUN_DIR": str(tmp_path), "OMPI_MCA_btl_sm_backing_directory": str(tmp_path)}
 
     job = subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import typer
 
+from holdfast.comm.fabrics import ulfm
 from holdfast.config import Settings
 from holdfast.errors import ConfigError
-from holdfast.launch import job as jobs
 from holdfast.launch.hostlist import Host
-from holdfast.launch.job import Job, check, command_line, find_mpirun, resume_command
+from holdfast.launch.job import Job, check, command_line, resume_command
 
 
 def job(script="train.py", **fields):
@@ -141,10 +141,10 @@ def test_missing_mpi_is_refused_with_what_to_install(monkeypatch, tmp_path, miss
         monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
         monkeypatch.setenv("PATH", str(tmp_path))
     else:
-        monkeypatch.setattr(jobs.importlib.util, "find_spec", lambda name: None)
+        monkeypatch.setattr(ulfm.importlib.util, "find_spec", lambda name: None)
 
     with pytest.raises(ConfigError) as caught:
-        find_mpirun()
+        ulfm.find_mpirun()
 
     assert str(caught.value) == (
         f"MPI is not installed (no {missing}): pip install 'holdfast[mpi]', or run with --fabric virtual"

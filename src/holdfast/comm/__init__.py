@@ -1,17 +1,38 @@
 """Who is alive, and how tensors are summed.
 
-:class:`~holdfast.comm.base.Communicator` is the seam: :mod:`~holdfast.comm.ulfm` (Open MPI, real processes) and
-:mod:`~holdfast.comm.virtual` (many workers in one process) implement it, and :class:`~holdfast.comm.allreduce.ordered.OrderedSum`
-adds gradients on top of either, in an order that belongs to the job.
+:class:`~holdfast.comm.base.Communicator` is the seam: :mod:`~holdfast.comm.ulfm` (Open MPI, real processes),
+:mod:`~holdfast.comm.c10d` (PyTorch's process groups) and :mod:`~holdfast.comm.virtual` (many workers in one process) implement it, and
+:class:`~holdfast.comm.allreduce.ordered.OrderedSum` adds gradients on top of any, in an order that belongs to the job.
+Names are loaded when they are first used: the launcher asks :mod:`~holdfast.comm.fabrics` alone, and loads no torch.
 """
 
-from holdfast.comm.allreduce.checksums import checksum
-from holdfast.comm.allreduce.ordered import SUM, Mean, OrderedSum, Span
-from holdfast.comm.base import Communicator, share_bytes
-from holdfast.comm.connect import connect
-from holdfast.comm.p2p import Mail
-from holdfast.comm.subgroup import Subgroup
-from holdfast.comm.virtual import VirtualCommunicator
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from holdfast.comm.allreduce.checksums import checksum
+    from holdfast.comm.allreduce.ordered import SUM, Mean, OrderedSum, Span
+    from holdfast.comm.base import Communicator, share_bytes
+    from holdfast.comm.connect import connect
+    from holdfast.comm.p2p import Mail
+    from holdfast.comm.subgroup import Subgroup
+    from holdfast.comm.virtual import VirtualCommunicator
+
+_WHERE = {
+    "SUM": "allreduce.ordered",
+    "Communicator": "base",
+    "Mail": "p2p",
+    "Mean": "allreduce.ordered",
+    "OrderedSum": "allreduce.ordered",
+    "Span": "allreduce.ordered",
+    "Subgroup": "subgroup",
+    "VirtualCommunicator": "virtual",
+    "checksum": "allreduce.checksums",
+    "connect": "connect",
+    "share_bytes": "base",
+}
 
 __all__ = [
     "SUM",
@@ -26,3 +47,12 @@ __all__ = [
     "connect",
     "share_bytes",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _WHERE:
+        msg = f"module 'holdfast.comm' has no attribute {name!r}"
+        raise AttributeError(msg)
+    value = getattr(importlib.import_module(f"holdfast.comm.{_WHERE[name]}"), name)
+    globals()[name] = value
+    return value

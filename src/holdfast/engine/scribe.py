@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from holdfast.checkpoint.writer import Outcome
-from holdfast.comm import VirtualCommunicator
+from holdfast.comm.connect import chosen
 from holdfast.data.ledger import Account
 from holdfast.data.plan import MiniBatch, Plan
 from holdfast.engine.context import Rebuilding, World
@@ -64,7 +64,7 @@ class Scribe:
                 t_s=world.clock.now_s(),
                 rank=world.comm.here[0],
                 step=world.step,
-                fabric=world.settings.fabric or ("virtual" if isinstance(world.comm, VirtualCommunicator) else "ulfm"),
+                fabric=chosen(world.settings.fabric),
                 strategy=settings.strategy,
                 seed=plan.seed,
                 workers=len(world.comm.members),

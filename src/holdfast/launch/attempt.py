@@ -14,7 +14,7 @@ from pathlib import Path
 
 from holdfast.config import Settings
 from holdfast.events import Record, WorkerEnded
-from holdfast.launch.job import Job, find_mpirun
+from holdfast.launch.job import Job
 from holdfast.launch.job_state import cause_of_death
 from holdfast.launch.mpi_hosts import Hosts
 from holdfast.launch.ports import shut_ports
@@ -25,13 +25,6 @@ from holdfast.launch.tail import LineTail, RecordTail
 from holdfast.launch.worker import ALL_STOP, GRACE_S, LAUNCHER, LAUNCHER_NODE, LOG_DIR
 from holdfast.records import UNCONNECTED, Beacon, Position, beacon_path, records_path
 
-_MPIRUN = ("--with-ft", "ulfm", "--bind-to", "none")
-_HERE = ("--oversubscribe", "--mca", "btl", "self,sm")
-"""On one machine workers communicate over shared memory; the TCP transport would listen on all interfaces."""
-_BY_SLOTS = ("--map-by", "slot:OVERSUBSCRIBE")
-"""Cores may be fewer than workers. The other way to say it would have all workers start on the first of several machines."""
-_MCA = (("coll", "^han"), ("mpi_yield_when_idle", "1"))
-"""``coll/han`` is not fault tolerant; with more workers than cores those that wait must let the others compute."""
 _MEMORY_VARIABLES = ("OMPI_MCA_btl_sm_backing_directory", "OMPI_MCA_osc_sm_backing_directory")
 _SESSION_VARIABLE = "PRTE_MCA_prte_tmpdir_base"
 """Sets where mpirun makes its folder, which is left behind when it is killed."""
@@ -79,16 +72,16 @@ class Attempt:
         self._command = _command(job, len(ranks), None if hosts is None else hosts.mpirun_words(self._env))
         self._started: list[subprocess.Popen[bytes]] = []
         self._watchers: dict[int, subprocess.Popen[bytes]] = {}
-        self._looks_at_ports = _PORT_LOOKS if job.settings.fabric == "ulfm" and hosts is None else 0
-        if job.settings.fabric == "gloo":
+        self._looks_at_ports = _PORT_LOOKS if job.fabric.has_parent_process and hosts is None else 0
+        if job.fabric.starts_each:
             for rank in ranks:
                 self.add(rank)
         else:
             self._started.append(start(self._command, self._env, self._log, self._locks))
-        self._mpirun = self._started[0] if job.settings.fabric == "ulfm" else None
+        self._mpirun = self._started[0] if job.fabric.has_parent_process else None
 
     def add(self, rank: int) -> None:
-        """Start a worker under the ``gloo`` fabric; later than the others it is a newcomer."""
+        """Start a worker by itself, where the fabric starts each; later than the others it is a newcomer."""
         if rank not in self.processes:
             self.processes = (*self.processes, rank)
         self._watchers[rank] = start(self._command, self._env | {"HOLDFAST_RANK": str(rank)}, self._log, self._locks)
@@ -255,22 +248,7 @@ class Files:
 
 def _command(job: Job, num_workers: int, hosts: Sequence[str] | None) -> list[str]:
     worker = [sys.executable, "-m", "holdfast.launch.worker", str(job.script), *job.args]
-    if job.settings.fabric != "ulfm":
-        return worker
-    return [*mpirun_command(num_workers, hosts), *worker]
-
-
-def mpirun_command(num_workers: int, hosts: Sequence[str] | None = None) -> list[str]:
-    """Return what starts ``num_workers`` processes of the program whose words follow.
-
-    Args:
-        num_workers: How many.
-        hosts: Words that say on which machines; None: on this one.
-    """
-    where = _HERE if hosts is None else (*_BY_SLOTS, *hosts)
-    root = ["--allow-run-as-root"] if os.getuid() == 0 else []
-    mca = [word for name, value in _MCA for word in ("--mca", name, value)]
-    return [find_mpirun(), *_MPIRUN, *where, *root, *mca, "-n", str(num_workers)]
+    return [*job.fabric.launch_command(num_workers, hosts), *worker]
 
 
 # Gradients are freed and allocated anew in every step. Given back to the system in between, as glibc would, each page

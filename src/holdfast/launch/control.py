@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
+from holdfast.comm.fabrics.registry import make_fabric
 from holdfast.config import request_in
 from holdfast.errors import ConfigError
 from holdfast.launch.processes import Process
@@ -213,7 +214,7 @@ def check_values(changes: Mapping[str, Any]) -> None:
 
 
 def _check_workers(value: Any, job: Running) -> None:
-    if job.fabric != "gloo":
+    if not make_fabric(job.fabric).can_join:
         _refuse(
             f"job {job.pid} ({job.script}) runs with --fabric {job.fabric}, which cannot take in or give up workers; "
             "start it with --fabric gloo"

@@ -5,16 +5,15 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import math
-import os
 import shlex
-import shutil
-import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+from holdfast.comm.fabrics.base import Fabric
+from holdfast.comm.fabrics.registry import DEFAULT, make_fabric
 from holdfast.config import MOST_WORKERS, Settings
 from holdfast.errors import ConfigError
 from holdfast.events import Record
@@ -82,7 +81,12 @@ class Job:
     @property
     def is_virtual(self) -> bool:
         """Whether all workers live in one process."""
-        return self.settings.fabric == "virtual"
+        return self.fabric.one_process
+
+    @property
+    def fabric(self) -> Fabric:
+        """How workers are started, and how they communicate."""
+        return make_fabric(self.settings.fabric or DEFAULT)
 
     @property
     def workers(self) -> int:
@@ -167,8 +171,7 @@ def check(job: Job) -> None:
     for folder, option in ((job.report_dir, "--report"), (job.log_dir, "--log-dir")):
         if folder is not None:
             _check_writable(folder, option)
-    if settings.fabric == "ulfm":
-        find_mpirun()
+    job.fabric.check_installed()
 
 
 def _check_checkpoints(settings: Settings) -> None:
@@ -214,7 +217,7 @@ def _check_amounts(job: Job) -> None:
         _refuse("--stragglers replace needs --spares or --respawn: who is to take the place of a slow worker?")
     if not 1 < job.straggler_factor < math.inf:
         _refuse(f"--straggler-factor must be more than 1 and finite, got {job.straggler_factor:g}")
-    if job.max_respawns and job.settings.fabric != "gloo":
+    if job.max_respawns and not job.fabric.can_join:
         _refuse(
             f"--respawn needs --fabric gloo: the {job.settings.fabric} fabric cannot take in workers while it runs; --spares can wait there"
         )
@@ -223,7 +226,9 @@ def _check_amounts(job: Job) -> None:
     if not 0 < job.grace_s < math.inf:
         _refuse(f"--grace must be more than 0 seconds and finite, got {job.grace_s:g}")
     if job.mtbf_s and job.is_virtual:
-        _refuse("--mtbf kills processes, and with --fabric virtual all workers are one; use --inject, or --fabric ulfm")
+        _refuse(
+            f"--mtbf kills processes, and with --fabric {job.settings.fabric} all workers are one; use --inject, or --fabric ulfm"
+        )
     if not 0 <= job.mtbf_s < math.inf:
         _refuse(f"--mtbf must be more than 0 seconds and finite, got {job.mtbf_s:g}")
 
@@ -249,25 +254,6 @@ def _check_writable(folder: Path, option: str) -> None:
     except OSError as error:
         msg = f"{option} {folder} cannot be written: {error.strerror}"
         raise ConfigError(msg) from error
-
-
-def find_mpirun() -> str:
-    """Return the ``mpirun`` of this Python's environment, or the one on ``PATH``.
-
-    Raises:
-        ConfigError: if there is none, or if mpi4py is missing.
-    """
-    beside = Path(sys.executable).with_name("mpirun")
-    found = str(beside) if os.access(beside, os.X_OK) else shutil.which("mpirun")
-    missing = [
-        *(["mpirun"] if found is None else []),
-        *(["mpi4py"] if importlib.util.find_spec("mpi4py") is None else []),
-    ]
-    if found is None or missing:
-        _refuse(
-            f"MPI is not installed (no {' and no '.join(missing)}): pip install 'holdfast[mpi]', or run with --fabric virtual"
-        )
-    return found
 
 
 def _refuse(message: str) -> NoReturn:

@@ -73,7 +73,7 @@ class Launcher:
         self._judge = Judge(
             job.script.name,
             virtual=job.is_virtual,
-            all_connect=job.settings.fabric == "ulfm",
+            all_connect=job.fabric.has_parent_process,
             stall_timeout_s=job.stall_timeout_s,
         )
         self._plan = FaultPlan.from_json(job.settings.faults) if job.settings.faults else FaultPlan()
@@ -91,7 +91,7 @@ class Launcher:
     def _make_ready(self, undo: contextlib.ExitStack) -> None:
         """Make what a run needs, and register with ``undo`` how to undo each part, even if another one raises."""
         job = self._job
-        if job.settings.fabric == "gloo":
+        if job.fabric.starts_each:
             self._nodes = Nodes(job)
             undo.callback(self._nodes.close)
         self._origin_s = time.monotonic() if self._nodes is None else self._nodes.origin_s()

@@ -45,7 +45,7 @@ def check_hosts(job: Job) -> None:
             if given:
                 _refuse(f"{option} needs --hosts: on one machine it has no meaning")
         return
-    if job.settings.fabric != "ulfm":
+    if not job.fabric.spans_hosts:
         _refuse(
             f"--hosts needs --fabric ulfm, got {job.settings.fabric}; with gloo start a launcher on each machine, see docs/nodes.md"
         )

@@ -38,7 +38,7 @@ def check_nodes(job: Job) -> None:
             msg = f"--node-rank must be 0 with one node, got {job.node_rank}"
             raise ConfigError(msg)
         return
-    if job.settings.fabric != "gloo":
+    if not job.fabric.survives_node_loss:
         msg = f"--nnodes and --rdzv need --fabric gloo, got {job.settings.fabric}; with ulfm mpirun reaches the nodes, see docs/nodes.md"
         raise ConfigError(msg)
     if job.nnodes > 1 and job.stragglers == "rebalance":

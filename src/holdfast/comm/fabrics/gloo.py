@@ -1,0 +1,36 @@
+"""``gloo``: PyTorch's own process groups, rebuilt among the survivors after a failure; members agree in a store."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from holdfast.comm.fabrics.base import Endpoint, Fabric
+from holdfast.errors import ConfigError
+
+if TYPE_CHECKING:
+    from holdfast.comm.base import Communicator
+
+
+class Gloo(Fabric):
+    """Needs nothing but torch. Workers can join a running job, and it survives the loss of a node."""
+
+    name = "gloo"
+    starts_each = True
+    can_join = True
+    survives_node_loss = True
+
+    def connect(self, endpoint: Endpoint) -> Communicator:
+        """Return the communicator of a worker whose launcher keeps the store.
+
+        Raises:
+            ConfigError: if no launcher started this process.
+        """
+        from holdfast.comm.c10d import C10dCommunicator
+        from holdfast.membership import open_store
+
+        if not endpoint.store or endpoint.rank < 0:
+            msg = "the gloo fabric needs a launcher, which says who the workers are: start with `holdfast run --fabric gloo -n 4 SCRIPT`"
+            raise ConfigError(msg)
+        world = range(endpoint.workers) if endpoint.ranks is None else endpoint.ranks
+        store = open_store(endpoint.store, endpoint.token)
+        return C10dCommunicator(store, endpoint.rank, world if endpoint.rank in world else None)

@@ -1,0 +1,77 @@
+"""``ulfm``: Open MPI 5 with User-Level Failure Mitigation, started by mpirun."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from holdfast.comm.fabrics.base import Endpoint, Fabric
+from holdfast.errors import ConfigError
+
+if TYPE_CHECKING:
+    from holdfast.comm.base import Communicator
+
+_MPIRUN = ("--with-ft", "ulfm", "--bind-to", "none")
+_HERE = ("--oversubscribe", "--mca", "btl", "self,sm")
+"""On one machine workers communicate over shared memory; the TCP transport would listen on all interfaces."""
+_BY_SLOTS = ("--map-by", "slot:OVERSUBSCRIBE")
+"""Cores may be fewer than workers. The other way to say it would have all workers start on the first of several machines."""
+_MCA = (("coll", "^han"), ("mpi_yield_when_idle", "1"))
+"""``coll/han`` is not fault tolerant; with more workers than cores those that wait must let the others compute."""
+
+
+class Ulfm(Fabric):
+    """Real processes over MPI. Open MPI's runtime ends the job when it loses a machine."""
+
+    name = "ulfm"
+    spans_hosts = True
+
+    def check_installed(self) -> None:
+        """Make sure that mpirun and mpi4py are there."""
+        find_mpirun()
+
+    def launch_command(self, workers: int, hosts: Sequence[str] | None = None) -> list[str]:
+        """Return the words of mpirun."""
+        return mpirun_command(workers, hosts)
+
+    def connect(self, endpoint: Endpoint) -> Communicator:
+        """Return the communicator of a process that mpirun started."""
+        from holdfast.comm.ulfm import UlfmCommunicator
+
+        return UlfmCommunicator(endpoint.ranks)
+
+
+def mpirun_command(num_workers: int, hosts: Sequence[str] | None = None) -> list[str]:
+    """Return what starts ``num_workers`` processes of the program whose words follow.
+
+    Args:
+        num_workers: How many.
+        hosts: Words that say on which machines; None: on this one.
+    """
+    where = _HERE if hosts is None else (*_BY_SLOTS, *hosts)
+    root = ["--allow-run-as-root"] if os.getuid() == 0 else []
+    mca = [word for name, value in _MCA for word in ("--mca", name, value)]
+    return [find_mpirun(), *_MPIRUN, *where, *root, *mca, "-n", str(num_workers)]
+
+
+def find_mpirun() -> str:
+    """Return the ``mpirun`` of this Python's environment, or the one on ``PATH``.
+
+    Raises:
+        ConfigError: if there is none, or if mpi4py is missing.
+    """
+    beside = Path(sys.executable).with_name("mpirun")
+    found = str(beside) if os.access(beside, os.X_OK) else shutil.which("mpirun")
+    missing = [
+        *(["mpirun"] if found is None else []),
+        *(["mpi4py"] if importlib.util.find_spec("mpi4py") is None else []),
+    ]
+    if found is None or missing:
+        msg = f"MPI is not installed (no {' and no '.join(missing)}): pip install 'holdfast[mpi]', or run with --fabric virtual"
+        raise ConfigError(msg)
+    return found
