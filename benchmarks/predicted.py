@@ -34,8 +34,8 @@ from goodput import CHECKPOINT_EVERY, WARM_STEPS, Holdfast, schedule, tend_until
 from peers.driver import WAIT_S, commits
 from spent import Spent, spent
 
-from holdfast.events import Record, RunStarted, StepCommitted
-from holdfast.records import read_run
+from holdfast.records.files import read_run
+from holdfast.records.types import Record, RunStarted, StepCommitted
 from holdfast_lab.simulate import Cluster, Costs, Job, Outcome, Scenario, Trace, simulate
 from holdfast_lab.simulate.outcome import Estimate
 from holdfast_lab.simulate.reading import Spell

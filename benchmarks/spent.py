@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from holdfast.events import JobRestarted, Record, Recovered, StepCommitted
+from holdfast.records.types import JobRestarted, Record, Recovered, StepCommitted
 
 SETTLED = 10
 """After so many steps, training is in its pace again."""

@@ -19,7 +19,7 @@ from pathlib import Path
 from statistics import mean, median, stdev
 
 from holdfast.launch.stragglers import Stragglers
-from holdfast.records import Beacon
+from holdfast.records.beacon import Beacon
 
 Series = Mapping[int, Sequence[float]]
 """What each worker took, step after step, in any unit."""

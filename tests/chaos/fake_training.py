@@ -20,16 +20,11 @@ from mpi4py import MPI  # noqa: E402
 from holdfast.clock import SystemClock  # noqa: E402
 from holdfast.config import Settings  # noqa: E402
 from holdfast.errors import ConfigError  # noqa: E402
-from holdfast.events import (  # noqa: E402
-    CheckpointSaved,
-    FaultFired,
-    Finished,
-    Recovered,
-    RunStarted,
-    StepCommitted,
-)
 from holdfast.faults.plan import FaultPlan  # noqa: E402
-from holdfast.records import Beacon, FileRecorder, beacon_path, records_path  # noqa: E402
+from holdfast.records.beacon import Beacon  # noqa: E402
+from holdfast.records.files import FileRecorder  # noqa: E402
+from holdfast.records.paths import beacon_path, records_path  # noqa: E402
+from holdfast.records.types import CheckpointSaved, FaultFired, Finished, Recovered, RunStarted, StepCommitted  # noqa: E402
 
 
 def main() -> None:

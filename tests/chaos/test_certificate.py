@@ -8,7 +8,7 @@ from jobs import ROOT, assert_landed, holdfast, run_report
 
 from holdfast.cli import main
 from holdfast.faults.kinds import OF_WORKERS
-from holdfast.records import load_events
+from holdfast.records.files import load_events
 from holdfast.report.certificate import Certified
 
 pytestmark = pytest.mark.chaos

@@ -14,7 +14,7 @@ from train_saving import EPOCHS, LOOP_ENDS, Training, undisturbed
 
 from holdfast.checkpoint import steps
 from holdfast.launch.control import append
-from holdfast.records import requests_path
+from holdfast.records.paths import requests_path
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(400)]
 

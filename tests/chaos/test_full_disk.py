@@ -14,7 +14,7 @@ from jobs import clean_env
 from small_disk import fill, small_disk
 
 from holdfast.launch.processes import Pair, pair_path
-from holdfast.records import Beacon
+from holdfast.records.beacon import Beacon
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(170)]
 

@@ -17,7 +17,8 @@ import train_paced
 from jobs import clean_env, exit_codes, run_report
 
 from holdfast.launch.processes import Pair, pair_path
-from holdfast.records import Beacon, beacon_path
+from holdfast.records.beacon import Beacon
+from holdfast.records.paths import beacon_path
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(300)]
 

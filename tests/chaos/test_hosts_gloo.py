@@ -11,9 +11,9 @@ from jobs import clean_env
 from netns import make_hosts
 from train_reference import train
 
-from holdfast.events import Finished, WorkerEnded
 from holdfast.faults.plan import FaultPlan, parse
-from holdfast.records import read_run
+from holdfast.records.files import read_run
+from holdfast.records.types import Finished, WorkerEnded
 
 pytestmark = pytest.mark.chaos
 

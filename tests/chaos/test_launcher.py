@@ -196,8 +196,9 @@ def test_a_script_finds_what_torchrun_gives_it_and_what_python_does(shell):
 VIRTUAL = """
 import sys
 from pathlib import Path
-from holdfast.events import Finished
-from holdfast.records import FileRecorder, records_path
+from holdfast.records.types import Finished
+from holdfast.records.files import FileRecorder
+from holdfast.records.paths import records_path
 from holdfast.comm.fabrics import ulfm
 from holdfast.config import Settings
 settings = Settings.from_env()

@@ -17,9 +17,9 @@ from jobs import clean_env, exit_codes, run_report
 from train_saving import Training, undisturbed
 
 from holdfast.checkpoint import steps, verify
-from holdfast.events import Finished, WorkerEnded
 from holdfast.launch.processes import Pair, Process, pair_path
-from holdfast.records import load_events, read_run
+from holdfast.records.files import load_events, read_run
+from holdfast.records.types import Finished, WorkerEnded
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(170)]
 

@@ -8,8 +8,8 @@ import gloo
 import pytest
 from jobs import MPIRUN, clean_env
 
-from holdfast.events import WorkerEnded
-from holdfast.records import read_run
+from holdfast.records.files import read_run
+from holdfast.records.types import WorkerEnded
 
 pytestmark = pytest.mark.chaos
 

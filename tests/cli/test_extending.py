@@ -13,7 +13,7 @@ PACKAGE = """
 
     from holdfast.comm.fabrics.base import Endpoint, Fabric
     from holdfast.comm.virtual import VirtualCommunicator
-    from holdfast.events import Action, CatchUp, DiscardStep, Event, ProgressKnown
+    from holdfast.recovery.messages import Action, CatchUp, DiscardStep, Event, ProgressKnown
     from holdfast.recovery import Strategy, View
 
 

@@ -10,8 +10,8 @@ import torch
 from jobs import MPIRUN, clean_env
 
 from holdfast.comm import VirtualCommunicator
-from holdfast.events import WorkerEnded
-from holdfast.records import read_run
+from holdfast.records.files import read_run
+from holdfast.records.types import WorkerEnded
 from holdfast.testing.contract import check_communicator
 from holdfast.testing.counting import CountingCommunicator
 

@@ -7,8 +7,9 @@ from train_reference import train
 
 from holdfast.comm import VirtualCommunicator
 from holdfast.errors import ConfigError
-from holdfast.events import Recovered, record_from_dict
 from holdfast.faults.plan import FaultPlan, parse
+from holdfast.records.encoding import record_from_dict
+from holdfast.records.types import Recovered
 from holdfast_lab.simulate import Cluster, Costs, Job, Scenario, Trace, replay, simulate
 from holdfast_lab.simulate.reading import Spell
 
@@ -81,7 +82,7 @@ def test_another_strategy_would_have_decided_otherwise(tmp_path):
 
 
 def vars_of(record):
-    from holdfast.events import record_to_dict
+    from holdfast.records.encoding import record_to_dict
 
     return record_to_dict(record)
 

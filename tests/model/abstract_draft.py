@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from holdfast.events import (
+from holdfast.recovery.messages import (
     ALTERED,
     CALM,
     CORRUPT,

@@ -44,7 +44,8 @@ from __future__ import annotations
 import copy
 
 from holdfast.errors import InternalError, JobError
-from holdfast.events import (
+from holdfast.recovery import Protocol, Strategy
+from holdfast.recovery.messages import (
     JOINING,
     Action,
     Agree,
@@ -56,7 +57,6 @@ from holdfast.events import (
     SumBucket,
     Welcome,
 )
-from holdfast.recovery import Protocol, Strategy
 from model.abstract_members import CHANGE, FLIP, NEW_SETTINGS, Lapse, Wish, Wishes
 from model.abstract_memory import Adding, AtBarrier, Memory, Violation, first_memory, ranks
 from model.abstract_parts import ABSENT, EXCHANGES, Giving, Registry, concerned, needed_by

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from holdfast.events import ActDone, Computed, Event, Rehome
+from holdfast.recovery.messages import ActDone, Computed, Event, Rehome
 from model.abstract_members import Lapse
 from model.abstract_memory import Violation, ranks
 from model.abstract_parts import (

@@ -36,7 +36,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
-from holdfast.events import Action, SumBucket
+from holdfast.recovery.messages import Action, SumBucket
 
 T = TypeVar("T")
 

@@ -23,7 +23,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from holdfast.events import Action
+from holdfast.recovery.messages import Action
 from holdfast.recovery.placement import Gift, Homes, Shape, first_homes, gifts, new_homes, restorations
 from model.abstract_members import Lapse
 from model.abstract_memory import ranks

@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from holdfast.events import (
+from holdfast.recovery import Protocol, Strategy
+from holdfast.recovery.messages import (
     Action,
     CloseStep,
     Event,
@@ -18,7 +19,6 @@ from holdfast.events import (
     TakeChanges,
     Welcome,
 )
-from holdfast.recovery import Protocol, Strategy
 from model.abstract_members import NO_LAPSE, Lapse, Wish, Wishes
 from model.abstract_memory import NO_RULE, AtBarrier, Memory, Rule
 from model.abstract_parts import ABSENT, UNKNOWN, Giving, Split, Swap

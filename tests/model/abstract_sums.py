@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from holdfast.events import (
+from holdfast.recovery.messages import (
     ALTERED,
     CALM,
     CORRUPT,

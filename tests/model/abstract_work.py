@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from holdfast.events import (
+from holdfast.recovery.messages import (
     JOINING,
     LOADING,
     ActDone,

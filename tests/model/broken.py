@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from holdfast.events import (
+from holdfast.recovery import Protocol
+from holdfast.recovery.messages import (
     Action,
     Agree,
     Agreed,
@@ -18,7 +19,6 @@ from holdfast.events import (
     Shrunk,
     StepClosed,
 )
-from holdfast.recovery import Protocol
 from holdfast.recovery.protocol import State
 
 

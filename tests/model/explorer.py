@@ -16,8 +16,8 @@ from collections import deque
 from dataclasses import dataclass
 
 from holdfast.errors import InternalError
-from holdfast.events import Action, Agree, Progress, ShareProgress
 from holdfast.recovery import Strategy
+from holdfast.recovery.messages import Action, Agree, Progress, ShareProgress
 from model.abstract_draft import first_state, state_after
 from model.abstract_engine import Engine
 from model.abstract_members import FLIP, NEW_SETTINGS, Lapse, Wish

@@ -2,8 +2,8 @@
 
 import pytest
 
-from holdfast.events import CorruptionSeen, LoadCheckpoint
 from holdfast.recovery import Forward, Protocol, Reinit, Restart, Rollback
+from holdfast.recovery.messages import CorruptionSeen, LoadCheckpoint
 from holdfast.recovery.protocol import State
 from model.explorer import Lapse, World, explore
 

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 import pytest
 
 from holdfast.errors import InternalError
-from holdfast.events import (
+from holdfast.recovery import Forward, Protocol, Reinit, Restart, Rollback, Strategy
+from holdfast.recovery.messages import (
     Action,
     Admitted,
     Agree,
@@ -27,7 +28,6 @@ from holdfast.events import (
     StepApplied,
     Welcome,
 )
-from holdfast.recovery import Forward, Protocol, Reinit, Restart, Rollback, Strategy
 from holdfast.recovery.protocol import State
 from model.broken import (
     BarrierForGate,

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from holdfast.events import Action, ContinueStep, Event, HandOver, ProgressKnown
 from holdfast.recovery import Forward, Restart, Rollback, Strategy
+from holdfast.recovery.messages import Action, ContinueStep, Event, HandOver, ProgressKnown
 from holdfast.recovery.strategy import View
 from model.explorer import Result, Rule, World, explore, walk
 

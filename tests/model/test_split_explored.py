@@ -6,7 +6,8 @@ import random
 import pytest
 
 from holdfast.errors import InternalError
-from holdfast.events import (
+from holdfast.recovery import Forward, Partial, Protocol, Restart, Rollback, Strategy
+from holdfast.recovery.messages import (
     LOST,
     Action,
     Agree,
@@ -19,7 +20,6 @@ from holdfast.events import (
     Settle,
     StepApplied,
 )
-from holdfast.recovery import Forward, Partial, Protocol, Restart, Rollback, Strategy
 from holdfast.recovery.placement import Shape
 from holdfast.recovery.protocol import State
 from model.explorer import Lapse, Split, World, explore, walk

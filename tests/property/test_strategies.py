@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.errors import InternalError
-from holdfast.events import (
+from holdfast.recovery import Forward, Protocol, Reinit, Restart, Rollback, make_strategy
+from holdfast.recovery.messages import (
     CALM,
     LOADING,
     Agreed,
@@ -23,7 +24,6 @@ from holdfast.events import (
     RanOut,
     SaveAndStop,
 )
-from holdfast.recovery import Forward, Protocol, Reinit, Restart, Rollback, make_strategy
 from model.explorer import Lapse, World, walk
 
 BUSY = World(

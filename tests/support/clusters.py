@@ -14,7 +14,8 @@ from pathlib import Path
 import reference
 from jobs import clean_env
 
-from holdfast.records import UNCONNECTED, Beacon, read_run
+from holdfast.records.beacon import UNCONNECTED, Beacon
+from holdfast.records.files import read_run
 
 SCRIPT = Path(__file__).parents[1] / "chaos" / "nodes_script.py"
 ALL_SAMPLES = {"planned": 406, "committed": 406, "lost": 0, "repeated": 0}

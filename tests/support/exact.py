@@ -5,7 +5,7 @@ from pathlib import Path
 
 import reference
 
-from holdfast.events import record_from_dict
+from holdfast.records.encoding import record_from_dict
 from holdfast_lab.simulate import replay
 
 SCRIPT = Path(__file__).with_name("train_reference.py")

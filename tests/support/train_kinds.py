@@ -20,7 +20,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import holdfast
-from holdfast.records import records_path
+from holdfast.records.paths import records_path
 
 STEPS = 6
 LIMIT_S = 120.0

@@ -23,7 +23,7 @@ from torch.utils.data import TensorDataset
 
 import holdfast
 from holdfast.faults import points
-from holdfast.records import requests_path
+from holdfast.records.paths import requests_path
 
 SAMPLES, BATCH, SLICES, SEED = 60, 10, 3, 11
 EPOCHS = (1, 2)

@@ -22,14 +22,14 @@ from holdfast.checkpoint import Checkpoints
 from holdfast.cli import main
 from holdfast.comm import VirtualCommunicator
 from holdfast.errors import ConfigError
-from holdfast.events import Finished, Recovered, RunStarted, StateHashed, StepCommitted
 from holdfast.faults.plan import FaultPlan, parse
 from holdfast.integrity.fingerprint import EVERY_KIND
 from holdfast.integrity.hash_chain import GENESIS, digest_of_ids, digest_of_parts, link_of
 from holdfast.integrity.state_hashes import Said, WholeHashes
 from holdfast.launch.noted import note
 from holdfast.models.replicated import Replica
-from holdfast.records import read_run
+from holdfast.records.files import read_run
+from holdfast.records.types import Finished, Recovered, RunStarted, StateHashed, StepCommitted
 from holdfast.report.certificate import Certified
 from holdfast.report.divergence import compare_runs
 from holdfast.report.files import write_report

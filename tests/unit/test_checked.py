@@ -19,9 +19,9 @@ from holdfast.comm.allreduce.alltoall import ExchangedSum
 from holdfast.comm.allreduce.hierarchical import HostsSum
 from holdfast.comm.allreduce.shm import SharedSum
 from holdfast.errors import MessageAltered
-from holdfast.events import CorruptionFound, CorruptionHealed, Finished, Recovered, StepCommitted
 from holdfast.faults.plan import FaultPlan, parse
-from holdfast.records import read_run
+from holdfast.records.files import read_run
+from holdfast.records.types import CorruptionFound, CorruptionHealed, Finished, Recovered, StepCommitted
 from holdfast.testing.counting import CountingCommunicator
 
 LENGTH = 4 * checked.TILE + 1003

@@ -19,11 +19,11 @@ from holdfast.checkpoint.storage import open_storage
 from holdfast.checkpoint.storage.local import LocalStorage
 from holdfast.comm import VirtualCommunicator
 from holdfast.config import Settings
-from holdfast.events import PartRestored, Recovered
 from holdfast.faults.plan import FaultPlan, parse
 from holdfast.models.standby_files import Copies
 from holdfast.models.training_state import clone
-from holdfast.records import read_run
+from holdfast.records.files import read_run
+from holdfast.records.types import PartRestored, Recovered
 
 PATIENCE_S = 60.0
 PART = 2

@@ -20,7 +20,7 @@ from holdfast.integrity.fingerprint import RotatingDigest
 from holdfast.models.gradients import Buckets
 from holdfast.models.overlap import Eager, Spent, UndoCopy
 from holdfast.models.training_state import state_sha256
-from holdfast.records import read_run
+from holdfast.records.files import read_run
 from holdfast.report import build_report, summary_lines
 
 KINDS = {

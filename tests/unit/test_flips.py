@@ -13,10 +13,10 @@ from train_split import stages
 import holdfast
 from holdfast.distributed.recorder import Witness
 from holdfast.errors import ConfigError, ReplicasDiffer
-from holdfast.events import FaultFired, Finished, ValuesAltered
 from holdfast.faults.plan import FaultPlan, parse
 from holdfast.models.divergent import OwnStates
-from holdfast.records import read_run
+from holdfast.records.files import read_run
+from holdfast.records.types import FaultFired, Finished, ValuesAltered
 
 SLICES, STEPS = 4, 6
 

@@ -20,7 +20,7 @@ from holdfast.integrity.ranges import Ranges
 from holdfast.integrity.recompute_check import Computed
 from holdfast.integrity.sdc_guard import Watch
 from holdfast.integrity.snapshots import copied
-from holdfast.records import read_run
+from holdfast.records.files import read_run
 
 
 def make(hidden=512):

@@ -3,7 +3,7 @@
 import pytest
 
 from holdfast.launch.hangs import Hangs
-from holdfast.records import Position
+from holdfast.records.beacon import Position
 
 TIMEOUT_S = 10.0
 QUIET = {"waits": False, "busy": False}

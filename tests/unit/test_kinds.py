@@ -11,7 +11,7 @@ import torch
 from train_kinds import train
 
 from holdfast.config import Settings
-from holdfast.events import RunStarted, WorkerRefused
+from holdfast.records.types import RunStarted, WorkerRefused
 from holdfast.report import build_report
 from holdfast.state.platform import FIELDS, between, difference, number_of, promises_bits
 from holdfast.state.platform_check import compare_with_others, kind_of_worker

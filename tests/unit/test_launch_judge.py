@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from holdfast.events import FaultFired, Finished, Left, Recovered, RunStarted, ScriptFailed, WorkerEnded
 from holdfast.launch.job_state import VAIN_RECOVERIES, Broken, Completed, Judge, Lost
-from holdfast.records import Position
+from holdfast.records.beacon import Position
+from holdfast.records.types import FaultFired, Finished, Left, Recovered, RunStarted, ScriptFailed, WorkerEnded
 
 
 def started(rank):

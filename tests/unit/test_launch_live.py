@@ -7,7 +7,8 @@ import io
 import pytest
 from rich.console import Console
 
-from holdfast.events import (
+from holdfast.launch.live import PlainView, Status, Story, _panel
+from holdfast.records.types import (
     FaultFired,
     Left,
     Recovered,
@@ -18,7 +19,6 @@ from holdfast.events import (
     WorkerEnded,
     WorkerFenced,
 )
-from holdfast.launch.live import PlainView, Status, Story, _panel
 
 START = RunStarted(
     t_s=0.0, rank=0, step=0, fabric="gloo", strategy="rollback", seed=0, workers=3, slices=4, order="fold", split="slices",

@@ -17,15 +17,6 @@ import pytest
 
 from holdfast.config import Settings
 from holdfast.errors import ConfigError, TooFewWorkers
-from holdfast.events import (
-    FailureSeen,
-    FaultFired,
-    JobRestarted,
-    Recovered,
-    RunStarted,
-    StepCommitted,
-    WorkerEnded,
-)
 from holdfast.launch.attempt import _environment
 from holdfast.launch.hostlist import Host
 from holdfast.launch.job import Job
@@ -38,7 +29,17 @@ from holdfast.launch.run_paths import Places
 from holdfast.launch.stopping import Stopping
 from holdfast.launch.tail import LineTail, RecordTail
 from holdfast.launch.worker import describe
-from holdfast.records import FileRecorder, read_records, stop_path
+from holdfast.records.files import FileRecorder, read_records
+from holdfast.records.paths import stop_path
+from holdfast.records.types import (
+    FailureSeen,
+    FaultFired,
+    JobRestarted,
+    Recovered,
+    RunStarted,
+    StepCommitted,
+    WorkerEnded,
+)
 
 SEEN = FailureSeen(t_s=1.0, rank=0, step=3, phase="allreduce")
 

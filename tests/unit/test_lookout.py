@@ -12,7 +12,7 @@ from holdfast.config import Settings
 from holdfast.launch.health import Lookout
 from holdfast.launch.job import Job
 from holdfast.launch.population import Births
-from holdfast.records import Position
+from holdfast.records.beacon import Position
 
 SLOW = {1: 0.4, 2: 0.5}
 

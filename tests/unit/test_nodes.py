@@ -9,13 +9,13 @@ import pytest
 
 from holdfast.config import Settings
 from holdfast.errors import ConfigError
-from holdfast.events import StepCommitted, WorkerEnded
 from holdfast.launch import nodes
 from holdfast.launch import record_replication as telling
 from holdfast.launch.job import Job
 from holdfast.launch.node_options import check_nodes, split_address
 from holdfast.launch.nodes import FENCE_LEASES, Nodes
-from holdfast.records import Position
+from holdfast.records.beacon import Position
+from holdfast.records.types import StepCommitted, WorkerEnded
 
 LEASE_S = 0.6
 DEADLINE_S = 20.0

@@ -16,14 +16,15 @@ from holdfast.checkpoint import steps
 from holdfast.engine import loop as run
 from holdfast.engine.recovery_log import Recovery
 from holdfast.errors import CheckpointError, ConfigError, PeerFailed, ScriptError, TooFewWorkers
-from holdfast.events import PartRestored, Recovered, RunStarted
 from holdfast.faults.plan import FaultPlan, parse
 from holdfast.faults.process import PlannedFaults
 from holdfast.launch.control import append
 from holdfast.models.model_parallel import Pipelined
 from holdfast.models.pipeline import Stages
 from holdfast.models.pipeline_scaler import Stage
-from holdfast.records import read_run, requests_path
+from holdfast.records.files import read_run
+from holdfast.records.paths import requests_path
+from holdfast.records.types import PartRestored, Recovered, RunStarted
 from holdfast.state.restorer import Beginning
 
 SAMPLES, BATCH, EPOCHS, SLICES, SEED = 23, 8, 2, 3, 5

@@ -8,9 +8,10 @@ import pytest
 from small_disk import fill, small_disk
 
 from holdfast.comm.waiting import Waiting
-from holdfast.events import FailureSeen, StepCommitted
 from holdfast.faults.plan import Fault
-from holdfast.records import PHASES, Beacon, FileRecorder, NoBeacon, Position, Pulse, read_records
+from holdfast.records.beacon import PHASES, Beacon, NoBeacon, Position, Pulse
+from holdfast.records.files import FileRecorder, read_records
+from holdfast.records.types import FailureSeen, StepCommitted
 
 DEADLINE_S = 30.0
 
@@ -142,7 +143,7 @@ import sys, time
 from pathlib import Path
 from holdfast.faults.plan import parse
 from holdfast.faults.process import strike
-from holdfast.records import Beacon, Pulse
+from holdfast.records.beacon import Beacon, Pulse
 path = Path(sys.argv[1])
 beacon = Beacon(path)
 beacon.mark("forward", 0)

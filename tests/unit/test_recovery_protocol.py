@@ -5,7 +5,8 @@ import copy
 import pytest
 
 from holdfast.errors import InternalError, JobError
-from holdfast.events import (
+from holdfast.recovery import Forward, Protocol, Restart, Rollback
+from holdfast.recovery.messages import (
     CALM,
     JOINING,
     LOADING,
@@ -54,7 +55,6 @@ from holdfast.events import (
     TakeChanges,
     Welcome,
 )
-from holdfast.recovery import Forward, Protocol, Restart, Rollback
 from holdfast.recovery.protocol import State
 
 YES, NO = Agreed(value=True), Agreed(value=False)

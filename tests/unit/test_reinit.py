@@ -11,19 +11,11 @@ from torch.utils.data import TensorDataset
 
 import holdfast
 from holdfast.errors import ConfigError, ScriptError, Unwind
-from holdfast.events import (
-    LOADING,
-    CatchUp,
-    LoadCheckpoint,
-    Progress,
-    ProgressKnown,
-    Recovered,
-    Reinitialise,
-    Reinitialised,
-)
 from holdfast.faults.plan import FaultPlan, parse
-from holdfast.records import read_run
+from holdfast.records.files import read_run
+from holdfast.records.types import Recovered, Reinitialised
 from holdfast.recovery import Reinit
+from holdfast.recovery.messages import LOADING, CatchUp, LoadCheckpoint, Progress, ProgressKnown, Reinitialise
 from holdfast.report.build import build_report
 from holdfast.report.formatting import happenings
 from holdfast.session.reinit_context import application

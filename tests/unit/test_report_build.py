@@ -8,7 +8,8 @@ import sys
 import pytest
 
 from holdfast.errors import ConfigError
-from holdfast.events import (
+from holdfast.records.files import load_events
+from holdfast.records.types import (
     CheckpointSaved,
     FailureSeen,
     FaultFired,
@@ -26,7 +27,6 @@ from holdfast.events import (
     WorkerEnded,
     WorkerFenced,
 )
-from holdfast.records import load_events
 from holdfast.report import (
     build_report,
     demo_rows,

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from holdfast.cli.report import report as report_command
 from holdfast.errors import ConfigError
-from holdfast.events import (
+from holdfast.records.types import (
     FailureSeen,
     FaultFired,
     Finished,

@@ -10,9 +10,10 @@ import pytest
 from train_saving import LOOP_ENDS, Training
 
 from holdfast.checkpoint import steps
-from holdfast.events import SettingChanged
 from holdfast.launch.control import append
-from holdfast.records import read_run, requests_path
+from holdfast.records.files import read_run
+from holdfast.records.paths import requests_path
+from holdfast.records.types import SettingChanged
 
 STEPS = LOOP_ENDS[-1]
 

@@ -16,9 +16,9 @@ from torch.utils.data import TensorDataset
 import holdfast
 from holdfast.comm import VirtualCommunicator
 from holdfast.errors import ConfigError, ReplicasDiffer, ScriptError, TooFewWorkers
-from holdfast.events import Recovered, StepCommitted
 from holdfast.faults.plan import FaultPlan, parse
-from holdfast.records import read_run
+from holdfast.records.files import read_run
+from holdfast.records.types import Recovered, StepCommitted
 from holdfast.session.session import at_exit
 from holdfast.testing.counting import CountingCommunicator
 

@@ -10,7 +10,7 @@ import random
 import pytest
 
 from holdfast.launch.stragglers import POLICIES, Stragglers
-from holdfast.records import Beacon, Position
+from holdfast.records.beacon import Beacon, Position
 
 STEPS = 300
 

@@ -10,7 +10,7 @@ from holdfast.faults.plan import FaultPlan, parse
 from holdfast.faults.process import ask_launcher
 from holdfast.launch.job import Job, check_plan
 from holdfast.launch.node_faults import check_strikes
-from holdfast.records import strike_path
+from holdfast.records.paths import strike_path
 
 CUT = "partition:node=1,step=2"
 

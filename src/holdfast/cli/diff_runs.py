@@ -38,7 +38,7 @@ def diff_runs(
     Example: holdfast diff-runs undisturbed eleven-faults
     """
     from holdfast.errors import ConfigError
-    from holdfast.records import load_events
+    from holdfast.records.files import load_events
     from holdfast.report.certificate import Certified
     from holdfast.report.divergence import compare_runs, different_settings
     from holdfast.report.files import load_report
@@ -83,7 +83,7 @@ def _look_into_checkpoints(runs: Sequence[Certified], parting: Parting) -> tuple
 
 
 def _checkpoints(run: Certified) -> dict[int, str]:
-    from holdfast.events import CheckpointSaved
+    from holdfast.records.types import CheckpointSaved
 
     return {record.step: record.path for record in run.records if isinstance(record, CheckpointSaved)}
 

@@ -17,8 +17,8 @@ from holdfast.cli.tables import clean, warn
 from holdfast.errors import CheckpointError, ConfigError, JobError
 
 if TYPE_CHECKING:
-    from holdfast.events import Record, RunStarted
     from holdfast.launch.job import Outcome
+    from holdfast.records.types import Record, RunStarted
     from holdfast.report.certificate import Certified
 
 _DECIDE = ("slices", "order", "seed", "rescale")
@@ -136,7 +136,7 @@ def find_start(run: Certified, report: Mapping[str, Any], wanted: int) -> tuple[
 def _places(run: Certified, report: Mapping[str, Any], wanted: int) -> dict[int, str]:
     """Return where the run saved the states before steps up to ``wanted``."""
     from holdfast.checkpoint import Checkpoints
-    from holdfast.events import CheckpointSaved
+    from holdfast.records.types import CheckpointSaved
 
     saved = [record for record in run.records if isinstance(record, CheckpointSaved)]
     found = {record.step: record.path.rpartition("/")[0] for record in saved}

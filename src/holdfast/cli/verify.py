@@ -56,7 +56,7 @@ def verify(
     Example: holdfast verify out --from 20 --to 40
     """
     from holdfast.cli.replaying import load_job
-    from holdfast.records import load_events
+    from holdfast.records.files import load_events
     from holdfast.report.certificate import Certified
 
     report = load_job(directory)

@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 
 from holdfast.errors import InternalError
-from holdfast.events import Progress
+from holdfast.recovery.messages import Progress
 
 
 class Exchange(Protocol):

@@ -25,8 +25,8 @@ from holdfast.comm.groups import MAKERS, Aside, Meeting, Sending, Work, as_bytes
 from holdfast.comm.storeless_agreement import Alone, Messages
 from holdfast.comm.waiting import waiting
 from holdfast.errors import InternalError, PeerFailed, StoreLost
-from holdfast.events import Progress
 from holdfast.membership import Roster, Store
+from holdfast.recovery.messages import Progress
 from holdfast.torch_private import gather_flat
 
 _BROADCAST_BYTES = 16 << 20

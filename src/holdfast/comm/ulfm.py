@@ -20,7 +20,7 @@ import torch
 from holdfast.comm.base import FixedMembership
 from holdfast.comm.waiting import waiting
 from holdfast.errors import ConfigError, InternalError, PeerFailed
-from holdfast.events import Progress
+from holdfast.recovery.messages import Progress
 
 if TYPE_CHECKING:
     from mpi4py import MPI

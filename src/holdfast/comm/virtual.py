@@ -10,7 +10,7 @@ import torch
 
 from holdfast.comm.base import FixedMembership
 from holdfast.errors import InternalError, JobError, PeerFailed
-from holdfast.events import LOADING, Progress
+from holdfast.recovery.messages import LOADING, Progress
 
 
 def _nobody(_: int) -> Collection[int]:

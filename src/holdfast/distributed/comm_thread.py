@@ -29,7 +29,7 @@ from holdfast.distributed.recorder import Witness
 from holdfast.distributed.work import Pending
 from holdfast.engine import exits
 from holdfast.errors import HoldfastError, PeerFailed, RanksLost, ScriptError
-from holdfast.records import say_connecting
+from holdfast.records.beacon import say_connecting
 
 _LOOK_EVERY_S = 0.05
 """How often an idle engine looks whether others have seen a death: they cannot go on without it."""

@@ -11,10 +11,12 @@ from pathlib import Path
 from holdfast.clock import SystemClock
 from holdfast.config import Settings
 from holdfast.errors import ConfigError
-from holdfast.events import FailureSeen, FaultFired, Finished, Recovered, RunStarted, StepCommitted
 from holdfast.faults.plan import FLIP, Fault, FaultPlan
 from holdfast.faults.process import Injector, NoFaults, PlannedFaults, strike
-from holdfast.records import Beacon, FileRecorder, NoBeacon, NoRecorder, connected_beacon, records_path
+from holdfast.records.beacon import Beacon, NoBeacon, connected_beacon
+from holdfast.records.files import FileRecorder, NoRecorder
+from holdfast.records.paths import records_path
+from holdfast.records.types import FailureSeen, FaultFired, Finished, Recovered, RunStarted, StepCommitted
 
 _PHASES = ("forward", "backward", "allreduce")
 """Where faults can strike. The backend sees a step when DDP has its first bucket of gradients: both before it are there."""

@@ -11,10 +11,11 @@ from holdfast.clock import Clock
 from holdfast.comm import Communicator, OrderedSum
 from holdfast.config import Settings
 from holdfast.data.ledger import Account
-from holdfast.events import Finished
 from holdfast.faults.process import Injector
 from holdfast.models.overlap import Spent
-from holdfast.records import Beacon, NoBeacon, Recorder
+from holdfast.records.beacon import Beacon, NoBeacon
+from holdfast.records.files import Recorder
+from holdfast.records.types import Finished
 from holdfast.state.manager import Keeper
 
 STOP = 1

@@ -10,14 +10,14 @@ from holdfast.comm import VirtualCommunicator
 from holdfast.engine.context import World
 from holdfast.engine.flips import module_names, weights
 from holdfast.errors import ConfigError
-from holdfast.events import FaultFired, ValuesAltered
 from holdfast.faults.names import chosen
 from holdfast.faults.plan import FLIP, SPLIT_PHASES, Fault, FaultPlan
 from holdfast.faults.process import Injector, PlannedFaults, ask_launcher, strike
 from holdfast.models.model_parallel import Pipelined, Split
 from holdfast.models.replicated import Replica
 from holdfast.models.sharded import Shards
-from holdfast.records import strike_path
+from holdfast.records.paths import strike_path
+from holdfast.records.types import FaultFired, ValuesAltered
 
 
 def make_faults(world: World) -> Injector:

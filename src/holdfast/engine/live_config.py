@@ -20,10 +20,10 @@ from holdfast.config import MAX_REQUEST, request_in
 from holdfast.data.position import Place
 from holdfast.engine.context import World
 from holdfast.errors import ConfigError
-from holdfast.events import SettingChanged
 from holdfast.models.model_parallel import Split
 from holdfast.models.replicated import Replica
-from holdfast.records import requests_path
+from holdfast.records.paths import requests_path
+from holdfast.records.types import SettingChanged
 from holdfast.recovery import Strategy, make_strategy, strategy_class, strategy_names
 
 _MOST_RANKS = 1 << 20

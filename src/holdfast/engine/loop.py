@@ -28,7 +28,15 @@ from holdfast.errors import (
     TooFewWorkers,
     Unwind,
 )
-from holdfast.events import (
+from holdfast.integrity.certificate import Certificate
+from holdfast.integrity.hash_chain import GENESIS
+from holdfast.integrity.sdc_guard import Watch
+from holdfast.models.model_parallel import Pipelined, Split
+from holdfast.models.part_restore import Restorer
+from holdfast.models.replicated import Replica
+from holdfast.models.sharded import Shards
+from holdfast.recovery import Protocol, make_strategy, strategy_class
+from holdfast.recovery.messages import (
     ALTERED,
     CALM,
     CORRUPT,
@@ -76,14 +84,6 @@ from holdfast.events import (
     TakeChanges,
     Welcome,
 )
-from holdfast.integrity.certificate import Certificate
-from holdfast.integrity.hash_chain import GENESIS
-from holdfast.integrity.sdc_guard import Watch
-from holdfast.models.model_parallel import Pipelined, Split
-from holdfast.models.part_restore import Restorer
-from holdfast.models.replicated import Replica
-from holdfast.models.sharded import Shards
-from holdfast.recovery import Protocol, make_strategy, strategy_class
 from holdfast.recovery.protocol import State
 from holdfast.session.reinit_context import hand_over
 from holdfast.session.step import Step

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from holdfast.engine.context import Rebuilding, World
 from holdfast.engine.scribe import Scribe
-from holdfast.events import Action
+from holdfast.recovery.messages import Action
 
 
 @dataclass(slots=True)
@@ -16,7 +16,7 @@ class Recovery:
 
     Args:
         before: The members then.
-        decision: What was decided, as :class:`~holdfast.events.Recovered` has it.
+        decision: What was decided, as :class:`~holdfast.records.types.Recovered` has it.
         redone_steps: How many steps are computed again.
         held_since_s: When training was interrupted without a failure; 0 after a failure.
         orders: How often each order was carried out, by name.

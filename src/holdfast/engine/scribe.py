@@ -14,7 +14,11 @@ from holdfast.comm.connect import chosen
 from holdfast.data.ledger import Account
 from holdfast.data.plan import MiniBatch, Plan
 from holdfast.engine.context import Rebuilding, World
-from holdfast.events import (
+from holdfast.integrity.certificate import Link
+from holdfast.integrity.state_hashes import Hashed
+from holdfast.models.overlap import Eager
+from holdfast.models.slice_batching import Tried
+from holdfast.records.types import (
     CheckpointSaved,
     CorruptionFound,
     CorruptionHealed,
@@ -33,10 +37,6 @@ from holdfast.events import (
     StepCommitted,
     UpdatedEagerly,
 )
-from holdfast.integrity.certificate import Link
-from holdfast.integrity.state_hashes import Hashed
-from holdfast.models.overlap import Eager
-from holdfast.models.slice_batching import Tried
 
 
 class Scribe:

@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING
 from holdfast.data.plan import MiniBatch
 from holdfast.engine.context import World
 from holdfast.errors import InternalError
-from holdfast.events import Progress
 from holdfast.integrity.hash_chain import WHOLE_EVERY, digest_of_figures, digest_of_ids, digest_of_parts, link_of
 from holdfast.integrity.state_hashes import Hashed
 from holdfast.models.replicated import Replica
+from holdfast.recovery.messages import Progress
 
 if TYPE_CHECKING:
     from holdfast.models.model_parallel import Pipelined
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """What was certified of a step; as :class:`~holdfast.events.StepCommitted` has it.
+    """What was certified of a step; as :class:`~holdfast.records.types.StepCommitted` has it.
 
     Args:
         before: The link before.

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hashed:
-    """Digests of all tensors of a part, as one worker has it; as :class:`~holdfast.events.StateHashed` has them.
+    """Digests of all tensors of a part, as one worker has it; as :class:`~holdfast.records.types.StateHashed` has them.
 
     Args:
         rank: Who.

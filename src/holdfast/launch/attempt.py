@@ -13,7 +13,6 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from holdfast.config import Settings
-from holdfast.events import Record, WorkerEnded
 from holdfast.launch.job import Job
 from holdfast.launch.job_state import cause_of_death
 from holdfast.launch.mpi_hosts import Hosts
@@ -23,7 +22,9 @@ from holdfast.launch.run_paths import Places
 from holdfast.launch.starting import Sign
 from holdfast.launch.tail import LineTail, RecordTail
 from holdfast.launch.worker import ALL_STOP, GRACE_S, LAUNCHER, LAUNCHER_NODE, LOG_DIR
-from holdfast.records import UNCONNECTED, Beacon, Position, beacon_path, records_path
+from holdfast.records.beacon import UNCONNECTED, Beacon, Position
+from holdfast.records.paths import beacon_path, records_path
+from holdfast.records.types import Record, WorkerEnded
 
 _MEMORY_VARIABLES = ("OMPI_MCA_btl_sm_backing_directory", "OMPI_MCA_osc_sm_backing_directory")
 _SESSION_VARIABLE = "PRTE_MCA_prte_tmpdir_base"

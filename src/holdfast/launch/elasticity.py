@@ -11,7 +11,7 @@ from holdfast.launch.attempt import Attempt
 from holdfast.launch.control import Asked, announce, append, check
 from holdfast.launch.nodes import Start
 from holdfast.launch.run import Run
-from holdfast.records import requests_path
+from holdfast.records.paths import requests_path
 
 
 class Crew:

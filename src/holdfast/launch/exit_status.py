@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from holdfast.events import CheckpointSaved, ScriptFailed
 from holdfast.launch.job import Job, resume_command
 from holdfast.launch.job_state import Broken, Completed, Departed, Judge, Lost, Verdict
+from holdfast.records.types import CheckpointSaved, ScriptFailed
 
 
 def explain(job: Job, verdict: Verdict, judge: Judge) -> tuple[int, str, str]:

@@ -16,7 +16,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from holdfast.records import UNCONNECTED, Position
+from holdfast.records.beacon import UNCONNECTED, Position
 
 _TIMES = 3.0
 """So many times what has taken longest so far; and so much longer may a worker be without a pulse in its first step."""

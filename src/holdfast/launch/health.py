@@ -7,7 +7,6 @@ import signal
 from collections.abc import Mapping, Sequence, Set
 
 from holdfast.errors import StoreLost
-from holdfast.events import StragglerSeen, WorkerFenced
 from holdfast.launch.attempt import Attempt
 from holdfast.launch.control import append
 from holdfast.launch.hangs import Hangs
@@ -16,7 +15,9 @@ from holdfast.launch.record_bus import News
 from holdfast.launch.run import Run
 from holdfast.launch.starting import Finding, Starting
 from holdfast.launch.stragglers import Stragglers
-from holdfast.records import UNCONNECTED, Position, requests_path
+from holdfast.records.beacon import UNCONNECTED, Position
+from holdfast.records.paths import requests_path
+from holdfast.records.types import StragglerSeen, WorkerFenced
 
 _LOOK_S = 0.25
 _BEFORE_TRAINING = (*UNCONNECTED, "start")

@@ -16,9 +16,9 @@ from holdfast.comm.fabrics.base import Fabric
 from holdfast.comm.fabrics.registry import DEFAULT, make_fabric
 from holdfast.config import MOST_WORKERS, Settings
 from holdfast.errors import ConfigError
-from holdfast.events import Record
 from holdfast.launch.hostlist import Host
 from holdfast.launch.stragglers import POLICIES
+from holdfast.records.types import Record
 from holdfast.recovery.registry import strategy_class
 
 _MAX_RESTARTS = 3

@@ -6,7 +6,9 @@ import signal
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from holdfast.events import (
+from holdfast.faults.plan import ENDS
+from holdfast.records.beacon import Position
+from holdfast.records.types import (
     CheckpointSaved,
     FaultFired,
     Finished,
@@ -18,8 +20,6 @@ from holdfast.events import (
     StepCommitted,
     WorkerEnded,
 )
-from holdfast.faults.plan import ENDS
-from holdfast.records import Position
 
 POISON_DEATHS = 3
 """So many deaths in a row at the same slice of the same step: the samples are to blame, not the machine."""

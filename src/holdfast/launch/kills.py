@@ -5,12 +5,12 @@ from __future__ import annotations
 import signal
 from collections.abc import Iterator
 
-from holdfast.events import FaultFired
 from holdfast.faults.plan import mtbf_schedule
 from holdfast.launch.attempt import Attempt
 from holdfast.launch.record_bus import News
 from holdfast.launch.run import Run
-from holdfast.records import UNCONNECTED
+from holdfast.records.beacon import UNCONNECTED
+from holdfast.records.types import FaultFired
 
 
 class Kills:

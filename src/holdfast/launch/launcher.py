@@ -11,7 +11,6 @@ from typing import Self
 from holdfast.clock import SystemClock
 from holdfast.config import Settings
 from holdfast.errors import StoreLost
-from holdfast.events import JobRestarted, RunStarted
 from holdfast.faults.plan import FaultPlan
 from holdfast.launch.attempt import Attempt, Files
 from holdfast.launch.elasticity import Crew
@@ -31,7 +30,8 @@ from holdfast.launch.record_bus import News
 from holdfast.launch.run import Run
 from holdfast.launch.run_paths import Places
 from holdfast.launch.stopping import Stopping
-from holdfast.records import read_run
+from holdfast.records.files import read_run
+from holdfast.records.types import JobRestarted, RunStarted
 
 POLL_S = 0.02
 _FAR_POLL_S = 0.2

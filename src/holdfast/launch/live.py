@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, TextIO
 
-from holdfast.events import (
+from holdfast.launch.job_state import cause_of_death
+from holdfast.records.types import (
     CheckpointSaved,
     FailureSeen,
     FaultFired,
@@ -25,7 +26,6 @@ from holdfast.events import (
     WorkerEnded,
     WorkerFenced,
 )
-from holdfast.launch.job_state import cause_of_death
 from holdfast.recovery.decisions import decision_of
 from holdfast.report.formatting import clean, count, seconds, slowness
 from holdfast.report.history import is_distributed

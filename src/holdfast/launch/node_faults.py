@@ -18,7 +18,6 @@ from collections.abc import Iterator, Sequence
 from typing import NoReturn
 
 from holdfast.errors import ConfigError
-from holdfast.events import FaultFired
 from holdfast.faults.plan import Fault, FaultPlan
 from holdfast.launch import network_partition as cut
 from holdfast.launch.attempt import Attempt
@@ -26,7 +25,8 @@ from holdfast.launch.job import Job
 from holdfast.launch.processes import end_at_once
 from holdfast.launch.record_bus import News
 from holdfast.launch.run import Run
-from holdfast.records import strike_path
+from holdfast.records.paths import strike_path
+from holdfast.records.types import FaultFired
 
 _HEARD_S = 0.2
 """The other launchers look far more often, and the store may be hosted here."""

@@ -36,12 +36,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from holdfast.errors import StoreLost
-from holdfast.events import Record
 from holdfast.launch.job import Job
 from holdfast.launch.record_replication import Telling, Told
 from holdfast.launch.rendezvous import Meeting, Seated
 from holdfast.membership import Store
-from holdfast.records import Position
+from holdfast.records.beacon import Position
+from holdfast.records.types import Record
 
 FENCE_LEASES = 2.0
 """A node that is cut off knows it within one lease, and has ended its workers within two."""

@@ -7,7 +7,15 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 
 from holdfast.errors import StoreLost
-from holdfast.events import (
+from holdfast.launch.attempt import Attempt
+from holdfast.launch.job_state import cause_of_death
+from holdfast.launch.live import Status, Story
+from holdfast.launch.nodes import Nodes
+from holdfast.launch.run import Run
+from holdfast.records.beacon import Position
+from holdfast.records.files import FileRecorder
+from holdfast.records.paths import records_path
+from holdfast.records.types import (
     FaultFired,
     Record,
     RunStarted,
@@ -17,12 +25,6 @@ from holdfast.events import (
     WorkerEnded,
     WorkerFenced,
 )
-from holdfast.launch.attempt import Attempt
-from holdfast.launch.job_state import cause_of_death
-from holdfast.launch.live import Status, Story
-from holdfast.launch.nodes import Nodes
-from holdfast.launch.run import Run
-from holdfast.records import FileRecorder, Position, records_path
 from holdfast.report.history import is_distributed
 
 

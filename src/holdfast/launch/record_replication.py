@@ -7,9 +7,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from holdfast.events import Record, record_from_dict, record_to_dict
 from holdfast.membership import Store
-from holdfast.records import Position
+from holdfast.records.beacon import Position
+from holdfast.records.encoding import record_from_dict, record_to_dict
+from holdfast.records.types import Record
 
 _SLOTS = 4096
 """Batches of records that a launcher may be behind another; at most fifty are told in a second."""

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.errors import ConfigError
-from holdfast.events import FaultFired, Record
 from holdfast.faults.plan import PHASES, Fault, FaultPlan
 from holdfast.launch.job import Job, command_line
 from holdfast.launch.noted import note
+from holdfast.records.types import FaultFired, Record
 
 
 def write_results(

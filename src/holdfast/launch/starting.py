@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from holdfast.launch.hangs import Stuck
-from holdfast.records import UNCONNECTED
+from holdfast.records.beacon import UNCONNECTED
 
 _TIMES = 3.0
 """So many times what the slowest worker took to arrive."""
@@ -26,7 +26,7 @@ class Sign:
     """What is seen of a worker.
 
     Args:
-        phase: Where it is, one of :data:`holdfast.records.PHASES`; "" if it is not known yet.
+        phase: Where it is, one of :data:`holdfast.records.beacon.PHASES`; "" if it is not known yet.
         pulse: Grows while its interpreter runs.
         beats: Grows whenever it reports its phase.
         waits: It waits for others.

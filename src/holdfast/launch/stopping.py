@@ -14,7 +14,7 @@ from holdfast.launch.job_state import Broken, Completed, Verdict
 from holdfast.launch.nodes import FENCE_LEASES
 from holdfast.launch.record_bus import News
 from holdfast.launch.run import Run
-from holdfast.records import stop_path
+from holdfast.records.paths import stop_path
 
 _TOGETHER_S = 1.0
 """Launchers that are told to stop within this time are told so as a whole."""

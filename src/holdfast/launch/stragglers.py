@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from statistics import median
 
-from holdfast.records import Position
+from holdfast.records.beacon import Position
 
 POLICIES = ("ignore", "warn", "rebalance", "replace")
 

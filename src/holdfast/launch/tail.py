@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from holdfast.events import Record
-from holdfast.records import parse_record
+from holdfast.records.files import parse_record
+from holdfast.records.types import Record
 
 _CHUNK_BYTES = 1 << 20
 

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
     from holdfast.config import Settings
-    from holdfast.events import ScriptFailed
+    from holdfast.records.types import ScriptFailed
 
 LOG_DIR = "HOLDFAST_LOG_DIR"
 """Names the folder in which each worker keeps its output; without it output goes where it went."""
@@ -199,7 +199,7 @@ def _wait_and_publish(handles: dict[str, int], settings: Settings, rank: int) ->
     """Return who has ended. Until then, let other machines see what the worker writes into the shared folder."""
     if LAUNCHER_NODE not in os.environ or not settings.run_dir:
         return wait_for_end(handles)
-    from holdfast.records import beacon_path, records_path
+    from holdfast.records.paths import beacon_path, records_path
 
     run_dir = Path(settings.run_dir)
     while not (ended := wait_for_end(handles, _PUBLISH_S)):
@@ -221,7 +221,7 @@ def _publish(path: Path) -> None:
 
 def _tell_to_stop(pid: int, settings: Settings) -> None:
     """Tell the worker ``pid``, whose launcher is gone, to save and stop: with all, or to leave the others."""
-    from holdfast.records import gone_path, stop_path
+    from holdfast.records.paths import gone_path, stop_path
 
     run_dir = Path(settings.run_dir)
     if os.environ.get(ALL_STOP) == "1" and settings.run_dir and run_dir.is_dir():
@@ -245,7 +245,8 @@ def _pairs(settings: Settings) -> list[Pair]:
 
 def _wait_for_stop(handles: dict[str, int], settings: Settings, rank: int) -> set[str]:
     """Return who of worker and mpirun has ended within the grace; nobody if none has."""
-    from holdfast.records import Beacon, beacon_path
+    from holdfast.records.beacon import Beacon
+    from holdfast.records.paths import beacon_path
 
     grace_s = float(os.environ.get(GRACE_S, "30"))
     ended = wait_for_end(handles, grace_s)
@@ -274,8 +275,10 @@ def _end_mpirun(mpirun: Process) -> None:
 def _prepare_to_tell(settings: Settings, rank: int, pid: int) -> Callable[[int], None]:
     """Return what writes down how the worker ended. Imports come now: the others wait for us when it has died."""
     from holdfast.clock import SystemClock
-    from holdfast.events import WorkerEnded
-    from holdfast.records import Beacon, FileRecorder, beacon_path, records_path
+    from holdfast.records.beacon import Beacon
+    from holdfast.records.files import FileRecorder
+    from holdfast.records.paths import beacon_path, records_path
+    from holdfast.records.types import WorkerEnded
 
     if not settings.run_dir:
         return lambda exit_code: None
@@ -342,7 +345,7 @@ def run_script(script: Path, args: list[str]) -> NoReturn:
 def _remember_notice(settings: Settings) -> None:
     """Keep a SIGTERM that comes before training; not if nobody counts on this worker yet, or the whole job stops."""
     from holdfast import notice
-    from holdfast.records import stop_path
+    from holdfast.records.paths import stop_path
 
     is_newcomer = settings.rank >= 0 and str(settings.rank) not in settings.ranks.split(",")
     run_dir = Path(settings.run_dir)
@@ -400,7 +403,8 @@ class _Output(io.FileIO):
 def _show_life(settings: Settings, rank: int) -> None:
     """Start the pulse before imports and the script: it tells a slow worker from a stuck one."""
     from holdfast.errors import ConfigError
-    from holdfast.records import beacon_path, show_life
+    from holdfast.records.beacon import show_life
+    from holdfast.records.paths import beacon_path
 
     if not settings.run_dir:
         return
@@ -454,7 +458,9 @@ def _record_failure(settings: Settings, rank: int, failed: ScriptFailed) -> None
     import dataclasses
 
     from holdfast.clock import SystemClock
-    from holdfast.records import Beacon, FileRecorder, beacon_path, records_path
+    from holdfast.records.beacon import Beacon
+    from holdfast.records.files import FileRecorder
+    from holdfast.records.paths import beacon_path, records_path
 
     run_dir = Path(settings.run_dir)
     position = Beacon.read(beacon_path(run_dir, rank))
@@ -472,7 +478,7 @@ def describe(error: BaseException, script: Path) -> ScriptFailed:
     import traceback
 
     from holdfast.errors import ConfigError, HoldfastError, InternalError
-    from holdfast.events import ScriptFailed
+    from holdfast.records.types import ScriptFailed
 
     frames = _script_frames(error.__traceback__, script)
     if isinstance(error, SystemExit):

@@ -204,7 +204,7 @@ class Split:
         self.holdings.homes = Homes.from_json(homes)
 
     def memory(self) -> dict[str, Any]:
-        """Return what this worker has of the model in its memory, as :class:`~holdfast.events.PartsHeld` asks for it."""
+        """Return what this worker has of the model in its memory, as :class:`~holdfast.records.types.PartsHeld` asks for it."""
         homes, here = self.holdings.now, self._comm.here
         computes = sorted({part for _, part in homes.computed_by(here)})
         mirrors = sorted(set(self.holdings.held) - set(computes))

@@ -112,7 +112,7 @@ def _tensors(parameter: nn.Parameter, state: dict[str, Any] | None) -> list[tupl
 
 @dataclass(slots=True)
 class Spent:
-    """What updating eagerly took, over all steps; see :class:`~holdfast.events.UpdatedEagerly`."""
+    """What updating eagerly took, over all steps; see :class:`~holdfast.records.types.UpdatedEagerly`."""
 
     steps: int = 0
     buckets: int = 0

@@ -27,7 +27,7 @@ DECISIONS = {
     "stop": Decision(sentence="too few to go on: saving at step {step}"),
     "grow": Decision(sentence="members have changed"),
 }
-"""By what :class:`~holdfast.events.Recovered` calls it. ``grow``: members changed, and nothing failed."""
+"""By what :class:`~holdfast.records.types.Recovered` calls it. ``grow``: members changed, and nothing failed."""
 
 
 def decision_of(name: str) -> Decision:

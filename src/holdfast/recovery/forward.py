@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from holdfast.events import Action, ContinueStep, Event, HandOver, ProgressKnown
+from holdfast.recovery.messages import Action, ContinueStep, Event, HandOver, ProgressKnown
 from holdfast.recovery.rollback import take_back
 from holdfast.recovery.strategy import PIPELINE, SHARDED, Strategy, View
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from holdfast.events import Action, Event, ProgressKnown
+from holdfast.recovery.messages import Action, Event, ProgressKnown
 from holdfast.recovery.rollback import take_back
 from holdfast.recovery.strategy import REPLICATED, Strategy, View
 

@@ -42,7 +42,7 @@ import enum
 from collections.abc import Collection
 
 from holdfast.errors import InternalError, JobError
-from holdfast.events import (
+from holdfast.recovery.messages import (
     CALM,
     JOINING,
     LOADING,

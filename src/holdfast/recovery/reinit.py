@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from holdfast.events import Action, CatchUp, Event, LoadCheckpoint, ProgressKnown, Reinitialise
+from holdfast.recovery.messages import Action, CatchUp, Event, LoadCheckpoint, ProgressKnown, Reinitialise
 from holdfast.recovery.rollback import take_back
 from holdfast.recovery.strategy import Strategy, View
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from holdfast.events import Action, CatchUp, Event, LoadCheckpoint, ProgressKnown
+from holdfast.recovery.messages import Action, CatchUp, Event, LoadCheckpoint, ProgressKnown
 from holdfast.recovery.rollback import take_back
 from holdfast.recovery.strategy import Strategy, View
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from holdfast.events import Action, CatchUp, DiscardStep, Event, LoadCheckpoint, ProgressKnown, SaveAndStop
+from holdfast.recovery.messages import Action, CatchUp, DiscardStep, Event, LoadCheckpoint, ProgressKnown, SaveAndStop
 from holdfast.recovery.strategy import Strategy, View
 
 

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import ClassVar, Self
 
 from holdfast.errors import ConfigError, InternalError
-from holdfast.events import ALTERED, CALM, CORRUPT, LOADING, LOST, Action, Event, ProgressKnown
+from holdfast.recovery.messages import ALTERED, CALM, CORRUPT, LOADING, LOST, Action, Event, ProgressKnown
 
 REPLICATED, PIPELINE, SHARDED = MODELS = ("replicated", "pipeline", "sharded")
 """Kinds of models, by how their parameters lie on the workers."""

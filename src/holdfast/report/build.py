@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from holdfast.events import (
+from holdfast.records.types import (
     CheckpointSaved,
     CorruptionFound,
     CorruptionHealed,

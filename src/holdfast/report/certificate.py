@@ -10,7 +10,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from holdfast.errors import ConfigError
-from holdfast.events import Finished, JobRestarted, Record, Recovered, RunStarted, StateHashed, StepCommitted
 from holdfast.integrity.hash_chain import (
     GENESIS,
     digest_of_parts,
@@ -20,6 +19,7 @@ from holdfast.integrity.hash_chain import (
     number_of_tensors,
     said_of_part,
 )
+from holdfast.records.types import Finished, JobRestarted, Record, Recovered, RunStarted, StateHashed, StepCommitted
 from holdfast.recovery.decisions import decision_of
 
 

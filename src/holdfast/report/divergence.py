@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from holdfast.events import RunStarted, StepCommitted
+from holdfast.records.types import RunStarted, StepCommitted
 from holdfast.recovery.registry import strategy_class
 from holdfast.report.certificate import Certified, differing
 

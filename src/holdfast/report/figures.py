@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from holdfast.events import Record
+from holdfast.records.types import Record
 from holdfast.report import canvas as style
 from holdfast.report.canvas import WIDTH_IN, canvas
 from holdfast.report.formatting import MINUS, count, percent, plain, points

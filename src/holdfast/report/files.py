@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.errors import ConfigError
-from holdfast.events import Record, record_to_dict
+from holdfast.records.encoding import record_to_dict
+from holdfast.records.types import Record
 from holdfast.report.build import SCHEMA, build_report
 
 _SHAPE: dict[str, type | tuple[type, ...]] = {

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from holdfast.events import (
+from holdfast.records.types import (
     FailureSeen,
     FaultFired,
     Finished,

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from holdfast.errors import ConfigError
-from holdfast.events import Record, StepCommitted
-from holdfast.records import load_events
+from holdfast.records.files import load_events
+from holdfast.records.types import Record, StepCommitted
 from holdfast.report import formatting as words
 from holdfast.report.canvas import kept_in
 from holdfast.report.files import load_report, load_results, load_study

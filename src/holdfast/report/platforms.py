@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from holdfast.events import RunStarted, WorkerRefused
+from holdfast.records.types import RunStarted, WorkerRefused
 from holdfast.report.history import History
 
 

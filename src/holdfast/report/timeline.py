@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from holdfast.events import Finished, Left, Recovered, RunStarted, StepCommitted, WorkerEnded, WorkerFenced
+from holdfast.records.types import Finished, Left, Recovered, RunStarted, StepCommitted, WorkerEnded, WorkerFenced
 from holdfast.report import canvas as style
 from holdfast.report.formatting import plain, seconds
 from holdfast.report.history import Failure, History, Life

@@ -34,15 +34,9 @@ from holdfast.models.model_parallel import Pipelined
 from holdfast.models.overlap import check_eager
 from holdfast.models.replicated import Replica, Stateful
 from holdfast.models.sharded import Shards
-from holdfast.records import (
-    FileRecorder,
-    NoBeacon,
-    NoRecorder,
-    connected_beacon,
-    records_path,
-    say_connecting,
-    stop_path,
-)
+from holdfast.records.beacon import NoBeacon, connected_beacon, say_connecting
+from holdfast.records.files import FileRecorder, NoRecorder
+from holdfast.records.paths import records_path, stop_path
 from holdfast.session.models import Pipeline, Sharded
 from holdfast.session.reinit_context import application, note_session, take_over
 from holdfast.session.step import Step

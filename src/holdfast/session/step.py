@@ -167,7 +167,7 @@ class Step:
                 step.compute(model, F.cross_entropy)
 
         Slices go through the model at once where that gives each the bits that it has by itself: the first steps are
-        computed in both ways to find out, and :class:`~holdfast.events.SlicesTried` says what came of it. It may where each row
+        computed in both ways to find out, and :class:`~holdfast.records.types.SlicesTried` says what came of it. It may where each row
         of the output depends on that sample alone, nothing is drawn at random, and all parameters belong to an ``nn.Linear``,
         ``nn.LayerNorm`` or ``nn.Embedding``; else slices go one by one. At once they take the memory of all of them; loop over the step
         where that is too much.

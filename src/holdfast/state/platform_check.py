@@ -22,7 +22,7 @@ import xxhash
 from holdfast.checkpoint.format import tensor_bytes
 from holdfast.comm import share_bytes
 from holdfast.errors import ConfigError
-from holdfast.events import WorkerRefused
+from holdfast.records.types import WorkerRefused
 from holdfast.state.platform import Difference, Kind, between, difference, number_of, promises_bits
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from holdfast.records import gone_path
+from holdfast.records.paths import gone_path
 
 _TOLD_WITHIN_S = 5.0
 _LOOK_S = 0.01

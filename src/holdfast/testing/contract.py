@@ -12,7 +12,7 @@ import torch
 from holdfast.comm import Communicator, Mail, Mean, OrderedSum, Span, Subgroup
 from holdfast.comm.base import Exchange
 from holdfast.errors import PeerFailed
-from holdfast.events import Progress
+from holdfast.recovery.messages import Progress
 
 SPAN = Span(0, 1003, torch.float32)
 SECOND = Span(SPAN.end, 1003, torch.float32)

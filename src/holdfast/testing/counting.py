@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from holdfast.comm import Communicator
-from holdfast.events import Progress
+from holdfast.recovery.messages import Progress
 
 
 class CountingCommunicator:

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from holdfast.errors import InternalError
-from holdfast.events import (
+from holdfast.recovery import Protocol, Strategy, make_strategy
+from holdfast.recovery.messages import (
     CALM,
     JOINING,
     LOST,
@@ -45,7 +46,6 @@ from holdfast.events import (
     SumBucket,
     Welcome,
 )
-from holdfast.recovery import Protocol, Strategy, make_strategy
 
 _ENOUGH = 4
 """Stand-ins for enough members; one less stands for too few. Among so many one may be behind and one new."""
@@ -57,7 +57,7 @@ _DECISIONS = {
     Reinitialise: "reinit",
     SaveAndStop: "stop",
 }
-"""What an order says of what was decided, as :class:`~holdfast.events.Recovered` has it."""
+"""What an order says of what was decided, as :class:`~holdfast.records.types.Recovered` has it."""
 
 _RANK = {decision: rank for rank, decision in enumerate(("continue", "grow", *list(_DECISIONS.values())[1:]))}
 """Of several orders the one that goes farther names the decision: an application that is built again loads, too."""
@@ -107,7 +107,7 @@ class Meeting:
     open: Action = field(init=False)
     """What is being done."""
     decision: str = field(init=False, default="continue")
-    """What was decided so far, as :class:`~holdfast.events.Recovered` has it."""
+    """What was decided so far, as :class:`~holdfast.records.types.Recovered` has it."""
     orders: dict[str, int] = field(init=False, default_factory=dict)
     """How often each order was carried out, by its name."""
     events: int = field(init=False, default=0)

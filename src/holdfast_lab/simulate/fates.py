@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
-from holdfast.events import (
+from holdfast.recovery.messages import (
     ComputeStep,
     DiscardStep,
     LoadCheckpoint,

@@ -11,8 +11,8 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from holdfast.errors import ConfigError
-from holdfast.events import CheckpointSaved, JobRestarted, Record, RunStarted, StepCommitted, UpdatedEagerly
-from holdfast.records import load_events
+from holdfast.records.files import load_events
+from holdfast.records.types import CheckpointSaved, JobRestarted, Record, RunStarted, StepCommitted, UpdatedEagerly
 
 _APART = {"LoadCheckpoint": "load_s", "Rehome": "rehome_s"}
 """Orders of a recovery that are costs of their own. What survivors build again, or give to a newcomer, the report says apart."""

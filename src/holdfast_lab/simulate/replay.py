@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from holdfast.errors import ConfigError
-from holdfast.events import FailureSeen, JobRestarted, Record, Recovered, RunStarted, SettingChanged
+from holdfast.records.types import FailureSeen, JobRestarted, Record, Recovered, RunStarted, SettingChanged
 from holdfast_lab.simulate.deciding import Meeting, rules_of
 
 
@@ -23,7 +23,7 @@ class Replayed:
         t_s: When the first survivor had decided.
         step: The step that was in progress.
         lost: Ranks.
-        was: What was decided, as :class:`~holdfast.events.Recovered` has it.
+        was: What was decided, as :class:`~holdfast.records.types.Recovered` has it.
         again: What the timed body decides.
         orders_were: The orders of the protocol, and how often each was carried out.
         orders_again: Those of the timed body.

@@ -10,7 +10,7 @@ import enum
 import heapq
 from dataclasses import dataclass
 
-from holdfast.events import (
+from holdfast.recovery.messages import (
     Action,
     ComputeStep,
     DiscardStep,

@@ -29,7 +29,10 @@ from holdfast.data.plan import Batches, Cursor, MiniBatch, Plan
 from holdfast.data.samples import fetch
 from holdfast.data.seeds import seed_slice
 from holdfast.errors import ConfigError, InternalError, JobError, TooFewWorkers
-from holdfast.events import (
+from holdfast.models.gradients import Buckets
+from holdfast.models.training_state import clone, model_tensors
+from holdfast.recovery import Protocol, make_strategy
+from holdfast.recovery.messages import (
     CALM,
     JOINING,
     ActDone,
@@ -65,9 +68,6 @@ from holdfast.events import (
     SumBucket,
     Welcome,
 )
-from holdfast.models.gradients import Buckets
-from holdfast.models.training_state import clone, model_tensors
-from holdfast.recovery import Protocol, make_strategy
 from holdfast.session.step import ONE_BY_ONE, Step
 from holdfast_lab.virtual_ddp.plan import Change, Decision, faults_by_step
 

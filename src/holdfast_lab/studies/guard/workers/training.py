@@ -19,8 +19,8 @@ from torch import nn
 
 import holdfast
 from holdfast.errors import InternalError
-from holdfast.events import Finished, Record
 from holdfast.faults.plan import Fault, FaultPlan
+from holdfast.records.types import Finished, Record
 from holdfast.session.session import forget_sessions
 from holdfast_lab.studies.guard.setup import Setup
 from holdfast_lab.studies.outcomes import are_finite

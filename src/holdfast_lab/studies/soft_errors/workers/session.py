@@ -16,8 +16,8 @@ from torch import Tensor
 
 import holdfast
 from holdfast.errors import InternalError, MessageAltered, ReplicasDiffer
-from holdfast.events import Record, Recovered
 from holdfast.faults.names import chosen
+from holdfast.records.types import Record, Recovered
 from holdfast.session.session import forget_sessions
 from holdfast_lab.studies.soft_errors.setup import MODEL, Setup
 from holdfast_lab.studies.soft_errors.workers.platforms import Platform, options_of

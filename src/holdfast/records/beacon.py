@@ -1,43 +1,23 @@
-"""Writing records down, and the beacon that tells where a worker was when it died.
-
-Each worker appends to a file of its own with one ``write`` a line, so that a SIGKILL loses nothing
-that was written and tears no line (the page cache outlives the process); only a full disk tears one. The beacon is a small
-memory-mapped file: saying "I am at slice 3 of step 20" costs a store, no system call.
-"""
+"""The beacon: a small memory-mapped file that tells where a worker was when it died. Saying where it is costs a store."""
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
-import errno
-import json
 import mmap
 import os
 import struct
-import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any, Protocol
+from typing import Any
 
-from holdfast.errors import ConfigError
-from holdfast.events import Record, StateHashed, StepCommitted, record_from_dict, record_to_dict
-
-_RESERVE_BYTES = 1 << 14
-"""Room that each file of records keeps for lines that must not be lost; a recovery writes some 300 bytes."""
-_MANY = (StepCommitted, StateHashed)
-"""Records of each step."""
-_LIBC = ctypes.CDLL(None, use_errno=True)
-_LIBC.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
-_KEEP_SIZE = 1
-_FULL = (errno.ENOSPC, errno.EDQUOT)
+from holdfast.records.paths import beacon_path
 
 _COMPUTED_STEPS = 15
 """What a worker takes to compute is the median over so many steps: one that held an evaluation does not count."""
+
 
 PHASES = (
     "start",
@@ -55,151 +35,9 @@ PHASES = (
 """Where a worker can be. ``launch``: it imports, and runs the script, before it asks for the others. ``connect``: it waits until
 they have asked for it, too. ``start``: it is connected. ``script``: outside the training loop, between two or after."""
 
+
 UNCONNECTED = ("launch", "connect")
 """Phases before a worker is connected with the others."""
-
-
-class Recorder(Protocol):
-    """Takes records."""
-
-    def write(self, record: Record) -> None:
-        """Write one record down at once."""
-        ...
-
-
-class NoRecorder:
-    """Writes nothing."""
-
-    def write(self, record: Record) -> None:
-        """Forget ``record``."""
-
-
-class FileRecorder:
-    """Appends JSON lines to ``path``. Training must not stop for a full disk: records that cannot be written are dropped.
-
-    Room is reserved ahead of the end of the file, so that a disk that fills up costs lines about steps, of which there are many,
-    and not those about failures and the end of a worker, on which the launcher acts.
-
-    Raises:
-        ConfigError: if the file cannot be opened.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._warned = False
-        self._torn = False
-        try:
-            self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
-        except OSError as error:
-            msg = f"cannot write records to {path}: {error.strerror}"
-            raise ConfigError(msg) from error
-        self._reserved = self._size = os.fstat(self._file).st_size
-        with contextlib.suppress(OSError):  # the first record meets the same error, and says so
-            self._reserve(0)
-
-    def write(self, record: Record) -> None:
-        """Append one line; if it cannot be written, say so once and drop it."""
-        line = (json.dumps(record_to_dict(record)) + "\n").encode()
-        try:
-            if isinstance(record, _MANY):
-                self._reserve(len(line))
-            self._append(line)
-        except OSError as error:
-            self._warn(error)
-
-    def _append(self, line: bytes) -> None:
-        if self._torn:
-            line = b"\n" + line
-        written = os.write(self._file, line)
-        self._size += written
-        self._torn = written < len(line)
-        if self._torn:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    def _reserve(self, size: int) -> None:
-        """Keep :data:`_RESERVE_BYTES` for this file beyond ``size`` more bytes, without making it longer.
-
-        Raises:
-            OSError: if the disk is full.
-        """
-        if self._size + size + _RESERVE_BYTES <= self._reserved:
-            return
-        wanted = self._size + size + 2 * _RESERVE_BYTES
-        if _LIBC.fallocate(self._file, _KEEP_SIZE, 0, wanted):
-            error = ctypes.get_errno()
-            if error in _FULL:  # after any other error writing still works, without a reserve
-                raise OSError(error, os.strerror(error))
-        self._reserved = wanted
-
-    def _warn(self, error: OSError) -> None:
-        if self._warned:
-            return
-        self._warned = True
-        with contextlib.suppress(OSError):  # standard error may go to the same disk
-            sys.stderr.write(
-                f"holdfast: cannot write records to {self._path}: {error.strerror}; training continues, "
-                "and the report will lack what was not written\n"
-            )
-            sys.stderr.flush()
-
-
-def read_records(path: Path) -> Iterator[Record]:
-    """Yield the records of one file; a line that is not a record, such as half a one, is left out."""
-    with path.open("rb") as lines:
-        for line in lines:
-            if line.endswith(b"\n") and (record := parse_record(line)) is not None:
-                yield record
-
-
-def parse_record(line: bytes) -> Record | None:
-    """Return the record that a line holds, None if it holds none: it was cut short by a full disk, or altered."""
-    try:
-        return _checked(record_from_dict(json.loads(line)))
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        return None
-
-
-def load_events(directory: Path) -> list[Record]:
-    """Return the records of the run in ``directory``, in the order of time; none if it has no ``events.jsonl``.
-
-    Raises:
-        ConfigError: if a line is not a record.
-    """
-    path = directory / "events.jsonl"
-    if not path.is_file():
-        return []
-    records = []
-    for number, line in enumerate(path.read_bytes().splitlines(), start=1):
-        try:
-            records.append(_checked(record_from_dict(json.loads(line))))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            msg = f"{path}, line {number}: not a record of this version of Holdfast ({error})"
-            raise ConfigError(msg) from error
-        except RecursionError as error:
-            msg = f"{path}, line {number}: not a record of this version of Holdfast (its brackets are nested too deep)"
-            raise ConfigError(msg) from error
-    return sorted(records, key=lambda r: r.t_s)
-
-
-def _checked(record: Record) -> Record:
-    """Return a record that can be put in order; a file may have been altered."""
-    for name, kinds in (("t_s", (int, float)), ("step", (int,)), ("rank", (int,))):
-        value = getattr(record, name, 0)
-        if not isinstance(value, kinds):
-            msg = f"{name} is {value!r}, no number"
-            raise TypeError(msg)
-    return record
-
-
-def read_run(run_dir: Path) -> list[Record]:
-    """Return the records of all workers and of the launcher in ``run_dir``, in the order of time."""
-    files = sorted(run_dir.glob("records-*.jsonl"))
-    return sorted((r for file in files for r in read_records(file)), key=lambda r: r.t_s)
-
-
-def records_path(run_dir: Path, writer: str) -> Path:
-    """Return where ``writer`` (a rank, ``"launcher"``) writes its records."""
-    return run_dir / f"records-{writer}.jsonl"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -397,31 +235,3 @@ class NoBeacon:
 
     def mark(self, phase: str, step: int, slice_: int = -1, samples: Any = ()) -> None:
         """Forget it."""
-
-
-def beacon_path(run_dir: Path, rank: int) -> Path:
-    """Return where ``rank`` keeps its beacon."""
-    return run_dir / f"beacon-{rank}"
-
-
-def stop_path(run_dir: Path) -> Path:
-    """Return the file that is there when the whole job was told to stop, not only the worker that is sent a SIGTERM."""
-    return run_dir / "stop"
-
-
-def gone_path(run_dir: Path) -> Path:
-    """Return the file that is there when the launcher is gone, and the whole job stops for that."""
-    return run_dir / "gone"
-
-
-def strike_path(run_dir: Path, fault: int) -> Path:
-    """Return the file in which a worker asks the launcher for a fault that strikes the node; its number is in the plan.
-
-    It holds the step in progress. The launcher removes it when it has struck.
-    """
-    return run_dir / f"strike-{fault}"
-
-
-def requests_path(run_dir: Path) -> Path:
-    """Return the file whose lines ask for changes to the running job: JSON objects, see ``engine/live_config.py``."""
-    return run_dir / "requests.jsonl"

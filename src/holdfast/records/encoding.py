@@ -1,0 +1,84 @@
+"""Records as dictionaries for JSON, and back."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from holdfast.records.types import (
+    CheckpointSaved,
+    CorruptionFound,
+    CorruptionHealed,
+    FailureSeen,
+    FaultFired,
+    Finished,
+    JobRestarted,
+    Left,
+    PartRestored,
+    PartsHeld,
+    Record,
+    Recovered,
+    Reinitialised,
+    RunStarted,
+    SamplesLost,
+    ScriptFailed,
+    SettingChanged,
+    SlicesTried,
+    StateHashed,
+    StepCommitted,
+    StragglerSeen,
+    UpdatedEagerly,
+    ValuesAltered,
+    WorkerEnded,
+    WorkerFenced,
+    WorkerRefused,
+)
+
+RECORDS: dict[str, type[Record]] = {
+    kind.__name__: kind
+    for kind in (
+        RunStarted,
+        StepCommitted,
+        StateHashed,
+        FaultFired,
+        ValuesAltered,
+        FailureSeen,
+        Recovered,
+        CorruptionFound,
+        CorruptionHealed,
+        PartRestored,
+        PartsHeld,
+        UpdatedEagerly,
+        SlicesTried,
+        Reinitialised,
+        Left,
+        WorkerRefused,
+        SamplesLost,
+        CheckpointSaved,
+        Finished,
+        ScriptFailed,
+        WorkerEnded,
+        WorkerFenced,
+        SettingChanged,
+        StragglerSeen,
+        JobRestarted,
+    )
+}
+"""Every kind of record by its name, which stands under ``"event"`` in the JSON line."""
+
+
+def record_to_dict(record: Record) -> dict[str, Any]:
+    """Return ``record`` as what its JSON line holds: ``{"event": name, "t_s": ..., ...}``."""
+    return {"event": type(record).__name__} | dataclasses.asdict(record)
+
+
+def record_from_dict(line: Mapping[str, Any]) -> Record:
+    """Return the record that :func:`record_to_dict` made ``line`` from.
+
+    Raises:
+        KeyError: if the kind is unknown.
+        TypeError: if fields are missing or unknown.
+    """
+    fields: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in line.items() if k != "event"}
+    return RECORDS[line["event"]](**fields)
