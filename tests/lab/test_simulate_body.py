@@ -1,10 +1,11 @@
-"""The timed body, against times worked out by hand."""
+"""The simulator, against times worked out by hand."""
 
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
+from oracle import simulator
 
 from holdfast.errors import ConfigError
 from holdfast_lab.simulate import Cluster, Costs, Failures, Job, Scenario, Trace, monte_carlo, simulate
@@ -34,14 +35,15 @@ def scripted(*outages, costs=COSTS, cluster=None, level="worker", **job):
 
 
 def run(scenario):
-    """Return what both bodies say, which must be the same."""
-    outcome = simulate(scenario, keep_decisions=True)
+    """Return what the oracle says; the simulator must say the same of each history, alone and beside another."""
+    history = simulator.simulate(scenario)
     sweep = monte_carlo(scenario, 2)
-    assert {part: both.tolist() for part, both in sweep.parts_ns.items()} == {
-        part: [ns, ns] for part, ns in outcome.parts_ns.items()
-    }
-    assert sweep.total_ns[0] == outcome.total_ns == sum(outcome.parts_ns.values())
-    return outcome
+    for outcome in (simulate(scenario), sweep.history(0), sweep.history(1)):
+        assert {one.name: getattr(outcome, one.name) for one in fields(outcome)} == {
+            one.name: getattr(history, one.name) for one in fields(outcome)
+        }
+        assert outcome.total_ns == sum(outcome.parts_ns.values())
+    return history
 
 
 def spent(outcome):
@@ -291,6 +293,19 @@ def test_who_dies_after_the_last_closing_sum_is_not_missed():
 def test_what_cannot_be_is_refused(wrong, says):
     with pytest.raises(ConfigError, match=says):
         wrong()
+
+
+def test_only_reading_a_scenario_file_loads_pydantic():
+    code = (
+        "import importlib, pkgutil, sys, holdfast_lab.simulate as it\n"
+        "names = {one.name for one in pkgutil.iter_modules(it.__path__)} - {'schema'}\n"
+        "for name in names: importlib.import_module(f'{it.__name__}.{name}')\n"
+        "print(len(names) > 20, 'pydantic' in sys.modules)"
+    )
+
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+
+    assert done.stdout.split() == ["True", "False"]
 
 
 def test_importing_it_loads_nothing_heavy():

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from holdfast_lab.simulate.assuming import ask, enough_spares
 from holdfast_lab.simulate.planning import mtbf_back_s, recommended
@@ -24,7 +26,7 @@ def test_rollback_is_recommended_unless_another_is_better_by_half_a_point(goodpu
     assert recommended(goodput) == answer
 
 
-@pytest.mark.parametrize("away", [0.0, 0.005, 0.28, 1.94, 20.0])
+@given(st.just(0.0) | st.floats(1e-6, 100.0))
 def test_spares_suffice_for_99_percent_of_the_time_and_one_machine_less_does_not(away):
     spares = enough_spares(away, 16384, 8)
 

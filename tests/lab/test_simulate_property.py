@@ -1,9 +1,10 @@
-"""The timed body under any scenario: its two forms agree to the nanosecond, and nothing is counted twice or forgotten."""
+"""The simulator under any scenario: it agrees with the oracle to the nanosecond, and nothing is counted twice or forgotten."""
 
 from dataclasses import replace
 
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from oracle import simulator
 
 from holdfast_lab.simulate import (
     PARTS,
@@ -21,9 +22,9 @@ from holdfast_lab.simulate import (
     monte_carlo,
     simulate,
 )
+from holdfast_lab.simulate.job import MODELS, STRATEGIES, UPDATES
 from holdfast_lab.simulate.outcome import COUNTS
 from holdfast_lab.simulate.reading import Spell
-from holdfast_lab.simulate.scenario import MODELS, STRATEGIES, UPDATES
 
 
 def some(*values):
@@ -108,28 +109,36 @@ def scenarios(draw):
 
 
 def agree(scenario, seed, repetitions=2):
-    """Compare one history after the other with many at once; return the former."""
-    outcomes = [simulate(scenario, seed=seed, repetition=r) for r in range(repetitions)]
+    """Compare many histories at once with the oracle's, one after the other; return the latter."""
+    histories = [simulator.simulate(scenario, seed=seed, repetition=r) for r in range(repetitions)]
     sweep = monte_carlo(scenario, repetitions, seed=seed)
     for part in PARTS:
-        assert sweep.parts_ns[part].tolist() == [o.parts_ns[part] for o in outcomes], part
+        assert sweep.parts_ns[part].tolist() == [o.parts_ns[part] for o in histories], part
     for name in ("total_ns", "ideal_ns", "finished", *COUNTS):
-        assert getattr(sweep, name).tolist() == [getattr(o, name) for o in outcomes], name
+        assert getattr(sweep, name).tolist() == [getattr(o, name) for o in histories], name
     assert all(
-        abs(a / b - 1) < 1e-9 for a, b in zip(sweep.member_ns, (o.member_ns for o in outcomes), strict=True) if b
+        abs(a / b - 1) < 1e-9 for a, b in zip(sweep.member_ns, (o.member_ns for o in histories), strict=True) if b
     )
-    return outcomes
+    return histories
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(scenario=scenarios(), seed=st.integers(0, 2**31))
-def test_both_forms_agree_and_the_parts_are_the_whole(scenario, seed):
+def test_it_agrees_with_the_oracle_and_the_parts_are_the_whole(scenario, seed):
     for outcome in agree(scenario, seed):
         assert sum(outcome.parts_ns.values()) == outcome.total_ns > 0
         assert min(outcome.parts_ns.values()) >= 0  # time never goes back
         assert outcome.total_ns <= scenario.horizon_s * 1e9
         if scenario.job.strategy == "forward" and scenario.job.model == "replicated" and not outcome.starts:
             assert outcome.parts_ns["load"] == 0
+
+
+@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(scenario=scenarios(), seed=st.integers(0, 2**31), repetition=st.integers(0, 1))
+def test_one_history_is_that_repetition_of_a_sweep(scenario, seed, repetition):
+    assert simulate(scenario, seed=seed, repetition=repetition) == monte_carlo(scenario, 2, seed=seed).history(
+        repetition
+    )
 
 
 @settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.too_slow])

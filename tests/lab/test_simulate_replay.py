@@ -1,8 +1,10 @@
-"""Two bodies, one brain: virtual workers and the timed body decide the same for the same failures."""
+"""One brain: virtual workers and the simulator's model of the protocol decide the same for the same failures."""
 
+import functools
 import json
 
 import pytest
+from oracle import simulator
 from train_reference import train
 
 from holdfast.comm import VirtualCommunicator
@@ -10,7 +12,7 @@ from holdfast.errors import ConfigError
 from holdfast.faults.plan import FaultPlan, parse
 from holdfast.records.encoding import record_from_dict
 from holdfast.records.types import Recovered
-from holdfast_lab.simulate import Cluster, Costs, Job, Scenario, Trace, replay, simulate
+from holdfast_lab.simulate import Cluster, Costs, Job, Scenario, Trace, replay
 from holdfast_lab.simulate.reading import Spell
 
 WORKERS, EVERY = 5, 3
@@ -22,34 +24,40 @@ SCRIPT = [
 ]
 
 
-def trained(tmp_path, strategy, faults=tuple(fault for fault, _, _ in SCRIPT), **more):
-    """Let virtual workers train under the script; return the records."""
-    comm = VirtualCommunicator(WORKERS)
-    plan = FaultPlan(tuple(map(parse, faults))).to_json()
-    places = {"run_dir": str(tmp_path), "checkpoint_dir": str(tmp_path / "saved"), "checkpoint_every": EVERY}
-    train("mlp", "sgd", comm=comm, strategy=strategy, faults=plan, **places, **more)
-    lines = (tmp_path / "records-0.jsonl").read_text().splitlines()
-    return [record_from_dict(json.loads(line)) for line in lines]
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """Let virtual workers train under the script; return the records. Each strategy trains once."""
+
+    @functools.cache
+    def records(strategy):
+        folder = tmp_path_factory.mktemp(strategy)
+        plan = FaultPlan(tuple(parse(fault) for fault, _, _ in SCRIPT)).to_json()
+        places = {"run_dir": str(folder), "checkpoint_dir": str(folder / "saved"), "checkpoint_every": EVERY}
+        train("mlp", "sgd", comm=VirtualCommunicator(WORKERS), strategy=strategy, faults=plan, **places)
+        lines = (folder / "records-0.jsonl").read_text().splitlines()
+        return [record_from_dict(json.loads(line)) for line in lines]
+
+    return records
 
 
-def timed(strategy, steps, spells):
+def scripted(strategy, steps, spells):
     trace = Trace(tuple(spells), WORKERS, 1e4, "worker", replayed=True)
     costs = Costs(slice_s=0.5, sum_s=0.5, detect_s=0.01, regroup_s=0.02, load_s=0.1, rebuild_s=0.1, spawn_s=1e4)
     job = Job(strategy=strategy, steps=steps, save_every=EVERY, buckets=2, horizon_s=1e3, slices=WORKERS, split="even")
-    return simulate(Scenario(Cluster(workers=WORKERS), job, costs, trace), keep_decisions=True)
+    return simulator.simulate(Scenario(Cluster(workers=WORKERS), job, costs, trace))
 
 
 @pytest.mark.parametrize("strategy", ["rollback", "forward", "restart"])
-def test_the_timed_body_decides_as_virtual_workers_do(tmp_path, strategy):
-    records = trained(tmp_path, strategy)
+def test_the_oracle_decides_as_virtual_workers_do(trained, strategy):
+    records = trained(strategy)
 
     spells = []
     for rank, (_, step, into_s) in enumerate(SCRIPT):
         paces = WORKERS / (WORKERS - rank) * 0.5
-        begins_s = timed(strategy, step, spells).total_ns / 1e9  # when the step is begun, with the deaths before it
+        begins_s = scripted(strategy, step, spells).total_ns / 1e9  # when the step is begun, with the deaths before it
         at_s = begins_s + (into_s / 0.5 * paces if into_s < 0.5 else paces + into_s - 0.5)
         spells.append(Spell(rank, at_s, at_s))
-    simulated = timed(strategy, 11, spells)
+    simulated = scripted(strategy, 11, spells)
     said = {record.generation: record for record in records if isinstance(record, Recovered)}
     assert len(said) == len(SCRIPT)
     assert [(step, decision, orders) for step, decision, orders in simulated.decisions] == [
@@ -58,10 +66,8 @@ def test_the_timed_body_decides_as_virtual_workers_do(tmp_path, strategy):
 
 
 @pytest.mark.parametrize("strategy", ["rollback", "forward", "restart"])
-def test_a_run_is_decided_again_from_its_records(tmp_path, strategy):
-    records = trained(tmp_path, strategy)
-
-    replayed = replay(records)
+def test_a_run_is_decided_again_from_its_records(trained, strategy):
+    replayed = replay(trained(strategy))
 
     assert [one.lost for one in replayed] == [(1,), (3,), (0,)]
     assert [one.again for one in replayed] == [
@@ -70,12 +76,10 @@ def test_a_run_is_decided_again_from_its_records(tmp_path, strategy):
     assert all(one.agrees and one.orders_were == one.orders_again for one in replayed)
 
 
-def test_another_strategy_would_have_decided_otherwise(tmp_path):
-    records = trained(tmp_path, "rollback")
-
+def test_another_strategy_would_have_decided_otherwise(trained):
     changed = [
         record_from_dict(vars_of(record) | {"strategy": "restart"}) if "strategy" in vars_of(record) else record
-        for record in records
+        for record in trained("rollback")
     ]
 
     assert not any(one.agrees for one in replay(changed))

@@ -3,48 +3,52 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from holdfast.errors import ConfigError
 from holdfast.report.formatting import duration
 from holdfast_lab.simulate.units import parse_bytes, parse_seconds, parse_speed
 
+TIMES_S = {"us": 1e-6, "ms": 1e-3, "s": 1, "min": 60, "h": 3600, "d": 86400, "w": 7 * 86400, "y": 365.25 * 86400}
+PREFIXES = "", "k", "M", "G", "T", "P"
+SIZES = {f"{prefix}B": 1000**power for power, prefix in enumerate(PREFIXES)}
+SIZES |= {f"{prefix.upper()}iB": 1024**power for power, prefix in enumerate(PREFIXES) if prefix}
+SPEEDS = {f"{unit}/s": size for unit, size in SIZES.items()}
+SPEEDS |= {f"{prefix}bit/s": 1000**power / 8 for power, prefix in enumerate(PREFIXES)}
 
-@pytest.mark.parametrize(
-    ("text", "seconds"),
-    [
-        ("5y", 5 * 365.25 * 86400),
-        ("90d", 90 * 86400),
-        ("2w", 14 * 86400),
-        ("6h", 21600),
-        ("1h30min", 5400),
-        ("2 min 5 s", 125),
-        ("30s", 30),
-        ("250ms", 0.25),
-        ("40us", 4e-5),
-        ("1.5e3s", 1500),
-        (".5h", 1800),
-        ("12", 12),
-        (12.5, 12.5),
-        (0, 0),
-    ],
-)
-def test_a_time_is_read_in_seconds(text, seconds):
+numbers = st.integers(0, 10**6) | st.floats(0, 1e6)
+spaces = st.sampled_from(["", " "])
+
+
+@given(st.lists(st.tuples(numbers, spaces, st.sampled_from(sorted(TIMES_S)), spaces), min_size=1, max_size=3))
+def test_a_time_is_the_sum_of_numbers_with_units(parts):
+    text = "".join(f"{number}{space}{unit}{behind}" for number, space, unit, behind in parts)
+
+    seconds = sum(number * TIMES_S[unit] for number, _, unit, _ in parts)
     assert parse_seconds(text, "it") == pytest.approx(seconds, rel=1e-12)
 
 
-@pytest.mark.parametrize(
-    ("text", "size"),
-    [("140GB", 140e9), ("2GiB", 2 * 1024**3), ("1 KiB", 1024), ("3kB", 3000), ("7B", 7), ("1.5TB", 1.5e12), (9, 9)],
-)
-def test_a_size_is_read_in_bytes(text, size):
-    assert parse_bytes(text, "it") == size
+@given(number=numbers, space=spaces, unit=st.sampled_from(sorted(SIZES)))
+def test_a_size_and_a_speed_are_a_number_with_a_unit(number, space, unit):
+    assert parse_bytes(f"{number}{space}{unit}", "it") == number * SIZES[unit]
+    assert parse_speed(f"{number}{space}{unit}/s", "it") == number * SPEEDS[f"{unit}/s"]
 
 
-@pytest.mark.parametrize(
-    ("text", "speed"), [("2GiB/s", 2 * 1024**3), ("100 MB/s", 1e8), ("400Gbit/s", 50e9), ("5e9", 5e9)]
-)
-def test_a_speed_is_read_in_bytes_a_second(text, speed):
-    assert parse_speed(text, "it") == speed
+@given(number=numbers, space=spaces, unit=st.sampled_from(sorted(SPEEDS)))
+def test_a_speed_may_be_given_in_bits(number, space, unit):
+    assert parse_speed(f"{number}{space}{unit}", "it") == pytest.approx(number * SPEEDS[unit], rel=1e-15)
+
+
+@given(numbers)
+def test_a_number_without_a_unit_is_one_of_seconds_or_bytes(number):
+    for parse in (parse_seconds, parse_bytes, parse_speed):
+        assert parse(number, "it") == parse(str(number), "it") == number
+
+
+def test_numbers_may_be_written_in_every_usual_way():
+    assert (parse_seconds("1.5e3s", "it"), parse_seconds(".5h", "it"), parse_seconds("2.h", "it")) == (1500, 1800, 7200)
+    assert (parse_bytes("2GiB", "it"), parse_speed("400Gbit/s", "it")) == (2147483648, 50e9)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ What goes in is a :class:`Scenario` of four parts, each plain data:
 What comes out::
 
     scenario = Scenario(cluster, job, costs, failures)
-    outcome = simulate(scenario, seed=1)               # one history, event by event: an Outcome
+    outcome = simulate(scenario, seed=1)               # one history: an Outcome
     sweep = monte_carlo(scenario, 1000, seed=1)        # many at once: a Sweep, whose repetition r is simulate(..., repetition=r)
     sweep.estimate("goodput")                          # an Estimate: mean and 95 % interval
     best_interval(scenario, 200, seed=1)               # steps between two checkpoints, found by trying
@@ -46,13 +46,13 @@ if TYPE_CHECKING:
     )
     from holdfast_lab.simulate.failures import Failures, Outages, Source
     from holdfast_lab.simulate.formulas import daly_expected_s, exact_interval_s
-    from holdfast_lab.simulate.many import monte_carlo
+    from holdfast_lab.simulate.job import Job
+    from holdfast_lab.simulate.many import monte_carlo, simulate
     from holdfast_lab.simulate.optimum import Optimum, best_interval
     from holdfast_lab.simulate.outcome import PARTS, Estimate, Outcome, Sweep
     from holdfast_lab.simulate.reading import read_interruptions
     from holdfast_lab.simulate.replay import Replayed, replay
-    from holdfast_lab.simulate.scenario import Job, Scenario
-    from holdfast_lab.simulate.timed import simulate
+    from holdfast_lab.simulate.scenario import Scenario
     from holdfast_lab.simulate.traces import Trace, read_trace
 
 _WHERE = {
@@ -64,7 +64,7 @@ _WHERE = {
     "Estimate": "outcome",
     "Exponential": "distributions",
     "Failures": "failures",
-    "Job": "scenario",
+    "Job": "job",
     "LogNormal": "distributions",
     "Optimum": "optimum",
     "Outages": "failures",
@@ -84,7 +84,7 @@ _WHERE = {
     "read_interruptions": "reading",
     "read_trace": "traces",
     "replay": "replay",
-    "simulate": "timed",
+    "simulate": "many",
 }
 
 __all__ = [

@@ -10,8 +10,8 @@ from typing import Any
 from holdfast.errors import ConfigError
 from holdfast_lab.simulate.checks import check_choice, check_mtbf, check_range
 from holdfast_lab.simulate.costs import OF_STORAGE, SAVING
+from holdfast_lab.simulate.job import MODELS
 from holdfast_lab.simulate.measured import MeasuredRun
-from holdfast_lab.simulate.scenario import MODELS
 from holdfast_lab.simulate.units import DAY_S
 
 _BIG_JOB = 16

@@ -1,29 +1,16 @@
-"""What everything takes."""
+"""What everything takes: plain data. What follows from it for each number of members stands in ``price_table.py``."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from functools import lru_cache
-from statistics import NormalDist
-from typing import TYPE_CHECKING
-
-import numpy as np
-import numpy.typing as npt
 
 from holdfast.errors import ConfigError
-from holdfast_lab.simulate.checks import LONGEST_S, NS, check_range
-
-if TYPE_CHECKING:
-    from holdfast_lab.simulate.scenario import Scenario
+from holdfast_lab.simulate.checks import LONGEST_S, check_range
 
 OF_STORAGE = ("state_bytes", "write_bytes_per_s", "read_bytes_per_s", "snapshot_bytes_per_s")
 """Size and speeds from which :data:`SAVING` follows; see :meth:`Costs.of_storage`."""
 SAVING = ("save_s", "save_background_s", "load_s")
-
-Seconds = npt.NDArray[np.float64]
-Ticks = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,85 +112,6 @@ class Costs:
         behind_s = 0.0 if snapshot_bytes_per_s is None else write_s
         chosen: dict[str, float] = {"save_s": held_s, "save_background_s": behind_s, "load_s": load_s}
         return cls(**(chosen | others))  # type: ignore[arg-type]  # the names are checked by the constructor
-
-    def step_parts_s(self, scenario: Scenario) -> tuple[Seconds, Seconds]:
-        """Return what a step takes to compute, and to sum, by the number of members.
-
-        Returns:
-            Two arrays of shape ``(total + 1,)``, seconds; entry 0 is that of one member.
-        """
-        members = np.maximum(np.arange(scenario.cluster.total + 1), 1)
-        seats = np.minimum(members, scenario.cluster.workers)
-        sums = self.sum_s + self.sum_hop_s * np.log2(members)
-        sums = sums + 2 * (members - 1) / members * (self.sum_bytes / self.link_bytes_per_s)
-        if self.steps_s:
-            known, seconds = zip(*self.steps_s, strict=True)
-            whole = np.interp(members, known, seconds)
-            sums = np.minimum(sums, whole)
-            return whole - sums, sums
-        return self.slice_s * _share(scenario, seats) * (1 + self.straggle * _slowest(self.straggle, seats)), sums
-
-    def exposed_s(self, scenario: Scenario) -> Seconds:
-        """Return how long all wait for the optimizer in a step, by the number of members.
-
-        Updates that are lazy come after the closing sum. Eager ones come one after the other, each no earlier than its sum, beside
-        the sums that follow; what is left when the last of these is in lies before the closing sum.
-
-        Returns:
-            An array of shape ``(total + 1,)``, seconds.
-        """
-        _, sums = self.step_parts_s(scenario)
-        if scenario.job.update == "lazy":
-            return np.full_like(sums, self.update_s)
-        buckets = scenario.job.buckets
-        one, each = (self.update_s + self.copy_s) / buckets, sums / (buckets + 1)
-        return np.maximum(one, buckets * one - (buckets - 1) * each)
-
-    def table(self, scenario: Scenario) -> Mapping[str, Ticks]:
-        """Return all that the simulators need, by the number of members.
-
-        Returns:
-            Arrays of shape ``(total + 1,)``, nanoseconds: ``compute``, ``sums``, ``exposed``, ``regroup``, ``weight`` (what a step
-            counts, in shares of ``1/workers`` of a full one).
-        """
-        members = np.maximum(np.arange(scenario.cluster.total + 1), 1)
-        seats = np.minimum(members, scenario.cluster.workers)
-        compute, sums = self.step_parts_s(scenario)
-        whole = np.full_like(seats, scenario.cluster.workers)
-        return {
-            "compute": _ticks(compute),
-            "sums": np.maximum(_ticks(sums), 1),
-            "exposed": _ticks(self.exposed_s(scenario)),
-            "regroup": _ticks(self.regroup_s + self.regroup_hop_s * np.log2(members)),
-            "weight": seats if scenario.job.batch == "local" else whole,
-        }
-
-
-def _share(scenario: Scenario, seats: npt.NDArray[np.int64]) -> Seconds:
-    """Return how many slices the busiest worker computes."""
-    if scenario.job.batch == "local":
-        return np.full(seats.shape, scenario.slices / scenario.cluster.workers)
-    if scenario.job.split == "even":
-        return scenario.slices / seats
-    return np.ceil(scenario.slices / seats)
-
-
-def _slowest(straggle: float, seats: npt.NDArray[np.int64]) -> Seconds:
-    """Return how far the largest of so many normal numbers lies above the mean (Blom, 1958)."""
-    if straggle == 0:
-        return np.zeros(seats.shape)
-    return np.array(_largest_normal(int(seats.max())))[seats]
-
-
-@lru_cache(maxsize=4)
-def _largest_normal(most: int) -> tuple[float, ...]:
-    inverse = NormalDist().inv_cdf
-    return (0.0, 0.0, *(inverse((m - 0.375) / (m + 0.25)) for m in range(2, most + 1)))
-
-
-def _ticks(seconds: Seconds) -> Ticks:
-    counted: Ticks = np.rint(np.minimum(seconds, LONGEST_S) * NS).astype(np.int64)
-    return counted
 
 
 def _over(name: str, state_bytes: float, bytes_per_s: float) -> float:

@@ -1,4 +1,4 @@
-"""Many histories of one scenario, a few hundred at a time."""
+"""Histories of one scenario: one, or many, a few hundred at a time."""
 
 from __future__ import annotations
 
@@ -8,14 +8,26 @@ import numpy as np
 
 from holdfast_lab.simulate.checks import check_range
 from holdfast_lab.simulate.failures import Failures, Outages
-from holdfast_lab.simulate.lockstep import Lockstep
-from holdfast_lab.simulate.outcome import PARTS, Sweep
+from holdfast_lab.simulate.outcome import PARTS, Outcome, Sweep
 from holdfast_lab.simulate.scenario import Scenario
+from holdfast_lab.simulate.vectorized import Simulator
 
 _OUTAGES = 6_000_000
 """Outages that are held at a time: up to 1 GB, with what it takes to sort them."""
 _WORKERS = 25_000_000
 """Workers whose histories are held at a time, where each has one of its own: 200 MB."""
+
+
+def simulate(scenario: Scenario, *, seed: int = 0, repetition: int = 0) -> Outcome:
+    """Return what comes of one history.
+
+    Args:
+        scenario: What is simulated.
+        seed: Same seed, same outages, whatever the job.
+        repetition: Which of the histories with this seed, ``>= 0``.
+    """
+    outages = scenario.failures.draw(scenario.cluster, scenario.horizon_s, (seed, repetition))
+    return Simulator(scenario, [outages], nested=_is_nested(scenario)).run().history(0)
 
 
 def monte_carlo(scenario: Scenario, repetitions: int, *, seed: int = 0) -> Sweep:
@@ -27,7 +39,7 @@ def monte_carlo(scenario: Scenario, repetitions: int, *, seed: int = 0) -> Sweep
         seed: Same seed, same outages, whatever the job.
     """
     check_range("repetitions", repetitions, 1)
-    nested = not (isinstance(scenario.failures, Failures) and len(scenario.failures.sources) <= 1)
+    nested = _is_nested(scenario)
     at_most = max(1, _WORKERS // scenario.cluster.total) if nested else repetitions
     sweeps: list[Sweep] = []
     waiting: list[Outages] = []
@@ -35,9 +47,14 @@ def monte_carlo(scenario: Scenario, repetitions: int, *, seed: int = 0) -> Sweep
         waiting.append(scenario.failures.draw(scenario.cluster, scenario.horizon_s, (seed, number)))
         is_last = number == repetitions - 1
         if is_last or len(waiting) >= at_most or sum(map(len, waiting)) >= _OUTAGES:
-            sweeps.append(Lockstep(scenario, waiting, nested=nested).run())
+            sweeps.append(Simulator(scenario, waiting, nested=nested).run())
             waiting = []
     return _joined(sweeps)
+
+
+def _is_nested(scenario: Scenario) -> bool:
+    """Return whether a worker may be part of several units that fail."""
+    return not (isinstance(scenario.failures, Failures) and len(scenario.failures.sources) <= 1)
 
 
 def _joined(sweeps: list[Sweep]) -> Sweep:

@@ -51,9 +51,7 @@ class Outcome:
         joins: How often members were held for newcomers.
         starts: How often the launcher started the job again.
         lost_slices: Contributions to steps that ``forward`` went on without, of workers that computed.
-        member_ns: Members, summed over time.
-        events: How many events it took: of the machines, of the body, and those that the protocol was told.
-        decisions: What was decided at each recovery, in the order of time: at which step, what, and the orders by name.
+        member_ns: Members, summed over time; more than 64 bits hold, so it is a float.
     """
 
     parts_ns: Mapping[str, int]
@@ -66,9 +64,7 @@ class Outcome:
     joins: int
     starts: int
     lost_slices: int
-    member_ns: int
-    events: int
-    decisions: tuple[tuple[int, str, Mapping[str, int]], ...] = ()
+    member_ns: float
 
     @property
     def goodput(self) -> float:
@@ -99,6 +95,17 @@ class Sweep:
     starts: Ticks
     lost_slices: Ticks
     member_ns: Numbers
+
+    def history(self, repetition: int) -> Outcome:
+        """Return one of the histories."""
+        return Outcome(
+            parts_ns={part: int(spent[repetition]) for part, spent in self.parts_ns.items()},
+            total_ns=int(self.total_ns[repetition]),
+            ideal_ns=int(self.ideal_ns[repetition]),
+            finished=bool(self.finished[repetition]),
+            member_ns=float(self.member_ns[repetition]),
+            **{name: int(getattr(self, name)[repetition]) for name in COUNTS},
+        )
 
     def values(self, name: str) -> Numbers:
         """Return a measure, by name as in :meth:`Outcome.value`, of every history.

@@ -15,10 +15,11 @@ from holdfast_lab.simulate.costs import Costs
 from holdfast_lab.simulate.distributions import Constant, Exponential
 from holdfast_lab.simulate.failures import Failures, Source
 from holdfast_lab.simulate.formulas import exact_interval_s
+from holdfast_lab.simulate.job import Job
 from holdfast_lab.simulate.many import monte_carlo
 from holdfast_lab.simulate.optimum import Optimum, best_interval
 from holdfast_lab.simulate.outcome import Estimate
-from holdfast_lab.simulate.scenario import Job, Scenario
+from holdfast_lab.simulate.scenario import Scenario
 from holdfast_lab.simulate.toml import of_step
 
 REPETITIONS = 100

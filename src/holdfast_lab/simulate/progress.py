@@ -1,117 +1,106 @@
-"""What is done, what of it is safe, and what was lost."""
+"""What is done, what of it is safe, and what was lost, in many histories at once."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import numpy as np
+import numpy.typing as npt
 
-from holdfast_lab.simulate.stretch import Place, Stretch
+from holdfast_lab.simulate.segments import FAR, Position, Segments
 
-
-class Saved(NamedTuple):
-    """What a checkpoint holds.
-
-    Args:
-        step: Steps before it.
-        weight: What these count.
-        ran: The work in them, nanoseconds.
-        at: When it is complete.
-    """
-
-    step: int
-    weight: int
-    ran: int
-    at: int
+Ticks = npt.NDArray[np.int64]
+_STEP, _WEIGHT, _RAN = range(3)
+"""Rows of what a checkpoint holds: the step it is of, what the steps before it count, and the work in them."""
 
 
 class Progress:
-    """How far a job is.
+    """How far the jobs are; everything has an entry for each history.
 
     Args:
-        target: What all its steps count; None if it goes on for ever.
+        number: Of histories.
+        target: What all steps of a job count; None if it goes on for ever.
+        segments: The segments that it counts.
     """
 
-    def __init__(self, target: int | None) -> None:
-        self._target = target
-        self.step = 0
-        """The step in progress."""
-        self.weight = 0
-        """What those before it count."""
-        self.ran = 0
-        """Work in what is there, nanoseconds; ``_attempt`` of it in the step in progress."""
-        self._attempt = 0
-        self.lost = 0
-        """Work that was thrown away."""
-        self.held = 0
-        """How long training was held for checkpoints."""
-        self._safe = Saved(0, 0, 0, 0)
-        self._pending: Saved | None = None
+    def __init__(self, number: int, target: int | None, segments: Segments) -> None:
+        self._target, self._segments = target, segments
+        self.step, self.weight, self.ran, self._attempt, self.lost, self.held = (
+            np.zeros(number, np.int64) for _ in range(6)
+        )
+        # The newest checkpoint that is complete, and the one that is being written.
+        self._safe, self._pending = np.zeros((3, number), np.int64), np.zeros((3, number), np.int64)
+        self._pending_at = np.full(number, FAR)
 
-    @property
-    def is_done(self) -> bool:
-        """Whether nothing is left to do."""
-        return self.weight == self._target
+    def is_done(self, i: Ticks) -> npt.NDArray[np.bool_]:
+        """Return whether nothing is left to do."""
+        done: npt.NDArray[np.bool_] = self.weight[i] == (-1 if self._target is None else self._target)
+        return done
 
-    def left(self, weight: int) -> int | None:
-        """Return how many steps are left, if each counts ``weight``; None if there is no end."""
-        return None if self._target is None else -((self.weight - self._target) // weight)
+    def left(self, i: Ticks) -> Ticks | None:
+        """Return how many steps are left; None if there is no end."""
+        return None if self._target is None else -((self.weight[i] - self._target) // self._segments.weight[i])
 
-    def add(self, stretch: Stretch, now: int) -> Place:
-        """Count a stretch that ends now; return where it ends."""
-        place = stretch.at(now)
-        self.settle(stretch, now)
-        self.held += now - stretch.start - place.ran
-        self._attempt = place.into if place.step > stretch.first else self._attempt + place.ran
-        self.ran += place.ran
-        self.weight += (place.step - stretch.first) * stretch.weight
+    def add(self, i: Ticks, now: Ticks, position: Position) -> None:
+        """Count the segments of the histories ``i``, which end now, where ``position`` says."""
+        segments = self._segments
+        steps = position.step - segments.first[i]
+        self.held[i] += now - segments.start[i] - position.ran
+        self._attempt[i] = np.where(steps > 0, position.into, self._attempt[i] + position.ran)
+        self.ran[i] += position.ran
+        self.weight[i] += steps * segments.weight[i]
         if self._target is not None:
-            self.weight = min(self.weight, self._target)  # the last mini-batch is as small as what is left
-        self.step = place.step
-        return place
+            self.weight[i] = np.minimum(self.weight[i], self._target)
+        self.step[i] = position.step
 
-    def add_broken_off(self, stretch: Stretch, death: int, missed: int) -> Place:
-        """Count a stretch in which somebody died, and the others missed it later; what was to be complete then is not."""
-        self.settle(stretch, death)
-        safe = self._safe
-        place = self.add(stretch, missed)
-        self._safe = safe
-        return place
-
-    def settle(self, stretch: Stretch | None, now: int) -> None:
-        """See which checkpoints are complete by now."""
-        if self._pending is not None and self._pending.at <= now:
-            self._safe, self._pending = self._pending, None
-        if stretch is None or not (saves := stretch.at(now).saves):
+    def settle(self, i: Ticks, now: Ticks, saves: Ticks) -> None:
+        """See which checkpoints are complete by now, of as many as the segments have; before they are counted."""
+        self.settle_pending(i, now)
+        if not (saved := saves > 0).any():
             return
-        newest = self._saved(stretch, saves)
-        if newest.at <= now:
-            self._safe, self._pending = newest, None
-        else:  # it did not begin before the one before it was complete
-            before = self._saved(stretch, saves - 1) if saves > 1 else self._pending
-            self._safe, self._pending = before or self._safe, newest
+        i, now, saves = i[saved], now[saved], saves[saved]
+        at = self._segments.complete_at(i, saves)
+        complete = at <= now
+        newest = self._saved(i, saves)
+        if not complete.all():
+            some = ~complete
+            late, before = i[some], saves[some] - 1
+            pending = np.where(self._pending_at[late] < FAR, self._pending[:, late], self._safe[:, late])
+            self._safe[:, late] = np.where(before > 0, self._saved(late, before), pending)
+            self._pending[:, late] = newest[:, some]
+        self._safe[:, i[complete]] = newest[:, complete]
+        self._pending_at[i] = np.where(complete, FAR, at)
 
-    def spoil(self) -> None:
-        """Give up the checkpoint that is being written: somebody died who held a part of it."""
-        self._pending = None
+    def settle_pending(self, i: Ticks, now: Ticks) -> None:
+        """See whether the checkpoint of an earlier segment is complete by now."""
+        done = i[self._pending_at[i] <= now]
+        self._safe[:, done], self._pending_at[done] = self._pending[:, done], FAR
 
-    def discard(self) -> None:
+    def spoil(self, i: Ticks) -> None:
+        """Give up the checkpoint that is being written: a worker that held a part of it died."""
+        self._pending_at[i] = FAR
+
+    def discard(self, i: Ticks) -> None:
         """Lose the step in progress."""
-        self._waste(self._attempt)
+        self._waste(i, self._attempt[i])
 
-    def go_back(self) -> None:
+    def go_back(self, i: Ticks) -> None:
         """Lose what was done since the newest checkpoint."""
-        self._waste(self.ran - self._safe.ran)
-        self.step, self.weight = self._safe.step, self._safe.weight
+        self._waste(i, self.ran[i] - self._safe[_RAN, i])
+        self.step[i], self.weight[i] = self._safe[_STEP, i], self._safe[_WEIGHT, i]
 
-    def secure(self, now: int) -> None:
-        """Have all saved that is done."""
-        self._safe = Saved(self.step, self.weight, self.ran, now)
+    def secure(self, i: Ticks) -> None:
+        """Save all that is done."""
+        self._safe[_STEP, i], self._safe[_WEIGHT, i], self._safe[_RAN, i] = self.step[i], self.weight[i], self.ran[i]
 
-    def _waste(self, ran: int) -> None:
-        self.ran -= ran
-        self.lost += ran
-        self._attempt = 0
+    def _waste(self, i: Ticks, ran: Ticks) -> None:
+        self.ran[i] -= ran
+        self.lost[i] += ran
+        self._attempt[i] = 0
 
-    def _saved(self, stretch: Stretch, number: int) -> Saved:
-        step = stretch.step_at_save(number)
-        weight = self.weight + (step - stretch.first) * stretch.weight
-        return Saved(step, weight, self.ran + stretch.ran_at_save(number), stretch.complete_at(number))
+    def _saved(self, i: Ticks, number: Ticks) -> Ticks:
+        """Return what a checkpoint holds; shape ``(3, histories)``."""
+        segments = self._segments
+        step = segments.step_at_save(i, number)
+        weight = self.weight[i] + (step - segments.first[i]) * segments.weight[i]
+        found = np.empty((3, len(i)), dtype=np.int64)
+        found[_STEP], found[_WEIGHT], found[_RAN] = step, weight, self.ran[i] + segments.ran_at_save(i, number)
+        return found

@@ -1,4 +1,4 @@
-"""A run that happened, decided once more: its failures go through the timed body's brain, and the decisions are compared.
+"""A run that happened, decided once more: its failures go through the simulator's brain, and the decisions are compared.
 
 What is taken from the records is who was lost, in which step, and whether that step had been computed; what was decided is
 not. It is decided anew by the strategy that the run had.
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from holdfast.errors import ConfigError
 from holdfast.records.types import FailureSeen, JobRestarted, Record, Recovered, RunStarted, SettingChanged
-from holdfast_lab.simulate.deciding import Meeting, rules_of
+from holdfast_lab.simulate.protocol_model import Recovery, rules_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,9 +24,9 @@ class Replayed:
         step: The step that was in progress.
         lost: Ranks.
         was: What was decided, as :class:`~holdfast.records.types.Recovered` has it.
-        again: What the timed body decides.
+        again: What the simulator decides.
         orders_were: The orders of the protocol, and how often each was carried out.
-        orders_again: Those of the timed body.
+        orders_again: Those of the simulator.
     """
 
     t_s: float
@@ -46,7 +46,7 @@ class Replayed:
 def replay(records: Iterable[Record], *, min_workers: int = 1) -> tuple[Replayed, ...]:
     """Return all recoveries of a run in the order of time, decided once more.
 
-    Meetings for newcomers are among them; where the guard took everybody back to a state that is right, nothing failed, and
+    Admissions of newcomers are among them; where the guard took everybody back to a state that is right, nothing failed, and
     they are left out.
 
     Args:
@@ -85,22 +85,22 @@ def _decide_again(was: Recovered, seen: list[FailureSeen], strategy: str, bucket
     rules = rules_of(strategy, min_workers=min_workers, buckets=buckets, model="replicated")
     step = min((record.step for record in seen), default=was.step)
     if not seen:
-        meeting = Meeting(rules, was.step)
-        meeting.change()
+        recovery = Recovery(rules, was.step)
+        recovery.members_change()
     else:
         # Somebody may have closed the step that others missed a worker in, and have begun the next one.
         latest = max(record.step for record in seen)
-        meeting = Meeting(rules, latest, 0, some_behind=latest > step)
-        meeting.lose()
+        recovery = Recovery(rules, latest, 0, some_behind=latest > step)
+        recovery.peer_lost()
     enough = len(was.survivors) >= min_workers
-    while not (meeting.is_over or meeting.has_stopped):
-        meeting.do(enough=enough, checkpoint=was.step)
+    while not (recovery.is_over or recovery.has_stopped):
+        recovery.carry_out(enough=enough, checkpoint=was.step)
     return Replayed(
         t_s=was.t_s,
         step=step,
         lost=was.lost,
         was=was.decision,
-        again=meeting.decision,
+        again=recovery.decision,
         orders_were=was.orders,
-        orders_again=meeting.orders,
+        orders_again=recovery.orders,
     )

@@ -15,8 +15,10 @@ from holdfast_lab.simulate.cluster import Cluster
 from holdfast_lab.simulate.costs import OF_STORAGE, SAVING, Costs
 from holdfast_lab.simulate.distributions import Constant, Distribution, make_distribution
 from holdfast_lab.simulate.failures import Down, Failures, Source
+from holdfast_lab.simulate.job import Job
 from holdfast_lab.simulate.measured import read_measured
-from holdfast_lab.simulate.scenario import Job, Scenario
+from holdfast_lab.simulate.price_table import step_parts_s
+from holdfast_lab.simulate.scenario import Scenario
 from holdfast_lab.simulate.traces import read_trace
 
 if TYPE_CHECKING:
@@ -186,7 +188,7 @@ def of_step(cluster: Cluster, job: Job, costs: Costs, down: Down, step_s: float 
     if step_s is None:
         return Scenario(cluster, job, costs, down)
     probe = Scenario(cluster, job, _replaced(costs, slice_s=1.0), down)
-    compute, sums = probe.costs.step_parts_s(probe)
+    compute, sums = step_parts_s(probe.cluster, probe.job, probe.costs)
     if step_s <= sums[-1]:
         msg = f"step_s must be more than what its sums take, {sums[-1]:g} s, got {step_s:g}"
         raise ConfigError(msg)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from holdfast_lab.simulate import Cluster, Costs, Job, Outages, Outcome, Scenario, simulate
+from holdfast_lab.simulate.price_table import step_parts_s
 from holdfast_lab.studies.base import Row
 from holdfast_lab.studies.resilience.cases import ADDITION, FAILURE, GAP, REMOVAL, REPLACED, SPREAD, Case
 
@@ -128,7 +129,7 @@ def _scenario(case: Case, steps: int, costs: Costs, failures: Planned, update: s
 def simulated(case: Case, steps: int, seed: int, costs: Costs, update: str = "lazy") -> Outcome:
     """Return what comes of a training of so many steps."""
     empty = _scenario(case, steps, costs, Planned(()), update)
-    compute_s, sums_s = (float(part[-1]) for part in costs.step_parts_s(empty))
+    compute_s, sums_s = (float(part[-1]) for part in step_parts_s(empty.cluster, empty.job, costs))
     step_s = empty.full_step_s
     back_s = GAP * steps * step_s if case.what == REPLACED else None
     shares = case.shares(seed)

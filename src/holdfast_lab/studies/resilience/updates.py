@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from holdfast_lab.simulate.scenario import UPDATES
+from holdfast_lab.simulate.job import UPDATES
 from holdfast_lab.studies.base import Row
 from holdfast_lab.studies.resilience.cases import FORWARD, MIDDLE, RESTART, ROLLBACK, SPREAD, Case, Network, cases
 from holdfast_lab.studies.resilience.cost import STATED, simulated

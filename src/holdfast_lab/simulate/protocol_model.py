@@ -1,8 +1,7 @@
-"""The brain of production in the timed body: one recovery, order by order, as :class:`~holdfast.recovery.Protocol` gives them.
+"""The recovery protocol of production in the simulator: one recovery, order by order, as :class:`~holdfast.recovery.Protocol` gives them.
 
-All that do the same are played by one another: the protocol is that of one survivor, and a strategy that looks at everybody's
-progress is shown a few who stand for all. It can tell who is behind, who is new, and whether enough are left; of many that
-are alike it could tell no more.
+One survivor's protocol stands for those of all. A strategy that looks at the progress of all members is shown a few of them: it can
+tell that one is behind, that one is new, and whether enough are left. Of many members that are alike it could tell no more.
 """
 
 from __future__ import annotations
@@ -70,7 +69,7 @@ class Rules(NamedTuple):
         strategy: Decides.
         buckets: Sums of a step beside the closing one.
         split: Workers hold different parts of the model.
-        loses_parts: With a worker goes a part that nobody else holds.
+        loses_parts: A worker that dies takes a part of the model with it that no other worker holds.
     """
 
     strategy: Strategy
@@ -90,14 +89,14 @@ def rules_of(strategy: str, *, min_workers: int, buckets: int, model: str) -> Ru
 
 
 @dataclass(slots=True)
-class Meeting:
-    """Members meet because somebody died, or because somebody came. One order at a time is open.
+class Recovery:
+    """One recovery from a failure, or one admission of newcomers. One order at a time is open.
 
     Args:
         rules: By what they decide.
         step: The step in progress.
         sums: How many of its sums are done, at most ``rules.buckets``; None if it was not computed to its end.
-        some_behind: Somebody alive has completed one sum less.
+        some_behind: One survivor has completed one sum less.
     """
 
     rules: Rules
@@ -110,8 +109,6 @@ class Meeting:
     """What was decided so far, as :class:`~holdfast.records.types.Recovered` has it."""
     orders: dict[str, int] = field(init=False, default_factory=dict)
     """How often each order was carried out, by its name."""
-    events: int = field(init=False, default=0)
-    """How many events the protocol was told."""
     _protocol: Protocol = field(init=False)
     _calm: bool = field(init=False, default=False)
     _newcomers: bool = field(init=False, default=False)
@@ -119,31 +116,31 @@ class Meeting:
 
     def __post_init__(self) -> None:
         self._protocol = Protocol(self.rules.strategy, self.rules.buckets, split=self.rules.split)
-        self._tell(Started())
-        self._tell(CheckpointLoaded(self.step))
+        self._handle(Started())
+        self._handle(CheckpointLoaded(self.step))
         if self.sums is not None:
-            self._tell(Computed())
+            self._handle(Computed())
             for _ in range(self.sums):
-                self._tell(BucketSummed())
+                self._handle(BucketSummed())
 
-    def lose(self) -> None:
-        """Hear that somebody died: of a sum that failed, or of an agreement that was told so."""
+    def peer_lost(self) -> None:
+        """Report a death: by a sum that failed, or by an agreement."""
         if self._calm:
             self._calm, self._newcomers, self.decision = False, False, "continue"
         while isinstance(self.open, Revoke | Shrink):  # these succeed all the same
-            self.do(enough=True)
+            self.carry_out(enough=True)
         if self._has_begun:
             self._count(self.open)
         self._has_begun = True
-        self._tell(Agreed(value=False) if isinstance(self.open, Agree) else PeerLost())
+        self._handle(Agreed(value=False) if isinstance(self.open, Agree) else PeerLost())
 
-    def change(self) -> None:
-        """Hear that somebody waits to join: nobody died, the members meet before the step."""
+    def members_change(self) -> None:
+        """Report newcomers: no member died, they are admitted before the step."""
         self._calm = self._newcomers = self._has_begun = True
         self.decision = "grow"
-        self._tell(MembersChange())
+        self._handle(MembersChange())
 
-    def do(self, *, enough: bool, checkpoint: int = 0) -> None:
+    def carry_out(self, *, enough: bool, checkpoint: int = 0) -> None:
         """Carry the open order out; then another is open.
 
         Args:
@@ -151,16 +148,16 @@ class Meeting:
             checkpoint: The step that a checkpoint is loaded of.
         """
         self._count(self.open)
-        self._tell(self._answer(self.open, enough, checkpoint))
+        self._handle(self._answer(self.open, enough, checkpoint))
 
     @property
     def is_over(self) -> bool:
-        """Whether training goes on: a step is to be computed, or summed on."""
+        """Whether training resumes: a step is to be computed, or its sums continued."""
         return isinstance(self.open, ComputeStep | SumBucket | CloseStep)
 
     @property
     def has_stopped(self) -> bool:
-        """Whether all have saved, and left."""
+        """Whether all members have saved and stopped."""
         return isinstance(self.open, Leave)
 
     def _answer(self, order: Action, enough: bool, checkpoint: int) -> Event:
@@ -172,18 +169,18 @@ class Meeting:
             case Shrink():
                 return Shrunk()
             case ShareProgress(progress=progress):
-                return ProgressKnown(self._crowd(progress, enough), self.rules.buckets)
+                return ProgressKnown(self._progress_of_all(progress, enough), self.rules.buckets)
             case LoadCheckpoint():
                 return CheckpointLoaded(checkpoint)
             case ApplyStep():
                 return StepApplied()
             case ComputeStep() | SumBucket() | CloseStep() | Leave():
-                msg = f"{order} is no part of a meeting"
+                msg = f"{order} is no part of a recovery"
                 raise InternalError(msg)
             case _:
                 return ActDone()
 
-    def _crowd(self, progress: Progress, enough: bool) -> dict[int, Progress]:
+    def _progress_of_all(self, progress: Progress, enough: bool) -> dict[int, Progress]:
         flags = CALM * self._calm | LOST * (self.rules.loses_parts and not self._calm)
         alike = Progress(progress.completed, progress.computed, flags)
         crowd = dict.fromkeys(range(_ENOUGH if enough else _ENOUGH - 1), alike)
@@ -193,8 +190,7 @@ class Meeting:
             crowd[len(crowd) - 1] = Progress(JOINING, computed=False, flags=flags)
         return crowd
 
-    def _tell(self, event: Event) -> None:
-        self.events += 1
+    def _handle(self, event: Event) -> None:
         *_, self.open = self._protocol.handle(event)  # what comes before the last needs no answer: it is published
         if self._has_begun and (decision := _DECISIONS.get(type(self.open), "")):
             self.decision = max(self.decision, decision, key=_RANK.__getitem__)

@@ -1,4 +1,4 @@
-"""Stretches of many histories at once: what :class:`~holdfast_lab.simulate.stretch.Stretch` says of one."""
+"""Segments of undisturbed training: all steps of one take the same, so one division says where training is at any moment."""
 
 from __future__ import annotations
 
@@ -12,8 +12,16 @@ FAR = np.int64(1 << 61)
 """Later than any simulation looks, and small enough to be added to."""
 
 
-class Places(NamedTuple):
-    """Where training is; each has the shape ``(histories,)``. See :class:`~holdfast_lab.simulate.stretch.Place`."""
+class Position(NamedTuple):
+    """Where training is; all arrays have the shape ``(histories,)``.
+
+    Args:
+        step: The step in progress.
+        into: How far it is, nanoseconds; 0 while training is held for a checkpoint.
+        hold_left: How long it is still held for a checkpoint, 0 if it is not.
+        saves: Checkpoints of the segment for which training is held no longer.
+        ran: Work since the segment began, nanoseconds.
+    """
 
     step: Ticks
     into: Ticks
@@ -22,8 +30,10 @@ class Places(NamedTuple):
     ran: Ticks
 
 
-class Strides:
-    """One stretch for each history, begun anew again and again.
+class Segments:
+    """One segment for each history, begun anew again and again: steps one after another, with checkpoints in between.
+
+    The time from the end of one checkpoint to the end of the next is a cycle.
 
     Args:
         number: Of histories.
@@ -39,7 +49,7 @@ class Strides:
 
     def begin(self, i: Ticks, *, start: Ticks, first: Ticks, into: Ticks, compute: Ticks, sums: Ticks, waits: Ticks,
               exposed: Ticks, hold: int, behind: int, weight: Ticks) -> None:  # fmt: skip
-        """Begin the stretches of the histories ``i``.
+        """Begin the segments of the histories ``i``.
 
         Args:
             i: Which.
@@ -48,7 +58,7 @@ class Strides:
             into: How much of that is done.
             compute: A step takes this before its first sum.
             sums: And this for all of them.
-            waits: So far into a step all wait for the optimizer,
+            waits: From so far into a step on, all wait for the optimizer,
             exposed: and for so long.
             hold: How long training is held for a checkpoint.
             behind: How long after that it is written; the next one waits for it.
@@ -65,7 +75,7 @@ class Strides:
             self._lag[i] = np.maximum(behind, compute - -sums // (self._buckets + 1))
             self._works[i] = product(every - before, step) - into
 
-    def at(self, i: Ticks, now: Ticks) -> Places:
+    def at(self, i: Ticks, now: Ticks) -> Position:
         """Return where the histories ``i`` are at ``now``."""
         every, elapsed, step, first = self._every, now - self.start[i], self.step[i], self.first[i]
         done = self._into[i] + elapsed
@@ -73,11 +83,11 @@ class Strides:
         into = done - number * step
         none = np.zeros(len(i), dtype=np.int64)
         if not every:
-            return Places(first + number, into, none, none, elapsed)
+            return Position(first + number, into, none, none, elapsed)
         after = elapsed - self._works[i]  # the begin of the first checkpoint
         late = np.flatnonzero(after >= 0)
         if not late.size:
-            return Places(first + number, into, none, none, elapsed)
+            return Position(first + number, into, none, none, elapsed)
         j, after, step = i[late], after[late], step[late]
         hold, cycle = self._hold[j], self._cycle[j]
         after -= hold  # the end of the first checkpoint, which may be still to come
@@ -94,24 +104,26 @@ class Strides:
         number[late] = (cycles + 1) * every + np.where(cycles < 0, every, steps) - self._before[j]
         ran = elapsed.copy()
         ran[late] -= (cycles + 1) * hold + np.where(holds, hold - hold_left[late], 0)
-        return Places(first + number, into, hold_left, saves, ran)
+        return Position(first + number, into, hold_left, saves, ran)
 
-    def waiting(self, i: Ticks, place: Places) -> Ticks:
-        """Return how long those at ``place`` still wait for the optimizer, 0 for those who do not."""
-        waits = (self.waits[i] <= place.into) & (place.into < self.waited[i])
-        return np.where(waits, self.waited[i] - place.into, 0)
+    def waiting(self, i: Ticks, position: Position) -> Ticks:
+        """Return how long the histories at ``position`` still wait for the optimizer, 0 where they do not."""
+        waits = (self.waits[i] <= position.into) & (position.into < self.waited[i])
+        return np.where(waits, self.waited[i] - position.into, 0)
 
-    def missed(self, i: Ticks, place: Places) -> tuple[Ticks, Places]:
-        """Return how long it takes from ``place`` until those who compute come to their first sum, and where they are then.
+    def missed(self, i: Ticks, position: Position) -> tuple[Ticks, Position]:
+        """Return how long it takes from ``position`` to the first sum of the step, and where training is then.
 
-        Who is in a sum stays where it is.
+        Where training is in a sum already, it takes no time.
         """
         compute = self.compute[i]
-        computes = place.into < compute
-        rest = np.where(computes, compute - place.into, 0)
-        saves = place.saves + (computes & (place.hold_left > 0))
-        there = Places(place.step, place.into + rest, np.where(computes, 0, place.hold_left), saves, place.ran + rest)
-        return rest + np.where(computes, place.hold_left, 0), there
+        computes = position.into < compute
+        rest = np.where(computes, compute - position.into, 0)
+        saves = position.saves + (computes & (position.hold_left > 0))
+        there = Position(
+            position.step, position.into + rest, np.where(computes, 0, position.hold_left), saves, position.ran + rest
+        )
+        return rest + np.where(computes, position.hold_left, 0), there
 
     def until_step(self, i: Ticks, left: Ticks) -> Ticks:
         """Return when ``left`` more steps are done; no checkpoint follows the last."""
@@ -122,18 +134,18 @@ class Strides:
 
     def boundary(self, i: Ticks, now: Ticks) -> Ticks:
         """Return when the next step begins: now, if one does so just then. Held for a checkpoint, after that."""
-        place = self.at(i, now)
-        left = np.where(place.into > 0, self.step[i] - place.into, 0)
+        position = self.at(i, now)
+        left = np.where(position.into > 0, self.step[i] - position.into, 0)
         if self._every:
-            left += np.where((place.into > 0) & ((place.step + 1) % self._every == 0), self._hold[i], 0)
-        return now + np.where(place.hold_left > 0, place.hold_left, left)
+            left += np.where((position.into > 0) & ((position.step + 1) % self._every == 0), self._hold[i], 0)
+        return now + np.where(position.hold_left > 0, position.hold_left, left)
 
     def complete_at(self, i: Ticks, number: Ticks) -> Ticks:
-        """Return when checkpoint ``number`` of the stretch is complete, 1 is the first."""
+        """Return when checkpoint ``number`` of the segment is complete, 1 is the first."""
         return self.start[i] + self._works[i] + self._hold[i] + (number - 1) * self._cycle[i] + self._lag[i]
 
     def ran_at_save(self, i: Ticks, number: Ticks) -> Ticks:
-        """Return the work from the begin of the stretch to that checkpoint."""
+        """Return the work from the begin of the segment to that checkpoint."""
         return self._works[i] + (number - 1) * (self._cycle[i] - self._hold[i])
 
     def step_at_save(self, i: Ticks, number: Ticks) -> Ticks:

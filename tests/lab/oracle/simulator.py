@@ -1,13 +1,14 @@
 """One history, event by event: the strategies of production, with costs in the place of tensors.
 
-Events are taken in the order of (time, kind, number). Between two that disturb it, training is a
-:class:`~holdfast_lab.simulate.stretch.Stretch` that is worked out in one piece; the protocol is asked when members are lost, or come.
+Events are taken in the order of (time, kind, number). Between two that disturb it, training is a :class:`~oracle.segment.Segment`
+that is worked out in one piece; the protocol is asked when members are lost, or come.
 """
 
 from __future__ import annotations
 
 import enum
 import heapq
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from holdfast.recovery.messages import (
@@ -23,35 +24,36 @@ from holdfast.recovery.messages import (
     Welcome,
 )
 from holdfast_lab.simulate.checks import ticks
-from holdfast_lab.simulate.deciding import Meeting, rules_of
 from holdfast_lab.simulate.failures import Outages
-from holdfast_lab.simulate.fleet import NOBODY, Fleet
 from holdfast_lab.simulate.outcome import PARTS, Outcome
-from holdfast_lab.simulate.progress import Progress
+from holdfast_lab.simulate.price_table import price_table
+from holdfast_lab.simulate.protocol_model import Recovery, rules_of
 from holdfast_lab.simulate.scenario import Scenario
-from holdfast_lab.simulate.stretch import NEVER, Stretch
+from oracle.fleet import NOBODY, Fleet
+from oracle.progress import Progress
+from oracle.segment import NEVER, Segment
 
 _DOWN, _READY, _NEXT = 0, 1, 2
 """Kinds of events; at the same time, the lower comes first."""
 
 
-def simulate(scenario: Scenario, *, seed: int = 0, repetition: int = 0, keep_decisions: bool = False) -> Outcome:
-    """Return what comes of one history.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class History(Outcome):
+    """What comes of one history, and what was decided at each recovery: in the order of time, at which step, what, and the orders by name."""
 
-    Args:
-        scenario: What is simulated.
-        seed: Same seed, same outages, whatever the job.
-        repetition: Which of the histories with this seed, ``>= 0``.
-        keep_decisions: Write down what was decided at each recovery.
-    """
+    decisions: tuple[tuple[int, str, Mapping[str, int]], ...]
+
+
+def simulate(scenario: Scenario, *, seed: int = 0, repetition: int = 0) -> History:
+    """Return what comes of one history; the arguments are those of :func:`holdfast_lab.simulate.simulate`."""
     outages = scenario.failures.draw(scenario.cluster, scenario.horizon_s, (seed, repetition))
-    return Body(scenario, outages, keep_decisions=keep_decisions).run()
+    return Simulator(scenario, outages).run()
 
 
 class _Phase(enum.Enum):
     RUN = enum.auto()
     DETECT = enum.auto()
-    MEET = enum.auto()
+    RECOVER = enum.auto()
     START = enum.auto()
     WAIT = enum.auto()
 
@@ -63,20 +65,18 @@ class _Counts:
     joins: int = 0
     starts: int = 0
     lost_slices: int = 0
-    events: int = 0
 
 
-class Body:
+class Simulator:
     """Carries out what the strategies decide, in time.
 
     Args:
         scenario: What is simulated.
         outages: Who is down and when.
-        keep_decisions: Write down what was decided at each recovery.
     """
 
-    def __init__(self, scenario: Scenario, outages: Outages, *, keep_decisions: bool = False) -> None:
-        job, costs, table = scenario.job, scenario.costs, scenario.costs.table(scenario)
+    def __init__(self, scenario: Scenario, outages: Outages) -> None:
+        job, costs, table = scenario.job, scenario.costs, price_table(scenario.cluster, scenario.job, scenario.costs)
         self._workers, self._min_workers, self._quorum = scenario.cluster.workers, job.min_workers, scenario.quorum
         self._every = job.save_every or NEVER
         self._relaunches = job.strategy == "relaunch"
@@ -85,10 +85,10 @@ class Body:
         self._rules = rules_of(strategy, min_workers=job.min_workers, buckets=job.buckets, model=job.model)
         self._horizon = ticks(scenario.horizon_s)
         self._progress = Progress(None if job.steps is None else job.steps * self._workers)
-        self._compute, self._sums = table["compute"].tolist(), table["sums"].tolist()
-        self._exposed, self._undo = table["exposed"].tolist(), ticks(costs.undo_s)
+        self._compute, self._sums = table.compute.tolist(), table.sums.tolist()
+        self._exposed, self._undo = table.exposed.tolist(), ticks(costs.undo_s)
         self._eager = job.update == "eager"
-        self._regroup, self._weight = table["regroup"].tolist(), table["weight"].tolist()
+        self._regroup, self._weight = table.regroup.tolist(), table.weight.tolist()
         self._detect, self._save, self._behind = (
             ticks(costs.detect_s),
             ticks(costs.save_s),
@@ -109,22 +109,20 @@ class Body:
         self._ends = self._horizon
         self._phase, self._since, self._turn = _Phase.WAIT, 0, 0
         self._is_down, self._snapshot, self._finished = True, False, False
-        self._stretch: Stretch | None = None
-        self._meeting: Meeting | None = None
+        self._segment: Segment | None = None
+        self._recovery: Recovery | None = None
         self._sums_done: int | None = None
         self._parts = dict.fromkeys(PARTS, 0)
         self._counts = _Counts()
-        self._keeps = keep_decisions
         self._decisions: list[tuple[int, str, dict[str, int]]] = []
 
-    def run(self) -> Outcome:
+    def run(self) -> History:
         """Go through the events until the job is done, or time is up."""
         self._wake(0)
         while True:
             now, kind, number = heapq.heappop(self._heap) if self._heap else (self._horizon, _NEXT, 0)
             if now >= self._horizon:
                 return self._close(self._horizon)
-            self._counts.events += 1
             if kind == _DOWN:
                 self._go_down(now, number)
             elif kind == _READY:
@@ -142,14 +140,14 @@ class Body:
     def _go_on(self, now: int) -> None:
         match self._phase:
             case _Phase.RUN:
-                self._end_stretch(now)
+                self._end_segment(now)
                 self._finished = self._progress.is_done
                 if not self._finished:
                     self._admit(now)
             case _Phase.DETECT:
                 self._notice(now)
-            case _Phase.MEET:
-                self._spend_meeting(now)
+            case _Phase.RECOVER:
+                self._spend_recovery(now)
                 self._do(now)
             case _Phase.START:
                 self._spend_start(now)
@@ -197,8 +195,8 @@ class Body:
             updated = self._eager and sums == self._rules.buckets
             into = last + exposed if updated else max(1, compute - -sums * rest // (self._rules.buckets + 1))
         self._phase, self._since, self._killed = _Phase.RUN, now, 0
-        self._meeting, self._snapshot, self._is_down = None, False, False
-        self._stretch = Stretch(
+        self._recovery, self._snapshot, self._is_down = None, False, False
+        self._segment = Segment(
             start=now,
             first=self._progress.step,
             into=into,
@@ -215,21 +213,21 @@ class Body:
 
     def _plan(self, now: int) -> None:
         """Wake up where training ends, or where newcomers are let in."""
-        assert self._stretch is not None
-        ends, left = self._horizon, self._progress.left(self._stretch.weight)
+        assert self._segment is not None
+        ends, left = self._horizon, self._progress.left(self._segment.weight)
         if left is not None:
-            ends = self._stretch.until_step(self._stretch.first + left)
+            ends = self._segment.until_step(self._segment.first + left)
         self._ends = min(ends, self._horizon)
         # Where somebody is dead whom nobody misses before time is up, nobody is let in any more.
         if self._fleet.available > self._members and not self._relaunches and not self._killed:
-            ends = min(ends, self._stretch.boundary(now))
+            ends = min(ends, self._segment.boundary(now))
         self._wake(ends)
 
-    def _end_stretch(self, now: int) -> None:
+    def _end_segment(self, now: int) -> None:
         """Train until ``now``, and not on."""
-        assert self._stretch is not None
-        self._progress.add(self._stretch, now)
-        self._stretch, self._since = None, now
+        assert self._segment is not None
+        self._progress.add(self._segment, now)
+        self._segment, self._since = None, now
 
     # -- failures
 
@@ -242,8 +240,8 @@ class Body:
                     return
             case _Phase.START:
                 self._spend_start(now)
-            case _Phase.MEET:
-                self._spend_meeting(now)
+            case _Phase.RECOVER:
+                self._spend_recovery(now)
                 self._progress.settle(None, now)
         self._progress.spoil()
         self._phase, self._fleet.admitting = _Phase.DETECT, NOBODY
@@ -251,16 +249,16 @@ class Body:
 
     def _stop_training(self, now: int) -> bool:
         """Let survivors train until they miss somebody in a sum; return whether they do before all is done, or time is up."""
-        assert self._stretch is not None
-        stretch, missed = self._stretch, self._stretch.missed(now, computing=self._rules.split)
+        assert self._segment is not None
+        segment, missed = self._segment, self._segment.missed(now, computing=self._rules.split)
         if missed >= self._ends:
             return False
-        place = self._progress.add_broken_off(stretch, now, missed)
-        self._stretch, self._since = None, missed
+        place = self._progress.add_broken_off(segment, now, missed)
+        self._segment, self._since = None, missed
         self._sums_done = None
-        if place.into >= stretch.compute:
-            sums = stretch.step - stretch.compute - (stretch.waited - stretch.waits)
-            done = (place.into - stretch.compute) * (self._rules.buckets + 1) // sums
+        if place.into >= segment.compute:
+            sums = segment.step - segment.compute - (segment.waited - segment.waits)
+            done = (place.into - segment.compute) * (self._rules.buckets + 1) // sums
             self._sums_done = min(done, self._rules.buckets)
         return True
 
@@ -269,47 +267,47 @@ class Body:
         if self._is_down or self._relaunches or not self._members:
             self._stop(now)
             return
-        if self._meeting is None:
-            self._meeting = Meeting(self._rules, self._progress.step, self._sums_done)
-        self._meeting.lose()
-        self._phase = _Phase.MEET
+        if self._recovery is None:
+            self._recovery = Recovery(self._rules, self._progress.step, self._sums_done)
+        self._recovery.peer_lost()
+        self._phase = _Phase.RECOVER
         self._begin(now)
 
-    # -- meetings
+    # -- recoveries
 
     def _admit(self, now: int) -> None:
         """Let in all who wait."""
-        self._meeting, self._sums_done = Meeting(self._rules, self._progress.step), None
-        self._meeting.change()
+        self._recovery, self._sums_done = Recovery(self._rules, self._progress.step), None
+        self._recovery.members_change()
         self._fleet.admitting, self._joiners = now, self._fleet.available - self._members
-        self._phase = _Phase.MEET
+        self._phase = _Phase.RECOVER
         self._begin(now)
 
     def _begin(self, now: int) -> None:
         """Carry out what takes no time, and begin with what does."""
-        meeting = self._meeting
-        assert meeting is not None
-        while not (meeting.is_over or meeting.has_stopped):
-            self._take_effect(meeting.open)
-            if price := self._price(meeting)[0]:
+        recovery = self._recovery
+        assert recovery is not None
+        while not (recovery.is_over or recovery.has_stopped):
+            self._take_effect(recovery.open)
+            if price := self._price(recovery)[0]:
                 self._wake(now + price)
                 return
-            meeting.do(enough=self._members >= self._min_workers, checkpoint=self._progress.step)
-        self._leave_meeting(now, meeting)
+            recovery.carry_out(enough=self._members >= self._min_workers, checkpoint=self._progress.step)
+        self._end_recovery(now, recovery)
 
     def _do(self, now: int) -> None:
-        assert self._meeting is not None
-        self._meeting.do(enough=self._members >= self._min_workers, checkpoint=self._progress.step)
+        assert self._recovery is not None
+        self._recovery.carry_out(enough=self._members >= self._min_workers, checkpoint=self._progress.step)
         self._begin(now)
 
-    def _price(self, meeting: Meeting) -> tuple[int, str]:
+    def _price(self, recovery: Recovery) -> tuple[int, str]:
         """Return what the open order takes, and what that counts as."""
-        price, part = self._prices.get(type(meeting.open), (0, "regroup"))
-        if isinstance(meeting.open, Shrink):  # with all that is agreed on
+        price, part = self._prices.get(type(recovery.open), (0, "regroup"))
+        if isinstance(recovery.open, Shrink):  # with all that is agreed on
             price = self._regroup[self._members]
-        elif isinstance(meeting.open, DiscardStep) and self._eager:
+        elif isinstance(recovery.open, DiscardStep) and self._eager:
             price = self._undo * (self._sums_done or 0) // self._rules.buckets
-        return price, "rejoin" if meeting.decision == "grow" else part
+        return price, "rejoin" if recovery.decision == "grow" else part
 
     def _take_effect(self, order: Action) -> None:
         if isinstance(order, Reinitialise | LoadCheckpoint):
@@ -323,26 +321,24 @@ class Body:
             case LoadCheckpoint() if not self._snapshot:
                 self._progress.go_back()
 
-    def _spend_meeting(self, now: int) -> None:
-        assert self._meeting is not None
-        self._spend(now, self._price(self._meeting)[1])
+    def _spend_recovery(self, now: int) -> None:
+        assert self._recovery is not None
+        self._spend(now, self._price(self._recovery)[1])
 
-    def _leave_meeting(self, now: int, meeting: Meeting) -> None:
-        self._counts.events += meeting.events
-        if self._keeps:
-            self._decisions.append((self._progress.step, meeting.decision, dict(meeting.orders)))
-        if meeting.has_stopped:
+    def _end_recovery(self, now: int, recovery: Recovery) -> None:
+        self._decisions.append((self._progress.step, recovery.decision, dict(recovery.orders)))
+        if recovery.has_stopped:
             self._progress.secure(now)
             self._stop(now)
             return
-        if meeting.decision == "grow":
+        if recovery.decision == "grow":
             self._counts.joins += 1
             self._set_members(now, self._members + self._joiners)
             self._fleet.admitted, self._fleet.admitting = self._fleet.admitting, NOBODY
-        if isinstance(meeting.open, ComputeStep):
+        if isinstance(recovery.open, ComputeStep):
             self._resume(now)
             return
-        sums = meeting.open.bucket if isinstance(meeting.open, SumBucket) else self._rules.buckets
+        sums = recovery.open.bucket if isinstance(recovery.open, SumBucket) else self._rules.buckets
         if sums < self._rules.buckets:
             self._counts.lost_slices += min(self._killed, self._workers)
         self._resume(now, sums)
@@ -353,7 +349,7 @@ class Body:
         """Nobody trains any more: what was done since the newest checkpoint is lost."""
         self._progress.go_back()
         self._set_members(now, 0)
-        self._fleet.admitted, self._meeting, self._is_down = NOBODY, None, True
+        self._fleet.admitted, self._recovery, self._is_down = NOBODY, None, True
         self._phase, self._since = _Phase.WAIT, now
         self._try_start(now)
 
@@ -378,12 +374,12 @@ class Body:
 
     # -- the end
 
-    def _close(self, now: int) -> Outcome:
+    def _close(self, now: int) -> History:
         match self._phase:
-            case _Phase.RUN if self._stretch is not None:
-                self._end_stretch(now)
-            case _Phase.MEET:
-                self._spend_meeting(now)
+            case _Phase.RUN if self._segment is not None:
+                self._end_segment(now)
+            case _Phase.RECOVER:
+                self._spend_recovery(now)
             case _Phase.START:
                 self._spend_start(now)
             case _Phase.DETECT:
@@ -394,7 +390,7 @@ class Body:
         progress, counts = self._progress, self._counts
         self._parts["useful"], self._parts["lost"] = progress.ran, progress.lost
         self._parts["save"] += progress.held
-        return Outcome(
+        return History(
             parts_ns=self._parts,
             total_ns=now,
             ideal_ns=progress.weight * self._full // self._workers,
@@ -406,6 +402,5 @@ class Body:
             starts=counts.starts,
             lost_slices=counts.lost_slices,
             member_ns=self._member_ns,
-            events=counts.events,
             decisions=tuple(self._decisions),
         )

@@ -1,4 +1,4 @@
-"""A stretch of training that nothing disturbs: every step of it costs the same, so nobody has to go through them one by one."""
+"""A segment of training that nothing disturbs: every step of it costs the same, so nobody has to go through them one by one."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ NEVER = 1 << 62
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class Position:
     """Where training is.
 
     Args:
         step: The step in progress.
         into: How far it is, nanoseconds; 0 while training is held for a checkpoint.
         hold_left: How long it is still held for a checkpoint, 0 if it is not.
-        saves: Checkpoints of the stretch for which training is held no longer.
-        ran: Work since the stretch began, nanoseconds.
+        saves: Checkpoints of the segment for which training is held no longer.
+        ran: Work since the segment began, nanoseconds.
     """
 
     step: int
@@ -28,7 +28,7 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stretch:
+class Segment:
     """Steps one after another, with checkpoints in between. All times in whole nanoseconds.
 
     The time from the end of one checkpoint to the end of the next is a cycle. ``offset`` says where in its cycle it begins.
@@ -61,7 +61,7 @@ class Stretch:
 
     @property
     def offset(self) -> int:
-        """How much of the first cycle lies before the stretch."""
+        """How much of the first cycle lies before the segment."""
         return self.first % self.every * self.step + self.into
 
     @property
@@ -69,7 +69,7 @@ class Stretch:
         """What a cycle takes."""
         return self.every * self.step + self.hold
 
-    def at(self, now: int) -> Place:
+    def at(self, now: int) -> Position:
         """Return where training is at ``now``, not before ``start``."""
         offset = self.offset
         saves, rest = divmod(offset + now - self.start, self.cycle)
@@ -79,7 +79,7 @@ class Stretch:
         if steps == self.every:
             hold_left, into = self.hold - into, 0
         number = saves * self.every + steps
-        return Place(
+        return Position(
             self.first - self.first % self.every + number,
             into,
             hold_left,
@@ -118,11 +118,11 @@ class Stretch:
         return now + self.step - place.into + (self.hold if ends else 0)
 
     def complete_at(self, number: int) -> int:
-        """Return when checkpoint ``number`` of the stretch is complete, 1 is the first."""
+        """Return when checkpoint ``number`` of the segment is complete, 1 is the first."""
         return self.start - self.offset + number * self.cycle + self.lag
 
     def ran_at_save(self, number: int) -> int:
-        """Return the work from the begin of the stretch to that checkpoint."""
+        """Return the work from the begin of the segment to that checkpoint."""
         return number * self.every * self.step - self.offset
 
     def step_at_save(self, number: int) -> int:

@@ -1,0 +1,192 @@
+"""What the protocol decides, as a table: the simulator looks the answers up.
+
+The protocol's answer depends on where the members are and on whether enough of them are left, not on when it is asked. So each
+case is asked once, of the same objects.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from holdfast.recovery.messages import (
+    ComputeStep,
+    DiscardStep,
+    LoadCheckpoint,
+    Rehome,
+    Reinitialise,
+    SaveAndStop,
+    Shrink,
+    Welcome,
+)
+from holdfast_lab.simulate.checks import ticks
+from holdfast_lab.simulate.protocol_model import Recovery, Rules, rules_of
+from holdfast_lab.simulate.scenario import Scenario
+
+Ticks = npt.NDArray[np.int64]
+Flags = npt.NDArray[np.bool_]
+
+
+class Case(enum.IntEnum):
+    """Where the members are when one of them fails.
+
+    ``STEP``: in a step; the failure is detected in a sum, or while a split model is computed. ``BOUNDARY``: between two steps, while
+    newcomers are admitted. ``LOADING``: while a checkpoint is loaded.
+    """
+
+    STEP = 0
+    BOUNDARY = 1
+    LOADING = 2
+
+
+class Stage(enum.IntEnum):
+    """What a recovery does, one after the other in this order.
+
+    ``REGROUP``: survivors regroup and decide. ``UNDO``: updates of buckets are taken back. ``RESTART``: the application is built again.
+    ``LOAD``: a checkpoint is loaded, or parts are restored. ``SAVE``: all is saved, before all stop.
+    """
+
+    REGROUP = 0
+    UNDO = 1
+    RESTART = 2
+    LOAD = 3
+    SAVE = 4
+
+
+PART_OF = {
+    Stage.REGROUP: "regroup",
+    Stage.UNDO: "regroup",
+    Stage.RESTART: "restart",
+    Stage.LOAD: "load",
+    Stage.SAVE: "save",
+}
+"""Which of :data:`~holdfast_lab.simulate.outcome.PARTS` the time of a stage belongs to."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """What the protocol decides in one case.
+
+    Args:
+        takes: What each stage takes, nanoseconds. Regrouping depends on the number of members and is 0 here; undoing is that of all buckets.
+        discards: The step in progress is lost.
+        goes_back: All since the newest checkpoint is lost.
+        loads: A checkpoint is loaded; a failure meanwhile is of case ``LOADING``.
+        resumes: The step in progress is continued.
+        stops: All stop.
+    """
+
+    takes: dict[Stage, int]
+    discards: bool
+    goes_back: bool
+    loads: bool
+    resumes: bool
+    stops: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecisionTable:
+    """All decisions: arrays with one entry for each :class:`Case` with too few survivors and with enough; see :meth:`column`.
+
+    Args:
+        takes: By :class:`Stage`, shape ``(stages, columns)``; the others have the shape ``(columns,)``. See :class:`Decision`.
+    """
+
+    takes: Ticks
+    discards: Flags
+    goes_back: Flags
+    loads: Flags
+    resumes: Flags
+    stops: Flags
+
+    @staticmethod
+    def column(case: Ticks, enough: Flags) -> Ticks:
+        """Return where the decisions stand."""
+        return case * 2 + enough
+
+
+def decision_table(scenario: Scenario) -> DecisionTable:
+    """Return what the protocol decides, by where the members are and whether enough of them are left."""
+    rules = _rules(scenario)
+    decisions = [_decide(scenario, rules, case, enough) for case in Case for enough in (False, True)]
+    return DecisionTable(
+        takes=np.array([[one.takes[stage] for one in decisions] for stage in Stage], dtype=np.int64),
+        discards=np.array([one.discards for one in decisions]),
+        goes_back=np.array([one.goes_back for one in decisions]),
+        loads=np.array([one.loads for one in decisions]),
+        resumes=np.array([one.resumes for one in decisions]),
+        stops=np.array([one.stops for one in decisions]),
+    )
+
+
+def admission_ns(scenario: Scenario) -> int:
+    """Return how long an admission of newcomers holds training after the members have regrouped, nanoseconds."""
+    prices = {Welcome: scenario.costs.rejoin_s, Rehome: scenario.costs.rehome_s}
+    recovery, held = Recovery(_rules(scenario), 1), 0
+    recovery.members_change()
+    while not recovery.is_over:
+        held += ticks(prices.get(type(recovery.open), 0.0))
+        recovery.carry_out(enough=True)
+    return held
+
+
+def _rules(scenario: Scenario) -> Rules:
+    job = scenario.job
+    strategy = "rollback" if job.strategy == "relaunch" else job.strategy
+    return rules_of(strategy, min_workers=job.min_workers, buckets=job.buckets, model=job.model)
+
+
+def _decide(scenario: Scenario, rules: Rules, case: Case, enough: bool) -> Decision:
+    costs, job = scenario.costs, scenario.job
+    recovery, takes = _failed(rules, case), dict.fromkeys(Stage, 0)
+    discards = loads = rebuilds = False
+    while not (recovery.is_over or recovery.has_stopped):
+        match recovery.open:
+            case DiscardStep():
+                discards = True
+                takes[Stage.UNDO] = ticks(costs.undo_s) if case is Case.STEP and job.update == "eager" else 0
+            case Reinitialise():
+                rebuilds = True
+                takes[Stage.RESTART] = ticks(costs.rebuild_s)
+            case LoadCheckpoint():
+                loads = True
+                takes[Stage.LOAD] += ticks(costs.load_s)
+            case Rehome():
+                takes[Stage.LOAD] += ticks(costs.rehome_s)
+            case SaveAndStop():
+                takes[Stage.SAVE] = ticks(costs.save_s) + ticks(costs.save_background_s)
+        recovery.carry_out(enough=enough)
+    from_snapshot = rebuilds and job.reinit_from == "snapshot" and not rules.split
+    return Decision(
+        takes=takes,
+        discards=discards or from_snapshot,
+        goes_back=loads and not from_snapshot,
+        loads=loads,
+        resumes=not isinstance(recovery.open, ComputeStep) and not recovery.has_stopped,
+        stops=recovery.has_stopped,
+    )
+
+
+def _failed(rules: Rules, case: Case) -> Recovery:
+    """Return a recovery right after the failure was reported."""
+    recovery = Recovery(rules, 1, 0 if case is not Case.BOUNDARY else None)
+    if case is Case.BOUNDARY:
+        recovery.members_change()
+        while not isinstance(recovery.open, Shrink):
+            recovery.carry_out(enough=True)
+    elif case is Case.LOADING:
+        recovery = _loading(rules)
+    recovery.peer_lost()
+    return recovery
+
+
+def _loading(rules: Rules) -> Recovery:
+    """Return a recovery that has come to loading; where none ever does, one of a failure in a step."""
+    recovery = Recovery(rules, 1, 0)
+    recovery.peer_lost()
+    while not (isinstance(recovery.open, LoadCheckpoint) or recovery.is_over):
+        recovery.carry_out(enough=True)
+    return recovery if not recovery.is_over else Recovery(rules, 1, 0)

@@ -1,0 +1,185 @@
+"""The state of many histories: declared arrays, each with one entry for each history. Times are nanoseconds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from holdfast_lab.simulate.decision_table import Stage
+from holdfast_lab.simulate.fleet import Calendar
+from holdfast_lab.simulate.outcome import PARTS
+
+Ticks = npt.NDArray[np.int64]
+Flags = npt.NDArray[np.bool_]
+
+NEVER_ADMITTED = -1
+"""An admission before all others: no worker was ready by then."""
+
+
+class Phase:
+    """What a history is doing: plain integers, which arrays are compared with five times faster than with members of an enum.
+
+    ``RUN``: the members train. ``DETECT``: a member is dead, and not all survivors know. ``RECOVER``: the members regroup and carry
+    a decision out, or admit newcomers. ``START``: the launcher starts the job again. ``WAIT``: too few workers are up to start it.
+    ``OVER``: the job is done, or the horizon is reached.
+    """
+
+    RUN: Final = 0
+    DETECT: Final = 1
+    RECOVER: Final = 2
+    START: Final = 3
+    WAIT: Final = 4
+    OVER: Final = 5
+
+
+@dataclass(slots=True)
+class Clocks:
+    """Where each history is in time.
+
+    Args:
+        next_down: The outage that begins next, as an index of the calendar.
+        next_ready: The outage after which a new worker waits next, as an index of the calendar's ``by_ready``.
+        phase: One of :class:`Phase`.
+        since: Time up to here belongs to one of the parts already.
+        wake: When the phase ends by itself.
+        at_once: The phase takes no time: it ends before anything else happens at this moment.
+        ends: When training ends, undisturbed.
+    """
+
+    next_down: Ticks
+    next_ready: Ticks
+    phase: Ticks
+    since: Ticks
+    wake: Ticks
+    at_once: Flags
+    ends: Ticks
+
+    @classmethod
+    def at_start(cls, calendar: Calendar) -> Clocks:
+        """Return the clocks of histories in which no worker has been started yet."""
+        number = len(calendar.begin)
+        return cls(
+            next_down=calendar.begin.copy(),
+            next_ready=calendar.begin.copy(),
+            phase=np.full(number, Phase.WAIT, dtype=np.int64),
+            since=_zeros(number),
+            wake=_zeros(number),
+            at_once=_flags(number),
+            ends=_zeros(number),
+        )
+
+
+@dataclass(slots=True)
+class Workers:
+    """Which workers are up, and which of those are members.
+
+    Args:
+        available: How many are up.
+        members: How many of those are members.
+        members_since: Since when there have been as many.
+        member_ns: Members, summed over time until then.
+        admitted: When members were admitted last.
+        admitting: Since when newcomers are being admitted, :data:`NEVER_ADMITTED` if none are.
+        newcomers: How many of them.
+        killed: Members that died since training was resumed last.
+    """
+
+    available: Ticks
+    members: Ticks
+    members_since: Ticks
+    member_ns: npt.NDArray[np.float64]
+    admitted: Ticks
+    admitting: Ticks
+    newcomers: Ticks
+    killed: Ticks
+
+    @classmethod
+    def at_start(cls, number: int, total: int) -> Workers:
+        """Return the workers of histories in which all are up and none is a member."""
+        return cls(
+            available=np.full(number, total, dtype=np.int64),
+            members=_zeros(number),
+            members_since=_zeros(number),
+            member_ns=np.zeros(number),
+            admitted=np.full(number, NEVER_ADMITTED, dtype=np.int64),
+            admitting=np.full(number, NEVER_ADMITTED, dtype=np.int64),
+            newcomers=_zeros(number),
+            killed=_zeros(number),
+        )
+
+    def set_members(self, i: Ticks, now: Ticks, members: Ticks | int) -> None:
+        """Let the histories ``i`` have so many members from now on."""
+        self.member_ns[i] += self.members[i] * (now - self.members_since[i]).astype(np.float64)
+        self.members[i], self.members_since[i] = members, now
+
+
+@dataclass(slots=True)
+class Recoveries:
+    """What is recovered from, and how far that is.
+
+    Args:
+        is_down: No member trains or recovers: the launcher starts the job, or will.
+        is_admission: Nothing failed, newcomers are being admitted.
+        case: Where the members were, one of :class:`~holdfast_lab.simulate.decision_table.Case`.
+        decision: The column of the decision table.
+        sums: Sums of the step in progress that are done, -1 if it was not computed to its end.
+        from_snapshot: The state is in a snapshot: loading loses nothing more.
+        takes: What each stage takes, by :class:`~holdfast_lab.simulate.decision_table.Stage`; shape ``(stages, histories)``.
+    """
+
+    is_down: Flags
+    is_admission: Flags
+    case: Ticks
+    decision: Ticks
+    sums: Ticks
+    from_snapshot: Flags
+    takes: Ticks
+
+    @classmethod
+    def at_start(cls, number: int) -> Recoveries:
+        """Return those of histories in which the job is yet to be started."""
+        return cls(
+            is_down=np.ones(number, dtype=bool),
+            is_admission=_flags(number),
+            case=_zeros(number),
+            decision=_zeros(number),
+            sums=_zeros(number),
+            from_snapshot=_flags(number),
+            takes=np.zeros((len(Stage), number), dtype=np.int64),
+        )
+
+
+@dataclass(slots=True)
+class Totals:
+    """What has come of each history so far; see :class:`~holdfast_lab.simulate.Outcome`.
+
+    Args:
+        number: Of histories.
+    """
+
+    number: int
+    parts: dict[str, Ticks] = field(init=False)
+    failures: Ticks = field(init=False)
+    lost_workers: Ticks = field(init=False)
+    joins: Ticks = field(init=False)
+    starts: Ticks = field(init=False)
+    lost_slices: Ticks = field(init=False)
+    total_ns: Ticks = field(init=False)
+    finished: Flags = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.parts = {part: _zeros(self.number) for part in PARTS}
+        self.failures, self.lost_workers, self.joins = (_zeros(self.number) for _ in range(3))
+        self.starts, self.lost_slices, self.total_ns = (_zeros(self.number) for _ in range(3))
+        self.finished = _flags(self.number)
+
+
+def _zeros(number: int) -> Ticks:
+    return np.zeros(number, dtype=np.int64)
+
+
+def _flags(number: int) -> Flags:
+    return np.zeros(number, dtype=bool)
