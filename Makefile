@@ -26,7 +26,7 @@ STUDY_PEERS := chainer tensorflow orbax
 STUDY_MPI := 'mpi4py>=4.1,<5' 'openmpi>=5.0.10,<6'
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-torch check chaos chaos-20 proof bench bench-peers study-peers clean
+.PHONY: help setup demo test test-torch check golden chaos chaos-20 proof bench bench-peers study-peers clean
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -49,6 +49,9 @@ check: $(READY)  ## Style, format, types, and the tests that start no job: a min
 	$(VENV)/bin/ruff format --check
 	$(VENV)/bin/mypy
 	$(PY) -m pytest -m "not chaos and not soak"
+
+golden: $(READY)  ## What runs, files and commands give, against the kept record, or against another revision: make golden BASE=main
+	$(PY) tests/golden $(if $(BASE),judge --base $(BASE),check)
 
 chaos: $(READY)  ## The long random campaigns: hours
 	$(PY) -m pytest -m soak
