@@ -2,7 +2,7 @@
 
 A newer torch may change them silently, so :data:`TRIED` names the newest version they were tried with. ``make test-torch VERSION=...``
 tries another one. Not here are the methods by which torch calls a process group or a work
-(``distributed/group.py``, ``distributed/work.py``).
+(``distributed/group_base.py`` and what is made of it, ``distributed/work.py``).
 """
 
 from __future__ import annotations

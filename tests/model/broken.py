@@ -3,72 +3,44 @@
 from __future__ import annotations
 
 from holdfast.recovery import Protocol
-from holdfast.recovery.messages import (
-    Action,
-    Agree,
-    Agreed,
-    CloseStep,
-    Event,
-    Leave,
-    PeerLost,
-    ProgressKnown,
-    RanOut,
-    Revoked,
-    ShareProgress,
-    Shrink,
-    Shrunk,
-    StepClosed,
-)
+from holdfast.recovery.messages import Action, CloseStep, Event, Leave, PeerLost, RanOut, StepClosed
 from holdfast.recovery.protocol import State
+from holdfast.recovery.regroup import Line
 
 
 class WithoutRevoke(Protocol):
     """Agrees at once, though others may still wait in a sum."""
 
-    def _recover(self) -> list[Action]:
-        super()._recover()
-        return self._enter(State.HEARD, Agree(flag=False))
+    def _regroup(self, line: Line) -> list[Action]:
+        return super()._regroup(Line.HEARD if line is Line.REVOKE else line)
 
 
 class WithoutHearing(Protocol):
     """Shrinks right after the revoke: nobody waits until all have heard."""
 
-    def handle(self, event: Event) -> list[Action]:
-        """See :meth:`Protocol.handle`."""
-        if self.state is State.REVOKE and event == Revoked():
-            return self._enter(State.SHRINK, Shrink())
-        return super().handle(event)
+    def _regroup(self, line: Line) -> list[Action]:
+        return super()._regroup(Line.SHRINK if self.state is Line.REVOKE else line)
 
 
 class WithoutShrink(Protocol):
     """Goes on with the communicator that has the dead in it."""
 
-    def handle(self, event: Event) -> list[Action]:
-        """See :meth:`Protocol.handle`."""
-        if self.state is State.HEARD and isinstance(event, Agreed):
-            return self._enter(State.SHARE, ShareProgress(self.progress))
-        return super().handle(event)
+    def _regroup(self, line: Line) -> list[Action]:
+        return super()._regroup(Line.SHARE if self.state is Line.HEARD else line)
 
 
 class WithoutFence(Protocol):
     """Uses the new communicator though others may still be making it."""
 
-    def handle(self, event: Event) -> list[Action]:
-        """See :meth:`Protocol.handle`."""
-        if self.state is State.SHRINK and event == Shrunk():
-            return self._enter(State.SHARE, ShareProgress(self.progress))
-        return super().handle(event)
+    def _regroup(self, line: Line) -> list[Action]:
+        return super()._regroup(Line.SHARE if self.state is Line.SHRINK else line)
 
 
 class WithoutConfirming(Protocol):
     """Decides as soon as it knows everybody's progress, though others may not."""
 
-    def handle(self, event: Event) -> list[Action]:
-        """See :meth:`Protocol.handle`."""
-        if self.state is State.SHARE and isinstance(event, ProgressKnown):
-            self._known = event
-            return self._decide()
-        return super().handle(event)
+    def _regroup(self, line: Line) -> list[Action]:
+        return self._decide() if line is Line.CONFIRM else super()._regroup(line)
 
 
 class WithoutGate(Protocol):

@@ -23,12 +23,11 @@ from holdfast.recovery.messages import (
     MembersChange,
     ProgressKnown,
     Publish,
-    ShareProgress,
-    Shrink,
     StepApplied,
     Welcome,
 )
 from holdfast.recovery.protocol import State
+from holdfast.recovery.regroup import Line
 from model.broken import (
     BarrierForGate,
     WithoutConfirming,
@@ -208,7 +207,7 @@ class WithoutTold(Protocol):
     """Begins with R1 although an agreement has told everybody already."""
 
     def handle(self, event: Event) -> list[Action]:
-        if self.state in (State.FENCE, State.CONFIRM, State.GATE, State.LAST_GATE) and event == Agreed(value=False):
+        if self.state in (Line.FENCE, Line.CONFIRM, State.GATE, State.LAST_GATE) and event == Agreed(value=False):
             self._state = State.SUM
             return self._recover()
         return super().handle(event)
@@ -337,7 +336,7 @@ class MeetsInSilence(Protocol):
 
     def handle(self, event: Event) -> list[Action]:
         if self.state is State.COMPUTE and event == MembersChange():
-            return self._enter(State.SHRINK, Shrink())
+            return self._regroup(Line.SHRINK)
         return super().handle(event)
 
 
@@ -393,7 +392,7 @@ class EntersWithoutFence(Protocol):
 
     def handle(self, event: Event) -> list[Action]:
         orders = super().handle(event)
-        return self._enter(State.SHARE, ShareProgress(self.progress)) if isinstance(event, Admitted) else orders
+        return self._regroup(Line.SHARE) if isinstance(event, Admitted) else orders
 
 
 class WelcomesOnce(Protocol):

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from holdfast.comm.allreduce.checksums import checksum
     from holdfast.comm.allreduce.ordered import SUM, Mean, OrderedSum, Span
-    from holdfast.comm.base import Communicator, share_bytes
+    from holdfast.comm.base import Communicator, MessageCommunicator, share_bytes
     from holdfast.comm.connect import connect
     from holdfast.comm.p2p import Mail
     from holdfast.comm.subgroup import Subgroup
@@ -25,6 +25,7 @@ _WHERE = {
     "Communicator": "base",
     "Mail": "p2p",
     "Mean": "allreduce.ordered",
+    "MessageCommunicator": "base",
     "OrderedSum": "allreduce.ordered",
     "Span": "allreduce.ordered",
     "Subgroup": "subgroup",
@@ -39,6 +40,7 @@ __all__ = [
     "Communicator",
     "Mail",
     "Mean",
+    "MessageCommunicator",
     "OrderedSum",
     "Span",
     "Subgroup",

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 
@@ -232,6 +233,77 @@ class Communicator(Exchange, Protocol):
 
     def failed(self) -> tuple[int, ...]:
         """Return the members that this process knows to be dead."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Message:
+    """A message between two workers that is on its way.
+
+    Args:
+        request: What the fabric knows it by.
+        data: Its memory, which the fabric may use until it is done with the message.
+    """
+
+    request: Any
+    data: torch.Tensor
+
+
+class MessageCommunicator(Communicator, Protocol):
+    """A communicator for the ``torch.distributed`` backend: messages are begun and looked after, and a thread may give up.
+
+    All calls come from the thread that owns it, :meth:`revoke_from_outside` alone from any other.
+    """
+
+    @property
+    def first_size(self) -> int:
+        """Number of workers that the job was started with."""
+        ...
+
+    def start_send(self, data: torch.Tensor, rank: int, tag: int) -> Message:
+        """Begin to give ``data`` to ``rank``; the message is through when that has taken it.
+
+        Args:
+            data: CPU, contiguous, any shape and dtype; not written until the message is through.
+            rank: A member.
+            tag: Told apart from other messages between the same two; ``>= 0`` and below ``2**30``, but not 1.
+
+        Raises:
+            PeerFailed: if it cannot be begun.
+        """
+        ...
+
+    def start_receive(self, data: torch.Tensor, rank: int | None, tag: int) -> Message:
+        """Begin to overwrite ``data`` by what ``rank`` gives; see :meth:`start_send`.
+
+        Args:
+            data: CPU, contiguous, of the size of what is given.
+            rank: A member; None takes from whichever member gives first.
+            tag: That of the sender.
+
+        Raises:
+            PeerFailed: if it cannot be begun.
+        """
+        ...
+
+    def test(self, message: Message) -> int | None:
+        """Return the rank at the other end once ``message`` is through (-1 for one that was sent), None before.
+
+        Raises:
+            PeerFailed: if it did not arrive.
+        """
+        ...
+
+    def abandon(self, message: Message) -> None:
+        """Keep the memory of a message whose end is of no interest any more, until the fabric is done with it."""
+        ...
+
+    def is_revoked(self) -> bool:
+        """Return at once whether a peer has revoked this generation."""
+        ...
+
+    def revoke_from_outside(self) -> None:
+        """Revoke, from another thread than the owner, which waits in a collective that will not complete."""
         ...
 
 

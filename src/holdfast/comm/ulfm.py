@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import numpy as np
 import torch
 
-from holdfast.comm.base import FixedMembership
+from holdfast.comm.base import FixedMembership, Message
 from holdfast.comm.waiting import waiting
 from holdfast.errors import ConfigError, InternalError, PeerFailed
 from holdfast.recovery.messages import Progress
@@ -41,15 +41,6 @@ _POST_TAG = 1
 
 _LOOK_EVERY_S = 1e-3
 """How often a worker that waits for another one looks for deaths of third ones."""
-
-
-class Message:
-    """A message between two workers that is on its way; it keeps the memory of its data."""
-
-    def __init__(self, comm: UlfmCommunicator, request: MPI.Request, data: torch.Tensor) -> None:
-        self._comm = comm
-        self.request = request
-        self.data = data
 
 
 def under_mpirun() -> bool:
@@ -314,38 +305,26 @@ class UlfmCommunicator(FixedMembership):
             return True
 
     def start_send(self, data: torch.Tensor, rank: int, tag: int) -> Message:
-        """Begin to give ``data`` (contiguous, not written until it is done) to ``rank``; done when that has taken it.
-
-        Raises:
-            PeerFailed: if it cannot be begun.
-        """
+        """Begin to give; see :meth:`MessageCommunicator.start_send`."""
         return self._start(self._comm.Issend, data, self._place(rank), tag)
 
     def start_receive(self, data: torch.Tensor, rank: int | None, tag: int) -> Message:
-        """Begin to overwrite ``data`` (contiguous) by what ``rank``, or whoever comes first, gives.
-
-        Raises:
-            PeerFailed: if it cannot be begun.
-        """
+        """Begin to take; see :meth:`MessageCommunicator.start_receive`."""
         return self._start(self._comm.Irecv, data, self._mpi.ANY_SOURCE if rank is None else self._place(rank), tag)
 
     def _start(self, call: Callable[..., MPI.Request], data: torch.Tensor, place: int, tag: int) -> Message:
         self._check_thread()
         try:
-            return Message(self, call(_bytes(data), place, tag), data)
+            return Message(call(_bytes(data), place, tag), data)
         except self._mpi.Exception as error:
             raise PeerFailed(str(error)) from error
 
     def abandon(self, message: Message) -> None:
-        """Keep the memory of a message that nobody waits for any more, until MPI has done with it."""
+        """Keep its memory; see :meth:`MessageCommunicator.abandon`."""
         self._abandoned.append(message)
 
     def test(self, message: Message) -> int | None:
-        """Return the rank at the other end once ``message`` is through (-1 for one that was sent), None before.
-
-        Raises:
-            PeerFailed: if it did not arrive.
-        """
+        """Look after a message; see :meth:`MessageCommunicator.test`."""
         self._check_thread()
         status = self._mpi.Status()
         try:

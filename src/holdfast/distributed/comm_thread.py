@@ -22,12 +22,13 @@ from typing import Any
 import torch
 
 from holdfast.comm.allreduce.ordered import OrderedSum, Span
-from holdfast.comm.base import Exchange
+from holdfast.comm.base import Exchange, Message, MessageCommunicator
 from holdfast.comm.subgroup import Subgroup
-from holdfast.comm.ulfm import Message, UlfmCommunicator
+from holdfast.comm.ulfm import UlfmCommunicator
 from holdfast.distributed.recorder import Witness
 from holdfast.distributed.work import Pending
 from holdfast.engine import exits
+from holdfast.engine.regroup import pass_gate, regroup
 from holdfast.errors import HoldfastError, PeerFailed, RanksLost, ScriptError
 from holdfast.records.beacon import say_connecting
 
@@ -186,7 +187,7 @@ class Engine:
         self._current: Collective | None = None
         self._history: list[tuple[frozenset[int], dict[int, int]]] = []
         self.witness: Witness
-        self.world: UlfmCommunicator
+        self.world: MessageCommunicator
         self._answers: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         threading.Thread(target=self._run, name="holdfast-dist", daemon=True).start()
         threading.Thread(target=self._watch, name="holdfast-dist-watch", daemon=True).start()
@@ -281,7 +282,7 @@ class Engine:
                 case _Order() as order:
                     try:
                         order.answer = order.do()
-                    except Exception as error:
+                    except Exception as error:  # raised again where the order came from
                         order.error = error
                     order.done.set()
                 case None:
@@ -341,7 +342,7 @@ class Engine:
             except (RanksLost, ScriptError) as error:  # raised at all ranks alike
                 self._end(job, error)
                 return
-            except Exception as error:
+            except Exception as error:  # belongs to who called the collective
                 group.broken = True  # the others cannot know: they are told by a recovery
                 self._recover()
                 self._end(job, error)
@@ -350,7 +351,7 @@ class Engine:
                 break
         try:
             job.finish()
-        except Exception as error:
+        except Exception as error:  # belongs to who called the collective
             self._end(job, error)
         else:
             self._end(job, None)
@@ -394,7 +395,7 @@ class Engine:
         except PeerFailed:
             self._recover()
             transfer.work.fail(self._lost(transfer))
-        except Exception as error:
+        except Exception as error:  # belongs to who called it
             transfer.work.fail(error)
         else:
             self._transfers.append(transfer)
@@ -414,7 +415,7 @@ class Engine:
         self._transfers.remove(transfer)
         try:
             transfer.finish()
-        except Exception as error:
+        except Exception as error:  # belongs to who called it
             transfer.work.fail(error)
         else:
             ranks = transfer.group.ranks
@@ -426,21 +427,7 @@ class Engine:
         """Meet the survivors; return for every group how many collectives anybody alive has completed."""
         before = self.world.members
         self.witness.failure_seen()
-        while True:
-            if not told:
-                self.world.revoke()
-                self.world.agree(False)  # R1: all have heard
-            self.world.shrink()  # R2
-            told = True
-            if not self.world.agree(True):  # the fence: nobody revokes before everybody has left the shrink
-                continue
-            try:
-                table = self._share_progress()  # R3
-            except PeerFailed:
-                told = False
-                continue
-            if self.world.agree(True):  # R4: all know the same, and all know that all know
-                break
+        table = regroup(self.world, self._share_progress, told=told)
         transfers, self._transfers = self._transfers, []
         for transfer in transfers:
             if transfer.message is not None:
@@ -475,8 +462,7 @@ class Engine:
         return top
 
     def _pass_gate(self) -> None:
-        while not self.world.agree(True):
-            self._recover(told=True)
+        pass_gate(self.world, lambda: self._recover(told=True))
         self.witness.finished()
 
 

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from holdfast.checkpoint import Loaded
-from holdfast.clock import Clock
-from holdfast.comm import Communicator, OrderedSum
-from holdfast.config import Settings
 from holdfast.data.ledger import Account
-from holdfast.faults.process import Injector
 from holdfast.models.overlap import Spent
-from holdfast.records.beacon import Beacon, NoBeacon
-from holdfast.records.files import Recorder
-from holdfast.records.types import Finished
-from holdfast.state.manager import Keeper
+
+if TYPE_CHECKING:  # the torch.distributed backend needs the flags below, and none of these
+    from holdfast.checkpoint import Loaded
+    from holdfast.clock import Clock
+    from holdfast.comm import Communicator, OrderedSum
+    from holdfast.config import Settings
+    from holdfast.faults.process import Injector
+    from holdfast.records.beacon import Beacon, NoBeacon
+    from holdfast.records.files import Recorder
+    from holdfast.records.types import Finished
+    from holdfast.state.manager import Keeper
 
 STOP = 1
 """Flag in the closing sum: a script asked to stop after this step."""
@@ -127,6 +129,11 @@ class World:
     def is_lead(self) -> bool:
         """Whether the lowest worker alive is played here: it writes what is written once."""
         return self.comm.members[0] in self.comm.here
+
+    def reach(self, phase: str, step: int | None = None) -> None:
+        """Let a fault strike that is due in a phase of ``step`` (default: the next one), at every worker played here."""
+        for rank in self.comm.here:
+            self.faults.reach(phase, self.step if step is None else step, rank)
 
     def announce(self) -> None:
         """Let those who come later know which loop goes on, and of what kind they must be."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Generator, Iterator
 from typing import NoReturn
 
@@ -12,80 +11,55 @@ from holdfast.data.ledger import Account
 from holdfast.data.loader import Source
 from holdfast.data.plan import MiniBatch, Plan
 from holdfast.data.position import Place
-from holdfast.engine.context import ASK, CHANGE, LEAVE, SAVE, STOP, World
+from holdfast.engine.acts import Acts
+from holdfast.engine.context import ASK, CHANGE, LEAVE, STOP, World
 from holdfast.engine.executor import Attempts
 from holdfast.engine.exits import kill_self
 from holdfast.engine.live_config import Requests
 from holdfast.engine.recovery_log import Recovering
+from holdfast.engine.regroup import Regroup, Status
 from holdfast.engine.scribe import Scribe
 from holdfast.errors import (
     CheckpointError,
     ConfigError,
     InternalError,
     PeerFailed,
-    StateLost,
     StoreLost,
     TooFewWorkers,
-    Unwind,
 )
 from holdfast.integrity.certificate import Certificate
 from holdfast.integrity.hash_chain import GENESIS
 from holdfast.integrity.sdc_guard import Watch
 from holdfast.models.model_parallel import Pipelined, Split
-from holdfast.models.part_restore import Restorer
 from holdfast.models.replicated import Replica
 from holdfast.models.sharded import Shards
 from holdfast.recovery import Protocol, make_strategy, strategy_class
 from holdfast.recovery.messages import (
-    ALTERED,
-    CALM,
-    CORRUPT,
-    LOST,
-    ActDone,
     Action,
     Admitted,
     Agree,
-    Agreed,
     ApplyStep,
     BucketSummed,
     ChangesWait,
-    CheckpointLoaded,
     CloseStep,
     Computed,
     ComputeStep,
     CorruptionSeen,
-    DiscardStep,
     Event,
-    HandedOver,
-    HandOver,
-    Install,
     Leave,
-    LoadCheckpoint,
-    MakeChanges,
     MembersChange,
-    Parted,
     PeerLost,
-    ProgressKnown,
     Publish,
     RanOut,
-    Rehome,
-    Reinitialise,
     Revoke,
-    Revoked,
-    SaveAndStop,
-    Settle,
     ShareProgress,
     Shrink,
-    Shrunk,
     Started,
     StepApplied,
     StepClosed,
     SumBucket,
-    TakeChanges,
-    Welcome,
 )
 from holdfast.recovery.protocol import State
-from holdfast.session.reinit_context import hand_over
 from holdfast.session.step import Step
 from holdfast.state.restorer import Beginning
 from holdfast.state.store_loss import launcher_is_gone, turn
@@ -132,18 +106,12 @@ class Run:
         self._beginning = Beginning(world, replica, self._place, self._scribe, self._requests, self._watch)
         self._attempts = Attempts(world, replica, self._place, self._scribe, self._sum, source)
         self._certificate = self._begin_certificate()
-        self._heard = 0
-        self._outcome = "done"
-        self._save_due = False  # since a step was closed until the next one is stable
-        self._announced = world.rebuilding is not None
+        self._status = Status(announced=world.rebuilding is not None)
         self._recovery = Recovering(world, self._scribe)
+        common = (world, replica, self._status, self._scribe, self._recovery, self._watch, self._attempts)
+        self._regroup = Regroup(*common, self._certificate)
+        self._acts = Acts(*common, self._beginning, self._requests, is_newcomer=is_newcomer)
         self._is_newcomer = is_newcomer
-
-    @property
-    def _parts(self) -> Split:
-        """The model, of which workers hold parts."""
-        assert isinstance(self._replica, Split)
-        return self._replica
 
     def _begin_certificate(self) -> Certificate | None:
         """Return what makes the links of this loop; None if none are asked for."""
@@ -184,10 +152,10 @@ class Run:
                 match order:
                     case Publish(step=step):
                         self._publish(step)
-                    case ComputeStep() if self._heard & CHANGE:
+                    case ComputeStep() if self._status.heard & CHANGE:
                         self._recovery.meet()
                         event = MembersChange()
-                    case ComputeStep() if self._heard & ASK:
+                    case ComputeStep() if self._status.heard & ASK:
                         event = ChangesWait()
                     case ComputeStep(step=step):
                         event = yield from self._compute(step)
@@ -238,7 +206,6 @@ class Run:
         return PeerLost()
 
     def _try(self, order: Action) -> Event:
-        comm = self._world.comm
         match order:
             case SumBucket(step=step, bucket=bucket):
                 self._recovery.end()
@@ -249,92 +216,10 @@ class Run:
             case ApplyStep(step=step):
                 self._apply(step)
                 return StepApplied()
-            case Revoke():
-                comm.revoke()
-                return Revoked()
-            case Agree(flag=flag):
-                self._scribe.mark("recovery" if self._recovery.now else "gate")
-                value = comm.agree(flag)
-                if flag and not value:
-                    self._recovery.see_failure()
-                return Agreed(value)
-            case Shrink():
-                changes, self._heard = self._heard & CHANGE, self._heard & ~CHANGE
-                parts = bool(changes) and self._world.parts
-                if parts:
-                    self._finish_checkpoints()
-                before = comm.members
-                if not comm.shrink(admits=self._world.loop if changes else -1, leaves=parts):
-                    self._outcome = "left"
-                    return Parted()
-                self._world.announce()
-                self._world.beacon.say_recovered(in_vain=comm.members == before)
-                self._world.keeper.note_alive(comm.members)
-                self._reach_everywhere("recovery")
-                return Shrunk()
-            case ShareProgress(progress=progress):
-                lost, calm = LOST * self._replica.is_lost(comm.members), CALM * self._recovery.is_calm
-                flags = (
-                    self._heard
-                    | SAVE * self._save_due
-                    | calm
-                    | lost
-                    | CORRUPT * self._watch.corrupt
-                    | ALTERED * self._watch.altered
-                )
-                heard = 0 if self._certificate is None else self._certificate.heard
-                known = comm.share_progress(dataclasses.replace(progress, flags=flags, heard=heard))
-                if self._certificate is not None and self._attempts.batch is not None:
-                    self._certificate.learn(self._world.step, known, self._replica.num_buckets)
-                for other in known.values():
-                    self._heard |= other.flags & ~(SAVE | CHANGE | CALM | LOST | CORRUPT | ALTERED)
-                    self._watch.corrupt |= bool(other.flags & CORRUPT)
-                    self._save_due |= bool(other.flags & SAVE)
-                return ProgressKnown(known, self._replica.num_buckets)
-            case DiscardStep():
-                return self._discard()
-            case HandOver(bucket=bucket, source=source):
-                self._attempts.hand_over(bucket, source)
-                return HandedOver(order.step, bucket)
-            case Welcome(step=step, newcomers=newcomers):
-                self._reach_everywhere("rejoin", step)
-                self._recovery.expect(newcomers)
-                self._beginning.welcome(newcomers)
-                return ActDone()
-            case Install():
-                self._beginning.install()
-                self._beginning.keep_on_joining()
-                return ActDone()
-            case Rehome(restores=restores):
-                self._reach_everywhere("rehome")
-                try:
-                    self._parts.rehome(Restorer(self._world, self._parts, self._scribe).restore if restores else None)
-                except StateLost as lost:
-                    self._begin_job_again(lost)
-                return ActDone()
-            case Settle():
-                self._parts.settle()
-                return ActDone()
-            case TakeChanges():
-                self._recovery.end()
-                self._requests.take()
-                return ActDone()
-            case MakeChanges():
-                self._requests.make()
-                self._heard &= ~ASK
-                return ActDone()
-            case Reinitialise():
-                raise self._unwound()
-            case LoadCheckpoint():
-                try:
-                    return CheckpointLoaded(self._load())
-                except StateLost as lost:
-                    self._begin_job_again(lost)
-            case SaveAndStop():
-                return self._save_and_stop()
+            case Revoke() | Agree() | Shrink() | ShareProgress():
+                return self._regroup.carry_out(order)
             case _:
-                msg = f"unknown order {order}"
-                raise InternalError(msg)
+                return self._acts.carry_out(order)
 
     # -- a step
 
@@ -349,12 +234,14 @@ class Run:
         batch = self._place.next_batch(step, self._world.comm.members)
         if batch is not None and not self._beginning.belongs_to_later_loop:
             if 0 <= self._world.settings.stop_after < step:
-                self._heard |= LEAVE
-            if not (self._heard or self._outcome == "gave-up"):
+                self._status.heard |= LEAVE
+            if not (self._status.heard or self._status.outcome == "gave-up"):
                 return batch
-            if self._heard == LEAVE and self._outcome == "done":  # where the script ends training too, it is done
-                self._outcome = "stopped"
-            if self._outcome == "stopped":
+            if (
+                self._status.heard == LEAVE and self._status.outcome == "done"
+            ):  # where the script stops it too, it is done
+                self._status.outcome = "stopped"
+            if self._status.outcome == "stopped":
                 self._beginning.save()
         self._scribe.mark("gate")
         return None
@@ -401,8 +288,8 @@ class Run:
             self._certificate.hears(step, said[len(brought) : len(brought) + len(hashed)])
         if not (stays and agrees):  # all leave, or none can reach the store: no worker would continue, so all stop
             changes, leave = 0, LEAVE
-        self._heard |= stop | leave | changes | asks
-        self._save_due = any(saves)
+        self._status.heard |= stop | leave | changes | asks
+        self._status.save_due = any(saves)
         return True
 
     def _wants_to_save(self) -> tuple[int, ...]:
@@ -416,8 +303,7 @@ class Run:
     def _apply(self, step: int) -> None:
         world, batch, replica = self._world, self._attempts.in_progress(), self._replica
         self._scribe.mark("optimizer")
-        for rank in world.comm.here:
-            world.faults.reach("optimizer", step, rank)
+        world.reach("optimizer", step)
         lost = replica.missing_slices(batch)
         workers = {rank for number, rank in batch.owners.items() if number not in lost}
         if isinstance(replica, Pipelined):
@@ -428,76 +314,22 @@ class Run:
         self._attempts.batch, world.step, world.snapshot = None, step + 1, None
         self._scribe.committed(batch, samples, len(workers), lost, link)
         self._beginning.keep_after_step()
-        if world.keeper.is_due(world.step) or self._save_due:
+        if world.keeper.is_due(world.step) or self._status.save_due:
             if replica.is_split and self._recovery.now is not None:
                 world.keeper.put_off(world.step)  # parts have homes among the dead: all save when they have new ones
             else:
                 self._beginning.save()
 
-    # -- recovery
-
-    def _reach_everywhere(self, phase: str, step: int | None = None) -> None:
-        for rank in self._world.comm.here:
-            self._world.faults.reach(phase, self._world.step if step is None else step, rank)
-
-    def _discard(self) -> Event:
-        self._recovery.take_back(was_computing=self._attempts.batch is not None)
-        self._watch.taken_back()
-        if self._attempts.batch is not None:
-            self._replica.discard_step()
-            # A script that asked to stop will ask again; whoever heard it of a closed step has no step in progress.
-            self._world.asked &= ~STOP
-            self._heard &= ~STOP
-        self._attempts.batch = None
-        return ActDone()
-
     # -- the beginning, checkpoints
 
     def _announce(self) -> None:
-        if not self._announced:
-            self._announced = True
+        if not self._status.announced:
+            self._status.announced = True
             self._scribe.started(self._place.plan, self._replica.num_buckets, self._replica.numel)
-
-    def _load(self) -> int:
-        world = self._world
-        reached = world.step + int(self._attempts.batch is not None)
-        self._discard()
-        self._world.asked &= ~STOP
-        self._heard &= ~STOP  # a script that asked to stop will ask again
-        self._save_due = False
-        lost = self._parts.lost(world.comm.members) if self._replica.is_split else ()
-        went_back = self._beginning.load(trained=self._announced or self._is_newcomer)
-        if lost and world.is_lead:
-            what = f"{'parts' if len(lost) > 1 else 'part'} {', '.join(map(str, lost))} of the model"
-            self._scribe.warn(f"nobody is left who holds {what}: all go back to step {world.step}")
-        self._recovery.decide("heal" if went_back else "load", reached - world.step if self._announced else 0)
-        if world.snapshot is not None:
-            self._heard |= world.snapshot.info["heard"]
-        if self._recovery.now is not None and world.rebuilding is not None:
-            world.rebuilding.loaded_s = world.clock.now_s()
-            self._recovery.decide("reinit", world.rebuilding.reached - world.step)
-        return world.step
-
-    def _unwound(self) -> Unwind:
-        """Make everything ready for the next application, and return what tells ``holdfast.reinit`` to build it."""
-        world, began_s = self._world, self._world.clock.now_s()
-        reached = world.step + int(self._attempts.batch is not None)
-        self._discard()
-        self._scribe.write_last_step()
-        self._beginning.take_snapshot(self._heard)
-        hand_over(world, self._recovery.rebuilding(reached=reached, began_s=began_s))
-        return Unwind()
-
-    def _begin_job_again(self, lost: StateLost) -> NoReturn:
-        """Let the launcher start the job again, as when all workers have died."""
-        if not self._world.settings.run_dir or isinstance(self._world.comm, VirtualCommunicator):
-            raise lost
-        self._scribe.warn(str(lost))
-        kill_self()
 
     def _publish(self, stable_step: int) -> None:
         world, keeper = self._world, self._world.keeper
-        self._save_due = False
+        self._status.save_due = False
         keeper.publish(stable_step, world.comm.generation, is_lead=world.is_lead)
         at_gate = self._protocol.state is State.LAST_GATE
         if at_gate and keeper.step is not None:
@@ -505,14 +337,8 @@ class Run:
         outcomes = keeper.finish() if at_gate else keeper.poll()
         for outcome in outcomes:
             self._scribe.saved(outcome)
-        if at_gate and self._outcome != "done" and world.is_lead and not self._beginning.belongs_to_later_loop:
+        if at_gate and self._status.outcome != "done" and world.is_lead and not self._beginning.belongs_to_later_loop:
             self._check_saved(outcomes)
-
-    def _finish_checkpoints(self) -> None:
-        """Write what others count on before this worker leaves them; what does not count yet they begin again."""
-        self._world.keeper.drop()
-        for outcome in self._world.keeper.finish():
-            self._scribe.saved(outcome)
 
     def _check_saved(self, outcomes: list[Outcome]) -> None:
         """Make sure that training does not stop without the state that it was to stop with."""
@@ -524,19 +350,13 @@ class Run:
         msg = f"training stops before step {step}, but its state could not be saved: {why}"
         raise CheckpointError(msg)
 
-    def _save_and_stop(self) -> Event:
-        self._outcome = "gave-up"
-        self._recovery.decide("stop")
-        self._beginning.save()
-        return ActDone()
-
     def _stop_alone(self, lost: StoreLost) -> NoReturn:
         """Save the state before the step in progress, unless it is saved, and stop: no agreement is possible any more.
 
         If the launcher is alive, other workers may still reach the store and continue: then only this worker ends.
         """
         world, run_dir = self._world, self._world.settings.run_dir
-        has_begun = self._announced and self._protocol.progress.completed >= 0
+        has_begun = self._status.announced and self._protocol.progress.completed >= 0
         if has_begun and not launcher_is_gone(run_dir):
             self._scribe.warn(
                 f"{lost}; this worker cannot take part in agreements any more, so it ends as if it had died"
@@ -544,7 +364,7 @@ class Run:
             kill_self()
         if not has_begun or self._replica.is_split:  # one alone has not all of it
             raise lost
-        self._discard()
+        self._acts.discard()
         with turn(run_dir):
             outcomes = self._beginning.save_alone()
         for outcome in outcomes:
@@ -552,7 +372,7 @@ class Run:
         if not (world.keeper.has(world.step) or self._beginning.belongs_to_later_loop):
             raise lost
         self._recovery.forget()
-        self._outcome = "stopped"
+        self._status.outcome = "stopped"
         self._leave()
         raise InternalError(str(lost))  # never reached: who stops ends the script
 
@@ -562,7 +382,7 @@ class Run:
         world, replica = self._world, self._replica
         if isinstance(replica, Split):
             replica.leave()
-        if self._outcome == "left":
+        if self._status.outcome == "left":
             self._scribe.left()
             raise SystemExit(0)
         self._recovery.end()
@@ -572,14 +392,14 @@ class Run:
             self._scribe.updated_eagerly(replica.eager)
         if self._certificate is not None:
             self._scribe.hashed(world.step, world.link, self._certificate.hash_end())
-        self._scribe.finished(self._outcome, replica.sha256s(world.comm.here), self.account())
+        self._scribe.finished(self._status.outcome, replica.sha256s(world.comm.here), self.account())
         self._scribe.mark("script")
         world.asked &= ~STOP
-        if self._outcome == "gave-up":
+        if self._status.outcome == "gave-up":
             alive, least = len(world.comm.members), world.settings.min_workers
             msg = f"{alive} of at least {least} workers are left; the state before step {world.step} is in {world.keeper.url}"
             raise TooFewWorkers(msg)
-        if self._outcome == "stopped":
+        if self._status.outcome == "stopped":
             self._scribe.say(f"stopped on request; the state before step {world.step} is in {world.keeper.url}")
             raise SystemExit(4)
 

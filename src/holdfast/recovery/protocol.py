@@ -9,13 +9,8 @@ computed, among whom it concerns. Only the closing sum is everybody's, and nobod
 step for a part that it holds. So whoever is behind a closed step still holds all of it. It may fail while it is computed, and
 then nobody can go on with it, whatever the strategy: what the dead would have computed is missing.
 
-When a sum fails::
-
-    R1  revoke, agree(0)      everybody alive has heard       (left out if an agreement already told everybody)
-    R2  shrink, agree(1)      fence: nobody revokes before everybody has left the shrink
-    R3  share progress        one sum of fixed-size integers
-    R4  agree(1)              from here all know the same, and all know that all know
-    R5  the strategy decides; its orders are carried out
+When a sum fails, the survivors regroup (R1 to R4, :mod:`holdfast.recovery.regroup`). Then the strategy decides (R5), and its
+orders are carried out.
 
 When somebody waits to join, or wants to leave, all hear it in a closing sum and meet before the next step: agree(0),
 because a peer that missed the closing sum does the same, and on with R2. Its shrink leaves out who leaves, and admits
@@ -79,12 +74,9 @@ from holdfast.recovery.messages import (
     RanOut,
     Rehome,
     Reinitialise,
-    Revoke,
     Revoked,
     SaveAndStop,
     Settle,
-    ShareProgress,
-    Shrink,
     Shrunk,
     Started,
     StepApplied,
@@ -93,23 +85,18 @@ from holdfast.recovery.messages import (
     TakeChanges,
     Welcome,
 )
+from holdfast.recovery.regroup import Line, line_after, order_of
 from holdfast.recovery.strategy import Strategy
 
 
 class State(enum.Enum):
-    """What the worker is waiting for."""
+    """What the worker is waiting for, unless it is regrouping, and then waits at a :class:`~holdfast.recovery.regroup.Line`."""
 
     NEW = enum.auto()
     COMPUTE = enum.auto()
     SUM = enum.auto()
     CLOSE = enum.auto()
     APPLY = enum.auto()
-    REVOKE = enum.auto()
-    HEARD = enum.auto()
-    SHRINK = enum.auto()
-    FENCE = enum.auto()
-    SHARE = enum.auto()
-    CONFIRM = enum.auto()
     ACT = enum.auto()
     TAKEN = enum.auto()
     GATE = enum.auto()
@@ -145,7 +132,7 @@ class Protocol:
         self._strategy = strategy
         self._split = split
         self._num_buckets = num_buckets
-        self._state = State.NEW
+        self._state: State | Line = State.NEW
         self._completed = 0
         self._computed = False
         self._stopping = False
@@ -157,8 +144,8 @@ class Protocol:
         self._strategy = strategy
 
     @property
-    def state(self) -> State:
-        """What the worker is waiting for."""
+    def state(self) -> State | Line:
+        """What the worker is waiting for; a line of the sequence while it regroups."""
         return self._state
 
     @property
@@ -195,9 +182,9 @@ class Protocol:
                 return self._next_order()
             case State.NEW, Admitted():
                 self._completed = JOINING
-                return self._enter(State.FENCE, Agree(flag=True))
+                return self._regroup(Line.FENCE)
             case State.COMPUTE, MembersChange():
-                return self._enter(State.HEARD, Agree(flag=False))  # a peer may be recovering, and meets us there
+                return self._regroup(Line.HEARD)  # a peer may be recovering, and meets us there
             case State.COMPUTE, ChangesWait():
                 # A strategy is among them: it must not be another at those who missed them than at the others.
                 self._state, self._orders = State.ACT, (TakeChanges(), Agree(flag=True), MakeChanges())
@@ -212,32 +199,14 @@ class Protocol:
             case State.CLOSE, StepClosed():
                 return [*self._publish_where_closed(), *self._enter(State.APPLY, ApplyStep(self.step))]
             case State.CLOSE, CorruptionSeen():
-                return self._enter(
-                    State.HEARD, Agree(flag=False)
-                )  # as where members change: who missed it meets us there
+                return self._regroup(Line.HEARD)  # as where members change: who missed it meets us there
             case State.APPLY, StepApplied():
                 self._finish_step()
                 return self._compute()
-            case State.REVOKE, Revoked():
-                return self._enter(State.HEARD, Agree(flag=False))
-            case State.HEARD, Agreed():
-                return self._enter(State.SHRINK, Shrink())
-            case (
-                (State.FENCE | State.CONFIRM | State.TAKEN | State.GATE | State.LAST_GATE),
-                Agreed(value=False),
-            ):
-                return self._enter(State.SHRINK, Shrink())  # the agreement told everybody: no need to revoke
-            case State.SHRINK, Parted():
-                return self._enter(State.LEFT, Leave())
-            case State.SHRINK, Shrunk():
-                return self._enter(State.FENCE, Agree(flag=True))
-            case State.FENCE, Agreed():
-                return self._enter(State.SHARE, ShareProgress(self.progress))
-            case State.SHARE, ProgressKnown():
-                self._known = event
-                return self._enter(State.CONFIRM, Agree(flag=True))
-            case State.CONFIRM, Agreed():
-                return self._decide()
+            case Line() as line, _:
+                return self._after_line(line, event)
+            case ((State.TAKEN | State.GATE | State.LAST_GATE), Agreed(value=False)):
+                return self._regroup(Line.SHRINK)  # the agreement told everybody: no need to revoke
             case State.TAKEN, Agreed():
                 self._state = State.ACT
                 return self._next_order()
@@ -248,12 +217,14 @@ class Protocol:
             case State.LAST_GATE, Agreed():
                 return self._enter(State.LEFT, Leave())
             case _:
-                msg = f"{event} cannot happen in state {self._state.name}"
-                raise InternalError(msg)
+                raise InternalError(self._cannot_happen(event))
 
     def _enter(self, state: State, action: Action) -> list[Action]:
         self._state = state
         return [action]
+
+    def _cannot_happen(self, event: Event) -> str:
+        return f"{event} cannot happen in state {self._state.name}"
 
     # -- a step
 
@@ -289,12 +260,32 @@ class Protocol:
     # -- recovery
 
     def _recover(self) -> list[Action]:
-        waits = self._state in (State.SUM, State.CLOSE, State.SHARE, State.ACT)
+        waits = self._state in (State.SUM, State.CLOSE, Line.SHARE, State.ACT)
         if not waits and not (self._split and self._state is State.COMPUTE):  # there, stages wait for each other
             msg = f"no sum can fail in state {self._state.name}"
             raise InternalError(msg)
         self._known, self._orders = None, ()
-        return self._enter(State.REVOKE, Revoke())
+        return self._regroup(Line.REVOKE)
+
+    def _regroup(self, line: Line) -> list[Action]:
+        """Go on with the sequence at ``line``."""
+        self._state = line
+        return [order_of(line, self.progress)]
+
+    def _after_line(self, line: Line, event: Event) -> list[Action]:
+        match line, event:
+            case Line.SHRINK, Parted():
+                return self._enter(State.LEFT, Leave())
+            case Line.SHARE, ProgressKnown():
+                self._known = event
+            case (Line.REVOKE, Revoked()) | (Line.SHRINK, Shrunk()):
+                pass
+            case ((Line.HEARD | Line.FENCE | Line.CONFIRM), Agreed()):
+                pass
+            case _:
+                raise InternalError(self._cannot_happen(event))
+        following = line_after(line, succeeded=event != Agreed(value=False))
+        return self._decide() if following is None else self._regroup(following)
 
     def _decide(self) -> list[Action]:
         assert self._known is not None

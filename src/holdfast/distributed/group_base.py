@@ -1,0 +1,217 @@
+"""What every collective of ``torch.distributed`` here has in common: a group of ranks, its engine, and the checks."""
+
+# mypy: disable-error-code="override, assignment"
+# (torch's stubs give each method two signatures, one of which it never calls on a group made in Python.)
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.distributed import ProcessGroup, Work
+
+from holdfast.distributed.call_site import Asker
+from holdfast.distributed.comm_thread import Collective, Engine, Members
+from holdfast.distributed.tensors import check_device
+from holdfast.distributed.work import Pending
+from holdfast.errors import RanksLost
+from holdfast.torch_private import task_of_backward
+
+
+class GroupBase(ProcessGroup):
+    """A group of ranks, and how it carries a collective out.
+
+    Args:
+        engine: Carries everything out.
+        members: The group, as the engine sees it.
+        rank: This rank, in the group.
+        timeout_s: How long a wait lasts at most.
+    """
+
+    def __init__(self, engine: Engine, members: Members, rank: int, timeout_s: float) -> None:
+        super().__init__(rank, len(members.ranks))  # type: ignore[call-arg]
+        self._engine = engine
+        self._members = members
+        self._place = rank
+        self._timeout_s = timeout_s
+        self._name = ""
+        self._description = ""
+        self._pending: Pending | None = None
+
+    # -- what it is
+
+    @property
+    def alive(self) -> tuple[int, ...]:
+        """Global ranks that are alive, ascending."""
+        return self._members.alive
+
+    def getBackendName(self) -> str:  # noqa: N802 - torch calls it so
+        """Return the word for ``init_process_group``."""
+        return "holdfast"
+
+    def getSize(self) -> int:  # noqa: N802 - torch calls it so
+        """Return how many ranks the group was made with, dead ones too."""
+        return len(self._members.ranks)
+
+    def size(self) -> int:
+        """Return how many ranks the group was made with, dead ones too."""
+        return len(self._members.ranks)
+
+    def getRank(self) -> int:  # noqa: N802 - torch calls it so
+        """Return this rank, in the group."""
+        return self._place
+
+    def rank(self) -> int:
+        """Return this rank, in the group."""
+        return self._place
+
+    @property
+    def group_name(self) -> str:
+        """The name that torch gave it."""
+        return self._name
+
+    def _set_group_name(self, name: str) -> None:
+        self._name = name
+
+    @property
+    def group_desc(self) -> str:
+        """The description that torch gave it."""
+        return self._description
+
+    def _set_group_desc(self, description: str) -> None:
+        self._description = description
+
+    def set_timeout(self, timeout: Any) -> None:
+        """Set how long a wait lasts at most."""
+        self._timeout_s = timeout.total_seconds()
+
+    def shutdown(self) -> None:
+        """Forget the group; the process leaves the job when its script ends."""
+        self._engine.drop_group(self._members)
+
+    def abort(self) -> None:
+        """Forget the group."""
+        self.shutdown()
+
+    # -- common parts
+
+    def _submit(
+        self,
+        what: str,
+        result: list[torch.Tensor],
+        exchange: Callable[[], None],
+        finish: Callable[[], None],
+        *,
+        deliver: Callable[[], None] | None = None,
+        like: torch.Tensor | None = None,
+        root: int | None = None,
+        recovers: bool = False,
+        counts: bool = True,
+    ) -> Work:
+        for tensor in result:
+            check_device(tensor, what)
+        if root is not None and not 0 <= root < self.size():
+            msg = f"{what}: the root must be a rank of the group, 0 to {self.size() - 1}, got {root}"
+            raise ValueError(msg)
+        work = Pending(result, what, self._timeout_s, self._engine.give_up, deliver)
+        signature = what
+        if like is not None:
+            signature += f" {like.dtype} {tuple(like.shape)}" + ("" if root is None else f" root {root}")
+        job = Collective(self._members, what, exchange, finish, recovers, work, signature if counts else "")
+        self._pending = work
+        return self._engine.submit(job)
+
+    def _last_of(self, works: Sequence[Work], result: list[torch.Tensor], what: str) -> Work:
+        """Return a work that is over when all of ``works`` are, which are over in their order."""
+        if len(works) == 1:
+            return works[0]
+        return self._submit(what, result, _wait_for(works), nothing, counts=False)
+
+    def _exchange_rows(self, send: torch.Tensor, rows: list[torch.Tensor]) -> None:
+        """Give row ``i`` to the ``i``-th of those alive, and put what they gave into ``rows``.
+
+        Before the last barrier: if that fails here and has returned elsewhere, the collective has its result.
+        """
+        out = torch.empty_like(send)
+        if send.numel():
+            self._members.comm.alltoall(send, out)
+        rows[:] = list(out)
+        self._members.comm.barrier()
+
+    def _asker(self) -> Asker:
+        """Return which part of torch or of the script asks for this collective."""
+        frame = sys._getframe(1)
+        while frame.f_globals.get("__package__") == __package__ and frame.f_back is not None:
+            frame = frame.f_back
+        return Asker(frame, task_of_backward())
+
+    def _check_alive(self, rank: int, what: str) -> None:
+        members = self._members
+        if members.ranks[rank] not in members.alive:
+            msg = (
+                f"{what} needs rank {members.ranks[rank]}, which has died; alive: {', '.join(map(str, members.alive))}"
+            )
+            raise RanksLost(msg, members.dead, members.alive)
+
+    def _check_count(self, parts: Sequence[torch.Tensor], what: str) -> None:
+        # Who is alive changes under our hands: how many that makes is compared later, at all ranks alike.
+        if not 0 < len(parts) <= self.size() or (len(parts) < self.size() and not self._members.dead):
+            msg = f"{what} needs one tensor for each of the {self.size()} ranks of the group, got {len(parts)}"
+            raise ValueError(msg)
+
+    def _check_list(self, parts: Sequence[torch.Tensor], like: torch.Tensor, what: str) -> None:
+        self._check_count(parts, what)
+        for part in parts:
+            self._check_like(part, like, what)
+
+    @staticmethod
+    def _check_like(part: torch.Tensor, like: torch.Tensor, what: str) -> None:
+        if part.dtype != like.dtype or part.numel() != like.numel():
+            msg = f"{what} needs tensors of one kind, got {part.dtype} {tuple(part.shape)} and {like.dtype} {tuple(like.shape)}"
+            raise ValueError(msg)
+
+    def _parts(self, whole: torch.Tensor, part: torch.Tensor, what: str) -> list[torch.Tensor]:
+        """Return ``whole`` cut into pieces of the size of ``part``, one a rank."""
+        count = whole.numel() // part.numel() if part.numel() and self._members.dead else self.size()
+        if whole.dtype != part.dtype or whole.numel() != count * part.numel():
+            msg = f"{what} of {count} ranks needs {count} x {part.numel()} numbers of {part.dtype}, got {whole.numel()} of {whole.dtype}"
+            raise ValueError(msg)
+        if whole.is_contiguous():
+            return list(whole.view(count, part.numel()))
+        if not whole.dim() or whole.shape[0] % count:
+            msg = f"{what} needs a contiguous tensor, or one whose first dimension {count} ranks divide"
+            raise ValueError(msg)
+        return list(whole.split(whole.shape[0] // count))
+
+    def _check_fits(self, parts: Sequence[torch.Tensor] | None, what: str) -> None:
+        """Make sure that everybody who gives or takes a tensor a rank has one for each rank alive.
+
+        Some have no list, such as all but the root of a gather. So the ranks tell each other, once somebody has died: who
+        raised alone would leave the others waiting.
+
+        Raises:
+            RanksLost: at all ranks, if one has another number.
+        """
+        members = self._members
+        fits = parts is None or len(parts) == len(members.alive)
+        if self._engine.world.generation and members.comm.maximum([int(not fits)])[0]:
+            msg = (
+                f"{what} was given another number of tensors than the {len(members.alive)} ranks that are alive "
+                f"({', '.join(map(str, members.alive))}): what the dead ranks {', '.join(map(str, members.dead))} "
+                "held, such as shards of parameters, is lost; give one tensor for each rank alive, or load a checkpoint"
+            )
+            raise RanksLost(msg, members.dead, members.alive)
+
+
+def nothing() -> None:
+    """Finish a collective that leaves nothing to finish."""
+
+
+def _wait_for(works: Sequence[Work]) -> Callable[[], None]:
+    def check() -> None:
+        for work in works:
+            work.wait()  # over already: they were submitted before
+
+    return check

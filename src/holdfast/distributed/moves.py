@@ -1,0 +1,188 @@
+"""The collectives of ``torch.distributed`` that move data: broadcast, gather, scatter, all-to-all, barrier."""
+
+# mypy: disable-error-code="override, assignment"
+# (torch's stubs give each method two signatures, one of which it never calls on a group made in Python.)
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.distributed import Work
+
+from holdfast.comm.allreduce.ordered import Span
+from holdfast.comm.allreduce.shm import ALIGN
+from holdfast.distributed.group_base import GroupBase, nothing
+from holdfast.distributed.tensors import bytes_of, give, one, plain, split
+
+
+class Moves(GroupBase):
+    """A group's collectives in which every rank's tensors arrive as they were given."""
+
+    def broadcast(self, tensors: Sequence[torch.Tensor], options: Any) -> Work:
+        """Give every rank the root's tensor."""
+        tensor, members, root = one(tensors, "broadcast"), self._members, options.rootRank
+        by_ddp = self._asker().is_ddp_outside
+        span = Span(0, tensor.numel() * tensor.element_size(), torch.uint8)
+
+        def exchange() -> None:
+            source = members.ranks[root]
+            if not by_ddp:
+                self._check_alive(root, "broadcast")
+            elif source not in members.alive:
+                source = members.alive[0]  # replicas are equal, or are being made so: any survivor's will do
+            if not span.length:
+                members.comm.barrier()
+                return
+            sums = members.adder.up_to(span, "fold")
+            if members.ranks[self._place] == source:
+                span.of(sums.room(0)).copy_(bytes_of(tensor))
+            sums(span, {0: source}, order="fold")
+            if not sums.in_place:
+                members.comm.barrier()
+
+        def finish() -> None:
+            if span.length:
+                give(tensor, members.adder.result(span))
+
+        return self._submit("broadcast", [tensor], exchange, finish, like=tensor, root=root, recovers=by_ddp)
+
+    def allgather(
+        self, outputs: Sequence[Sequence[torch.Tensor]], inputs: Sequence[torch.Tensor], options: Any = None
+    ) -> Work:
+        """Give every rank the tensors of all."""
+        outs, part = list(one(outputs, "all_gather")), one(inputs, "all_gather")
+        self._check_list(outs, part, "all_gather")
+        return self._gather(outs, part, "all_gather", outs)
+
+    def all_gather_single(self, out: torch.Tensor, part: torch.Tensor, options: Any = None) -> Work:
+        """Give every rank the tensors of all, one behind the other."""
+        outs = self._parts(out, part, "all_gather_into_tensor")
+        return self._gather(outs, part, "all_gather_into_tensor", [out])
+
+    _allgather_base = all_gather_single
+
+    def gather(self, outputs: Sequence[Sequence[torch.Tensor]], inputs: Sequence[torch.Tensor], options: Any) -> Work:
+        """Give the root the tensors of all."""
+        part, root = one(inputs, "gather"), options.rootRank
+        outs = list(one(outputs, "gather")) if self._place == root else None
+        if outs is not None:
+            self._check_list(outs, part, "gather")
+        return self._gather(outs, part, "gather", outs or [], root)
+
+    def _gather(
+        self,
+        outs: Sequence[torch.Tensor] | None,
+        part: torch.Tensor,
+        what: str,
+        result: list[torch.Tensor],
+        root: int | None = None,
+    ) -> Work:
+        members = self._members
+        by_ddp = self._asker().is_ddp_outside
+        given: dict[int, torch.Tensor] = {}
+
+        def exchange() -> None:
+            if root is not None:
+                self._check_alive(root, what)
+            if not by_ddp:
+                self._check_fits(outs, what)
+            mine = plain(part)
+            whole = torch.empty(len(members.alive), mine.numel(), dtype=mine.dtype)
+            if mine.numel():
+                members.comm.allgather(mine, whole)
+            given.clear()
+            given.update(zip(members.alive, whole, strict=True))
+            members.comm.barrier()
+
+        def finish() -> None:
+            if outs is None:
+                return
+            rows = list(given.values())
+            if by_ddp:  # it compares what the ranks say: the dead agree with this one
+                rows = [given.get(rank, plain(part)) for rank in members.ranks]
+            for out, row in zip(outs, rows, strict=True):
+                give(out, row)
+
+        return self._submit(what, result, exchange, finish, like=part, root=root, recovers=by_ddp)
+
+    def scatter(self, outputs: Sequence[torch.Tensor], inputs: Sequence[Sequence[torch.Tensor]], options: Any) -> Work:
+        """Give every rank one of the root's tensors."""
+        out, root = one(outputs, "scatter"), options.rootRank
+        parts = list(one(inputs, "scatter")) if self._place == root else None
+        if parts is not None:
+            self._check_list(parts, out, "scatter")
+        members = self._members
+        rows: list[torch.Tensor] = []
+        source: list[int] = []
+
+        def exchange() -> None:
+            self._check_alive(root, "scatter")
+            self._check_fits(parts, "scatter")
+            mine = plain(out)
+            send = torch.zeros(len(members.alive), mine.numel(), dtype=mine.dtype)
+            if parts is not None:
+                send = torch.stack([plain(part) for part in parts])
+            source[:] = [members.alive.index(members.ranks[root])]
+            self._exchange_rows(send, rows)
+
+        def finish() -> None:
+            give(out, rows[source[0]])
+
+        return self._submit("scatter", [out], exchange, finish, like=out, root=root)
+
+    def alltoall(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], options: Any = None) -> Work:
+        """Give every rank one tensor, and take one from each."""
+        if len(outputs) != len(inputs):
+            msg = f"all_to_all needs as many outputs as inputs, got {len(outputs)} and {len(inputs)}"
+            raise ValueError(msg)
+        self._check_count(inputs, "all_to_all")
+        return self._alltoall(list(outputs), list(inputs), "all_to_all", list(outputs))
+
+    def all_to_all_single(
+        self,
+        out: torch.Tensor,
+        whole: torch.Tensor,
+        out_splits: Sequence[int] | None = None,
+        splits: Sequence[int] | None = None,
+        options: Any = None,
+    ) -> Work:
+        """Give every rank a part of a tensor, and take a part from each."""
+        what = "all_to_all_single"
+        count = len(splits or out_splits or ()) or self.size()
+        outs, parts = split(out, out_splits, count, what), split(whole, splits, count, what)
+        self._check_count(parts, what)
+        return self._alltoall(outs, parts, what, [out])
+
+    alltoall_base = all_to_all_single
+
+    def _alltoall(
+        self, outs: Sequence[torch.Tensor], parts: Sequence[torch.Tensor], what: str, result: list[torch.Tensor]
+    ) -> Work:
+        members = self._members
+        received: list[torch.Tensor] = []
+
+        def exchange() -> None:
+            self._check_fits(parts, what)
+            mine = [bytes_of(part) for part in parts]
+            size = members.comm.maximum([max(t.numel() for t in mine)])[0]
+            size = -(-size // ALIGN) * ALIGN  # so that numbers of any type begin where they may
+            send = torch.zeros(len(mine), size, dtype=torch.uint8)
+            for row, data in zip(send, mine, strict=True):
+                row[: data.numel()] = data
+            self._exchange_rows(send, received)
+
+        def finish() -> None:
+            for out, row in zip(outs, received, strict=True):
+                give(out, row[: out.numel() * out.element_size()])
+
+        return self._submit(what, result, exchange, finish)
+
+    def barrier(self, opts: Any = None) -> Work:
+        """Return when all ranks have called it."""
+        return self._submit("barrier", [], self._members.comm.barrier, nothing, like=torch.empty(0))
+
+    def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
+        """Return when all ranks have called it; say so if they do not in time."""
+        self.barrier().wait(*([timeout] if timeout else []))

@@ -1,0 +1,143 @@
+"""The collectives of ``torch.distributed`` that add: all-reduce, reduce, reduce-scatter."""
+
+# mypy: disable-error-code="override, assignment"
+# (torch's stubs give each method two signatures, one of which it never calls on a group made in Python.)
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.distributed import ReduceOp, Work
+
+from holdfast.comm.allreduce.adding import ORDERS, Mean
+from holdfast.comm.allreduce.ordered import Span
+from holdfast.distributed.call_site import Asker
+from holdfast.distributed.comm_thread import Engine, Members
+from holdfast.distributed.group_base import GroupBase, nothing
+from holdfast.distributed.tensors import ORDER_OF, factor_of, give, kind_of, name_of, of_its_own, one, plain
+
+
+class Reductions(GroupBase):
+    """A group's sums, in the order of the ranks, and other reductions."""
+
+    def __init__(self, engine: Engine, members: Members, rank: int, timeout_s: float) -> None:
+        super().__init__(engine, members, rank, timeout_s)
+        self._lent_in: object = None
+        self._lent_bytes = 0
+
+    def allreduce(self, tensors: Sequence[torch.Tensor], options: Any = None) -> Work:
+        """Reduce a tensor over all ranks, in place."""
+        op = ReduceOp.SUM if options is None else options.reduceOp
+        return self._reduce(one(tensors, "all_reduce"), op, "all_reduce")
+
+    def allreduce_coalesced(self, tensors: Sequence[torch.Tensor], options: Any = None) -> Work:
+        """Reduce several tensors over all ranks, in place."""
+        op = ReduceOp.SUM if options is None else options.reduceOp
+        works = [self._reduce(tensor, op, "all_reduce_coalesced") for tensor in tensors]
+        return self._last_of(works, list(tensors), "all_reduce_coalesced")
+
+    def reduce(self, tensors: Sequence[torch.Tensor], options: Any) -> Work:
+        """Reduce a tensor over all ranks; the root has the result."""
+        return self._reduce(one(tensors, "reduce"), options.reduceOp, "reduce", root=options.rootRank)
+
+    def _reduce(self, tensor: torch.Tensor, op: Any, what: str, root: int | None = None) -> Work:
+        kind = kind_of(op, tensor)
+        what = f"{what}({name_of(op)})"
+        members, flat = self._members, plain(tensor)
+        span, adder = Span(0, flat.numel(), flat.dtype), members.adder
+        asker = self._asker()
+        in_ddp = asker.is_backward
+        step = self._engine.witness.begin_sum(asker.task) if in_ddp and asker.task >= 0 else None
+        lends = asker.is_reducer and root is None and kind is ReduceOp.SUM and flat.dtype.is_floating_point
+        if lends:
+            span, adder = self._behind_the_last(span, asker), members.lender
+        result = [tensor]
+
+        def exchange() -> None:
+            if root is not None:
+                self._check_alive(root, what)
+            if not span.length:
+                members.comm.barrier()
+                return
+            sums = adder.up_to(span, ORDER_OF[kind])
+            term = span.of(sums.room(0))
+            if kind is ReduceOp.PREMUL_SUM:
+                torch.mul(flat, factor_of(op), out=term)
+            else:
+                term.copy_(flat)
+            owners = {rank: rank for rank in members.alive}
+            midway = nothing if step is None else lambda: self._engine.witness.reach_in_sum(*step)
+            sums(span, owners, order=ORDER_OF[kind], mean=self._mean(kind, span, in_ddp=in_ddp), midway=midway)
+            if not sums.in_place:
+                members.comm.barrier()
+
+        def finish() -> None:
+            if lends and span.length:
+                result[0] = of_its_own(adder.result(span)).view(tensor.shape)
+            elif span.length and (root is None or root == self._place):
+                give(tensor, adder.result(span))
+
+        def deliver() -> None:
+            if result[0] is not tensor:
+                give(tensor, result[0])
+
+        return self._submit(what, result, exchange, finish, deliver=deliver, like=tensor, root=root, recovers=in_ddp)
+
+    def _behind_the_last(self, span: Span, asker: Asker) -> Span:
+        """Return where a bucket goes of which DDP reads the sum when all buckets of the backward pass are summed."""
+        if self._lent_in != asker.backward:
+            self._lent_in, self._lent_bytes = asker.backward, 0
+        placed = Span(self._lent_bytes, span.length, span.dtype)
+        self._lent_bytes = placed.end
+        return placed
+
+    def _mean(self, kind: Any, span: Span, *, in_ddp: bool) -> Mean | None:
+        """Return what to divide by: DDP has divided by all ranks, and the mean is to be that over the survivors."""
+        alive, first = len(self._members.alive), len(self._members.ranks)
+        if kind is ReduceOp.AVG:
+            return Mean(alive, span.length)
+        if in_ddp and alive < first and kind is ReduceOp.SUM and span.dtype.is_floating_point:
+            return Mean(alive / first, span.length)
+        return None
+
+    def reduce_scatter(
+        self, outputs: Sequence[torch.Tensor], inputs: Sequence[Sequence[torch.Tensor]], options: Any = None
+    ) -> Work:
+        """Reduce a list of tensors over all ranks, and give each rank one of them."""
+        out, parts = one(outputs, "reduce_scatter"), list(one(inputs, "reduce_scatter"))
+        op = ReduceOp.SUM if options is None else options.reduceOp
+        return self._reduce_scatter(out, parts, op, "reduce_scatter")
+
+    def reduce_scatter_single(self, out: torch.Tensor, whole: torch.Tensor, options: Any = None) -> Work:
+        """Reduce a tensor over all ranks, and give each rank a part of it."""
+        op = ReduceOp.SUM if options is None else options.reduceOp
+        return self._reduce_scatter(out, self._parts(whole, out, "reduce_scatter_tensor"), op, "reduce_scatter_tensor")
+
+    _reduce_scatter_base = reduce_scatter_single
+
+    def _reduce_scatter(self, out: torch.Tensor, parts: Sequence[torch.Tensor], op: Any, what: str) -> Work:
+        members = self._members
+        kind = kind_of(op, out)
+        self._check_count(parts, what)
+        if len(parts) == self.size():
+            self._check_like(parts[self._place], out, what)
+        length = max(part.numel() for part in parts)
+        rows: list[torch.Tensor] = []
+
+        def exchange() -> None:
+            self._check_fits(parts, what)
+            send = torch.zeros(len(members.alive), length, dtype=out.dtype)
+            for row, part in zip(send, parts, strict=True):
+                row[: part.numel()] = plain(part)
+            if kind is ReduceOp.PREMUL_SUM:
+                send = send * factor_of(op)
+            self._exchange_rows(send, rows)
+
+        def finish() -> None:
+            result = torch.empty(out.numel(), dtype=out.dtype)
+            ORDERS[ORDER_OF[kind]]([(n, row[: out.numel()]) for n, row in enumerate(rows)], result)
+            give(out, result.div_(len(rows)) if kind is ReduceOp.AVG else result)
+
+        return self._submit(what, [out], exchange, finish, like=out)
