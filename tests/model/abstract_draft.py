@@ -11,11 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from holdfast.recovery.messages import (
-    ALTERED,
-    CALM,
-    CORRUPT,
     JOINING,
-    LOST,
+    VOTED,
     ActDone,
     Action,
     Admitted,
@@ -34,6 +31,7 @@ from holdfast.recovery.messages import (
     Leave,
     LoadCheckpoint,
     MakeChanges,
+    Note,
     Parted,
     PeerLost,
     Progress,
@@ -54,7 +52,7 @@ from holdfast.recovery.messages import (
     Welcome,
 )
 from model.abstract_engine import Engine
-from model.abstract_members import CHANGE, DIFFERS, Lapse, Wish
+from model.abstract_members import Lapse, Wish
 from model.abstract_memory import Adding, AtBarrier, Rule, Violation, ranks
 from model.abstract_parts import EXCHANGES, UNKNOWN, Giving, Swap
 from model.abstract_state import (
@@ -162,7 +160,7 @@ class Draft(Sums):
                 self._know_sum(rank, bucket)
             case CloseStep():
                 heard = self._result(this, self._wishes.heard(self._members, worker.taken))
-                if heard == DIFFERS:
+                if heard == Note.CORRUPT:
                     self._wishes = self._wishes._replace(hidden=False)
                     self._set(rank, corrupt=True)
                     self.tell(rank, CorruptionSeen())
@@ -182,10 +180,7 @@ class Draft(Sums):
                 everybody = {who: _progress(payload) for who, payload in this.brought}
                 for progress in everybody.values():
                     worker = self._worker(rank)
-                    heard, corrupt = (
-                        progress.flags & ~(CALM | LOST | CORRUPT | ALTERED),
-                        bool(progress.flags & self._finding),
-                    )
+                    heard, corrupt = progress.flags & VOTED, bool(progress.flags & self._finding)
                     self._set(rank, heard=worker.heard | heard, corrupt=worker.corrupt or corrupt)
                 self.tell(rank, ProgressKnown(everybody, self._engine.buckets))
             case LoadCheckpoint() if self._engine.world.flips and self._goes_back(this):
@@ -259,13 +254,13 @@ class Draft(Sums):
             self._answer(rank, Agreed(value))
 
     def _shrink(self, living: int) -> None:
-        heard = sum(1 << rank for rank in ranks(living) if self._worker(rank).heard & CHANGE)
+        heard = sum(1 << rank for rank in ranks(living) if self._worker(rank).heard & Note.CHANGE)
         leaving, admitted = self._wishes.shrink(living, heard, self._engine.world.lapses)
         self._members, self._failed, self._revokers, self._fenced = living, 0, 0, False
         self._sums, self._swaps = {}, {}
         self._memory.renew()
         for rank in ranks(living):
-            self._set(rank, sums=0, heard=self._worker(rank).heard & ~CHANGE)
+            self._set(rank, sums=0, heard=self._worker(rank).heard & ~Note.CHANGE)
         if not living & ~leaving:
             msg = f"nobody stays: {list(ranks(leaving))} leave, who alone have the state"
             raise Violation(msg)

@@ -52,12 +52,13 @@ from holdfast.recovery.messages import (
     CloseStep,
     Event,
     Leave,
+    Note,
     ProgressKnown,
     Shrink,
     SumBucket,
     Welcome,
 )
-from model.abstract_members import CHANGE, FLIP, NEW_SETTINGS, Lapse, Wish, Wishes
+from model.abstract_members import FLIP, NEW_SETTINGS, Lapse, Wish, Wishes
 from model.abstract_memory import Adding, AtBarrier, Memory, Violation, first_memory, ranks
 from model.abstract_parts import ABSENT, EXCHANGES, Giving, Registry, concerned, needed_by
 from model.abstract_state import (
@@ -225,12 +226,12 @@ class Engine:
             asks = [Wish(NEW_SETTINGS)] * may_ask + [Wish(FLIP)] * (may_flip and not wishes.hidden)
             first = wishes.unborn & -wishes.unborn  # newcomers are all alike
             return [*asks, *(Wish(rank) for rank in ranks(first | leavers))]
-        all_hear = any(this.result & CHANGE for this in closing)
+        all_hear = any(this.result & Note.CHANGE for this in closing)
         return [Wish(rank) for rank in ranks(leavers) if all_hear or self._has_heard(state.workers[rank])]
 
     @staticmethod
     def _has_heard(worker: Worker | None) -> bool:
-        return worker is not None and bool(worker.heard & CHANGE)
+        return worker is not None and bool(worker.heard & Note.CHANGE)
 
     def _memory_moves(self, state: State, rank: int, worker: Worker) -> list[Move]:
         moves: list[Move] = []

@@ -15,14 +15,8 @@ from __future__ import annotations
 import enum
 from typing import NamedTuple
 
-CHANGE = 1
-"""Heard in a closing sum: somebody waits to join, or wants to leave."""
-ASK = 2
-"""Heard in a closing sum: there are new settings."""
-LEAVE = 4
-"""Heard in a closing sum: all would leave, so all stop."""
-DIFFERS = 8
-"""Heard in a closing sum, and then nothing else: somebody's state is corrupt."""
+from holdfast.recovery.messages import Note
+
 NEW_SETTINGS = -1
 FLIP = -2
 
@@ -104,13 +98,13 @@ class Wishes(NamedTuple):
         """Return what is wished when ``ranks`` are there no more, or wait no more."""
         return self._replace(waiting=self.waiting & ~ranks, told=self.told & ~ranks)
 
-    def heard(self, members: int, taken: int) -> int:
-        """Return what a closing sum says to ``members`` who have taken ``taken`` changes."""
+    def heard(self, members: int, taken: int) -> Note:
+        """Return what a closing sum says to ``members`` who have taken ``taken`` changes: of a flip, and then nothing else."""
         if self.hidden:
-            return DIFFERS
+            return Note.CORRUPT
         told = self.told & members
-        change = LEAVE if told == members else CHANGE * bool(told | self.waiting)
-        return change | ASK * (self.asked > taken)
+        change = Note.LEAVE if told == members else Note.CHANGE.when(told | self.waiting)
+        return change | Note.ASK.when(self.asked > taken)
 
     def shrink(self, living: int, heard: int, lapses: Lapse) -> tuple[int, int]:
         """Return who leaves in a shrink of the ``living``, of whom ``heard`` have heard CHANGE, and who is admitted."""

@@ -8,11 +8,13 @@ from typing import NamedTuple
 
 from holdfast.recovery import Protocol, Strategy
 from holdfast.recovery.messages import (
+    NO_NOTE,
     Action,
     CloseStep,
     Event,
     HandOver,
     LoadCheckpoint,
+    Note,
     Progress,
     ShareProgress,
     SumBucket,
@@ -199,7 +201,7 @@ class Worker(NamedTuple):
     have: tuple[int, ...]
     saved: bool = False
     told: int = 0
-    heard: int = 0
+    heard: Note = NO_NOTE
     calm: bool = False
     taken: int = 0
     used: int = 0

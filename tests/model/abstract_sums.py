@@ -9,21 +9,18 @@ from __future__ import annotations
 import dataclasses
 
 from holdfast.recovery.messages import (
-    ALTERED,
-    CALM,
-    CORRUPT,
     LOADING,
-    LOST,
     Action,
     CloseStep,
     HandOver,
     LoadCheckpoint,
+    Note,
     ShareProgress,
     SumBucket,
     TakeChanges,
     Welcome,
 )
-from model.abstract_members import ASK, Lapse
+from model.abstract_members import Lapse
 from model.abstract_memory import Adding, AtBarrier, Rule, Violation, ranks
 from model.abstract_parts import ABSENT, Giving
 from model.abstract_state import (
@@ -97,9 +94,14 @@ class Sums(Work):
             case HandOver(bucket=bucket, source=source) if source == rank:
                 return self._hands_over(rank, bucket)
             case ShareProgress(progress=progress):
-                passed_on = worker.heard & ~ASK if Lapse.KEEPS_ASK in self._engine.world.lapses else worker.heard
+                passed_on = worker.heard & ~Note.ASK if Lapse.KEEPS_ASK in self._engine.world.lapses else worker.heard
                 corrupt = worker.corrupt and Lapse.NOBODY_SAYS_CORRUPT not in self._engine.world.lapses
-                flags = passed_on | CALM * worker.calm | LOST * self._says_lost(rank) | self._finding * corrupt
+                flags = (
+                    passed_on
+                    | Note.CALM.when(worker.calm)
+                    | Note.LOST.when(self._says_lost(rank))
+                    | self._finding.when(corrupt)
+                )
                 return dataclasses.replace(progress, flags=flags)
             case Welcome():
                 return self._gives(rank, order)
@@ -123,9 +125,9 @@ class Sums(Work):
         return self._worker(rank).have[bucket]
 
     @property
-    def _finding(self) -> int:
+    def _finding(self) -> Note:
         """What a worker that has heard of a flip says of it."""
-        return ALTERED if self._engine.world.transient else CORRUPT
+        return Note.ALTERED if self._engine.world.transient else Note.CORRUPT
 
     def _check_may_close(self, rank: int, worker: Worker, step: int) -> None:
         if worker.corrupt:

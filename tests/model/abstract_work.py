@@ -19,13 +19,14 @@ from holdfast.recovery.messages import (
     Computed,
     Event,
     MembersChange,
+    Note,
     RanOut,
     Revoked,
     StepApplied,
     Welcome,
 )
 from model.abstract_exchanges import Exchanges
-from model.abstract_members import ASK, CHANGE, LEAVE, Lapse
+from model.abstract_members import Lapse
 from model.abstract_memory import Violation, What, ranks
 from model.abstract_state import (
     NO_SNAPSHOT,
@@ -50,15 +51,15 @@ class Work(Exchanges):
             msg = f"corrupt state is trained on: {rank} has heard of it, and computes step {step}"
             raise Violation(msg)
         heard = self._worker(rank).heard
-        if heard & CHANGE:
+        if heard & Note.CHANGE:
             self._set(rank, calm=True)
             return MembersChange()
         self._set(rank, calm=False)
-        if heard & ASK:
+        if heard & Note.ASK:
             return ChangesWait()
-        if heard & LEAVE:
+        if heard & Note.LEAVE:
             self._set(rank, saved=True)
-        if step >= self._engine.world.steps or heard & LEAVE:
+        if step >= self._engine.world.steps or heard & Note.LEAVE:
             return RanOut()
         everything = (1 << self._engine.buckets) - 1
         self._workers[rank] = self._worker(rank).without_gradients()
@@ -181,7 +182,7 @@ class Work(Exchanges):
     def _make_changes(self, rank: int) -> None:
         worker = self._worker(rank)
         self._take(rank, max(worker.aside, worker.taken))
-        self._set(rank, heard=worker.heard & ~ASK, aside=0)
+        self._set(rank, heard=worker.heard & ~Note.ASK, aside=0)
 
     def _take(self, rank: int, taken: int) -> None:
         mind = self._engine.minds.set_strategy(self._worker(rank).mind, self._engine.strategies[taken])

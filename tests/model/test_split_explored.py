@@ -8,11 +8,11 @@ import pytest
 from holdfast.errors import InternalError
 from holdfast.recovery import Forward, Partial, Protocol, Restart, Rollback, Strategy
 from holdfast.recovery.messages import (
-    LOST,
     Action,
     Agree,
     Event,
     LoadCheckpoint,
+    Note,
     PeerLost,
     Progress,
     ProgressKnown,
@@ -241,8 +241,8 @@ class HearsOfLostPartsFromAll(Protocol):
     """Believes that a part is lost only if everybody says so."""
 
     def handle(self, event: Event) -> list[Action]:
-        if isinstance(event, ProgressKnown) and not all(p.flags & LOST for p in event.progress.values()):
-            calmer = {r: Progress(p.completed, p.computed, p.flags & ~LOST) for r, p in event.progress.items()}
+        if isinstance(event, ProgressKnown) and not all(p.flags & Note.LOST for p in event.progress.values()):
+            calmer = {r: Progress(p.completed, p.computed, p.flags & ~Note.LOST) for r, p in event.progress.items()}
             event = ProgressKnown(calmer, event.num_buckets)
         return super().handle(event)
 

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from holdfast.errors import InternalError
 from holdfast.recovery import Forward, Protocol, Reinit, Restart, Rollback, make_strategy
 from holdfast.recovery.messages import (
-    CALM,
     LOADING,
     Agreed,
     CatchUp,
@@ -19,6 +18,7 @@ from holdfast.recovery.messages import (
     HandOver,
     Leave,
     LoadCheckpoint,
+    Note,
     Progress,
     ProgressKnown,
     RanOut,
@@ -175,7 +175,7 @@ def test_survivors_more_than_one_sum_apart_are_not_believed(kind, event):
 @each_kind
 @given(who=ranks, step=st.integers(0, 9), buckets=st.integers(1, 4), min_workers=st.integers(1, 9))
 def test_where_members_change_and_nobody_saw_a_failure_nothing_is_taken_back(kind, who, step, buckets, min_workers):
-    calm = Progress(step * (buckets + 1), computed=False, flags=CALM)
+    calm = Progress(step * (buckets + 1), computed=False, flags=Note.CALM)
     orders = kind(min_workers=min_workers).handle(ProgressKnown(dict.fromkeys(who, calm), buckets))
 
     assert orders == ([SaveAndStop()] if len(who) < min_workers else [])
@@ -184,7 +184,7 @@ def test_where_members_change_and_nobody_saw_a_failure_nothing_is_taken_back(kin
 @each_kind
 @given(who=ranks, step=st.integers(0, 9), min_workers=st.integers(1, 9))
 def test_who_saw_a_failure_where_members_change_makes_it_one_for_all(kind, who, step, min_workers):
-    calm = {rank: Progress(step * 3, computed=False, flags=CALM) for rank in who}
+    calm = {rank: Progress(step * 3, computed=False, flags=Note.CALM) for rank in who}
     told = calm | {who[0]: Progress(step * 3, computed=False)}
     quiet = {rank: Progress(step * 3, computed=False) for rank in who}
     strategy = kind(min_workers=min_workers)

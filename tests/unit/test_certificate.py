@@ -23,9 +23,8 @@ from holdfast.cli import main
 from holdfast.comm import VirtualCommunicator
 from holdfast.errors import ConfigError
 from holdfast.faults.plan import FaultPlan, parse
-from holdfast.integrity.fingerprint import EVERY_KIND
 from holdfast.integrity.hash_chain import GENESIS, digest_of_ids, digest_of_parts, link_of
-from holdfast.integrity.state_hashes import Said, WholeHashes
+from holdfast.integrity.state_hashes import WholeFingerprint
 from holdfast.launch.noted import note
 from holdfast.models.replicated import Replica
 from holdfast.records.files import read_run
@@ -141,22 +140,17 @@ def test_a_script_with_two_loops_has_one_certificate(tmp_path):
     assert Certified(found, "it").check() == []
 
 
-class OfWorker1(WholeHashes):
-    """Hashes what worker 1 has of a model, as it does itself where each worker is a process."""
+class OfWorker1(WholeFingerprint):
+    """Certifies what worker 1 has of a model, as it does itself where each worker is a process."""
 
-    def __init__(self, replica, comm):
-        super().__init__(replica, comm)
-        self.replica, self.comm = replica, comm
-
-    def window(self, step):
-        numbers = self.replica.own.of_each(self.comm.here, lambda: self._digest.of_step(step, EVERY_KIND))
-        return Said(state=f"{numbers[1]:016x}")
+    def _certify(self, digests):
+        self.state = f"{digests[1]:016x}"
 
 
 @pytest.mark.parametrize("target", ["weights", "optimizer"])
 def test_a_lowest_bit_that_flips_at_who_does_not_lead_is_found_or_nothing_is_left_of_it(tmp_path, monkeypatch, target):
     """It takes steps to hash all that there is, and until then a bit may be rounded away."""
-    monkeypatch.setattr(Replica, "hashes", lambda replica, comm: OfWorker1(replica, comm))
+    monkeypatch.setattr(Replica, "fingerprint", lambda replica, comm, settings: OfWorker1(replica, comm, settings))
 
     def train_flipped(name, flip):
         folder = tmp_path / name

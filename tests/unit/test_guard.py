@@ -1,17 +1,21 @@
 """The guard: what it hashes, what it keeps, what it takes for out of range; and all of it in one process."""
 
+import dataclasses
 import math
 
 import pytest
+import reference
 import torch
 import torch.nn.functional as F
 import train_flip
+import train_split
 from safetensors.torch import save_file
 from torch import nn
 from torch.utils.data import TensorDataset
 
 import holdfast
 from holdfast.cli import main
+from holdfast.engine.vote import Spread
 from holdfast.errors import ConfigError, ReplicasDiffer
 from holdfast.faults.plan import FaultPlan, parse
 from holdfast.integrity.fingerprint import EVERYTHING, WINDOW_BYTES, RotatingDigest
@@ -82,6 +86,37 @@ def test_windows_are_those_of_whoever_comes_later_with_the_same_state():
     assert digest.version > version
     assert [digest.of_step(i) for i in range(99)] == [theirs.of_step(i) for i in range(99)]
     assert digest.of_step(EVERYTHING) == theirs.of_step(EVERYTHING)
+
+
+def test_what_is_certified_does_not_depend_on_how_much_replicas_compare():
+    """Nor on whether they compare at all: links are the same with every guard."""
+    model, optimizer = make(4096)
+    step(model, optimizer)
+    buffers = [("mean", torch.arange(5.0))]
+    wide, narrow = (RotatingDigest(model, optimizer, longest, buffers=buffers) for longest in (4, 0))
+    last = narrow.rotation
+
+    taken = [(wide.take(i), narrow.take(i)) for i in range(last)]
+    buffers[0][1][4] += 1
+    again = [narrow.take(i) for i in range(last)]
+
+    assert wide.rotation == 4 < last
+    assert all(one.certified == other.certified for one, other in taken)
+    assert all(one.replicas == wide.of_step(i) != other.replicas for i, (one, other) in enumerate(taken))
+    assert all(now.replicas == before.replicas for now, (_, before) in zip(again, taken, strict=True)), "no buffers"
+    assert all(now.certified != before.certified for now, (_, before) in zip(again, taken, strict=True))
+
+
+@pytest.mark.parametrize("longest", [0, 4, 7])
+def test_all_windows_are_compared_in_any_rotation_whenever_it_begins(longest):
+    model, optimizer = make(4096)
+    step(model, optimizer)
+    digest = RotatingDigest(model, optimizer, longest)
+
+    everything = {piece.place for piece in digest.pieces(EVERYTHING)}
+    for first in (0, 1, 17):
+        steps = range(first, first + digest.rotation)
+        assert {piece.place for i in steps for piece in digest.pieces(i)} == everything
 
 
 def test_windows_do_not_depend_on_how_a_tensor_lies_in_memory():
@@ -271,15 +306,67 @@ def test_a_split_model_cannot_be_healed():
         next(session.steps(TensorDataset(torch.ones(8, 3), torch.zeros(8).long()), 4))
 
 
+def train_parts(kind, optimizer, flips, **settings):
+    module = reference.make_model("mlp")
+    model = holdfast.Sharded(module, shards=3)
+    if kind == "pipeline":
+        model = holdfast.Pipeline(train_split.stages(), train_split.loss)
+    faults = FaultPlan(tuple(map(parse, flips))).to_json()
+    session = holdfast.Session(model, optimizer, fabric="virtual", workers=4, slices=4, faults=faults, **settings)
+    for at in session.steps(TensorDataset(*reference.data()), reference.BATCH):
+        if kind == "pipeline":
+            at.compute()
+            continue
+        for x, y in at:
+            at.backward(F.cross_entropy(module(x), y))
+
+
+@pytest.mark.parametrize("certificate", [True, False])
+@pytest.mark.parametrize("kind", ["pipeline", "sharded"])
+def test_the_optimizers_state_of_a_part_is_compared_too_among_those_who_hold_it(kind, certificate):
+    """With a learning rate of 0 the weights never tell."""
+
+    def optimizer(parameters):
+        return torch.optim.Adam(parameters, lr=0.0)
+
+    train_parts(kind, optimizer, [], certificate=certificate)
+    with pytest.raises(ReplicasDiffer, match="the replicas differ before step"):
+        train_parts(kind, optimizer, ["flip:rank=3,step=3,target=optimizer,bits=20"], certificate=certificate)
+
+
+def hashed_in(monkeypatch, tmp_path, **settings):
+    """Return how often a window was hashed in each step of a training, and when all of it was."""
+    of_windows, of_all = [], []
+    take, of_step, tensors = RotatingDigest.take, RotatingDigest.of_step, RotatingDigest.tensors
+    with monkeypatch.context() as patch:
+        patch.setattr(RotatingDigest, "take", lambda it, at: (of_windows.append(at), take(it, at))[1])
+        patch.setattr(RotatingDigest, "of_step", lambda it, *at: (of_all.append(at), of_step(it, *at))[1])
+        patch.setattr(RotatingDigest, "tensors", lambda it: (of_all.append("tensors"), tensors(it))[1])
+        train_flip.train(fabric="virtual", workers=3, run_dir=str(tmp_path), **settings)
+    return of_windows, of_all
+
+
+@pytest.mark.parametrize("update", ["lazy", "eager"])
+def test_the_state_is_hashed_once_a_step_for_guard_and_certificate_together(tmp_path, monkeypatch, update):
+    steps = list(range(train_flip.STEPS))
+    (tmp_path / "both").mkdir()
+
+    assert hashed_in(monkeypatch, tmp_path / "both", update=update) == (steps, ["tensors", (EVERYTHING,), "tensors"])
+    assert hashed_in(monkeypatch, tmp_path, guard="off", update=update) == (steps[1:], ["tensors"] * 2)
+    assert hashed_in(monkeypatch, tmp_path, certificate=False, update=update) == (steps, [(EVERYTHING,)])
+    assert hashed_in(monkeypatch, tmp_path, guard="off", certificate=False, update=update) == ([], [])
+
+
 def test_what_comes_again_after_going_back_is_no_soft_error(tmp_path, monkeypatch):
     """Two workers that compute differently in the same step, whenever it is done."""
-    real = Watch.brings
+    real = Watch.fill
 
     def lie(watch, step, *, is_last):
         said = real(watch, step, is_last=is_last)
-        return (said[0] + 1, *said[1:]) if step == 5 else said
+        lied = dataclasses.replace(said, replicas=Spread(said.replicas.largest + 1, said.replicas.smallest))
+        return lied if step == 5 else said
 
-    monkeypatch.setattr(Watch, "brings", lie)
+    monkeypatch.setattr(Watch, "fill", lie)
     with pytest.raises(ReplicasDiffer, match="differ before step 5, once more after all had gone back to step 0"):
         train(tmp_path, "heal")
 

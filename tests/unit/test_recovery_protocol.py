@@ -7,10 +7,8 @@ import pytest
 from holdfast.errors import InternalError, JobError
 from holdfast.recovery import Forward, Protocol, Restart, Rollback
 from holdfast.recovery.messages import (
-    CALM,
     JOINING,
     LOADING,
-    LOST,
     ActDone,
     Action,
     Admitted,
@@ -34,6 +32,7 @@ from holdfast.recovery.messages import (
     LoadCheckpoint,
     MakeChanges,
     MembersChange,
+    Note,
     Parted,
     PeerLost,
     Progress,
@@ -381,7 +380,7 @@ def test_who_missed_that_members_change_is_met_in_its_recovery():
 
 @pytest.mark.parametrize("kind", [Rollback, Forward, Restart])
 def test_where_somebody_left_and_nothing_failed_all_go_on_as_they_are(kind):
-    calm = Progress(3, computed=False, flags=CALM)
+    calm = Progress(3, computed=False, flags=Note.CALM)
 
     play(
         Protocol(kind(), 2),
@@ -586,7 +585,7 @@ def test_a_failure_while_a_split_step_is_computed_is_everybodys():
 
 @pytest.mark.parametrize("strategy", [Rollback(), Forward(), Restart()], ids=["rollback", "forward", "restart"])
 def test_where_a_part_is_lost_all_load_and_loading_gives_it_a_home(strategy):
-    progress = {0: Progress(0, computed=False), 2: Progress(0, computed=False, flags=LOST)}
+    progress = {0: Progress(0, computed=False), 2: Progress(0, computed=False, flags=Note.LOST)}
 
     play(
         Protocol(strategy, 0, split=True),

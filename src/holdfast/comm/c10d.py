@@ -26,7 +26,7 @@ from holdfast.comm.storeless_agreement import Alone, Messages
 from holdfast.comm.waiting import waiting
 from holdfast.errors import InternalError, PeerFailed, StoreLost
 from holdfast.membership import Roster, Store
-from holdfast.recovery.messages import Progress
+from holdfast.recovery.messages import Note, Progress
 from holdfast.torch_private import gather_flat
 
 _BROADCAST_BYTES = 16 << 20
@@ -178,7 +178,7 @@ class C10dCommunicator:
         everybodys = torch.empty(len(self.members), len(mine), dtype=torch.int64)
         self.allgather(mine, everybodys)
         return {
-            rank: Progress(completed, bool(computed), flags, heard)
+            rank: Progress(completed, bool(computed), Note(flags), heard)
             for rank, (completed, computed, flags, heard) in zip(self.members, everybodys.tolist(), strict=True)
         }
 

@@ -20,7 +20,7 @@ import torch
 from holdfast.comm.base import FixedMembership, Message
 from holdfast.comm.waiting import waiting
 from holdfast.errors import ConfigError, InternalError, PeerFailed
-from holdfast.recovery.messages import Progress
+from holdfast.recovery.messages import Note, Progress
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -204,7 +204,7 @@ class UlfmCommunicator(FixedMembership):
         result = np.empty_like(mine)
         self._collective(self._comm.Allreduce, mine, result, self._mpi.SUM)
         return {
-            rank: Progress(int(completed), bool(computed), int(flags), int(heard))
+            rank: Progress(int(completed), bool(computed), Note(int(flags)), int(heard))
             for rank, (alive, completed, computed, flags, heard) in zip(self._world, result, strict=True)
             if alive
         }

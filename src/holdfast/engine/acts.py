@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import NoReturn
 
 from holdfast.comm import VirtualCommunicator
-from holdfast.engine.context import ASK, STOP, World
+from holdfast.engine.context import World
 from holdfast.engine.executor import Attempts
 from holdfast.engine.exits import kill_self
 from holdfast.engine.live_config import Requests
@@ -32,6 +32,7 @@ from holdfast.recovery.messages import (
     Install,
     LoadCheckpoint,
     MakeChanges,
+    Note,
     Rehome,
     Reinitialise,
     SaveAndStop,
@@ -114,7 +115,7 @@ class Acts:
                 self._requests.take()
             case MakeChanges():
                 self._requests.make()
-                self._status.heard &= ~ASK
+                self._status.heard &= ~Note.ASK
             case Reinitialise():
                 raise self._unwound()
             case SaveAndStop():
@@ -144,8 +145,8 @@ class Acts:
 
     def _forget_stop(self) -> None:
         """Forget that a script asked to stop: it will ask again."""
-        self._world.asked &= ~STOP
-        self._status.heard &= ~STOP
+        self._world.asked &= ~Note.STOP
+        self._status.heard &= ~Note.STOP
 
     # -- members and parts
 
@@ -184,7 +185,7 @@ class Acts:
             self._scribe.warn(f"nobody is left who holds {what}: all go back to step {world.step}")
         self._recovery.decide("heal" if went_back else "load", reached - world.step if status.announced else 0)
         if world.snapshot is not None:
-            status.heard |= world.snapshot.info["heard"]
+            status.heard |= Note(world.snapshot.info["heard"])
         if self._recovery.now is not None and world.rebuilding is not None:
             world.rebuilding.loaded_s = world.clock.now_s()
             self._recovery.decide("reinit", world.rebuilding.reached - world.step)

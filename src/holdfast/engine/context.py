@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from holdfast.data.ledger import Account
 from holdfast.models.overlap import Spent
+from holdfast.recovery.messages import NO_NOTE, Note
 
 if TYPE_CHECKING:  # the torch.distributed backend needs the flags below, and none of these
     from holdfast.checkpoint import Loaded
@@ -19,17 +20,6 @@ if TYPE_CHECKING:  # the torch.distributed backend needs the flags below, and no
     from holdfast.records.files import Recorder
     from holdfast.records.types import Finished
     from holdfast.state.manager import Keeper
-
-STOP = 1
-"""Flag in the closing sum: a script asked to stop after this step."""
-LEAVE = 2
-"""Flag in the closing sum: a worker was told to leave (SIGTERM)."""
-ASK = 16
-"""Flag in the closing sum: somebody knows of changes that the running job is to take."""
-CHANGE = 8
-"""Flag in the closing sum: somebody waits to join, or was told to leave the others (SIGTERM)."""
-SAVE = 4
-"""Flag among survivors: the lead wanted a checkpoint after the last step that was closed."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -73,7 +63,7 @@ class World:
         step: Steps committed.
         epoch: Epochs begun by earlier loops.
         loop: Number of training loops before this one.
-        asked: Flags that this worker wants in the next closing sum.
+        asked: What this worker brings to the next closing sum: that it is to stop, or that it was told to leave.
         parts: This worker was told to leave the others.
         requests_taken: How many changes to the running job were taken.
         changes: Those of them that say how mini-batches are cut, see :meth:`holdfast.data.position.Place.change`.
@@ -106,7 +96,7 @@ class World:
     step: int = 0
     epoch: int = 0
     loop: int = 0
-    asked: int = 0
+    asked: Note = NO_NOTE
     parts: bool = False
     requests_taken: int = 0
     changes: dict[str, Any] = field(default_factory=dict)

@@ -17,7 +17,7 @@ from holdfast.data.plan import MiniBatch
 from holdfast.data.position import Place
 from holdfast.data.samples import check_dataset
 from holdfast.data.seeds import seed_slice
-from holdfast.engine.context import STOP, World
+from holdfast.engine.context import World
 from holdfast.engine.flips import NOT_WATCHED, watch
 from holdfast.engine.scribe import Scribe
 from holdfast.errors import ScriptError
@@ -27,6 +27,7 @@ from holdfast.models.model_parallel import Pipelined
 from holdfast.models.replicated import Replica
 from holdfast.models.sharded import Shards
 from holdfast.models.slice_batching import AtOnce, Slice, has_bits
+from holdfast.recovery.messages import Note
 from holdfast.session.step import StagedStep, Step
 
 _BESIDE = -2
@@ -237,7 +238,7 @@ class Attempts:
 
     def ask_to_stop(self) -> None:
         """Remember that training ends with this step."""
-        self._world.asked |= STOP
+        self._world.asked |= Note.STOP
 
     def compute(self, batch: MiniBatch) -> None:
         """Compute the stages that are this worker's.

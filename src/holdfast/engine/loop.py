@@ -12,13 +12,14 @@ from holdfast.data.loader import Source
 from holdfast.data.plan import MiniBatch, Plan
 from holdfast.data.position import Place
 from holdfast.engine.acts import Acts
-from holdfast.engine.context import ASK, CHANGE, LEAVE, STOP, World
+from holdfast.engine.context import World
 from holdfast.engine.executor import Attempts
 from holdfast.engine.exits import kill_self
 from holdfast.engine.live_config import Requests
 from holdfast.engine.recovery_log import Recovering
 from holdfast.engine.regroup import Regroup, Status
 from holdfast.engine.scribe import Scribe
+from holdfast.engine.vote import CommitVote, Spread
 from holdfast.errors import (
     CheckpointError,
     ConfigError,
@@ -48,6 +49,7 @@ from holdfast.recovery.messages import (
     Event,
     Leave,
     MembersChange,
+    Note,
     PeerLost,
     Publish,
     RanOut,
@@ -97,9 +99,9 @@ class Run:
         self._protocol = Protocol(strategy, replica.num_buckets, split=replica.is_split)
         if isinstance(replica, Split):
             replica.connect(world)
-            replica.begin_loop()
         self._scribe = Scribe(world)
-        self._watch = Watch(world, replica, self._scribe)
+        self._fingerprint = replica.fingerprint(world.comm, world.settings)
+        self._watch = Watch(world, replica, self._fingerprint, self._scribe)
         self._sum = self._get_sum()
         self._place = Place(plan, world.changes)
         self._requests = Requests(world, replica, self._place, self._protocol.set_strategy)
@@ -119,7 +121,7 @@ class Run:
         if not world.settings.certificate:
             return None
         world.link = world.link or GENESIS
-        return Certificate(world, self._replica)
+        return Certificate(world, self._replica, self._fingerprint)
 
     def _get_sum(self) -> OrderedSum:
         """Return the sum that the world keeps, with its memory, from one training loop to the next."""
@@ -152,10 +154,10 @@ class Run:
                 match order:
                     case Publish(step=step):
                         self._publish(step)
-                    case ComputeStep() if self._status.heard & CHANGE:
+                    case ComputeStep() if self._status.heard & Note.CHANGE:
                         self._recovery.meet()
                         event = MembersChange()
-                    case ComputeStep() if self._status.heard & ASK:
+                    case ComputeStep() if self._status.heard & Note.ASK:
                         event = ChangesWait()
                     case ComputeStep(step=step):
                         event = yield from self._compute(step)
@@ -234,12 +236,11 @@ class Run:
         batch = self._place.next_batch(step, self._world.comm.members)
         if batch is not None and not self._beginning.belongs_to_later_loop:
             if 0 <= self._world.settings.stop_after < step:
-                self._status.heard |= LEAVE
+                self._status.heard |= Note.LEAVE
             if not (self._status.heard or self._status.outcome == "gave-up"):
                 return batch
-            if (
-                self._status.heard == LEAVE and self._status.outcome == "done"
-            ):  # where the script stops it too, it is done
+            # Where the script stops it, too, it is done.
+            if self._status.heard == Note.LEAVE and self._status.outcome == "done":
                 self._status.outcome = "stopped"
             if self._status.outcome == "stopped":
                 self._beginning.save()
@@ -251,6 +252,7 @@ class Run:
         batch = self._next_batch(step)
         if batch is not None:
             attempt = self._attempts.begin(batch)
+            self._fingerprint.take(step)
             if self._certificate is not None:
                 self._certificate.begin(step)
             return attempt
@@ -259,46 +261,48 @@ class Run:
         return None
 
     def _close(self, step: int) -> bool:
-        """Take part in the closing sum; return whether it closes the step, or the guard found something."""
+        """Vote on the step; return whether it is closed, or the guard found something."""
         self._recovery.end()
         self._scribe.mark("allreduce")
         self._attempts.reach_in_sum(step, self._replica.num_buckets)
-        asked = self._world.asked  # a maximum of flags is not all of them: each is sent by itself
-        parts = int(self._world.parts)
-        changes = CHANGE * bool(parts or self._world.comm.newcomers(self._world.loop))
-        flags = (
-            asked & STOP,
-            asked & LEAVE,
-            changes,
-            1 - parts,
-            int(not self._world.comm.is_stranded),
-            ASK * (self._world.is_lead and self._requests.are_due()),
-        )
-        brought = self._watch.brings(step, is_last=self._place.is_last(self._attempts.in_progress()))
-        hashed = () if self._certificate is None else self._certificate.brings()
-        said = self._sum.maximum((*brought, *hashed, step, ~step, *flags, *self._wants_to_save()))
-        last, first, stop, leave, changes, stays, agrees, asks, *saves = said[len(brought) + len(hashed) :]
-        if last != ~first:
-            msg = f"workers closed different steps, {~first} and {last}"
+        mine = self._vote(step)
+        said = mine.unpack(self._sum.maximum(mine.pack()))
+        if said.step.differs:
+            msg = f"workers closed different steps, {said.step.smallest} and {said.step.largest}"
             raise InternalError(msg)
-        if self._watch.hears(step, tuple(said[: len(brought)])):
+        if self._watch.read(step, said.guard):
             self._recovery.see_corruption(redone_steps=int(not self._watch.corrupt))  # what else was said is said again
             return False
         if self._certificate is not None:
-            self._certificate.hears(step, said[len(brought) : len(brought) + len(hashed)])
-        if not (stays and agrees):  # all leave, or none can reach the store: no worker would continue, so all stop
-            changes, leave = 0, LEAVE
-        self._status.heard |= stop | leave | changes | asks
-        self._status.save_due = any(saves)
+            self._certificate.read(step, said.parts)
+        self._status.heard |= said.notes
+        self._status.save_due = bool(said.save)
         return True
 
-    def _wants_to_save(self) -> tuple[int, ...]:
-        """Return whether the lead wants a checkpoint after this step, where that depends on its clock; else nothing."""
+    def _vote(self, step: int) -> CommitVote:
+        """Return what this worker says of the step, which it is ready to close."""
+        world = self._world
+        asked, parts = world.asked, world.parts  # read once: a signal may come meanwhile
+        return CommitVote(
+            guard=self._watch.fill(step, is_last=self._place.is_last(self._attempts.in_progress())),
+            parts=self._fingerprint.parts,
+            step=Spread(step, step),
+            stop=bool(asked & Note.STOP),
+            leave=bool(asked & Note.LEAVE),
+            change=bool(parts or world.comm.newcomers(world.loop)),
+            stays=not parts,
+            has_store=not world.comm.is_stranded,
+            ask=world.is_lead and self._requests.are_due(),
+            save=self._wants_to_save(),
+        )
+
+    def _wants_to_save(self) -> bool | None:
+        """Return whether the lead wants a checkpoint after this step; None where that does not depend on its clock."""
         keeper = self._world.keeper
         if keeper.adaptive is None:
-            return ()
+            return None
         is_due = keeper.is_due_now()  # asked everywhere: each may be the lead one day
-        return (int(self._world.is_lead and is_due),)
+        return self._world.is_lead and is_due
 
     def _apply(self, step: int) -> None:
         world, batch, replica = self._world, self._attempts.in_progress(), self._replica
@@ -394,7 +398,7 @@ class Run:
             self._scribe.hashed(world.step, world.link, self._certificate.hash_end())
         self._scribe.finished(self._status.outcome, replica.sha256s(world.comm.here), self.account())
         self._scribe.mark("script")
-        world.asked &= ~STOP
+        world.asked &= ~Note.STOP
         if self._status.outcome == "gave-up":
             alive, least = len(world.comm.members), world.settings.min_workers
             msg = f"{alive} of at least {least} workers are left; the state before step {world.step} is in {world.keeper.url}"

@@ -12,16 +12,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
-from holdfast.engine.context import CHANGE, SAVE, World
+from holdfast.engine.context import World
 from holdfast.errors import PeerFailed
 from holdfast.recovery.messages import (
-    ALTERED,
-    CALM,
-    CORRUPT,
-    LOST,
+    NO_NOTE,
+    VOTED,
     Agree,
     Agreed,
     Event,
+    Note,
     Parted,
     Progress,
     ProgressKnown,
@@ -93,13 +92,13 @@ class Status:
     """What a training loop has heard and not acted on yet, and how it will end.
 
     Args:
-        heard: Flags of closing sums; a worker that missed one hears them while progress is shared.
+        heard: Notes of closing sums; a worker that missed one hears them while progress is shared.
         save_due: A checkpoint was asked for; since a step was closed until the next one is stable.
         outcome: ``"done"``, ``"stopped"`` (on request), ``"gave-up"`` (too few workers) or ``"left"`` (the others continue).
         announced: The loop's first step was begun, and its start written down.
     """
 
-    heard: int = 0
+    heard: Note = NO_NOTE
     save_due: bool = False
     outcome: str = "done"
     announced: bool = False
@@ -167,7 +166,7 @@ class Regroup:
     def _shrink(self) -> bool:
         """Return whether this worker is a member of what was made; it is not if it asked to leave."""
         world, status = self._world, self._status
-        changes, status.heard = status.heard & CHANGE, status.heard & ~CHANGE
+        changes, status.heard = status.heard & Note.CHANGE, status.heard & ~Note.CHANGE
         parts = bool(changes) and world.parts
         if parts:
             self._finish_checkpoints()
@@ -189,7 +188,7 @@ class Regroup:
 
     def _share(self, mine: Progress) -> ProgressKnown:
         heard = 0 if self._certificate is None else self._certificate.heard
-        flagged = dataclasses.replace(mine, flags=self._flags(), heard=heard)
+        flagged = dataclasses.replace(mine, flags=self._notes(), heard=heard)
         known = self._world.comm.share_progress(flagged)
         if self._certificate is not None and self._attempts.batch is not None:
             self._certificate.learn(self._world.step, known, self._replica.num_buckets)
@@ -197,18 +196,19 @@ class Regroup:
             self._hear(other.flags)
         return ProgressKnown(known, self._replica.num_buckets)
 
-    def _flags(self) -> int:
+    def _notes(self) -> Note:
+        """Return what this worker tells with its progress: what it has heard, and where it stands."""
         return (
             self._status.heard
-            | SAVE * self._status.save_due
-            | CALM * self._recovery.is_calm
-            | LOST * self._replica.is_lost(self._world.comm.members)
-            | CORRUPT * self._watch.corrupt
-            | ALTERED * self._watch.altered
+            | Note.SAVE.when(self._status.save_due)
+            | Note.CALM.when(self._recovery.is_calm)
+            | Note.LOST.when(self._replica.is_lost(self._world.comm.members))
+            | Note.CORRUPT.when(self._watch.corrupt)
+            | Note.ALTERED.when(self._watch.altered)
         )
 
-    def _hear(self, flags: int) -> None:
+    def _hear(self, notes: Note) -> None:
         """Take over what another worker has heard. A change is met for once; CALM, LOST and ALTERED are for the strategy."""
-        self._status.heard |= flags & ~(SAVE | CHANGE | CALM | LOST | CORRUPT | ALTERED)
-        self._status.save_due |= bool(flags & SAVE)
-        self._watch.corrupt |= bool(flags & CORRUPT)
+        self._status.heard |= notes & VOTED & ~Note.CHANGE
+        self._status.save_due |= bool(notes & Note.SAVE)
+        self._watch.corrupt |= bool(notes & Note.CORRUPT)

@@ -1,8 +1,7 @@
 """The certificate while training goes on: each worker makes the same links, from what it has of the step anyway.
 
-Nothing is copied. The state is hashed when an attempt at a step begins, because then it is the same however the
-step before came about: with updates made late or early, after a death, or of a newcomer. The last link belongs to the state
-of training and goes where that goes (``World.link``): into checkpoints, to newcomers, and back.
+Nothing is copied: of the state it has the fingerprint of the step (:mod:`holdfast.integrity.state_hashes`). The last link belongs to the
+state of training and goes where that goes (``World.link``): into checkpoints, to newcomers, and back.
 
 Of a model that is split nobody has all of the state. Who holds a part hashes it, and the closing sum tells it to all, with a
 few integers more. Who missed that sum, and goes on with the step because others did not, hears it with everybody's progress.
@@ -16,9 +15,10 @@ from typing import TYPE_CHECKING
 
 from holdfast.data.plan import MiniBatch
 from holdfast.engine.context import World
+from holdfast.engine.vote import Spread
 from holdfast.errors import InternalError
 from holdfast.integrity.hash_chain import WHOLE_EVERY, digest_of_figures, digest_of_ids, digest_of_parts, link_of
-from holdfast.integrity.state_hashes import Hashed
+from holdfast.integrity.state_hashes import Fingerprint, Hashed
 from holdfast.models.replicated import Replica
 from holdfast.recovery.messages import Progress
 
@@ -53,35 +53,27 @@ class Certificate:
     Args:
         world: Keeps the last one.
         replica: What is trained.
+        fingerprint: Of the state before each step.
     """
 
-    def __init__(self, world: World, replica: Replica | Pipelined | Shards) -> None:
+    def __init__(self, world: World, replica: Replica | Pipelined | Shards, fingerprint: Fingerprint) -> None:
         self._world = world
         self._replica = replica
-        self._hashes = replica.hashes(world.comm)
+        self._fingerprint = fingerprint
         self._known = (-1, "")
-        self._tensors: list[Hashed] = []
-        self._brings: tuple[int, ...] = ()
         self._heard = 0
 
     def begin(self, step: int) -> None:
-        """Hash a part of the state, before anything of an attempt at ``step`` changes it."""
-        whole = step % WHOLE_EVERY == 0
-        self._tensors = self._hashes.everything() if whole else []
-        said = self._hashes.said(self._tensors) if whole else self._hashes.window(step)
-        self._brings = said.brings
-        self._known = (step, said.state) if said.state else (-1, "")  # the closing sum says it
+        """Hear that the fingerprint of an attempt at ``step`` is taken."""
+        state = self._fingerprint.state
+        self._known = (step, state) if state else (-1, "")  # the vote says it
 
     # -- of a split model: what others must hear
 
-    def brings(self) -> tuple[int, ...]:
-        """Return what this worker brings to the closing sum, a maximum: nothing where all have all of the state."""
-        return self._brings
-
-    def hears(self, step: int, said: Sequence[int]) -> None:
-        """Hear the maxima, in a closing sum that closes ``step``."""
-        if said:
-            self._hear(step, digest_of_parts(said))
+    def read(self, step: int, parts: Sequence[Spread]) -> None:
+        """Hear what all say of the parts that are hashed, in a vote that closes ``step``; of a replicated model nothing."""
+        if parts:
+            self._hear(step, digest_of_parts([number for part in parts for number in part.pack()]))
 
     @property
     def heard(self) -> int:
@@ -97,7 +89,7 @@ class Certificate:
             num_buckets: Buckets of a step; it has one sum more.
         """
         for other in known.values():
-            if self._brings and other.completed // (num_buckets + 1) > step:
+            if self._fingerprint.parts and other.completed // (num_buckets + 1) > step:
                 self._hear(step, other.heard)
 
     def _hear(self, step: int, heard: int) -> None:
@@ -141,15 +133,15 @@ class Certificate:
             state=state,
             where="everything" if whole else self._where(batch.step),
             whole=whole,
-            tensors=self._tensors,
+            tensors=self._fingerprint.tensors,
         )
 
     def _where(self, step: int) -> str:
         if not self._world.is_lead:
             return ""
-        return self._hashes.where(step)
+        return self._fingerprint.where(step)
 
     def hash_end(self) -> list[Hashed]:
         """Return digests of all tensors that this worker has, when no step is in progress."""
-        self._hashes.remember_buffers()
-        return self._hashes.everything()
+        self._fingerprint.remember_buffers()
+        return self._fingerprint.everything()

@@ -47,24 +47,24 @@ class Checking:
         self._world = world
         self._scribe = scribe
         self._policy = world.settings.guard
-        self.is_on = world.settings.guard_sums
+        self._is_on = world.settings.guard_sums
         self.altered = False
         """Whether the step in progress is to be taken back."""
         self._found_at = -1
         self._times_redone = 0
 
-    def brings(self) -> tuple[int, ...]:
-        """Return what this worker brings to the closing sum, a maximum; nothing where nobody looks."""
-        return (int(bool(self._world.altered)),) if self.is_on else ()
+    def found(self) -> bool | None:
+        """Return whether something was altered in the step in progress, as far as this worker knows; None where it does not look."""
+        return bool(self._world.altered) if self._is_on else None
 
-    def hears(self, step: int, said: int) -> bool:
-        """Hear the maximum; return whether the step is not closed, and all do it again.
+    def read(self, step: int, *, altered: bool) -> bool:
+        """Hear whether something was altered anywhere; return whether the step is not closed, and all do it again.
 
         Raises:
             MessageAltered: if training ends for it.
         """
         self._write_down()
-        if not said or self._policy == "warn":
+        if not altered or self._policy == "warn":
             return False
         if self._policy == "stop":
             msg = f"a message between workers was altered on its way in step {step}"

@@ -1,22 +1,25 @@
 """Fingerprints of the state of training, another part of it in every step, so that all of it is compared in time.
 
-Weights and the optimizer's state are cut into *windows*, and each step hashes one of either. A rotation is over when all
-have been hashed. Which window is that of which step depends on the step and on what there is, on nothing else: not on when
-a worker came, nor on where its tensors lie.
+Weights, the optimizer's state and the buffers are cut into *windows*, and each step hashes one of each kind. A rotation is over
+when all have been hashed. Which window is that of which step depends on the step and on what there is, on nothing else: not on
+when a worker came, nor on where its tensors lie.
+
+One pass over the bytes gives two digests: the certificate's, of the step's window of each kind, and the guard's, of the weights
+and the optimizer's state alone. Where a rotation must not take long, the guard's pass goes on with further windows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import xxhash
 from torch import nn
 
 WINDOW_BYTES = 64 << 10
-"""Size of a window, as far as a rotation does not get too long with it. Hashing it takes some 5 us."""
+"""Size of a window. Hashing it takes some 5 us."""
 LONGEST_ROTATION = 64
 """Steps of a rotation where the guard is to warn or to heal, at most."""
 EVERYTHING = -1
@@ -78,17 +81,27 @@ class Piece:
 Window = tuple[Piece, ...]
 
 
+class Digests(NamedTuple):
+    """What the windows of a step are, each a number from 0 to 2**62 - 1; 0 where there is nothing to hash.
+
+    Args:
+        replicas: What replicas compare: weights and the optimizer's state.
+        certified: What the certificate has: these and the buffers, one window of each.
+    """
+
+    replicas: int
+    certified: int
+
+
 class RotatingDigest:
     """Hashes another small part of the state at every step.
-
-    Of parameters and the optimizer's tensors: when a step closes, buffers still hold what the worker's own slices made of
-    them. Who hashes when a step begins can give copies of them as they are then.
 
     Args:
         model: Whose parameters.
         optimizer: Whose state, which may get more tensors as training goes on; None leaves it out.
-        longest: Steps of a rotation, at most; windows get larger for it. 0: windows stay as small as they are.
-        buffers: Tensors that are hashed where a kind of windows is asked for that is none of :data:`HALVES`, with their names.
+        longest: Steps of a rotation, at most: so many windows are compared in a step. 0: one of each kind is.
+        buffers: Tensors that are certified and not compared, with their names, as they are when a step begins: when it closes,
+            buffers still hold what the worker's own slices made of them.
     """
 
     def __init__(
@@ -109,9 +122,9 @@ class RotatingDigest:
 
     @property
     def rotation(self) -> int:
-        """Steps after which all windows that there are now have been hashed."""
+        """Steps after which all windows that there are now have been compared."""
         self._refresh()
-        return max(1, len(self._weights), len(self._state))
+        return max(1, self._stride(self._weights), self._stride(self._state))
 
     @property
     def version(self) -> int:
@@ -119,32 +132,40 @@ class RotatingDigest:
         self._refresh()
         return self._version
 
+    def take(self, step: int) -> Digests:
+        """Hash the windows of a step, each byte once."""
+        first, further = self._halves(step)
+        digest = _Digest(self._optimizer)
+        digest.add(first)
+        certified = digest.copy()
+        if self._buffers:
+            certified.add(self._buffers[step % len(self._buffers)])
+        digest.add(further)
+        return Digests(digest.number, certified.number)
+
     def of_step(self, step: int, halves: Sequence[str] = HALVES) -> int:
-        """Return a number from 0 to 2**62 - 1 that is the same wherever the windows of this step are.
+        """Return the digest of what is compared in a step, a number from 0 to 2**62 - 1; see :attr:`Digests.replicas`.
 
         Args:
             step: Which; :data:`EVERYTHING` hashes all windows.
             halves: Of these kinds only.
         """
-        return self._hash(self.pieces(step, halves))
+        digest = _Digest(self._optimizer)
+        digest.add(self.pieces(step, halves))
+        return digest.number
 
     def pieces(self, step: int, halves: Sequence[str] = HALVES) -> list[Piece]:
-        """Return what the windows of a step hold, as :meth:`of_step` takes it."""
-        self._refresh()
-        found: list[Piece] = []
-        for half, windows in zip(EVERY_KIND, self._kinds(), strict=True):
-            if windows and half in halves:
-                chosen = windows if step == EVERYTHING else [windows[step % len(windows)]]
-                found += [piece for window in chosen for piece in window]
-        return found
+        """Return what is compared in a step, in the order in which it is hashed."""
+        first, further = self._halves(step, halves)
+        return [*first, *further]
 
     def values(self, step: int) -> Iterator[tuple[Piece, torch.Tensor]]:
-        """Yield what the windows of a step hold, with its values, not copied."""
+        """Yield what is compared in a step, with its values, not copied."""
         for piece in self.pieces(step):
             yield piece, piece.rows(self._optimizer)
 
     def where(self, step: int) -> str:
-        """Return which windows of every kind are those of a step, for people: the first and the last of the rows in each."""
+        """Return which windows are certified in a step, for people: the first and the last of the rows in each."""
         self._refresh()
         chosen = [windows[step % len(windows)] for windows in self._kinds() if windows]
         ends = [(window[0].place, window[-1].place) for window in chosen]
@@ -161,12 +182,23 @@ class RotatingDigest:
     def _kinds(self) -> tuple[list[Window], list[Window], list[Window]]:
         return self._weights, self._state, self._buffers
 
-    def _hash(self, pieces: Iterable[Piece]) -> int:
-        digest, any_piece = xxhash.xxh3_64(), False
-        for piece in pieces:
-            any_piece = True
-            digest.update(raw(piece.rows(self._optimizer)))
-        return digest.intdigest() >> 2 if any_piece else 0
+    def _halves(self, step: int, halves: Sequence[str] = HALVES) -> tuple[list[Piece], list[Piece]]:
+        """Return what is compared in a step: of the window of each kind, and of those that a rotation would take too long without."""
+        self._refresh()
+        first: list[Piece] = []
+        further: list[Piece] = []
+        for half, windows in zip(HALVES, (self._weights, self._state), strict=True):
+            if windows and half in halves:
+                stride = 1 if step == EVERYTHING else self._stride(windows)
+                one, *more = (windows[(step + i) % len(windows)] for i in range(0, len(windows), stride))
+                first += one
+                further += [piece for window in more for piece in window]
+        return first, further
+
+    def _stride(self, windows: Sequence[Window]) -> int:
+        """Return the steps after which all windows of one kind have been compared: how far apart those of one step are."""
+        at_a_time = -(-len(windows) // self._longest) if self._longest else 1
+        return -(-len(windows) // max(1, at_a_time))
 
     # -- cutting
 
@@ -189,31 +221,52 @@ class RotatingDigest:
 
     def _cut(self, found: Iterable[tuple[torch.Tensor, str, str, torch.Tensor]]) -> list[Window]:
         tensors = [each for each in found if each[3].numel() and not each[3].is_sparse]
-        total = sum(tensor.nbytes for *_, tensor in tensors)
-        room = max(WINDOW_BYTES, -(-total // self._longest) if self._longest else 0)
-        while True:  # what is left empty at the end of windows may make them too many
-            windows = list(_packed(_pieces(tensors, room), room))
-            if not self._longest or len(windows) <= self._longest:
-                return [tuple(piece for piece, _ in window) for window in windows]
-            room += room // 4
+        return [tuple(piece for piece, _ in window) for window in _packed(_pieces(tensors))]
 
 
-def _pieces(tensors: Sequence[tuple[torch.Tensor, str, str, torch.Tensor]], room: int) -> Iterator[tuple[Piece, int]]:
-    """Yield pieces of at most ``room`` bytes, or of one row, and how large they are."""
+class _Digest:
+    """A hash of pieces in their order, which can be read, copied and gone on with.
+
+    Args:
+        optimizer: Whose state some pieces are of.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer | None) -> None:
+        self._optimizer = optimizer
+        self._hash = xxhash.xxh3_64()
+        self._any = False
+
+    def add(self, pieces: Iterable[Piece]) -> None:
+        for piece in pieces:
+            self._any = True
+            self._hash.update(raw(piece.rows(self._optimizer)))
+
+    def copy(self) -> _Digest:
+        other = _Digest(self._optimizer)
+        other._hash, other._any = self._hash.copy(), self._any
+        return other
+
+    @property
+    def number(self) -> int:
+        return self._hash.intdigest() >> 2 if self._any else 0
+
+
+def _pieces(tensors: Sequence[tuple[torch.Tensor, str, str, torch.Tensor]]) -> Iterator[tuple[Piece, int]]:
+    """Yield pieces of at most a window, or of one row, and how large they are."""
     for parameter, name, key, tensor in tensors:
         rows = tensor.shape[0] if tensor.dim() else 1
         row_bytes = tensor.nbytes // rows
-        step = max(1, room // row_bytes)
+        step = max(1, WINDOW_BYTES // row_bytes)
         for start in range(0, rows, step):
             stop = min(rows, start + step)
             yield Piece(parameter, name, key, start, stop), (stop - start) * row_bytes
 
 
-def _packed(pieces: Iterable[tuple[Piece, int]], room: int) -> Iterator[list[tuple[Piece, int]]]:
+def _packed(pieces: Iterable[tuple[Piece, int]]) -> Iterator[list[tuple[Piece, int]]]:
     window: list[tuple[Piece, int]] = []
     size = 0
     for piece, size_bytes in pieces:
-        if window and (size + size_bytes > room or len(window) == max(_MOST_PIECES, room // WINDOW_BYTES)):
+        if window and (size + size_bytes > WINDOW_BYTES or len(window) == _MOST_PIECES):
             yield window
             window, size = [], 0
         window.append((piece, size_bytes))

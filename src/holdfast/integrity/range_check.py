@@ -14,7 +14,7 @@ from holdfast.models.replicated import Replica
 _NOTHING = 0
 _IS_TRAINING = 1
 _FIRST = 2
-"""What is brought to the closing sum: nothing was found; what was found came again; from here on, who found something."""
+"""What stands in the vote: nothing was found; what was found came again; from here on, who found something. The largest counts."""
 
 _MOST_TIMES_BACK = 3
 """Going back so often in a rotation for what this worker found is enough."""
@@ -52,11 +52,12 @@ class Ranging:
         ]
 
     def look(self, step: int) -> int:
-        """Return what this worker brings to the closing sum of a step.
+        """Return what this worker says of a step in the vote.
 
-        What comes again with the same bits, when its step is done again, is not brought as a finding; nor what is found after
+        What comes again with the same bits, when its step is done again, is not said to be a finding; nor what is found after
         all went back in vain, because something is found wherever a training diverges.
         """
+        self._replica.wait_updated()
         self._finding = next((finding for finding in self._findings(step) if finding is not None), None)
         if self._finding is None:
             return _NOTHING
@@ -64,8 +65,8 @@ class Ranging:
             return _IS_TRAINING
         return _FIRST + self._world.comm.here[0]
 
-    def hears(self, said: int) -> bool:
-        """Hear the maximum of what all brought; return whether it is a finding."""
+    def read(self, said: int) -> bool:
+        """Hear the largest of what all said; return whether it is a finding."""
         self.is_training = said == _IS_TRAINING
         if said == _IS_TRAINING:
             self._ranges.accept()

@@ -1,4 +1,4 @@
-"""The guard in a training loop: what it brings to the closing sum, the states that it keeps, and going back to one of them.
+"""The guard in a training loop: what it says in the vote, the states that it keeps, and going back to one of them.
 
 A difference between replicas stays. So a state that was kept before a whole rotation of the fingerprints passed without
 one is *verified*: it was right. Two states are kept, the verified one and its successor. When something is found, nobody
@@ -16,11 +16,13 @@ from holdfast.checkpoint import Loaded
 from holdfast.data.plan import MiniBatch
 from holdfast.engine.context import World
 from holdfast.engine.scribe import Scribe
+from holdfast.engine.vote import GuardVote, Spread
 from holdfast.errors import ReplicasDiffer
 from holdfast.integrity.checksums import Checking
-from holdfast.integrity.fingerprint import EVERYTHING, HALVES, LONGEST_ROTATION, RotatingDigest
+from holdfast.integrity.fingerprint import HALVES, RotatingDigest
 from holdfast.integrity.range_check import Ranging
 from holdfast.integrity.recompute_check import Computed
+from holdfast.integrity.state_hashes import Fingerprint, WholeFingerprint
 from holdfast.models.gradients import MAX_METRICS
 from holdfast.models.model_parallel import Split
 from holdfast.models.replicated import Replica
@@ -55,23 +57,24 @@ class Watch:
     Args:
         world: Who is there, and what is to be done.
         replica: What is compared.
+        fingerprint: By what.
         scribe: Writes down what is found.
     """
 
-    def __init__(self, world: World, replica: Replica | Split, scribe: Scribe) -> None:
+    def __init__(self, world: World, replica: Replica | Split, fingerprint: Fingerprint, scribe: Scribe) -> None:
         self._world = world
         self._replica = replica
+        self._fingerprint = fingerprint
         self._scribe = scribe
         self._policy = world.settings.guard
         self._heals = self._policy == "heal"
         self._digest: RotatingDigest | None = None
         self._ranging: Ranging | None = None
-        if isinstance(replica, Replica) and self._policy != "off":
-            looks = self._policy != "stop"
-            self._digest = RotatingDigest(replica.model, replica.optimizer, LONGEST_ROTATION if looks else 0)
-            self._ranging = Ranging(world, replica, self._digest, scribe) if looks else None
+        if isinstance(replica, Replica) and isinstance(fingerprint, WholeFingerprint):
+            self._digest = fingerprint.digest
+            if self._policy in ("warn", "heal"):
+                self._ranging = Ranging(world, replica, fingerprint.digest, scribe)
         self._checking = Checking(world, scribe)
-        self._window = 0
         self._warned: set[tuple[str, ...]] = set()
         self.corrupt = False
         """Whether somebody's state was found to be corrupt, and this worker has not gone back yet."""
@@ -106,60 +109,45 @@ class Watch:
             if differs and self._verdict is None:
                 self._odd.add(batch.owners[number])
 
-    def brings(self, step: int, *, is_last: bool) -> tuple[int, ...]:
-        """Return what this worker brings to the closing sum of a step, a maximum; of everybody the same number of numbers.
+    def fill(self, step: int, *, is_last: bool) -> GuardVote:
+        """Return what this worker says as a step closes, all sums of which are known.
 
         Args:
             step: Which.
             is_last: No step follows, so that all there is is compared.
         """
-        return (*self._checking.brings(), *self._compares(step, is_last=is_last))
+        if is_last and self._policy != "off":
+            self._fingerprint.compare_all()
+        return GuardVote(
+            altered=self._checking.found(),
+            replicas=self._fingerprint.replicas,
+            ranges=None if self._ranging is None else self._ranging.look(step),
+            odd=None if self._ranging is None else Spread(max(self._odd, default=-1), min(self._odd, default=_NOBODY)),
+        )
 
-    def _compares(self, step: int, *, is_last: bool) -> tuple[int, ...]:
-        if self._policy == "off":
-            return ()
-        if isinstance(self._replica, Split):
-            return self._replica.digest(step)
-        assert self._digest is not None
-        self._replica.wait_updated()
-        digest = self._digest
-        self._window = EVERYTHING if is_last else step
-        numbers = self._replica.own.of_each(self._world.comm.here, lambda: digest.of_step(self._window)).values()
-        said = max(numbers), max(~number for number in numbers)
-        if self._ranging is None:
-            return said
-        odd = self._odd  # the largest and the smallest rank: who alone computed otherwise than before was at fault
-        return (*said, self._ranging.look(step), max(odd, default=-1), ~min(odd, default=_NOBODY))
-
-    def hears(self, step: int, said: tuple[int, ...]) -> bool:
-        """Hear the maxima of what all brought; return whether the step is not closed, and all go back or do it again.
+    def read(self, step: int, said: GuardVote) -> bool:
+        """Hear what all say; return whether the step is not closed, and all go back or do it again.
 
         Raises:
             PeerFailed: if somebody died before all had heard more; who raises this knows that all go back, if they do.
             ReplicasDiffer: if training ends for it.
             MessageAltered: if training ends for that.
         """
-        if not said:
-            return False
-        if not self._checking.is_on:
-            return self._hears_compared(step, said)
-        altered, *compared = said
-        if self._checking.hears(step, altered) and compared[0] == ~compared[1]:
+        differ = said.replicas is not None and said.replicas.differs
+        is_redone = said.altered is not None and self._checking.read(step, altered=said.altered)
+        if is_redone and not differ:
             return True  # what else is odd in this step comes of it
-        return self._hears_compared(step, tuple(compared))
+        return said.replicas is not None and self._read_compared(step, said, differ=differ)
 
-    def _hears_compared(self, step: int, said: tuple[int, ...]) -> bool:
-        high, low, *more = said
-        differ = high != ~low
+    def _read_compared(self, step: int, said: GuardVote, *, differ: bool) -> bool:
         if differ and self._policy == "stop":
             msg = f"the replicas differ before step {step}: a worker computed wrong bits, or its weights were changed by hand"
             raise ReplicasDiffer(msg)
-        suspect, highest, lowest = more or (0, -1, ~_NOBODY)
-        if highest >= 0 and self._verdict is None:
+        if said.odd is not None and said.odd.largest >= 0 and self._verdict is None:
             # Several had the same wrong state, or one of them made all wrong: that tells nobody who it was.
-            self._verdict = (highest,) if highest == ~lowest else ()
+            self._verdict = () if said.odd.differs else (said.odd.largest,)
             self._odd.clear()
-        found = self._ranging is not None and self._ranging.hears(suspect)
+        found = self._ranging is not None and said.ranges is not None and self._ranging.read(said.ranges)
         if self._heals and differ:
             self._check_is_soft(step)
         if self._heals and (differ or found):
@@ -167,7 +155,7 @@ class Watch:
         if differ:
             self._say_who_differs(step)
         elif self._warned:
-            self._warned -= {self._where(step, half) for half in HALVES}
+            self._warned -= {self._fingerprint.compared(step, half) for half in HALVES}
         return self.corrupt
 
     def _check_is_soft(self, step: int) -> None:
@@ -182,45 +170,38 @@ class Watch:
 
     def _say_who_differs(self, step: int) -> None:
         """Find out what differs, and at whom, and write it down."""
-        found: dict[tuple[str, ...], tuple[int, ...]] = {self._where(step): ()}
+        found: dict[tuple[str, ...], tuple[int, ...]] = {self._fingerprint.compared(step): ()}
         try:
-            if isinstance(self._replica, Replica):
-                found = {self._where(step, half): ranks for half, ranks in self._minorities(self._replica).items()}
+            of_halves = self._minorities(self._fingerprint.of_halves(step))
+            named = {self._fingerprint.compared(step, half): ranks for half, ranks in of_halves.items()}
+            found = named or found
         finally:  # somebody may die meanwhile
             new = [where for where in found if self._heals or where not in self._warned]
-            if self._window == EVERYTHING and self._warned:
+            if self._fingerprint.is_of_all and self._warned:
                 new = []
             if new and self._world.is_lead:
                 ranks = sorted({rank for where in new for rank in found[where]})
                 self._scribe.corruption_found("replicas", [name for where in new for name in where], ranks)
             self._warned |= set() if self._heals else set(found)
 
-    def _minorities(self, replica: Replica) -> dict[str, tuple[int, ...]]:
-        """Return which halves of what was compared differ, and the workers whose digest is not that of more than half."""
-        comm, digest = self._world.comm, self._digest
-        assert digest is not None
-        mine = [
-            replica.own.of_each(comm.here, lambda half=half: digest.of_step(self._window, (half,)))  # type: ignore[misc]
-            for half in HALVES
-        ]
-        told = comm.maximum([numbers.get(rank, -1) for numbers in mine for rank in comm.members])
+    def _minorities(self, mine: dict[str, dict[int, int]]) -> dict[str, tuple[int, ...]]:
+        """Return which halves of what was compared differ, and the workers whose digest is not that of more than half.
+
+        Args:
+            mine: By half and by worker that is played here, the digest.
+        """
+        if not mine:
+            return {}
+        members = self._world.comm.members
+        told = self._world.comm.maximum([numbers.get(rank, -1) for numbers in mine.values() for rank in members])
         found = {}
-        for i, half in enumerate(HALVES):
-            numbers = dict(zip(comm.members, told[i * len(comm.members) :], strict=False))
+        for i, half in enumerate(mine):
+            numbers = dict(zip(members, told[i * len(members) :], strict=False))
             number, times = Counter(numbers.values()).most_common(1)[0]
             if times < len(numbers):
                 minority = tuple(rank for rank in numbers if numbers[rank] != number)
                 found[half] = minority if 2 * times > len(numbers) else ()
         return found
-
-    def _where(self, step: int, half: str = "") -> tuple[str, ...]:
-        """Return what was compared in a step, or one half of it."""
-        if isinstance(self._replica, Split):
-            return (f"part {step % self._replica.holdings.shape.parts}",)
-        if self._window == EVERYTHING:
-            return (half or "everything",)
-        assert self._digest is not None
-        return tuple(dict.fromkeys(piece.path for piece in self._digest.pieces(step, (half,) if half else HALVES)))
 
     # -- states that are kept
 

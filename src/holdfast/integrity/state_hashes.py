@@ -1,16 +1,23 @@
-"""What is certified of the state where everybody has all of it. Of a model that is split see :mod:`holdfast.models.part_hashes`."""
+"""The fingerprint of a step: the state before it, hashed once. Replicas are compared by it, and the certificate is made of it.
+
+It is taken when an attempt at the step begins. Then the state is the same however the step before came about: with updates made
+late or early, after a death, or of a newcomer. Of a model that is split see :mod:`holdfast.models.part_hashes`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import xxhash
 
 from holdfast.comm import Communicator
-from holdfast.integrity.fingerprint import EVERY_KIND, RotatingDigest, raw
-from holdfast.integrity.hash_chain import digest_of_tensors
+from holdfast.config import Settings
+from holdfast.engine.vote import Spread
+from holdfast.integrity.fingerprint import EVERYTHING, HALVES, LONGEST_ROTATION, Digests, RotatingDigest, raw
+from holdfast.integrity.hash_chain import WHOLE_EVERY, digest_of_tensors
 
 if TYPE_CHECKING:
     from holdfast.models.replicated import Replica
@@ -33,52 +40,144 @@ class Hashed:
     parts: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Said:
-    """What hashing the state before a step says of it.
+class Fingerprint(ABC):
+    """What the state before the step in progress is, as this process has it.
 
     Args:
-        state: What stands in the link of the step, "" where it takes what others bring to the closing sum to know it.
-        brings: What this process brings to that sum, a maximum; empty where nobody needs to hear it.
+        comm: The living.
+        settings: Say who reads it; if neither guard nor certificate does, nothing is hashed.
     """
 
-    state: str = ""
-    brings: tuple[int, ...] = ()
+    def __init__(self, comm: Communicator, settings: Settings) -> None:
+        self._comm = comm
+        self._is_compared = settings.guard != "off"
+        self._is_certified = settings.certificate
+        self.replicas: Spread | None = None
+        """For the guard: of what replicas compare. None if they do not."""
+        self.is_of_all = False
+        """Whether that is all there is."""
+        self.state = ""
+        """For the certificate: what stands in the link of the step; "" where that takes the parts of others."""
+        self.parts: tuple[Spread, ...] = ()
+        """For the certificate of a split model: of each part that is hashed in this step."""
+        self.tensors: list[Hashed] = []
+        """In a step that hashes everything for the certificate: digests of all tensors that are here."""
+
+    def take(self, step: int) -> None:
+        """Hash what is hashed before ``step``, before anything of an attempt at it changes that."""
+        is_whole = self._is_certified and step % WHOLE_EVERY == 0
+        self.tensors = self.everything() if is_whole else []
+        self.is_of_all = False
+        is_window_read = self._is_compared or (self._is_certified and not is_whole)
+        windows = self._windows(step) if is_window_read else {}
+        if self._is_compared:
+            self.replicas = Spread.of([digests.replicas for digests in windows.values()])
+        if is_whole:
+            self._certify_whole(self.tensors)
+        elif self._is_certified:
+            self._certify({rank: digests.certified for rank, digests in windows.items()})
+
+    @abstractmethod
+    def _windows(self, step: int) -> Mapping[int, Digests]:
+        """Return the digests of the windows of a step, by worker that this process plays and that has them."""
+
+    @abstractmethod
+    def _certify(self, digests: Mapping[int, int]) -> None:
+        """Say what is certified of the windows of a step, which have these digests."""
+
+    @abstractmethod
+    def _certify_whole(self, everything: Sequence[Hashed]) -> None:
+        """Say what is certified of a step before which everything is hashed."""
+
+    @abstractmethod
+    def everything(self) -> list[Hashed]:
+        """Return digests of all tensors that are here."""
+
+    @abstractmethod
+    def where(self, step: int) -> str:
+        """Return which windows are certified in a step, for people; "" if this process does not have them."""
+
+    @abstractmethod
+    def remember_buffers(self) -> None:
+        """Let the buffers, where no step is in progress, count as those with which one begins."""
+
+    # -- for the guard, beside the spread of the replicas
+
+    @abstractmethod
+    def compare_all(self) -> None:
+        """Take the replicas' digest of all that there is, as it is now: no later step would find what flips meanwhile."""
+
+    @abstractmethod
+    def compared(self, step: int, half: str = "") -> tuple[str, ...]:
+        """Return the names of what is compared in a step, or of one half of it."""
+
+    @abstractmethod
+    def of_halves(self, step: int) -> dict[str, dict[int, int]]:
+        """Return by half of what is compared in a step, and by worker, the digest of what is there now; nothing of parts."""
 
 
-class WholeHashes:
-    """Hashes the state where everybody has all of it, so that all know what the others do without being told.
+class WholeFingerprint(Fingerprint):
+    """The fingerprint where everybody has all of the state, so that all know what the others hash without being told.
 
     Args:
         replica: The model, with its optimizer.
         comm: The living.
+        settings: Of the job.
     """
 
-    def __init__(self, replica: Replica, comm: Communicator) -> None:
-        self._buffers = replica.buckets.buffers
-        self._comm = comm
-        self._digest = RotatingDigest(replica.model, replica.optimizer, buffers=replica.beside())
+    def __init__(self, replica: Replica, comm: Communicator, settings: Settings) -> None:
+        super().__init__(comm, settings)
+        self._replica = replica
+        self.digest = RotatingDigest(
+            replica.model,
+            replica.optimizer,
+            LONGEST_ROTATION if settings.guard in ("warn", "heal") else 0,
+            buffers=replica.beside() if self._is_certified else (),
+        )
 
-    def window(self, step: int) -> Said:
-        """Return what the window of a step says."""
-        return Said(state=f"{self._digest.of_step(step, EVERY_KIND):016x}")
+    def _windows(self, step: int) -> Mapping[int, Digests]:
+        return self._replica.own.of_each(self._comm.here, lambda: self.digest.take(step))
+
+    def _certify(self, digests: Mapping[int, int]) -> None:
+        self.state = f"{digests[min(digests)]:016x}"
+
+    def _certify_whole(self, everything: Sequence[Hashed]) -> None:
+        (hashed,) = everything
+        self.state = digest_of_tensors(hashed.tensors)
 
     def everything(self) -> list[Hashed]:
-        """Return digests of all tensors."""
-        return [Hashed(rank=min(self._comm.here), tensors=hash_tensors(self._digest))]
-
-    def said(self, everything: Sequence[Hashed]) -> Said:
-        """Return what a step says before which everything is hashed."""
-        (hashed,) = everything
-        return Said(state=digest_of_tensors(hashed.tensors))
+        """See :meth:`Fingerprint.everything`."""
+        return [Hashed(rank=min(self._comm.here), tensors=hash_tensors(self.digest))]
 
     def where(self, step: int) -> str:
-        """Return which windows are those of a step, for people."""
-        return self._digest.where(step)
+        """See :meth:`Fingerprint.where`."""
+        return self.digest.where(step)
 
     def remember_buffers(self) -> None:
-        """Let the buffers, where no step is in progress, count as those with which one begins."""
-        self._buffers.begin_step()
+        """See :meth:`Fingerprint.remember_buffers`."""
+        self._replica.buckets.buffers.begin_step()
+
+    def compare_all(self) -> None:
+        """See :meth:`Fingerprint.compare_all`."""
+        self.is_of_all = True
+        self._replica.wait_updated()
+        numbers = self._replica.own.of_each(self._comm.here, lambda: self.digest.of_step(EVERYTHING))
+        self.replicas = Spread.of(numbers.values())
+
+    def compared(self, step: int, half: str = "") -> tuple[str, ...]:
+        """See :meth:`Fingerprint.compared`."""
+        if self.is_of_all:
+            return (half or "everything",)
+        return tuple(dict.fromkeys(piece.path for piece in self.digest.pieces(step, (half,) if half else HALVES)))
+
+    def of_halves(self, step: int) -> dict[str, dict[int, int]]:
+        """See :meth:`Fingerprint.of_halves`."""
+        self._replica.wait_updated()
+        window = EVERYTHING if self.is_of_all else step
+        return {half: self._of_half(window, half) for half in HALVES}
+
+    def _of_half(self, window: int, half: str) -> dict[int, int]:
+        return self._replica.own.of_each(self._comm.here, lambda: self.digest.of_step(window, (half,)))
 
 
 def hash_tensors(digest: RotatingDigest) -> dict[str, str]:

@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from holdfast.integrity.fingerprint import RotatingDigest
 from holdfast.models.training_state import clone
 
 _Looked = TypeVar("_Looked")
@@ -105,19 +104,6 @@ class OwnStates:
                 parameter.grad = None if gradient is None else gradient.clone()  # an optimizer may write it
             yield len(groups) - number
         self.enter(min(self._here))
-
-    def digest(self, step: int, alike: RotatingDigest) -> tuple[int, int]:
-        """Return the maximum over the workers of this step's digest, and that of its complement.
-
-        Args:
-            step: Says which part of the weights it is of.
-            alike: Of the model.
-        """
-        if self._first is None:
-            number = alike.of_step(step)
-            return number, ~number
-        numbers = self.of_each(self._here, lambda: alike.of_step(step)).values()
-        return max(numbers), max(~number for number in numbers)
 
     def of_each(self, here: Sequence[int], look: Callable[[], _Looked]) -> dict[int, _Looked]:
         """Return by worker what ``look`` returns where the state of that worker lies in the model."""

@@ -14,13 +14,12 @@ from holdfast.config import Settings
 from holdfast.data.plan import MiniBatch
 from holdfast.engine.context import World
 from holdfast.errors import CheckpointError, ConfigError
-from holdfast.integrity.fingerprint import RotatingDigest
-from holdfast.integrity.hash_chain import NOTHING, in_order
+from holdfast.integrity.hash_chain import in_order
 from holdfast.models.evaluation import Evaluation
 from holdfast.models.factories import Makers
 from holdfast.models.flat_params import in_row
 from holdfast.models.loss import checked
-from holdfast.models.part_hashes import PartHashes
+from holdfast.models.part_hashes import PartFingerprint
 from holdfast.models.part_transfer import give, take
 from holdfast.models.pipeline import Reach, Stages, chain_of
 from holdfast.models.pipeline_scaler import Scaling, Stage
@@ -52,7 +51,6 @@ class Split:
         self.registered: dict[str, Stateful] = {}
         self._before: dict[str, Any] = {}
         self.holdings = Holdings(shape, build, drop)
-        self._digests: dict[int, RotatingDigest] = {}
         self._world: World | None = None
         self._sha256s = ("", "")
         self._whole = torch.nn.Module()
@@ -67,13 +65,9 @@ class Split:
         assert self._world is not None, "the model is not connected"
         return self._world.comm
 
-    def hashes(self, comm: Communicator) -> PartHashes:
-        """See :meth:`Replica.hashes`."""
-        return PartHashes(self, comm)
-
-    def begin_loop(self) -> None:
-        """Look at the parameters, where they are now."""
-        self._digests = {}
+    def fingerprint(self, comm: Communicator, settings: Settings) -> PartFingerprint:
+        """See :meth:`Replica.fingerprint`."""
+        return PartFingerprint(self, comm, settings)
 
     def _remember(self) -> None:
         """Remember what a step may change besides the parts."""
@@ -83,17 +77,6 @@ class Split:
         for name, state in self._before.items():
             self.registered[name].load_state_dict(clone(state))
         self._before = {}
-
-    def digest(self, step: int) -> tuple[int, int]:
-        """Return what the maxima over all workers show to differ, if holders of this step's part do."""
-        parts = self.holdings.shape.parts
-        part = step % parts
-        held = self.holdings.held.get(part)
-        if held is None:
-            return NOTHING, NOTHING
-        if part not in self._digests:
-            self._digests[part] = RotatingDigest(held.model)
-        return held.own.digest(step // parts, self._digests[part])
 
     # -- what may be altered
 
@@ -179,7 +162,6 @@ class Split:
     def settle(self) -> None:
         """See :meth:`Holdings.settle`."""
         self.holdings.settle(self._comm.here)
-        self._digests = {}
 
     def make_equal(self, comm: Communicator) -> None:
         """Begin with the parts as they were made, the same at all who hold them, and with what all have as the lowest has it.
@@ -193,7 +175,6 @@ class Split:
         state = take_lowest(comm, self.shared_state())
         if state is not None:
             self.load_shared_state(state)
-        self._digests = {}
 
     def homes(self) -> Any:
         """Return who holds which part, as plain JSON."""
@@ -267,7 +248,6 @@ class Split:
             keeps: Its tensors may become those of this worker.
         """
         self.load_shared_state(state)
-        self._digests = {}
         if "parts" in state:
             saved = {int(part): of_part for part, of_part in state["parts"].items()}
             self.holdings.begin(self._comm.members, self._comm.here, saved)

@@ -13,10 +13,11 @@ from torch.optim.swa_utils import AveragedModel
 from holdfast.checkpoint.parts import Wanted
 from holdfast.clock import Clock
 from holdfast.comm import Communicator, Mean
+from holdfast.config import Settings
 from holdfast.data.plan import MiniBatch
 from holdfast.engine.flips import optimizer_state, weights
 from holdfast.errors import CheckpointError, ConfigError
-from holdfast.integrity.state_hashes import WholeHashes
+from holdfast.integrity.state_hashes import WholeFingerprint
 from holdfast.models.divergent import OwnStates
 from holdfast.models.gradients import Buckets, Terms
 from holdfast.models.optimizers import may_write_gradients
@@ -149,9 +150,9 @@ class Replica:
     def take_homes(self, homes: Any) -> None:
         """Hear, as a newcomer, who holds which part."""
 
-    def hashes(self, comm: Communicator) -> WholeHashes:
-        """Return what is certified of the state, as the living hash it."""
-        return WholeHashes(self, comm)
+    def fingerprint(self, comm: Communicator, settings: Settings) -> WholeFingerprint:
+        """Return what hashes the state before each step, as the settings ask for it."""
+        return WholeFingerprint(self, comm, settings)
 
     def make_equal(self, comm: Communicator) -> None:
         """Give everybody the lowest worker's state, unless all are equal already.

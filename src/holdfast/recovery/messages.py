@@ -6,6 +6,7 @@ completed. With ``num_buckets`` buckets a step has ``num_buckets + 1`` sums, the
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -15,17 +16,44 @@ LOADING = -1
 JOINING = -2
 """``completed`` of a newcomer that has been admitted and has not got the others' state yet."""
 
-CALM = 32
-"""Flag in :class:`Progress`: this worker came because members change, and has seen no failure."""
 
-LOST = 64
-"""Flag in :class:`Progress`: with the dead, a part of the model is lost that nobody alive holds."""
+class Note(enum.IntFlag):
+    """What workers tell each other besides sums: in the closing sum of a step, or with their progress in a recovery.
 
-CORRUPT = 128
-"""Flag in :class:`Progress`: somebody's state was found to be corrupt: all go back to one that is known to be right."""
+    The values travel between workers and stand in snapshots, so they never change.
+    """
 
-ALTERED = 256
-"""Flag in :class:`Progress`: a message of the step in progress was altered on its way: all do the step again."""
+    STOP = 1
+    """A script asked to stop after this step."""
+    LEAVE = 2
+    """A worker was told to leave (SIGTERM), or all stop."""
+    SAVE = 4
+    """The lead wanted a checkpoint after the last step that was closed."""
+    CHANGE = 8
+    """A worker waits to join, or was told to leave the others (SIGTERM)."""
+    ASK = 16
+    """The lead knows of changes that the running job is to take."""
+    CALM = 32
+    """This worker came because members change, and has seen no failure."""
+    LOST = 64
+    """With the dead, a part of the model is lost that no living worker holds."""
+    CORRUPT = 128
+    """A state was found to be corrupt: all go back to one that is known to be right."""
+    ALTERED = 256
+    """A message of the step in progress was altered on its way: all do the step again."""
+
+    def when(self, condition: object) -> Note:
+        """Return this if the condition holds, else nothing."""
+        return self if condition else NO_NOTE
+
+
+NO_NOTE = Note(0)
+
+VOTED = Note.STOP | Note.LEAVE | Note.CHANGE | Note.ASK
+"""What closing sums say of the next step; a worker that missed the sum learns it with the progress of one that did not."""
+
+REPORTED = Note.SAVE | Note.CALM | Note.LOST | Note.CORRUPT | Note.ALTERED
+"""What a worker says with its progress of where it stands in this recovery; it counts for this recovery alone."""
 
 
 # ---------------------------------------------------------------------------------------------
@@ -121,14 +149,14 @@ class Progress:
     Args:
         completed: Sums completed since the start of training, or :data:`LOADING`.
         computed: Whether the gradients of the step in progress are ready there.
-        flags: Requests that it has heard in closing sums; those who missed one learn it here.
+        flags: What it has heard in closing sums, of :data:`VOTED`, and what it reports of itself, of :data:`REPORTED`.
         heard: What the last closing sum that it completed said of the state of a split model, from 0 to 2**62 - 1; who missed
             that one learns it here.
     """
 
     completed: int
     computed: bool
-    flags: int = 0
+    flags: Note = NO_NOTE
     heard: int = 0
 
 

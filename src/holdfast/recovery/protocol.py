@@ -38,10 +38,8 @@ from collections.abc import Collection
 
 from holdfast.errors import InternalError, JobError
 from holdfast.recovery.messages import (
-    CALM,
     JOINING,
     LOADING,
-    LOST,
     ActDone,
     Action,
     Admitted,
@@ -66,6 +64,7 @@ from holdfast.recovery.messages import (
     LoadCheckpoint,
     MakeChanges,
     MembersChange,
+    Note,
     Parted,
     PeerLost,
     Progress,
@@ -300,13 +299,13 @@ class Protocol:
         """Return the orders that make the newcomers as good as the others; with too few of both, all stop then."""
         assert self._known is not None
         step = self._common_step(newcomers)
-        together = Progress(step * self._sums, computed=False, flags=CALM | LOST * self._is_lost())
+        together = Progress(step * self._sums, computed=False, flags=Note.CALM | Note.LOST.when(self._is_lost()))
         known = ProgressKnown(dict.fromkeys(self._known.progress, together), self._num_buckets)
         return Welcome(step, newcomers), Agree(flag=True), Install(step), *self._strategy.handle(known)
 
     def _is_lost(self) -> bool:
         assert self._known is not None
-        return any(p.flags & LOST for p in self._known.progress.values())
+        return any(p.flags & Note.LOST for p in self._known.progress.values())
 
     def _with_new_homes(self, orders: tuple[Action, ...]) -> tuple[Action, ...]:
         """Return the orders with those that give each part of the model a home.

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import ClassVar, Self
 
 from holdfast.errors import ConfigError, InternalError
-from holdfast.recovery.messages import ALTERED, CALM, CORRUPT, LOADING, LOST, Action, Event, ProgressKnown
+from holdfast.recovery.messages import LOADING, Action, Event, Note, ProgressKnown
 
 REPLICATED, PIPELINE, SHARDED = MODELS = ("replicated", "pipeline", "sharded")
 """Kinds of models, by how their parameters lie on the workers."""
@@ -111,9 +111,9 @@ class View:
             source=min(rank for rank, c in completed.items() if c == top),
             all_computed=all(p.computed for p in event.progress.values()),
             loading=loading,
-            calm=all(p.flags & CALM for p in event.progress.values()),
-            lost=any(p.flags & LOST for p in event.progress.values()),
-            corrupt=any(p.flags & CORRUPT for p in event.progress.values()),
-            altered=any(p.flags & ALTERED for p in event.progress.values()),
+            calm=all(p.flags & Note.CALM for p in event.progress.values()),
+            lost=any(p.flags & Note.LOST for p in event.progress.values()),
+            corrupt=any(p.flags & Note.CORRUPT for p in event.progress.values()),
+            altered=any(p.flags & Note.ALTERED for p in event.progress.values()),
             alive=len(completed),
         )

@@ -22,7 +22,7 @@ from holdfast.data.loader import Source
 from holdfast.data.plan import Plan
 from holdfast.data.samples import check_dataset
 from holdfast.engine import exits
-from holdfast.engine.context import LEAVE, World
+from holdfast.engine.context import World
 from holdfast.engine.injection import check_faults, make_faults, reach_point
 from holdfast.engine.loop import Run
 from holdfast.errors import ConfigError, ScriptError
@@ -37,6 +37,7 @@ from holdfast.models.sharded import Shards
 from holdfast.records.beacon import NoBeacon, connected_beacon, say_connecting
 from holdfast.records.files import FileRecorder, NoRecorder
 from holdfast.records.paths import records_path, stop_path
+from holdfast.recovery.messages import Note
 from holdfast.session.models import Pipeline, Sharded
 from holdfast.session.reinit_context import application, note_session, take_over
 from holdfast.session.step import Step
@@ -373,7 +374,7 @@ class Session:
         ):
             world.parts = True
         else:
-            world.asked |= LEAVE
+            world.asked |= Note.LEAVE
 
 
 def at_exit() -> None:

@@ -12,7 +12,7 @@ import torch
 from holdfast.comm import Communicator, Mail, Mean, OrderedSum, Span, Subgroup
 from holdfast.comm.base import Exchange
 from holdfast.errors import PeerFailed
-from holdfast.recovery.messages import Progress
+from holdfast.recovery.messages import Note, Progress
 
 SPAN = Span(0, 1003, torch.float32)
 SECOND = Span(SPAN.end, 1003, torch.float32)
@@ -68,9 +68,13 @@ def check_collectives(comm: Communicator) -> None:
         assert torch.signbit(data[0]), "a broadcast keeps every bit, the sign of zero too"
         assert data[1].isnan()
     heard = 1 << 61
-    progress = comm.share_progress(Progress(lowest + 7, computed=lowest % 2 == 0, flags=2, heard=heard - lowest))
+    progress = comm.share_progress(
+        Progress(lowest + 7, computed=lowest % 2 == 0, flags=Note.LEAVE, heard=heard - lowest)
+    )
     expected = {
-        r: Progress(ranks[0] + 7, ranks[0] % 2 == 0, 2, heard - ranks[0]) for ranks in comm.processes for r in ranks
+        r: Progress(ranks[0] + 7, ranks[0] % 2 == 0, Note.LEAVE, heard - ranks[0])
+        for ranks in comm.processes
+        for r in ranks
     }
     assert dict(progress) == expected
     comm.barrier()

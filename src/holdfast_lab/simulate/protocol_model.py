@@ -12,9 +12,7 @@ from typing import NamedTuple
 from holdfast.errors import InternalError
 from holdfast.recovery import Protocol, Strategy, make_strategy
 from holdfast.recovery.messages import (
-    CALM,
     JOINING,
-    LOST,
     ActDone,
     Action,
     Agree,
@@ -30,6 +28,7 @@ from holdfast.recovery.messages import (
     Leave,
     LoadCheckpoint,
     MembersChange,
+    Note,
     PeerLost,
     Progress,
     ProgressKnown,
@@ -181,7 +180,7 @@ class Recovery:
                 return ActDone()
 
     def _progress_of_all(self, progress: Progress, enough: bool) -> dict[int, Progress]:
-        flags = CALM * self._calm | LOST * (self.rules.loses_parts and not self._calm)
+        flags = Note.CALM.when(self._calm) | Note.LOST.when(self.rules.loses_parts and not self._calm)
         alike = Progress(progress.completed, progress.computed, flags)
         crowd = dict.fromkeys(range(_ENOUGH if enough else _ENOUGH - 1), alike)
         if self.some_behind:

@@ -33,7 +33,6 @@ from holdfast.models.gradients import Buckets
 from holdfast.models.training_state import clone, model_tensors
 from holdfast.recovery import Protocol, make_strategy
 from holdfast.recovery.messages import (
-    CALM,
     JOINING,
     ActDone,
     Action,
@@ -51,6 +50,7 @@ from holdfast.recovery.messages import (
     Leave,
     LoadCheckpoint,
     MembersChange,
+    Note,
     PeerLost,
     Progress,
     ProgressKnown,
@@ -287,7 +287,7 @@ class Batched:
 
     def _progress(self, mine: Progress) -> dict[int, Progress]:
         """Return everybody's progress: all are where this process is, but for those who come."""
-        flags = CALM * (self._change is not None)
+        flags = Note.CALM.when(self._change is not None)
         known = dict.fromkeys(self.members, dataclasses.replace(mine, flags=flags))
         if self._change:
             newcomer = Progress(JOINING, computed=False, flags=flags)

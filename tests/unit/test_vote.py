@@ -1,0 +1,115 @@
+"""The commit vote: which integers it is, in which order, and what all hear in their maxima."""
+
+import dataclasses
+
+import pytest
+
+from holdfast.comm.allreduce.shm import MAX_INTEGERS
+from holdfast.engine.vote import CommitVote, GuardVote, Spread
+from holdfast.errors import InternalError
+from holdfast.integrity.hash_chain import NOTHING, said_of_part
+from holdfast.recovery.messages import REPORTED, VOTED, Note
+
+SILENT = GuardVote(altered=None, replicas=None, ranges=None, odd=None)
+LARGEST_GUARD = GuardVote(altered=False, replicas=Spread(9, 9), ranges=0, odd=Spread(-1, 1 << 30))
+VOTE = CommitVote(
+    guard=SILENT, parts=(), step=Spread(7, 7), stop=False, leave=False, change=False, stays=True, has_store=True, ask=False, save=None
+)  # fmt: skip
+
+
+def vote(**fields):
+    return dataclasses.replace(VOTE, **fields)
+
+
+def said(*votes):
+    """Return what all hear in the maxima of some votes."""
+    return votes[0].unpack([max(column) for column in zip(*(each.pack() for each in votes), strict=True)])
+
+
+@pytest.mark.parametrize(
+    ("given", "integers"),
+    [
+        (vote(), [7, ~7, 0, 0, 0, 1, 1, 0]),
+        (vote(stop=True, leave=True, change=True, ask=True), [7, ~7, 1, 2, 8, 1, 1, 16]),
+        (vote(stays=False, has_store=False, save=True), [7, ~7, 0, 0, 0, 0, 0, 0, 1]),
+        (vote(guard=dataclasses.replace(SILENT, replicas=Spread.of([5]))), [5, ~5, 7, ~7, 0, 0, 0, 1, 1, 0]),
+        (
+            vote(guard=GuardVote(altered=True, replicas=Spread.of([5, 3]), ranges=4, odd=Spread(2, 1))),
+            [1, 5, ~3, 4, 2, ~1, 7, ~7, 0, 0, 0, 1, 1, 0],
+        ),
+        (
+            vote(guard=dataclasses.replace(SILENT, replicas=Spread.of([])), parts=(Spread.of([6]), Spread.of([]))),
+            [NOTHING, NOTHING, 6, ~6, NOTHING, NOTHING, 7, ~7, 0, 0, 0, 1, 1, 0],
+        ),
+    ],
+    ids=["quiet", "flags", "leaving", "guard stop", "guard heal with sums", "split"],
+)
+def test_the_integers_and_their_order_are_those_that_workers_of_all_versions_send(given, integers):
+    assert given.pack() == integers
+    assert given.unpack(integers) == given
+
+
+def test_all_hear_the_largest_the_smallest_and_what_any_says():
+    heard = said(
+        vote(step=Spread(8, 8), stop=True, guard=dataclasses.replace(LARGEST_GUARD, odd=Spread(0, 0))),
+        vote(stays=False, guard=dataclasses.replace(LARGEST_GUARD, replicas=Spread(4, 4), ranges=3)),
+    )
+
+    assert (heard.step, heard.step.differs) == (Spread(8, 7), True)
+    assert heard.guard == GuardVote(altered=False, replicas=Spread(9, 4), ranges=3, odd=Spread(0, 0))
+    assert (heard.stop, heard.leave, heard.stays) == (True, False, True)
+
+
+@pytest.mark.parametrize("numbers", [[], [0], [3, 8, 5]])
+def test_a_part_is_said_as_links_are_made_of_it_and_who_does_not_hold_it_changes_nothing(numbers):
+    assert tuple(Spread.of(numbers).pack()) == said_of_part(numbers)
+    assert said(Spread.of(numbers), Spread.of([])) == Spread.of(numbers)
+
+
+@pytest.mark.parametrize(
+    ("given", "notes"),
+    [
+        ([vote(), vote()], Note(0)),
+        ([vote(stop=True), vote(ask=True)], Note.STOP | Note.ASK),
+        ([vote(change=True, stays=False), vote()], Note.CHANGE),
+        ([vote(change=True, stays=False), vote(change=True, stays=False)], Note.LEAVE),
+        ([vote(has_store=False), vote()], Note(0)),
+        ([vote(has_store=False, change=True), vote(has_store=False)], Note.LEAVE),
+    ],
+    ids=["nothing", "both", "one leaves", "all leave", "one is stranded", "all are stranded"],
+)
+def test_if_none_stays_or_none_reaches_the_store_all_stop(given, notes):
+    assert said(*given).notes == notes
+
+
+def test_only_a_split_model_that_is_hashed_as_a_whole_takes_more_integers_than_shared_memory_has():
+    replicated = vote(guard=LARGEST_GUARD, save=False)
+    split = vote(guard=dataclasses.replace(SILENT, altered=False, replicas=Spread(9, 9)), save=False)
+
+    assert len(replicated.pack()) == MAX_INTEGERS
+    assert len(dataclasses.replace(split, parts=(Spread(1, 1),)).pack()) <= MAX_INTEGERS
+    assert len(dataclasses.replace(split, parts=(Spread(1, 1),) * 2).pack()) > MAX_INTEGERS
+
+
+@pytest.mark.parametrize("wrong", [[], [1] * 7, [1] * 9])
+def test_an_answer_to_another_vote_is_refused(wrong):
+    with pytest.raises(InternalError, match=f"a vote of 8 integers was answered with {len(wrong)}"):
+        VOTE.unpack(wrong)
+
+
+def test_notes_keep_their_values_and_each_is_voted_or_reported():
+    values = {
+        "STOP": 1,
+        "LEAVE": 2,
+        "SAVE": 4,
+        "CHANGE": 8,
+        "ASK": 16,
+        "CALM": 32,
+        "LOST": 64,
+        "CORRUPT": 128,
+        "ALTERED": 256,
+    }
+
+    assert {note.name: note.value for note in Note} == values
+    assert sum(values.values()) == VOTED | REPORTED
+    assert not VOTED & REPORTED
