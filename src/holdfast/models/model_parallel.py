@@ -28,6 +28,7 @@ from holdfast.models.resident_parts import Holdings, Restore
 from holdfast.models.standby import Backups
 from holdfast.models.training_state import clone, model_sha256
 from holdfast.recovery.placement import Homes, Shape, first_homes
+from holdfast.recovery.registry import strategy_class
 from holdfast.recovery.strategy import PIPELINE
 from holdfast.session.models import Pipeline
 from holdfast.state.transfer import take_lowest
@@ -302,6 +303,7 @@ class Pipelined(Split):
         clip_grad_norm: float | None,
         settings: Settings,
     ) -> None:
+        strategy_class(settings.strategy).check(PIPELINE)
         model.check_devices()
         self._model = model
         self._makers = makers

@@ -26,6 +26,7 @@ from holdfast.models.model_parallel import Split, shape_of
 from holdfast.models.optimizers import may_write_gradients
 from holdfast.models.replicated import Replica
 from holdfast.models.standby import Backups
+from holdfast.recovery.registry import strategy_class
 from holdfast.recovery.strategy import SHARDED
 from holdfast.session.models import Sharded, check_on_cpu
 
@@ -62,6 +63,7 @@ class Shards(Split):
         clip_grad_norm: float | None,
         settings: Settings,
     ) -> None:
+        strategy_class(settings.strategy).check(SHARDED)
         check_on_cpu(model.module, "a Sharded model")
         self._given = model
         self._model = model.module
