@@ -7,7 +7,6 @@ One precedence everywhere: what the script passes to :class:`holdfast.Session`, 
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import os
 from collections.abc import Mapping
@@ -15,8 +14,8 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from holdfast.comm.fabrics.registry import BUILT_IN as FABRICS_BUILT_IN
-from holdfast.comm.fabrics.registry import make_fabric
 from holdfast.errors import ConfigError
+from holdfast.options import check, choices, losses_of, option, parse, variable
 from holdfast.recovery.registry import BUILT_IN, strategy_class
 
 FABRICS = tuple(FABRICS_BUILT_IN)
@@ -36,22 +35,7 @@ UPDATES = ("lazy", "eager")
 GUARDS = ("stop", "warn", "heal", "off")
 KINDS = ("same", "any")
 
-_CHOICES = {
-    "reinit_from": REINIT_FROM,
-    "mirror_choice": MIRROR_CHOICES,
-    "mirror_distance": MIRROR_DISTANCES,
-    "mirror_predictor": MIRROR_PREDICTORS,
-    "mirror_codec": MIRROR_CODECS,
-    "mirror_optimizer": MIRROR_OPTIMIZERS,
-    "order": ORDERS,
-    "split": SPLITS,
-    "batch": BATCHES,
-    "rescale": RESCALES,
-    "update": UPDATES,
-    "guard": GUARDS,
-    "kinds": KINDS,
-    "checkpoint_format": CHECKPOINT_FORMATS,
-}
+POLICIES = ("ignore", "warn", "rebalance", "replace")
 
 FIRM = "HOLDFAST_FIRM"
 """Where this variable is 1, what the script passes to the session does not count: the run is somebody else's."""
@@ -71,98 +55,334 @@ _SHORTEST_START_S = 1.0
 class Settings:
     """Everything that can be set from outside the script. Each field ``x`` is read from ``HOLDFAST_X``."""
 
-    fabric: str = ""
-    """How workers talk; "" chooses ``ulfm`` under mpirun and one ``virtual`` worker otherwise."""
-    workers: int = 1
-    """How many workers share the work, as long as so many are alive."""
-    spares: int = 0
-    """Workers beside them that take part in every step without a slice, and take the place of who dies."""
+    fabric: str = option(
+        "",
+        help="How they talk [ulfm].",
+        manual="how they talk: Open MPI; Gloo, rebuilt among survivors, which also takes in new workers and spans nodes; or all of them in one process. Models must be in CPU memory; only with `virtual` a replicated model may be on a GPU",
+        usual="`ulfm`",
+        group="recovery",
+        choices=("", *FABRICS),
+        is_open=True,
+    )
+    workers: int = option(
+        1,
+        help="Workers on this machine, or on all --hosts [1].",
+        manual="worker processes",
+        usual="1; with `--hosts` all that they have room for",
+        group="workers",
+        flags=("--workers", "-n"),
+        metavar="N",
+        least=1,
+        most=MOST_WORKERS,
+    )
+    spares: int = option(
+        0,
+        help="Workers that wait, warm, to take the place of who dies [0].",
+        manual="workers beside the N that take part in every step without a slice, warm, and take the place of who dies: from the step that was interrupted on",
+        usual="0",
+        group="copies",
+        metavar="K",
+        least=0,
+        most=MOST_WORKERS,
+    )
     ranks: str = ""
     """Comma-separated numbers of the workers that the job is started with; "" is 0, 1, 2, ..."""
     rank: int = -1
     """This worker's number under the ``gloo`` fabric; MPI numbers those of the ``ulfm`` fabric."""
     store: str = ""
     """Where membership is kept under the ``gloo`` fabric, as ``holdfast://HOST:PORT/JOB``."""
-    token: str = ""
-    """What the store asks for before it answers."""
-    strategy: str = "rollback"
-    """What survivors do."""
-    reinit_from: str = "own"
-    """What ``reinit`` goes on from: each survivor's own snapshot, the lowest one's, or the newest checkpoint."""
-    slices: int = 0
-    """Pieces that a mini-batch is cut into; 0 is the number of workers the job is started with, or what ``auto_slices`` says."""
-    auto_slices: int = -1
-    """Choose ``slices`` so that the loss of so many workers leaves the work nearly even; 0: of a quarter of them; -1: do not."""
-    order: str = "fold"
-    """Order in which slices are added."""
-    split: str = "slices"
-    """After a failure: whole slices change hands, or the mini-batch is cut anew, evenly."""
-    batch: str = "global"
-    """After a failure: the mini-batch keeps its size, or each worker does."""
-    rescale: str = "survivors"
-    """Divide a sum that lacks samples by what is in it, or by the size it would have had."""
-    update: str = "lazy"
-    """When the optimizer runs: once the closing sum has returned; or, bucket by bucket, as soon as the bucket's sum is in, with a
-    copy to take it back from until the closing sum has."""
-    guard: str = "stop"
-    """When replicas are found to differ: stop, warn and go on, or heal, which is to go back to a state in memory that is known
-    to be right; off: they are not compared. With warn and heal, values far out of range are looked for, too."""
-    guard_sums: bool = False
-    """Checksums go with what is summed, and whoever adds it looks; what comes of a finding is as ``guard`` says."""
-    kinds: str = "same"
-    """Where bits are promised: refuse workers of another kind, whose bits would differ (see :mod:`holdfast.state.platform`); or take any, and
-    say what is given up."""
-    certificate: bool = True
-    """Each committed step gets a link, a digest of what it was and of the link before, see :mod:`holdfast.integrity.hash_chain`."""
-    mirror: int = -1
+    token: str = option(
+        "",
+        help="What all nodes must know.",
+        manual="what all nodes must know, also as `HOLDFAST_TOKEN`; needed when the store is beyond this machine",
+        group="meeting",
+        flags=("--rdzv-token",),
+        metavar="SECRET",
+        env="HOLDFAST_TOKEN",
+    )
+    strategy: str = option(
+        "rollback",
+        help="What survivors do [rollback].",
+        manual="what survivors do; `restart` needs `--checkpoint-dir`, `reinit` a script that ends with `holdfast.reinit(main)`, `partial` a model that is split",
+        usual="`rollback`",
+        group="recovery",
+        choices=STRATEGIES,
+        is_open=True,
+    )
+    reinit_from: str = option(
+        "own",
+        help="What --strategy reinit goes on from [own].",
+        manual="what `reinit` goes on from: a snapshot that each survivor takes at the fault; one that the lowest takes and gives to the others; or the newest checkpoint, the only one for models that are split",
+        usual="`own`",
+        group="recovery",
+        choices=REINIT_FROM,
+    )
+    order: str = option(
+        "fold",
+        help="Order in which they are added [fold].",
+        manual="order in which slices are added: ((0+1)+2)+3, or (0+1)+(2+3)",
+        usual="`fold`",
+        group="sums",
+        choices=ORDERS,
+    )
+    split: str = option(
+        "slices",
+        help="After a failure: hand slices over, or cut anew [slices].",
+        manual="after a failure: survivors take over whole slices and the bits stay; or the mini-batch is cut anew, evenly, and they do not",
+        usual="`slices`",
+        group="sums",
+        choices=SPLITS,
+    )
+    batch: str = option(
+        "global",
+        help="After a failure: which size stays [global].",
+        manual="after a failure: the mini-batch keeps its size, or each worker's share does and the mini-batch shrinks",
+        usual="`global`",
+        group="sums",
+        choices=BATCHES,
+    )
+    rescale: str = option(
+        "survivors",
+        help="Divide an incomplete sum by [survivors].",
+        manual="divide a sum that lacks samples by what is in it, or by what it would have had",
+        usual="`survivors`",
+        group="sums",
+        choices=RESCALES,
+    )
+    update: str = option(
+        "lazy",
+        help="The optimizer runs after all sums, or bucket by bucket [lazy].",
+        manual="when the optimizer runs: once the closing sum has returned; or bucket by bucket, each as soon as its sum is in, beside the sums that follow, with an undo copy until then. The bits are the same: [architecture.md](architecture.md#the-rules-and-why)",
+        usual="`lazy`",
+        group="sums",
+        choices=UPDATES,
+    )
+    guard: str = option(
+        "stop",
+        help="When replicas differ, or with warn and heal values are absurd [stop].",
+        manual="when replicas are found to differ: stop, warn and go on, or go back to a state in memory that is known to be right and do the steps since again; `off` does not compare. `warn` and `heal` also look for values far out of range: [guard.md](guard.md)",
+        usual="`stop`",
+        group="sums",
+        choices=GUARDS,
+    )
+    guard_sums: bool = option(
+        False,
+        help="Checksums go with what is summed; whoever adds it looks.",
+        manual="checksums go with the gradients that workers give to sums, and with what stages of a pipeline hand over; whoever adds or takes it looks. A finding is answered as `--guard` says; `heal` does that one step again: [guard.md](guard.md#checksummed-sums)",
+        usual="off",
+        group="sums",
+    )
+    kinds: str = option(
+        "same",
+        help="Workers whose bits would differ: refused, or taken [same].",
+        manual="where bits are promised: refuse a worker whose bits would differ, because its CPU, threads or torch do; or take any, and say what is given up: [doctor.md](doctor.md#kinds-of-workers)",
+        usual="`same`",
+        group="sums",
+        choices=KINDS,
+    )
+    certificate: bool = option(
+        True,
+        help="Write no digests of each step, which diff-runs and verify read.",
+        manual="write no digests of each step, which `diff-runs` and `verify` read: [certificate.md](certificate.md)",
+        group="sums",
+        flags=("--no-certificate",),
+    )
+    mirror: int = option(
+        -1,
+        help="Workers that hold each part of a split model beside those that compute it [1].",
+        manual="of a model that is split: hold each part at K workers beside the one that computes it; where chains are replicas of each other they count. 0 keeps parts once, and a death costs the steps since the checkpoint: [failure-model.md](failure-model.md#split-models)",
+        usual="1",
+        group="copies",
+        metavar="K",
+        least=-1,
+        least_given=0,
+    )
     """Workers beside its own that hold each part of a model that is split; -1: one, where there is no replica of it."""
-    mirror_every: int = 1
-    """1: mirrors apply every step themselves. Above: they are backups, to which as much is sent in so many steps as a whole
-    copy is."""
-    mirror_fraction: float = 1.0
-    """How much of a copy is sent to a backup at a time: the smaller, the more often."""
-    mirror_choice: str = "priority"
-    """What is sent first: what is farthest from the copy, all in turn, or any."""
-    mirror_distance: str = "euclidean"
-    """How far something is from the copy: its parameters alone, or with its optimizer's state, each scaled to its size."""
-    mirror_predictor: str = "last"
-    """What a lost part is restored to: what was saved last, the line through what was saved last and before, or as far along
-    it as the part was found to go."""
-    mirror_codec: str = "exact"
-    """How it is sent: as it is, or as differences of a byte each."""
-    mirror_optimizer: str = "saved"
-    """The optimizer's state of a lost part: saved with it, begun anew, or sent whole in every step."""
-    min_workers: int = 1
-    """Below this many survivors: save and stop."""
-    seed: int = 0
-    """Of the order of samples, of the randomness inside the model, and of the fault plan."""
-    bucket_bytes: int = 25 << 20
+    mirror_every: int = option(
+        1,
+        help="1: they apply every step. Above, with --strategy partial: a whole copy is sent to them in so many [1].",
+        manual="1: those K apply every step themselves, and the bits of what they hold are right. Above, with `--strategy partial`: they keep a copy, and in so many steps as much is sent to them as a whole copy is; with `--checkpoint-dir` one of them writes its copy there as often",
+        usual="1",
+        group="copies",
+        metavar="STEPS",
+        least=1,
+    )
+    mirror_fraction: float = option(
+        1.0,
+        help="How much of a copy at a time: the smaller, the more often [1].",
+        manual="how much of a copy is sent at a time, every R x STEPS steps: with 0.125 and 16 an eighth every other step",
+        usual="1",
+        group="copies",
+        metavar="R",
+    )
+    mirror_choice: str = option(
+        "priority",
+        help="What is sent first [priority: what moved most].",
+        manual="what is sent: the blocks that are farthest from what they would be restored to, all in turn, or any",
+        usual="`priority`",
+        group="copies",
+        choices=MIRROR_CHOICES,
+    )
+    mirror_distance: str = option(
+        "euclidean",
+        help="What moved most by: parameters, or all that is sent [euclidean].",
+        manual="how far a block is: its parameters alone, or with the optimizer's state that is saved, each in its own unit, the root of the mean square of what was sent",
+        usual="`euclidean`",
+        group="copies",
+        choices=MIRROR_DISTANCES,
+    )
+    mirror_predictor: str = option(
+        "last",
+        help="Restore the last value, the line through two, or part of the way along it [last].",
+        manual="what a lost block is restored to: what was sent last; where the line through what was sent last and before that leads; or as far along it as the part was found to go: [failure-model.md](failure-model.md#what-to-send-and-what-to-restore)",
+        usual="`last`",
+        group="copies",
+        choices=MIRROR_PREDICTORS,
+    )
+    mirror_codec: str = option(
+        "exact",
+        help="Send numbers, or differences of a byte [exact].",
+        manual="how it is sent: as it is, or as differences of one byte, so that four times as many blocks go into the same bytes",
+        usual="`exact`",
+        group="copies",
+        choices=MIRROR_CODECS,
+    )
+    mirror_optimizer: str = option(
+        "saved",
+        help="The optimizer's state of a part that is lost [saved].",
+        manual="the optimizer's state of a lost part: sent and restored with its blocks; begun anew; or sent whole in every step, so that it is restored as it was when the part was lost",
+        usual="`saved`",
+        group="copies",
+        choices=MIRROR_OPTIMIZERS,
+    )
+    min_workers: int = option(
+        1,
+        help="Below this: save and stop [1].",
+        manual="with fewer: save the state, stop with exit code 1, say how to resume",
+        usual="1",
+        group="limits",
+        metavar="M",
+        least=1,
+    )
+    seed: int = option(
+        0,
+        help="Of the samples' order, the model and the kills [0].",
+        manual="of the order of samples, the randomness in the model, and `--mtbf`",
+        usual="0",
+        group="seed",
+        metavar="S",
+        least=0,
+    )
+    slices: int = option(
+        0,
+        help="Pieces of a mini-batch, for the whole job [N].",
+        manual="pieces a mini-batch is cut into, fixed for the job. Give it to compare the bits of jobs of different sizes. `auto:F` chooses a number with which the loss of up to F workers leaves the work nearly even, and says so; `auto` takes a quarter of the workers for F: [operations.md](operations.md#how-many-slices). At most 65,536, or the samples of a mini-batch if there are more",
+        usual="the number of workers",
+        group="slices",
+        metavar="V|auto[:F]",
+        kind=str,
+        least=0,
+    )
+    """Pieces that a mini-batch is cut into; 0 is the number of workers the job is started with, or what ``auto_slices`` says."""
+    auto_slices: int = option(-1, least=-1)
+    """Choose ``slices`` so that the loss of so many workers leaves the work nearly even; 0: of a quarter of them; -1: do not."""
+    bucket_bytes: int = option(25 << 20, least=1)
     """Gradients are summed in buckets of about this size."""
-    shared_bytes: int = -1
+    shared_bytes: int = option(-1, least=-1)
     """Most memory that a worker may share with the others of its host, for sums; 0: none, -1: what is free."""
-    checkpoint_dir: str = ""
-    """Where checkpoints are, a directory or an URL such as ``s3://bucket/run``; "" saves none."""
-    checkpoint_every: int = 0
+    checkpoint_dir: str = option(
+        "",
+        help="Where checkpoints are: a folder, or s3://bucket/run.",
+        manual="where checkpoints are: a folder, or `s3://bucket/run` and other URLs of fsspec; must hold none of another run",
+        group="checkpoints",
+        metavar="URL",
+    )
+    checkpoint_every: int = option(
+        0,
+        help="Steps between checkpoints, or as often as pays.",
+        manual="steps between two; `auto`: as often as pays, see below",
+        usual="saves none",
+        group="checkpoints",
+        metavar="STEPS|auto",
+        kind=str,
+        least=0,
+    )
     """Steps between checkpoints; 0 saves none but those that are asked for."""
     checkpoint_auto: bool = False
     """Take checkpoints as often as pays, from what they are found to cost and how often failures come (Daly 2006)."""
-    checkpoint_format: str = "safetensors"
-    """Of the files: safetensors, hdf5, npz or dcp."""
-    keep_last: int = 0
+    checkpoint_format: str = option(
+        "safetensors",
+        help="Of their files [safetensors].",
+        manual="of their files; what is read may have any",
+        usual="`safetensors`",
+        group="checkpoints",
+        choices=CHECKPOINT_FORMATS,
+    )
+    keep_last: int = option(
+        0,
+        help="Keep only so many of the newest [all].",
+        manual="keep only so many of the newest, 2 at least: the newest may turn out to be damaged",
+        usual="all",
+        group="checkpoints",
+        metavar="K",
+        least_given=2,
+        because="the newest may turn out to be damaged",
+    )
     """How many of the newest checkpoints are kept, at least 2; 0 keeps all."""
-    keep_every: int = 0
+    keep_every: int = option(
+        0,
+        help="Besides these, keep those of every N-th step.",
+        manual="besides these, keep those of every N-th step",
+        group="checkpoints",
+        metavar="N",
+        least=0,
+        least_given=1,
+    )
     """Checkpoints of steps that it divides are kept, too."""
-    mtbf_s: float = 86400.0
-    """Mean time between failures of the whole job that is believed in until failures are seen; for ``checkpoint_auto``."""
-    hang_timeout_s: float = 30.0
+    mtbf_s: float = option(
+        86400.0,
+        help="Between failures, until some are seen; for auto [a day].",
+        manual="mean time between failures of the whole job to believe in until some are seen; for `auto`",
+        usual="86400",
+        group="checkpoints",
+        flags=("--expected-mtbf",),
+        metavar="SECONDS",
+    )
+    hang_timeout_s: float = option(
+        30.0,
+        help="End a worker that gives no sign for so long [30]; 0: never.",
+        manual="a worker that has given no sign for so long, or stands still for so long while others wait for it, is ended and counts as dead; at least 0.1, or 0: never. [operations.md](operations.md) says what raises it",
+        usual="30",
+        group="watching",
+        metavar="SECONDS",
+    )
     """A worker that has given no sign for so long, or for three times as long as ever before, is ended; 0 ends none."""
-    start_timeout_s: float = 120.0
+    start_timeout_s: float = option(
+        120.0,
+        help="End a worker that keeps the others waiting for so long at the start [120]; 0: never.",
+        manual="limit for a worker to become ready to connect; it rises to three times what the slowest other worker took. A later worker is ended if it gives no sign of life, or if another worker has waited for it as long. The job then begins without it, or with a spare. At least 1, or 0: never. [operations.md](operations.md#starting) says more",
+        usual="120",
+        group="watching",
+        metavar="SECONDS",
+    )
     """A worker that is not ready to connect after so long, or after three times what the slowest other one took, is ended if the
     others wait for it or it shows no sign of life; 0 ends none."""
-    stop_after: int = -1
+    stop_after: int = option(
+        -1,
+        help="Save and stop when this step is committed; exit code 4.",
+        manual="when this step is committed, save the state as on SIGTERM, and end with 4",
+        group="length",
+        metavar="STEP",
+        least=-1,
+        least_given=0,
+    )
     """Stop, with the state saved, when this step is committed; -1: when the script ends."""
-    resume: bool = False
-    """Go on from the newest intact checkpoint in ``checkpoint_dir``, if there is one."""
+    resume: bool = option(
+        False,
+        help="Go on from the newest intact checkpoint.",
+        manual="go on from the newest intact checkpoint in `--checkpoint-dir`, on any number of workers; damaged ones are named and passed over",
+        group="length",
+    )
     faults: str = ""
     """The fault plan, as JSON (see :mod:`holdfast.faults.plan`)."""
     run_dir: str = ""
@@ -171,36 +391,7 @@ class Settings:
     """``time.monotonic()`` when the launcher started: zero of every ``t_s``."""
 
     def __post_init__(self) -> None:
-        for name, allowed in _CHOICES.items():
-            value = getattr(self, name)
-            if value not in allowed:
-                msg = f"{name} must be one of {', '.join(a for a in allowed if a)}, got {value!r}"
-                raise ConfigError(msg)
-        strategy_class(self.strategy)  # refuses a name that there is not
-        if self.fabric:
-            make_fabric(self.fabric)
-        for name, least in (
-            ("workers", 1),
-            ("spares", 0),
-            ("slices", 0),
-            ("auto_slices", -1),
-            ("min_workers", 1),
-            ("seed", 0),
-            ("bucket_bytes", 1),
-            ("checkpoint_every", 0),
-            ("keep_every", 0),
-            ("shared_bytes", -1),
-            ("mirror", -1),
-            ("mirror_every", 1),
-            ("stop_after", -1),
-        ):
-            if getattr(self, name) < least:
-                msg = f"{name} must be at least {least}, got {getattr(self, name)}"
-                raise ConfigError(msg)
-        for name in ("workers", "spares"):
-            if getattr(self, name) > MOST_WORKERS:
-                msg = f"{name} must be at most {MOST_WORKERS}, got {getattr(self, name)}"
-                raise ConfigError(msg)
+        check(self)
         if self.keep_last < 0 or self.keep_last == 1:
             msg = f"keep_last must be at least 2, or 0 to keep all, got {self.keep_last}: the newest may be damaged"
             raise ConfigError(msg)
@@ -247,16 +438,16 @@ class Settings:
         env = os.environ if env is None else env
         values: dict[str, Any] = {}
         for field in dataclasses.fields(cls):
-            text = env.get(_variable(field.name))
+            text = env.get(variable(field.name))
             if field.name == "slices" and text is not None and text.startswith("auto"):
-                values["auto_slices"] = losses_of(text, _variable("slices"))
+                values["auto_slices"] = losses_of(text, variable("slices"))
             elif text is not None:
-                values[field.name] = _parse(_variable(field.name), text, field.default)
+                values[field.name] = parse(variable(field.name), text, field.default)
         known = {field.name for field in dataclasses.fields(cls)}
         for name in overrides.keys() - known:
             msg = f"unknown setting {name!r}; there are {', '.join(sorted(known))}"
             raise ConfigError(msg)
-        is_firm = _parse(FIRM, env.get(FIRM, ""), default=False)
+        is_firm = parse(FIRM, env.get(FIRM, ""), default=False)
         given = {} if is_firm else {k: v for k, v in overrides.items() if v is not None}
         if isinstance(given.get("slices"), str):
             given["auto_slices"] = losses_of(given.pop("slices"), "slices")
@@ -272,7 +463,7 @@ class Settings:
     def to_env(self) -> dict[str, str]:
         """Return the variables that make :meth:`from_env` give these settings again (defaults are left out)."""
         return {
-            _variable(field.name): str(int(value)) if isinstance(value, bool) else str(value)
+            variable(field.name): str(int(value)) if isinstance(value, bool) else str(value)
             for field in dataclasses.fields(self)
             if (value := getattr(self, field.name)) != field.default
         }
@@ -283,23 +474,6 @@ class Settings:
         return min((limit for limit in (self.hang_timeout_s, self.start_timeout_s) if limit), default=0.0) / 10
 
 
-def losses_of(text: str, name: str) -> int:
-    """Return the loss of how many workers the number of slices is to bear, 0 for as many as usual.
-
-    Args:
-        text: ``auto`` or ``auto:F``.
-        name: Of what was given, for the message.
-
-    Raises:
-        ConfigError: if it is something else.
-    """
-    word, colon, losses = text.partition(":")
-    if word == "auto" and (not colon or (losses.isdecimal() and int(losses) > 0)):
-        return int(losses or 0)
-    msg = f"{name} must be a number, auto, or auto:F to bear the loss of F workers, 1 at least, got {text!r}"
-    raise ConfigError(msg)
-
-
 def debug_wanted(env: Mapping[str, str] | None = None) -> bool:
     """Return whether ``HOLDFAST_DEBUG`` asks that ranks compare the collectives that they call, before each.
 
@@ -307,46 +481,7 @@ def debug_wanted(env: Mapping[str, str] | None = None) -> bool:
         ConfigError: if it is neither 0 nor 1.
     """
     text = (os.environ if env is None else env).get("HOLDFAST_DEBUG", "")
-    return bool(_parse("HOLDFAST_DEBUG", text, default=False))
+    return bool(parse("HOLDFAST_DEBUG", text, default=False))
 
 
-MAX_REQUEST = 1 << 16
-"""Most characters of a line that asks a running job for changes."""
-
-
-def request_in(line: str) -> dict[str, Any]:
-    """Return what a line of a file asks a running job for; the caller checks whether a value is allowed.
-
-    Raises:
-        ConfigError: if it is no JSON object with names of settings as keys.
-    """
-    if len(line) > MAX_REQUEST:
-        msg = f"it has more than {MAX_REQUEST} characters"
-        raise ConfigError(msg)
-    try:
-        request = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        msg = f"it is not JSON: {error}"
-        raise ConfigError(msg) from None
-    if not isinstance(request, dict):
-        msg = f"it must be a JSON object, and is a {type(request).__name__}"
-        raise ConfigError(msg)
-    for name in request:
-        if not name.isidentifier():
-            msg = f"{name!a:.60} is no name of a setting"
-            raise ConfigError(msg)
-    return request
-
-
-def _variable(name: str) -> str:
-    return f"HOLDFAST_{name.upper()}"
-
-
-def _parse(variable: str, text: str, default: Any) -> Any:
-    try:
-        if isinstance(default, bool):
-            return {"1": True, "true": True, "0": False, "false": False, "": False}[text.lower()]
-        return type(default)(text)
-    except (KeyError, ValueError):
-        msg = f"{variable} must be {'0 or 1' if isinstance(default, bool) else f'of type {type(default).__name__}'}, got {text!r}"
-        raise ConfigError(msg) from None
+_CHOICES = choices(Settings)

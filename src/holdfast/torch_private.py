@@ -30,7 +30,6 @@ __all__ = [
     "gradient_hooks",
     "has_step_hooks",
     "logging_data",
-    "nccl_options",
     "offset_in_file",
     "parameters_of",
     "task_of_backward",
@@ -138,13 +137,6 @@ def gloo_options(timeout: timedelta, devices: list[Any]) -> Any:
     gloo: Any = torch.distributed.ProcessGroupGloo
     options = gloo._Options()
     options._timeout, options._threads, options._devices = timeout, 1, devices
-    return options
-
-
-def nccl_options(timeout: timedelta) -> Any:
-    """Return the options of an NCCL group with this time limit for operations."""
-    options: Any = torch.distributed.ProcessGroupNCCL.Options()
-    options._timeout = timeout
     return options
 
 

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import gloo
 import pytest
-import torch
 from jobs import MPIRUN, clean_env
 
 from holdfast.comm import VirtualCommunicator
@@ -103,18 +102,6 @@ def test_members_that_lose_the_store_in_the_moment_of_an_agreement_have_the_same
 
     assert passed == [f"passed {rank} of (0, 1, 2)" for rank in range(3)]
     assert ended == {0: 0, 1: 0, 2: 0}
-
-
-@pytest.mark.chaos
-@pytest.mark.skipif(
-    not torch.distributed.is_nccl_available() or torch.cuda.device_count() < 3,
-    reason="needs three GPUs and a torch with NCCL, which lets no two workers share a GPU",
-)
-def test_tensors_on_gpus_are_exchanged_by_nccl_before_and_after_a_death(tmp_path):
-    passed, ended = run_gloo(tmp_path, 3, "on-gpus")
-
-    assert passed == ["passed 1 of (1, 2)", "passed 2 of (1, 2)"]
-    assert ended == {0: -9, 1: 0, 2: 0}
 
 
 def test_a_communicator_that_forgets_a_death_is_found_out():

@@ -1,5 +1,7 @@
 """The beacon, the pulse of an interpreter, and records on a full disk."""
 
+import inspect
+import re
 import subprocess
 import sys
 import time
@@ -105,12 +107,24 @@ def test_what_a_worker_takes_to_compute_is_the_median_over_its_last_steps(tmp_pa
     assert said[-1] == 2.0
 
 
-def test_no_beacon_takes_it_all():
+def test_no_beacon_takes_all_that_a_beacon_is_told_and_keeps_none_of_it(tmp_path):
+    def told(kind):
+        return {name: inspect.signature(way) for name, way in vars(kind).items() if re.match(r"say_|mark$", name)}
+
     beacon = NoBeacon()
-    beacon.mark("forward", 0)
-    beacon.say_busy(busy=True)
-    beacon.say_waits(True)
-    beacon.say_computed(1.0)
+
+    said = [
+        beacon.mark("forward", 0, 1, [2]),
+        beacon.say_busy(busy=True),
+        beacon.say_waits(True),
+        beacon.say_recovered(in_vain=True),
+        beacon.say_computed(1.0),
+    ]
+
+    assert told(NoBeacon) == told(Beacon)
+    assert len(said) == len(told(Beacon))
+    assert set(said) == {None}
+    assert vars(beacon) == {}
 
 
 def test_waiting_is_said_once_however_deep():

@@ -146,10 +146,15 @@ def test_a_plateau_scheduler_sees_the_loss():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5)
     session = holdfast.Session(model, optimizer, scheduler=scheduler, schedule="epoch", workers=2)
+    x, y = dataset()[:]
+    loss = F.cross_entropy(model(x), y).item()
 
-    train(model, session, epochs=4)
+    train(
+        model, session, batch_size=SAMPLES, epochs=4
+    )  # nothing is learnt, and each epoch is one step with all samples
 
     assert scheduler.last_epoch == 4
+    assert scheduler.best == pytest.approx(loss)
 
 
 def test_a_gradient_scaler_changes_nothing_in_float32():

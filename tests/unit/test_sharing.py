@@ -7,9 +7,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from holdfast.comm.allreduce.adding import groups
-from holdfast.config import Settings, losses_of
+from holdfast.config import Settings
 from holdfast.data.assignment import choose_slices, homes, share_out
 from holdfast.errors import ConfigError
+from holdfast.options import losses_of
 
 
 def all_counts(slices, workers):

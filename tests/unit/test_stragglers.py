@@ -9,7 +9,8 @@ import random
 
 import pytest
 
-from holdfast.launch.stragglers import POLICIES, Stragglers
+from holdfast.config import POLICIES
+from holdfast.launch.stragglers import Stragglers
 from holdfast.records.beacon import Beacon, Position
 
 STEPS = 300

@@ -13,39 +13,31 @@ from holdfast.cli.ckpt import ckpt
 from holdfast.cli.control import scale, set_
 from holdfast.cli.diff_runs import diff_runs
 from holdfast.cli.doctor import doctor
+from holdfast.cli.lab import COMMANDS, Commands, placeholder
 from holdfast.cli.report import report
 from holdfast.cli.run import run
 from holdfast.cli.tables import clean, need_command
 from holdfast.cli.verify import verify
 from holdfast.errors import CheckpointCorrupt, CheckpointMissing, ConfigError, HoldfastError, InternalError
-from holdfast_lab.commands.demo import demo
-from holdfast_lab.commands.inject import inject
-from holdfast_lab.commands.plan import plan
-from holdfast_lab.commands.rehearse import rehearse
-from holdfast_lab.commands.simulate import simulate
-from holdfast_lab.commands.study import study
 
 app = typer.Typer(
     name="holdfast",
+    cls=Commands,
     help="PyTorch training that goes on, to the bit, while workers die.",
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
 app.command(context_settings={"allow_interspersed_args": False})(run)
-app.command(context_settings={"allow_interspersed_args": False})(rehearse)
 app.command(context_settings={"allow_interspersed_args": False})(doctor)
 app.command()(scale)
 app.command(name="set")(set_)
 app.command()(report)
 app.command(name="diff-runs")(diff_runs)
 app.command()(verify)
-app.command()(demo)
-app.command()(study)
-app.command()(simulate)
-app.command()(plan)
 app.add_typer(ckpt)
-app.command()(inject)
+for _name, (_, _help) in COMMANDS.items():
+    app.command(name=_name, help=_help)(placeholder)
 
 _USAGE_ERROR: type[Exception] = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "UsageError")
 """Typer does not give it a name of its own."""

@@ -5,237 +5,69 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from holdfast.cli.given import takes
 from holdfast.cli.signals import sigterm_as_interrupt
-from holdfast.config import (
-    BATCHES,
-    CHECKPOINT_FORMATS,
-    FABRICS,
-    GUARDS,
-    KINDS,
-    MIRROR_CHOICES,
-    MIRROR_CODECS,
-    MIRROR_DISTANCES,
-    MIRROR_OPTIMIZERS,
-    MIRROR_PREDICTORS,
-    MOST_WORKERS,
-    ORDERS,
-    REINIT_FROM,
-    RESCALES,
-    SPLITS,
-    STRATEGIES,
-    UPDATES,
-    Settings,
-    losses_of,
-)
+from holdfast.config import MOST_WORKERS, Settings
 from holdfast.errors import ConfigError
+from holdfast.launch.job import MAX_RESPAWNS, Job
+from holdfast.options import Declared, declared, fields_of, losses_of, option
 
 if TYPE_CHECKING:
     from holdfast.launch.job import Outcome
 
 
-def _one_of(names: tuple[str, ...]) -> str:
-    return "|".join(names)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """What only the command itself needs to know."""
+
+    respawn: bool = option(
+        False,
+        help="Start a new worker for each that dies.",
+        manual="start a new worker for each that dies; `--fabric gloo` only. It joins between two steps, with the state from the others' memory",
+        group="newcomers",
+    )
+    inject: tuple[str, ...] = option(
+        (),
+        help="Break something: kill:rank=1,step=20[,phase=allreduce[,bucket=2]], flip:rank=1,step=20,target=weights.",
+        manual="repeatable; see below",
+        group="faults",
+        metavar="SPEC",
+        kind=list[str],
+    )
+    baseline: Path | None = option(
+        None,
+        help="The report of an undisturbed run, to say what this one's failures cost in steps.",
+        manual="the report of an undisturbed run with the same seed: this one then says how many steps more it took to the losses that the other came to after the step of the first failure, `iteration_cost` in `report.json`",
+        usual="none",
+        group="comparison",
+        metavar="DIR",
+        kind=Path,
+    )
+    as_json: bool = option(
+        False,
+        help="Print report.json on stdout; all else goes to stderr.",
+        manual="print the report on stdout; all else goes to stderr",
+        group="comparison",
+        flags=("--json",),
+    )
 
 
+OPTIONS = declared(Asked, Settings, Job)
+_TOLD_APART = ("token", "slices", "checkpoint_every")
+"""Settings that are not simply what the option says."""
+
+
+@takes(OPTIONS)
 def run(
     script: Annotated[Path, typer.Argument(metavar="SCRIPT", help="The training script.", show_default=False)],
     args: Annotated[list[str] | None, typer.Argument(metavar="[ARGS]...", help="Handed on to the script.")] = None,
-    *,
-    workers: Annotated[
-        int | None, typer.Option("--workers", "-n", metavar="N", help="Workers on this machine, or on all --hosts [1].")
-    ] = None,
-    hosts: Annotated[
-        str | None, typer.Option(metavar="HOST:N,...|FILE|slurm", help="Machines to start workers on; --fabric ulfm.")
-    ] = None,
-    launch_agent: Annotated[
-        str | None, typer.Option(metavar="CMD", help="What reaches them, as CMD HOST COMMAND [ssh].")
-    ] = None,
-    network: Annotated[
-        str | None, typer.Option(metavar="NET", help="By which they talk: an interface, or ADDRESS/BITS [any].")
-    ] = None,
-    run_dir: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="A folder that they all see [that of --checkpoint-dir].")
-    ] = None,
-    nnodes: Annotated[int, typer.Option(metavar="N", help="Machines, each with a launcher and so many workers.")] = 1,
-    node_rank: Annotated[int, typer.Option(metavar="R", help="Which of them this is, from 0.")] = 0,
-    rdzv: Annotated[
-        str | None, typer.Option(metavar="URL", help="Where they meet: holdfast://HOST:PORT or etcd://HOST:PORT/JOB.")
-    ] = None,
-    rdzv_token: Annotated[
-        str | None, typer.Option(metavar="SECRET", envvar="HOLDFAST_TOKEN", help="What all nodes must know.")
-    ] = None,
-    rdzv_timeout: Annotated[float, typer.Option(metavar="SECONDS", help="How long to wait for the others.")] = 300.0,
-    node_timeout: Annotated[
-        float, typer.Option(metavar="SECONDS", help="A machine that is not heard of for so long is lost.")
-    ] = 10.0,
-    fabric: Annotated[str | None, typer.Option(metavar=_one_of(FABRICS), help="How they talk [ulfm].")] = None,
-    strategy: Annotated[
-        str | None, typer.Option(metavar=_one_of(STRATEGIES), help="What survivors do [rollback].")
-    ] = None,
-    reinit_from: Annotated[
-        str | None, typer.Option(metavar=_one_of(REINIT_FROM), help="What --strategy reinit goes on from [own].")
-    ] = None,
-    slices: Annotated[
-        str | None, typer.Option(metavar="V|auto[:F]", help="Pieces of a mini-batch, for the whole job [N].")
-    ] = None,
-    order: Annotated[
-        str | None, typer.Option(metavar=_one_of(ORDERS), help="Order in which they are added [fold].")
-    ] = None,
-    split: Annotated[
-        str | None,
-        typer.Option(metavar=_one_of(SPLITS), help="After a failure: hand slices over, or cut anew [slices]."),
-    ] = None,
-    batch: Annotated[
-        str | None, typer.Option(metavar=_one_of(BATCHES), help="After a failure: which size stays [global].")
-    ] = None,
-    rescale: Annotated[
-        str | None, typer.Option(metavar=_one_of(RESCALES), help="Divide an incomplete sum by [survivors].")
-    ] = None,
-    update: Annotated[
-        str | None,
-        typer.Option(metavar=_one_of(UPDATES), help="The optimizer runs after all sums, or bucket by bucket [lazy]."),
-    ] = None,
-    guard: Annotated[
-        str | None,
-        typer.Option(
-            metavar=_one_of(GUARDS), help="When replicas differ, or with warn and heal values are absurd [stop]."
-        ),
-    ] = None,
-    guard_sums: Annotated[
-        bool, typer.Option("--guard-sums", help="Checksums go with what is summed; whoever adds it looks.")
-    ] = False,
-    kinds: Annotated[
-        str | None,
-        typer.Option(metavar=_one_of(KINDS), help="Workers whose bits would differ: refused, or taken [same]."),
-    ] = None,
-    no_certificate: Annotated[
-        bool, typer.Option("--no-certificate", help="Write no digests of each step, which diff-runs and verify read.")
-    ] = False,
-    spares: Annotated[
-        int | None, typer.Option(metavar="K", help="Workers that wait, warm, to take the place of who dies [0].")
-    ] = None,
-    mirror: Annotated[
-        int | None,
-        typer.Option(
-            metavar="K", help="Workers that hold each part of a split model beside those that compute it [1]."
-        ),
-    ] = None,
-    mirror_every: Annotated[
-        int | None,
-        typer.Option(
-            metavar="STEPS",
-            help="1: they apply every step. Above, with --strategy partial: a whole copy is sent to them in so many [1].",
-        ),
-    ] = None,
-    mirror_fraction: Annotated[
-        float | None, typer.Option(metavar="R", help="How much of a copy at a time: the smaller, the more often [1].")
-    ] = None,
-    mirror_choice: Annotated[
-        str | None,
-        typer.Option(metavar=_one_of(MIRROR_CHOICES), help="What is sent first [priority: what moved most]."),
-    ] = None,
-    mirror_distance: Annotated[
-        str | None,
-        typer.Option(
-            metavar=_one_of(MIRROR_DISTANCES), help="What moved most by: parameters, or all that is sent [euclidean]."
-        ),
-    ] = None,
-    mirror_predictor: Annotated[
-        str | None,
-        typer.Option(
-            metavar=_one_of(MIRROR_PREDICTORS),
-            help="Restore the last value, the line through two, or part of the way along it [last].",
-        ),
-    ] = None,
-    mirror_codec: Annotated[
-        str | None, typer.Option(metavar=_one_of(MIRROR_CODECS), help="Send numbers, or differences of a byte [exact].")
-    ] = None,
-    mirror_optimizer: Annotated[
-        str | None,
-        typer.Option(metavar=_one_of(MIRROR_OPTIMIZERS), help="The optimizer's state of a part that is lost [saved]."),
-    ] = None,
-    respawn: Annotated[bool, typer.Option("--respawn", help="Start a new worker for each that dies.")] = False,
-    max_respawns: Annotated[int | None, typer.Option(metavar="R", help="How many, at most [16].")] = None,
-    min_workers: Annotated[int | None, typer.Option(metavar="M", help="Below this: save and stop [1].")] = None,
-    max_restarts: Annotated[int, typer.Option(metavar="R", help="How often the whole job may be started again.")] = 3,
-    stall_timeout: Annotated[
-        float, typer.Option(metavar="SECONDS", help="Start again if all workers wait for each other this long.")
-    ] = 60.0,
-    hang_timeout: Annotated[
-        float | None,
-        typer.Option(metavar="SECONDS", help="End a worker that gives no sign for so long [30]; 0: never."),
-    ] = None,
-    start_timeout: Annotated[
-        float | None,
-        typer.Option(
-            metavar="SECONDS",
-            help="End a worker that keeps the others waiting for so long at the start [120]; 0: never.",
-        ),
-    ] = None,
-    stragglers: Annotated[
-        str, typer.Option(metavar="ignore|warn|rebalance|replace", help="What to do about slow workers.")
-    ] = "warn",
-    straggler_factor: Annotated[float, typer.Option(metavar="X", help="Slow: X times the median of the others.")] = 2.0,
-    inject: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="SPEC",
-            help="Break something: kill:rank=1,step=20[,phase=allreduce[,bucket=2]], flip:rank=1,step=20,target=weights.",
-        ),
-    ] = None,
-    mtbf: Annotated[
-        float | None, typer.Option(metavar="SECONDS", help="Kill random workers, on average one in so many seconds.")
-    ] = None,
-    seed: Annotated[
-        int | None, typer.Option(metavar="S", help="Of the samples' order, the model and the kills [0].")
-    ] = None,
-    checkpoint_dir: Annotated[
-        str | None, typer.Option(metavar="URL", help="Where checkpoints are: a folder, or s3://bucket/run.")
-    ] = None,
-    checkpoint_every: Annotated[
-        str | None, typer.Option(metavar="STEPS|auto", help="Steps between checkpoints, or as often as pays.")
-    ] = None,
-    checkpoint_format: Annotated[
-        str | None, typer.Option(metavar=_one_of(CHECKPOINT_FORMATS), help="Of their files [safetensors].")
-    ] = None,
-    keep_last: Annotated[int | None, typer.Option(metavar="K", help="Keep only so many of the newest [all].")] = None,
-    keep_every: Annotated[
-        int | None, typer.Option(metavar="N", help="Besides these, keep those of every N-th step.")
-    ] = None,
-    expected_mtbf: Annotated[
-        float | None,
-        typer.Option(metavar="SECONDS", help="Between failures, until some are seen; for auto [a day]."),
-    ] = None,
-    grace: Annotated[
-        float, typer.Option(metavar="SECONDS", help="Time to finish a step and save after SIGTERM.")
-    ] = 30.0,
-    stop_after: Annotated[
-        int | None, typer.Option(metavar="STEP", help="Save and stop when this step is committed; exit code 4.")
-    ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest intact checkpoint.")] = False,
-    log_dir: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Keep each worker's output in a file here.")
-    ] = None,
-    report: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Write report.json, events.jsonl, index.html here.")
-    ] = None,
-    page: Annotated[
-        bool, typer.Option("--page/--no-page", help="Draw the page of the report, too.", show_default=False)
-    ] = True,
-    baseline: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="DIR", help="The report of an undisturbed run, to say what this one's failures cost in steps."
-        ),
-    ] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print report.json on stdout; all else goes to stderr.")
-    ] = False,
+    **given: Any,
 ) -> int:
     """Train SCRIPT on N workers; when some die, the others go on.
 
@@ -243,140 +75,78 @@ def run(
 
     Example: holdfast run -n 4 --inject kill:rank=1,step=20 --report out train.py --epochs 3
     """
-    from holdfast.launch.hostlist import parse_hosts
-    from holdfast.launch.job import Job
     from holdfast.launch.launcher import launch
     from holdfast.launch.live import make_view
 
-    _check(
-        workers=workers,
-        nnodes=nnodes,
-        mirror=mirror,
-        mtbf=mtbf,
-        keep_last=keep_last,
-        keep_every=keep_every,
-        expected_mtbf=expected_mtbf,
-        stop_after=stop_after,
-    )
-    newcomers = _newcomers(max_respawns, respawn=respawn)
-    script_args, last_report = _split_off_report(args or [])
-    machines = parse_hosts(hosts) if hosts is not None else ()
-    if workers is None:
-        workers = max(1, sum(host.slots for host in machines) - (spares or 0))
-    settings = _settings(
-        workers=workers,
-        spares=spares,
-        fabric=fabric,
-        strategy=strategy,
-        reinit_from=reinit_from,
-        **_slices(slices),
-        order=order,
-        split=split,
-        batch=batch,
-        rescale=rescale,
-        update=update,
-        guard=guard,
-        guard_sums=guard_sums or None,
-        kinds=kinds,
-        certificate=False if no_certificate else None,
-        mirror=mirror,
-        mirror_every=mirror_every,
-        mirror_fraction=mirror_fraction,
-        mirror_choice=mirror_choice,
-        mirror_distance=mirror_distance,
-        mirror_predictor=mirror_predictor,
-        mirror_codec=mirror_codec,
-        mirror_optimizer=mirror_optimizer,
-        min_workers=min_workers,
-        seed=seed,
-        checkpoint_dir=checkpoint_dir,
-        **_how_often(checkpoint_every),
-        checkpoint_format=checkpoint_format,
-        keep_last=keep_last,
-        keep_every=keep_every,
-        mtbf_s=expected_mtbf,
-        hang_timeout_s=hang_timeout,
-        start_timeout_s=start_timeout,
-        stop_after=stop_after,
-        resume=resume or None,
-    )
-    settings = dataclasses.replace(
-        settings,
-        fabric=settings.fabric or "ulfm",
-        faults=_plan(inject or [], settings, nnodes, newcomers),
-        ranks="",
-        rank=-1,
-        store="",
-        token=rdzv_token or "",
-        run_dir="",
-    )
-    job = Job(
-        script=script,
-        args=script_args,
-        settings=settings,
-        max_restarts=max_restarts,
-        max_respawns=newcomers,
-        nnodes=nnodes,
-        node_rank=node_rank,
-        rdzv=rdzv or "",
-        rdzv_timeout_s=rdzv_timeout,
-        node_timeout_s=node_timeout,
-        hosts=machines,
-        launch_agent=launch_agent or "",
-        network=network or "",
-        run_dir=run_dir,
-        stragglers=stragglers,
-        straggler_factor=straggler_factor,
-        stall_timeout_s=stall_timeout,
-        mtbf_s=mtbf or 0.0,
-        grace_s=grace,
-        log_dir=log_dir,
-        report_dir=report or last_report,
-        page=page,
-    )
-    _check_baseline(baseline, job.report_dir)
+    _check(given)
+    asked = Asked(**{each.name: given[each.parameter] or each.default for each in fields_of(Asked)})
+    job = _job(script, args or [], given, asked)
+    _check_baseline(asked.baseline, job.report_dir)
     try:
         with sigterm_as_interrupt():
-            outcome = launch(job, make_view(sys.stderr if as_json else sys.stdout))
+            outcome = launch(job, make_view(sys.stderr if asked.as_json else sys.stdout))
     except KeyboardInterrupt:  # before the job begins; later it takes signals itself
         print("stopped", file=sys.stderr)
         return 1
-    if (
-        baseline is not None
-        and job.report_dir is not None
-        and outcome.is_reported
-        and outcome.report["outcome"] == "done"
-    ):
-        _add_cost(outcome.report, job.report_dir, baseline)
-    _show(outcome, job.report_dir if outcome.is_reported else None, as_json=as_json)
+    report_dir = job.report_dir if outcome.is_reported else None
+    if asked.baseline is not None and report_dir is not None and outcome.report["outcome"] == "done":
+        _add_cost(outcome.report, report_dir, asked.baseline)
+    _show(outcome, report_dir, as_json=asked.as_json)
     return outcome.exit_code
 
 
-def _check(**given: Any) -> None:
+def _check(given: dict[str, Any]) -> None:
     """Refuse what only the command line can get wrong.
 
     Raises:
         ConfigError: naming the option.
     """
-    for name, least in (
-        ("workers", 1),
-        ("nnodes", 1),
-        ("mirror", 0),
-        ("keep_last", 2),
-        ("keep_every", 1),
-        ("stop_after", 0),
-    ):
-        if given[name] is not None and given[name] < least:
-            why = ", because the newest may turn out to be damaged" if name == "keep_last" else ""
-            msg = f"--{name.replace('_', '-')} must be at least {least}{why}, got {given[name]}"
+    values = [(each, given[each.parameter]) for each in OPTIONS if given[each.parameter] is not None]
+    for each, value in values:
+        how = each.option
+        if how.least_given is not None and value < how.least_given:
+            why = f", because {how.because}" if how.because else ""
+            msg = f"{each.flag} must be at least {how.least_given}{why}, got {value}"
             raise ConfigError(msg)
     if given["nnodes"] > MOST_WORKERS:
         msg = f"--nnodes must be at most {MOST_WORKERS}, got {given['nnodes']}"
         raise ConfigError(msg)
-    for name in ("mtbf", "expected_mtbf"):
-        if given[name] is not None and not given[name] > 0:
-            msg = f"--{name.replace('_', '-')} must be more than 0 seconds, got {given[name]:g}"
+    for each, value in values:
+        if each.name == "mtbf_s" and not value > 0:
+            msg = f"{each.flag} must be more than 0 seconds, got {value:g}"
             raise ConfigError(msg)
+
+
+def _job(script: Path, args: list[str], given: dict[str, Any], asked: Asked) -> Job:
+    """Return what the launcher is to do.
+
+    Raises:
+        ConfigError: if an option has a value that is not allowed; it names the option.
+    """
+    from holdfast.launch.hostlist import parse_hosts
+
+    newcomers = _newcomers(given["max_respawns"], respawn=asked.respawn)
+    script_args, last_report = _split_off_report(args)
+    machines = parse_hosts(given["hosts"]) if given["hosts"] is not None else ()
+    if given["workers"] is None:
+        given["workers"] = max(1, sum(host.slots for host in machines) - (given["spares"] or 0))
+    settings = _settings(given)
+    settings = dataclasses.replace(
+        settings,
+        fabric=settings.fabric or "ulfm",
+        faults=_plan(list(asked.inject), settings, given["nnodes"], newcomers),
+        ranks="",
+        rank=-1,
+        store="",
+        token=given["rdzv_token"] or "",
+        run_dir="",
+    )
+    for_launcher = {each.name: given[each.parameter] for each in declared(Job) if given[each.parameter] is not None} | {
+        "max_respawns": newcomers,
+        "hosts": machines,
+        "report_dir": given["report"] or last_report,
+    }
+    return Job(script=script, args=script_args, settings=settings, **for_launcher)
 
 
 def _newcomers(max_respawns: int | None, *, respawn: bool) -> int:
@@ -385,8 +155,6 @@ def _newcomers(max_respawns: int | None, *, respawn: bool) -> int:
     Raises:
         ConfigError: if there is a limit without --respawn, or it is too high.
     """
-    from holdfast.launch.job import MAX_RESPAWNS
-
     if max_respawns is not None and not respawn:
         msg = f"--max-respawns {max_respawns} needs --respawn: without it nobody is started in the place of the dead"
         raise ConfigError(msg)
@@ -396,23 +164,28 @@ def _newcomers(max_respawns: int | None, *, respawn: bool) -> int:
     return (MAX_RESPAWNS if max_respawns is None else max_respawns) if respawn else 0
 
 
-def _settings(**given: Any) -> Settings:
+def _settings(given: dict[str, Any]) -> Settings:
     """Return the settings: those given, then those of the environment.
 
     Raises:
         ConfigError: if one is not allowed; it names the option of one that was given.
     """
-    from holdfast.launch.job import OPTIONS
-
+    options = {each.name: each for each in declared(Settings)}
+    values = {name: _value(each, given[each.parameter]) for name, each in options.items() if name not in _TOLD_APART}
+    values |= _slices(given["slices"]) | _how_often(given["checkpoint_every"])
     try:
-        return Settings.from_env(**given)
+        return Settings.from_env(**values)
     except ConfigError as error:
         name, _, what = str(error).partition(" ")
-        option = {field: option for option, field in (*OPTIONS, ("--workers", "workers"))}.get(name)
-        if option is None or given.get(name) is None:
+        if name not in options or values.get(name) is None:
             raise
-        msg = f"{option} {what}"
+        msg = f"{options[name].flag} {what}"
         raise ConfigError(msg) from error
+
+
+def _value(option: Declared, given: Any) -> Any:
+    """Return the setting that an option asks for; None if it was not given: a switch can only be turned away from its default."""
+    return ((not option.default) if given else None) if option.kind is bool else given
 
 
 def _slices(given: str | None) -> dict[str, Any]:

@@ -2,8 +2,7 @@
 
 Gloo has neither an agreement nor a shrink, and says nothing of a death to those who are not neighbours of the dead in its
 ring. Both come from :class:`~holdfast.membership.Roster`, whose store no worker hosts, and which hears of deaths from the
-launchers. Gloo only moves bytes: one group a generation, and nobody waits for it without looking at the roster. Tensors
-on a GPU would use a separate NCCL group; no session has such tensors, as models must be in CPU memory.
+launchers. Gloo only moves bytes: one group a generation, and nobody waits for it without looking at the roster.
 
 An operation that was given up may still write to its tensors, and read from them, until its group is buried. What is
 written to must therefore be used by one generation only, and what is read from must not change before all have answered

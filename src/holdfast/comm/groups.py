@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from holdfast.errors import PeerFailed
 from holdfast.membership import Store
-from holdfast.torch_private import gloo_options, nccl_options
+from holdfast.torch_private import gloo_options
 
 FOREVER = timedelta(days=1)
 """How long a group may take for an operation: nobody can tell here whether the others are slow or cannot be reached."""
@@ -203,16 +203,8 @@ def make_gloo(meeting: Meeting, place: int, size: int, address: str, timeout_s: 
     return group
 
 
-def make_nccl(meeting: Meeting, place: int, size: int, address: str, timeout_s: float) -> Any:
-    """Return a group of NCCL's, for the tensors of this process's CUDA device; see :func:`make_gloo`."""
-    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")  # torch would end the process; here recovery answers
-    group = dist.ProcessGroupNCCL(meeting, place, size, nccl_options(FOREVER))
-    group.eager_connect_single_device(torch.device("cuda", torch.cuda.current_device()))
-    return group
-
-
-MAKERS: dict[str, Callable[[Meeting, int, int, str, float], Any]] = {"cpu": make_gloo, "cuda": make_nccl}
-"""What makes the group for tensors on a type of device."""
+MAKERS: dict[str, Callable[[Meeting, int, int, str, float], Any]] = {"cpu": make_gloo}
+"""What makes the group for tensors on a type of device: models are in CPU memory."""
 
 
 def hang_up(group: Any) -> None:

@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.comm import share_bytes
-from holdfast.config import MAX_REQUEST, request_in
 from holdfast.data.position import Place
 from holdfast.engine.context import World
 from holdfast.errors import ConfigError
 from holdfast.models.model_parallel import Split
 from holdfast.models.replicated import Replica
+from holdfast.options import MAX_REQUEST, request_in
 from holdfast.records.paths import requests_path
 from holdfast.records.types import SettingChanged
 from holdfast.recovery import Strategy, make_strategy, strategy_class, strategy_names

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 from holdfast.comm.fabrics.registry import make_fabric
-from holdfast.config import request_in
 from holdfast.errors import ConfigError
 from holdfast.launch.processes import Process
 from holdfast.launch.run_paths import SHARED
+from holdfast.options import request_in
 from holdfast.recovery.registry import strategy_class, strategy_names
 
 if TYPE_CHECKING:

@@ -10,73 +10,202 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from holdfast.comm.fabrics.base import Fabric
 from holdfast.comm.fabrics.registry import DEFAULT, make_fabric
-from holdfast.config import MOST_WORKERS, Settings
+from holdfast.config import MOST_WORKERS, POLICIES, Settings
 from holdfast.errors import ConfigError
-from holdfast.launch.hostlist import Host
-from holdfast.launch.stragglers import POLICIES
-from holdfast.records.types import Record
+from holdfast.options import fields_of, option
 from holdfast.recovery.registry import strategy_class
 
-_MAX_RESTARTS = 3
-_GRACE_S = 30.0
+if TYPE_CHECKING:
+    from holdfast.launch.hostlist import Host
+    from holdfast.records.types import Record
+
 MAX_RESPAWNS = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """A script to run on some workers of this machine.
+    """A script to run on some workers of this machine, or of several; what the launcher alone has to know.
 
     Args:
         script: The file.
         args: What the script finds in ``sys.argv[1:]``.
         settings: For the workers; ``workers`` is how many there are. ``run_dir`` and ``origin_s`` are the launcher's.
-        max_restarts: How often the whole job may be started again.
-        stall_timeout_s: After this long in a sum with no sign of life from any worker the job counts as lost.
-        grace_s: How long workers may take to finish their step and save when they are asked to stop.
-        max_respawns: How many workers may be started in the place of those that died; 0 starts none.
-        nnodes: Machines that take part, each with a launcher of its own and ``settings.workers`` workers.
-        node_rank: Which of them this is.
-        rdzv: The store where they meet; "" for a single node.
-        rdzv_timeout_s: How long to wait for it, and for the launchers of the other nodes.
-        node_timeout_s: A node that has not been heard of for so long is lost.
-        hosts: Machines on which mpirun starts the workers; none: this one alone.
-        launch_agent: Reaches them, as ``ssh`` does; "": ``ssh``.
-        network: By which they talk, an interface or the addresses of a network; "": any.
-        run_dir: A folder that they all see, for what workers tell the launcher; None: that of the checkpoints.
-        stragglers: What to do about workers that are slower than the rest, one of :data:`~holdfast.launch.stragglers.POLICIES`.
-        straggler_factor: How many times the median of the others makes a worker a straggler.
-        mtbf_s: Kill random workers, on average one in so many seconds; 0 kills none.
-        log_dir: Where each worker's output goes; None keeps it only until the run is over.
-        report_dir: Where the report goes; None writes none.
-        page: Draw the report's page, which takes a second or two.
     """
 
     script: Path
     args: tuple[str, ...] = ()
     settings: Settings
-    max_restarts: int = _MAX_RESTARTS
-    max_respawns: int = 0
-    nnodes: int = 1
-    node_rank: int = 0
-    rdzv: str = ""
-    rdzv_timeout_s: float = 300.0
-    node_timeout_s: float = 10.0
-    hosts: tuple[Host, ...] = ()
-    launch_agent: str = ""
-    network: str = ""
-    run_dir: Path | None = None
-    stragglers: str = "warn"
-    straggler_factor: float = 2.0
-    stall_timeout_s: float = 60.0
-    mtbf_s: float = 0.0
-    grace_s: float = _GRACE_S
-    log_dir: Path | None = None
-    report_dir: Path | None = None
-    page: bool = True
+    max_restarts: int = option(
+        3,
+        help="How often the whole job may be started again.",
+        manual="how often the whole job may be started again",
+        usual="3",
+        group="limits",
+        metavar="R",
+        is_shown=True,
+    )
+    max_respawns: int = option(
+        0,
+        help="How many, at most [16].",
+        manual="how many, at most; with `--respawn`",
+        usual="16",
+        group="newcomers",
+        metavar="R",
+        most=MOST_WORKERS,
+    )
+    nnodes: int = option(
+        1,
+        help="Machines, each with a launcher and so many workers.",
+        manual="machines that take part, each with a launcher of its own and `-n` workers; `--fabric gloo` only: [nodes.md](nodes.md)",
+        usual="1",
+        group="nodes",
+        metavar="N",
+        most=MOST_WORKERS,
+        least_given=1,
+        is_shown=True,
+    )
+    node_rank: int = option(
+        0,
+        help="Which of them this is, from 0.",
+        manual="which of them this is, from 0",
+        usual="0",
+        group="nodes",
+        metavar="R",
+        is_shown=True,
+    )
+    rdzv: str = option(
+        "",
+        help="Where they meet: holdfast://HOST:PORT or etcd://HOST:PORT/JOB.",
+        manual="where they meet: `holdfast://HOST:PORT`, which the first node hosts, or `etcd://HOST:PORT[,HOST:PORT...]/JOB`",
+        group="nodes",
+        metavar="URL",
+    )
+    rdzv_timeout_s: float = option(
+        300.0,
+        help="How long to wait for the others.",
+        manual="how long to wait for the store and the other nodes",
+        usual="300",
+        group="meeting",
+        metavar="SECONDS",
+        is_shown=True,
+    )
+    node_timeout_s: float = option(
+        10.0,
+        help="A machine that is not heard of for so long is lost.",
+        manual="a machine that is not heard of for so long is lost, with its workers",
+        usual="10",
+        group="meeting",
+        metavar="SECONDS",
+        is_shown=True,
+    )
+    hosts: tuple[Host, ...] = option(
+        (),
+        help="Machines to start workers on; --fabric ulfm.",
+        manual="machines on which mpirun starts the workers, `N` on each; `--fabric ulfm` only: [nodes.md](nodes.md#with-open-mpi)",
+        usual="this one",
+        group="machines",
+        metavar="HOST:N,...|FILE|slurm",
+        kind=str,
+    )
+    launch_agent: str = option(
+        "",
+        help="What reaches them, as CMD HOST COMMAND [ssh].",
+        manual="what reaches them, called as `CMD HOST COMMAND`",
+        usual="`ssh`",
+        group="machines",
+        metavar="CMD",
+    )
+    network: str = option(
+        "",
+        help="By which they talk: an interface, or ADDRESS/BITS [any].",
+        manual="by which they talk: an interface, or `ADDRESS/BITS`",
+        usual="any",
+        group="machines",
+        metavar="NET",
+    )
+    run_dir: Path | None = option(
+        None,
+        help="A folder that they all see [that of --checkpoint-dir].",
+        manual="a folder that they all see, for the time of the run",
+        usual="that of `--checkpoint-dir`",
+        group="machines",
+        metavar="DIR",
+        kind=Path,
+    )
+    stragglers: str = option(
+        "warn",
+        help="What to do about slow workers.",
+        manual="what to do about a worker that has been slower than the others for 20 steps: say so; give it fewer slices (with `--split even` a smaller share); tell it to leave, so that a spare or a new worker takes its place (`replace` needs `--spares` or `--respawn`, and only warns once nobody is left for that). Workers are replaced, and slices shared out, at most once in 30 s. `rebalance` is refused with `--nnodes` above 1: each launcher knows only how fast its own workers are",
+        usual="`warn`",
+        group="stragglers",
+        choices=POLICIES,
+        is_shown=True,
+    )
+    straggler_factor: float = option(
+        2.0,
+        help="Slow: X times the median of the others.",
+        manual="slow is who takes X times as long for a slice as the median of the others",
+        usual="2",
+        group="stragglers",
+        metavar="X",
+        is_shown=True,
+    )
+    stall_timeout_s: float = option(
+        60.0,
+        help="Start again if all workers wait for each other this long.",
+        manual="when all living workers have waited for each other this long, without a sign of life, or have recovered again and again for nothing, the job is started again",
+        usual="60",
+        group="limits",
+        metavar="SECONDS",
+        is_shown=True,
+    )
+    mtbf_s: float = option(
+        0.0,
+        help="Kill random workers, on average one in so many seconds.",
+        manual="kills random workers at exponential times, on average one in so many seconds; the last one is spared",
+        group="faults",
+        metavar="SECONDS",
+    )
+    grace_s: float = option(
+        30.0,
+        help="Time to finish a step and save after SIGTERM.",
+        manual="after SIGTERM or SIGINT: time to finish the step in progress and save",
+        usual="30",
+        group="stopping",
+        metavar="SECONDS",
+        is_shown=True,
+    )
+    log_dir: Path | None = option(
+        None,
+        help="Keep each worker's output in a file here.",
+        manual="keep each worker's output in a file here",
+        usual="in the report folder",
+        group="output",
+        metavar="DIR",
+        kind=Path,
+    )
+    report_dir: Path | None = option(
+        None,
+        help="Write report.json, events.jsonl, index.html here.",
+        manual="write the files below",
+        group="output",
+        flags=("--report",),
+        metavar="DIR",
+        kind=Path,
+    )
+    page: bool = option(
+        True,
+        help="Draw the page of the report, too.",
+        manual="draw `index.html` too, or not: it takes a second or two, and `holdfast report DIR` draws it later",
+        usual="`--page`",
+        group="output",
+        flags=("--page/--no-page",),
+        is_shown=True,
+    )
 
     @property
     def is_virtual(self) -> bool:
@@ -103,11 +232,6 @@ class Job:
         if rank < self.workers:
             return rank // self.settings.workers
         return (rank - self.workers) // self.settings.spares if rank in self.ranks else 0
-
-    @property
-    def host_list(self) -> str:
-        """The hosts, as they are given."""
-        return ",".join(map(str, self.hosts))
 
     @property
     def slices(self) -> int:
@@ -168,21 +292,21 @@ def check(job: Job) -> None:
         _refuse("--reinit-from checkpoint needs --checkpoint-dir: where are the checkpoints to go on from?")
     _check_amounts(job)
     check_plan(job)
-    for folder, option in ((job.report_dir, "--report"), (job.log_dir, "--log-dir")):
+    for folder, flag in ((job.report_dir, "--report"), (job.log_dir, "--log-dir")):
         if folder is not None:
-            _check_writable(folder, option)
+            _check_writable(folder, flag)
     job.fabric.check_installed()
 
 
 def _check_checkpoints(settings: Settings) -> None:
     place = settings.checkpoint_dir
     if not place:
-        for given, option in (
+        for given, flag in (
             (settings.checkpoint_every or settings.checkpoint_auto, "--checkpoint-every"),
             (settings.keep_last, "--keep-last"),
         ):
             if given:
-                _refuse(f"{option} needs --checkpoint-dir: where are the checkpoints to go?")
+                _refuse(f"{flag} needs --checkpoint-dir: where are the checkpoints to go?")
     if place and not _is_remote(place) and Path(_local(place)).exists() and not Path(_local(place)).is_dir():
         _refuse(f"--checkpoint-dir must be a folder, and {place} is a file")
     if settings.keep_every and not settings.keep_last:
@@ -263,59 +387,13 @@ def _refuse(message: str) -> NoReturn:
 # ---------------------------------------------------------------------------------------------
 # The command line that says it again
 
-OPTIONS = (
-    ("--fabric", "fabric"),
-    ("--spares", "spares"),
-    ("--strategy", "strategy"),
-    ("--reinit-from", "reinit_from"),
-    ("--order", "order"),
-    ("--split", "split"),
-    ("--batch", "batch"),
-    ("--rescale", "rescale"),
-    ("--update", "update"),
-    ("--guard", "guard"),
-    ("--guard-sums", "guard_sums"),
-    ("--kinds", "kinds"),
-    ("--mirror", "mirror"),
-    ("--mirror-every", "mirror_every"),
-    ("--mirror-fraction", "mirror_fraction"),
-    ("--mirror-choice", "mirror_choice"),
-    ("--mirror-distance", "mirror_distance"),
-    ("--mirror-predictor", "mirror_predictor"),
-    ("--mirror-codec", "mirror_codec"),
-    ("--mirror-optimizer", "mirror_optimizer"),
-    ("--min-workers", "min_workers"),
-    ("--seed", "seed"),
-    ("--slices", "slices"),
-    ("--checkpoint-dir", "checkpoint_dir"),
-    ("--checkpoint-every", "checkpoint_every"),
-    ("--checkpoint-format", "checkpoint_format"),
-    ("--keep-last", "keep_last"),
-    ("--keep-every", "keep_every"),
-    ("--expected-mtbf", "mtbf_s"),
-    ("--hang-timeout", "hang_timeout_s"),
-    ("--start-timeout", "start_timeout_s"),
-    ("--stop-after", "stop_after"),
+_SAID_APART = ("workers", "token", "certificate", "resume", "max_respawns", "page")
+"""Fields whose options :func:`command_line` writes in its own way, or not at all."""
+OPTIONS, _JOB_OPTIONS = (
+    tuple((each.flag, each.name) for each in fields_of(kind) if each.option.help and each.name not in _SAID_APART)
+    for kind in (Settings, Job)
 )
-_JOB_OPTIONS = (
-    ("--max-restarts", "max_restarts"),
-    ("--nnodes", "nnodes"),
-    ("--node-rank", "node_rank"),
-    ("--rdzv", "rdzv"),
-    ("--rdzv-timeout", "rdzv_timeout_s"),
-    ("--node-timeout", "node_timeout_s"),
-    ("--hosts", "host_list"),
-    ("--launch-agent", "launch_agent"),
-    ("--network", "network"),
-    ("--run-dir", "run_dir"),
-    ("--stragglers", "stragglers"),
-    ("--straggler-factor", "straggler_factor"),
-    ("--stall-timeout", "stall_timeout_s"),
-    ("--grace", "grace_s"),
-    ("--mtbf", "mtbf_s"),
-    ("--log-dir", "log_dir"),
-    ("--report", "report_dir"),
-)
+"""Option and field."""
 
 
 def command_line(job: Job, *, faults: Sequence[str] = ()) -> str:
@@ -346,8 +424,15 @@ def _said(given: object, options: Sequence[tuple[str, str]], usual: object) -> l
         word
         for option, value, default in values
         if value != default
-        for word in (option, *([] if value is True else [f"{value:.12g}" if isinstance(value, float) else str(value)]))
+        for word in (option, *([] if value is True else [_word(value)]))
     ]
+
+
+def _word(value: Any) -> str:
+    """Return a value as it is given on the command line."""
+    if isinstance(value, tuple):
+        return ",".join(map(str, value))
+    return f"{value:.12g}" if isinstance(value, float) else str(value)
 
 
 def resume_command(job: Job, workers: int, checkpoint_dir: str) -> str:

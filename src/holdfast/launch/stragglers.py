@@ -9,8 +9,6 @@ from statistics import median
 
 from holdfast.records.beacon import Position
 
-POLICIES = ("ignore", "warn", "rebalance", "replace")
-
 _STEPS = 20
 """So many steps in a row a worker must have been slow before it is called a straggler."""
 _NEWS = 0.15

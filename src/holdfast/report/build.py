@@ -26,7 +26,8 @@ from holdfast.records.types import (
     ValuesAltered,
 )
 from holdfast.report.formatting import DISTRIBUTED
-from holdfast.report.history import Failure, History, Joining, Life
+from holdfast.report.history import History
+from holdfast.report.lives import Failure, Joining, Life
 from holdfast.report.platforms import workers_kinds
 
 SCHEMA = 1
@@ -96,17 +97,7 @@ def build_report(
         "train_s": _train_s(history),
         "step_s": _step_s(history),
         "restarts": len(history.lives) - 1,
-        "failures": [_failure(failure, history) for failure in history.failures],
-        "joined": [_joining(joining) for joining in history.joined],
-        "reinitialised": [_reinitialised(said) for said in history.reinitialised],
-        "restored": [_restored(record) for record in history.restored],
-        "parts_held": [_parts_held(record) for record in history.parts_held],
-        "eager": [_eager(record) for record in history.updated_eagerly],
-        "left": [{"rank": r.rank, "step": r.step, "t_s": _seconds(r.t_s)} for r in history.of(Left)],
-        "stragglers": [_straggler(record) for record in history.stragglers],
-        "changed": [_change(record) for record in history.changes],
-        "flips": [_flip(record) for record in history.of(ValuesAltered)],
-        "guard": _guard(history),
+        **_happenings(history),
         "steps_redone": history.redone_steps,
         "faults_not_fired": list(faults_not_fired),
         "samples": _samples(history, finished),
@@ -120,6 +111,23 @@ def build_report(
         "error": _error(history.lives[-1]),
         "command": command,
         "job": None if job is None else dict(job),
+    }
+
+
+def _happenings(history: History) -> dict[str, Any]:
+    """Return what happened to workers and to what they hold, each kind a list in the order of time; the guard's findings last."""
+    return {
+        "failures": [_failure(failure, history) for failure in history.failures],
+        "joined": [_joining(joining) for joining in history.joined],
+        "reinitialised": [_reinitialised(said) for said in history.reinitialised],
+        "restored": [_restored(record) for record in history.restored],
+        "parts_held": [_parts_held(record) for record in history.parts_held],
+        "eager": [_eager(record) for record in history.updated_eagerly],
+        "left": [{"rank": r.rank, "step": r.step, "t_s": _seconds(r.t_s)} for r in history.of(Left)],
+        "stragglers": [_straggler(record) for record in history.stragglers],
+        "changed": [_change(record) for record in history.changes],
+        "flips": [_flip(record) for record in history.of(ValuesAltered)],
+        "guard": _guard(history),
     }
 
 

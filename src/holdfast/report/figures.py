@@ -11,7 +11,8 @@ from holdfast.records.types import Record
 from holdfast.report import canvas as style
 from holdfast.report.canvas import WIDTH_IN, canvas
 from holdfast.report.formatting import MINUS, count, percent, plain, points
-from holdfast.report.history import Failure, History
+from holdfast.report.history import History
+from holdfast.report.lives import Failure
 from holdfast.report.timeline import draw_lanes, draw_legend, draw_zoom, first_answered
 
 if TYPE_CHECKING:

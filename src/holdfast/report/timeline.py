@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 from holdfast.records.types import Finished, Left, Recovered, RunStarted, StepCommitted, WorkerEnded, WorkerFenced
 from holdfast.report import canvas as style
 from holdfast.report.formatting import plain, seconds
-from holdfast.report.history import Failure, History, Life
+from holdfast.report.history import History
+from holdfast.report.lives import Failure, Life
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

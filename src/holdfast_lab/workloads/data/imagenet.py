@@ -86,7 +86,7 @@ def imagenet(data: Path, *, size: int | None = None, seed: int = 0) -> Dataset:
             the folders of the two parts differ.
     """
     if importlib.util.find_spec("PIL") is None:
-        msg = "the images of ImageNet are decoded by Pillow, which is not installed: pip install 'holdfast[study]'"
+        msg = "the images of ImageNet are decoded by Pillow, which is not installed: pip install 'holdfast[lab]'"
         raise ConfigError(msg)
     folder = find_folder(
         data,

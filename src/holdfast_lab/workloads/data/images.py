@@ -63,7 +63,7 @@ def _digits_table() -> npt.NDArray[np.float64]:
     """
     package = importlib.util.find_spec("sklearn")
     if package is None or package.origin is None:
-        msg = "the dataset digits comes with scikit-learn: pip install 'holdfast[study]'"
+        msg = "the dataset digits comes with scikit-learn: pip install 'holdfast[lab]'"
         raise ConfigError(msg)
     file = Path(package.origin).parent / "datasets" / "data" / "digits.csv.gz"
     if file.is_file():

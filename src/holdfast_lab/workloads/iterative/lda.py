@@ -233,7 +233,7 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     try:
         import numba
     except ImportError:
-        msg = "latent Dirichlet allocation is compiled by numba, which is not installed: pip install 'holdfast[study]'"
+        msg = "latent Dirichlet allocation is compiled by numba, which is not installed: pip install 'holdfast[lab]'"
         raise ConfigError(msg) from None
     return cast("Callable[..., Any]", numba.njit(cache=True)(function))
 

@@ -1,0 +1,99 @@
+"""Commands for those who study resilience: known by name here, loaded only when they are called."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import typer
+from typer.core import TyperGroup
+
+from holdfast.errors import ConfigError
+
+COMMANDS = {
+    "demo": (
+        "holdfast_lab.commands.demo:demo",
+        "Train on handwritten digits: undisturbed, then under each strategy with two workers killed.",
+    ),
+    "rehearse": (
+        "holdfast_lab.commands.rehearse:rehearse",
+        "Kill workers in rehearsals of SCRIPT with each predictor and codec; print the options that cost fewest steps.",
+    ),
+    "study": (
+        "holdfast_lab.commands.study:study",
+        "Repeat a published experiment on this code: measure, hold the claims against it, draw a page.",
+    ),
+    "simulate": (
+        "holdfast_lab.commands.simulate:simulate",
+        "Simulate a job under failures, once for each strategy, with the strategies that run in production.",
+    ),
+    "plan": (
+        "holdfast_lab.commands.plan:plan",
+        "Say which strategy to use, how often to save, how many spares to keep, and why.",
+    ),
+    "inject": ("holdfast_lab.commands.inject:inject", "Flip bits of values in a checkpoint, as soft errors do."),
+}
+"""Where each is, and the first line of its help, so that ``holdfast --help`` loads none of them."""
+
+_INTERSPERSED = {"rehearse": {"allow_interspersed_args": False}}
+"""What stands behind the script is the script's."""
+_NEEDED = ("numba", "PIL", "pydantic", "sklearn")
+"""What the extra ``lab`` installs."""
+
+
+class Commands(TyperGroup):
+    """The core's commands, and those of the lab."""
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """Return a command, loaded if it is one of the lab's."""
+        return load(cmd_name) if cmd_name in COMMANDS else super().get_command(ctx, cmd_name)
+
+
+def placeholder() -> None:
+    """Stand in the list of commands for one that is not loaded."""
+
+
+def load(name: str) -> Any:
+    """Return a command of the lab.
+
+    Raises:
+        ConfigError: if what it needs is not installed.
+    """
+    function = _find(name)
+    made = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+    made.command(name=name, context_settings=_INTERSPERSED.get(name))(function)
+    command = typer.main.get_command(made)
+    invoke = command.invoke
+
+    def invoke_or_say(context: Any) -> Any:
+        try:
+            return invoke(context)
+        except ModuleNotFoundError as error:
+            raise _missing(name, error) from error
+
+    command.invoke = invoke_or_say  # type: ignore[method-assign, assignment]
+    return command
+
+
+def _find(name: str) -> Any:
+    """Return the function that an entry point names, or else the one that is known.
+
+    A checkout that is only on ``PYTHONPATH`` has no metadata, or that of another version, and its commands work all the same.
+    """
+    from importlib.metadata import entry_points
+
+    for point in entry_points(group="holdfast.commands", name=name):
+        return point.load()
+    module, _, function = COMMANDS[name][0].partition(":")
+    try:
+        return getattr(importlib.import_module(module), function)
+    except ModuleNotFoundError as error:
+        raise _missing(name, error) from error
+
+
+def _missing(name: str, error: ModuleNotFoundError) -> Exception:
+    """Return what to say about a module that is not there; the error itself if the lab does not install it."""
+    module = (error.name or "").partition(".")[0]
+    if module not in _NEEDED:
+        return error
+    return ConfigError(f'holdfast {name} needs {module}, which is not installed: pip install "holdfast[lab]"')
