@@ -392,6 +392,9 @@ class Settings:
 
     def __post_init__(self) -> None:
         check(self)
+        strategy_class(self.strategy)  # refuses a name that there is not
+        if self.fabric:
+            make_fabric(self.fabric)
         if self.keep_last < 0 or self.keep_last == 1:
             msg = f"keep_last must be at least 2, or 0 to keep all, got {self.keep_last}: the newest may be damaged"
             raise ConfigError(msg)
