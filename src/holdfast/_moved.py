@@ -15,6 +15,7 @@ from types import ModuleType
 
 MOVED = {
     "holdfast.dist": "holdfast.distributed",
+    "holdfast.interval": "holdfast.checkpoint.interval",
     "holdfast.links": "holdfast.integrity.hash_chain",
     "holdfast.points": "holdfast.faults.points",
     "holdfast.probe": "holdfast.doctor",

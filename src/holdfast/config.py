@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from holdfast.comm.fabrics.registry import BUILT_IN as FABRICS_BUILT_IN
+from holdfast.comm.fabrics.registry import make_fabric
 from holdfast.errors import ConfigError
 from holdfast.options import check, choices, losses_of, option, parse, variable
 from holdfast.recovery.registry import BUILT_IN, strategy_class

@@ -17,7 +17,7 @@ from train_saving import LOOP_ENDS, Training, undisturbed
 
 from holdfast.checkpoint import steps, verify
 from holdfast.checkpoint.interval import daly
-from holdfast.checkpoint.load import read_manifest
+from holdfast.checkpoint.loading import read_manifest
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(170)]
 

@@ -15,6 +15,7 @@ import threading
 import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -35,11 +36,11 @@ from holdfast.checkpoint import (
     write_tensors,
 )
 from holdfast.checkpoint.save import remove
-from holdfast.checkpoint.storage import remote
+from holdfast.checkpoint.storage import objects, remote
 from holdfast.checkpoint.storage.remote import RemoteStorage
 from holdfast.errors import CheckpointCorrupt, CheckpointError, CheckpointMissing, ConfigError
 
-KINDS = ("directory", "memory", "folders", "s3")
+KINDS = ("directory", "memory", "s3")
 FOLDER = "step-00000020/data-1"
 ATTEMPT = "t-1"
 _numbers = itertools.count()
@@ -73,24 +74,24 @@ class Files:
 
 
 class Memory:
-    """A place in fsspec's memory."""
+    """A place in the memory of this process."""
 
     def __init__(self, name):
-        import fsspec
-
-        self.url, self._root, self._fs = f"memory://{name}/run", f"/{name}", fsspec.filesystem("memory")
+        self.url = f"memory://{name}/run"
+        open_storage(self.url)
+        self._store = objects._memories[name]
 
     def put(self, path, data):
-        self._fs.pipe_file(f"{self._root}/{path}", data)
+        self._store.put(path, data)
 
     def get(self, path):
-        return self._fs.cat_file(f"{self._root}/{path}")
+        return bytes(self._store.get(path).bytes())
 
     def delete(self, path):
-        self._fs.rm_file(f"{self._root}/{path}")
+        self._store.delete(path)
 
     def paths(self):
-        return sorted(path.removeprefix(f"{self._root}/") for path in self._fs.find(self._root))
+        return sorted(entry["path"] for entry in self._store.list().collect())
 
 
 class Bucket:
@@ -131,8 +132,6 @@ def place_of(kind, request, tmp_path):
             return Files(tmp_path / "there", str(tmp_path / "there" / "run"))
         case "memory":
             return Memory(f"m{next(_numbers)}")
-        case "folders":
-            return Files(tmp_path / "there", f"local://{tmp_path}/there/run")
         case _:
             return Bucket(request.getfixturevalue("server"))
 
@@ -144,7 +143,7 @@ def storage(place):
 
 def opened(url):
     """A storage of its own, as another process has it."""
-    return RemoteStorage(url) if url.startswith("local://") else open_storage(url)
+    return open_storage(url)
 
 
 @pytest.fixture(autouse=True)
@@ -530,7 +529,7 @@ def test_removing_a_step_removes_its_objects_only(storage, place):
     for step in (10, 20, 30):
         write_tensors(storage, step, nested(step), {}).commit(0)
 
-    Checkpoints(place.url).remove(20) if not place.url.startswith("local://") else remove(storage, 20)
+    Checkpoints(place.url).remove(20)
 
     assert steps(storage) == [10, 30]
     assert {path.split("/")[1] for path in place.paths()} == {"step-00000010", "step-00000030"}
@@ -615,8 +614,14 @@ def one_line(error):
     [
         (
             "nonsense://place/run",
-            "checkpoints cannot be kept at nonsense://place/run: Protocol not known: nonsense; give",
+            "checkpoints cannot be kept at nonsense://place/run: give a directory, or an URL that begins with s3://, gs://, "
+            "az:// or memory://; these need the package obstore: pip install 'holdfast[cluster]'",
         ),
+        (
+            "sftp://me:secret@host/run",
+            "checkpoints cannot be kept at sftp://me:***@host/run: give a directory, or an URL",
+        ),
+        ("az://container/run", "checkpoints cannot be kept at az://container/run: "),
         ("s3://", "must have the form s3://bucket/folder, got s3:///"),
         ("s3:///run", "must have the form s3://bucket/folder"),
         ("s3://a bucket/run", "must have the form s3://bucket/folder"),
@@ -635,7 +640,8 @@ def test_an_url_that_cannot_be_used_is_refused_at_once(url, said):
     ("url", "blocked", "said"),
     [
         ("s3://bucket/run", "obstore", "s3://bucket/run need the package obstore: pip install 'holdfast[cluster]'"),
-        ("gs://bucket/run", "gcsfs", "checkpoints cannot be kept at gs://bucket/run: Please install gcsfs"),
+        ("gs://bucket/run", "obstore", "gs://bucket/run need the package obstore: pip install 'holdfast[cluster]'"),
+        ("memory://run", "obstore", "memory://run need the package obstore: pip install 'holdfast[cluster]'"),
     ],
 )
 def test_a_missing_package_is_named(url, blocked, said):
@@ -721,19 +727,9 @@ def test_a_server_that_never_answers_is_given_up(server, monkeypatch):
     assert 1 <= time.monotonic() - start_s < 10
 
 
-ANSWERS = [
-    (403, "AccessDenied", r"these credentials may not do it \(AccessDenied\); give some that may read, write, list"),
-    (403, "InvalidAccessKeyId", r"does not know this AWS_ACCESS_KEY_ID \(InvalidAccessKeyId\); correct it"),
-    (403, "SignatureDoesNotMatch", "AWS_SECRET_ACCESS_KEY does not belong to AWS_ACCESS_KEY_ID"),
-    (400, "ExpiredToken", "the credentials have expired"),
-    (301, "PermanentRedirect", "the bucket 'bucket' is in another region .*; set AWS_DEFAULT_REGION to it"),
-    (400, "OddThing", "says: 400 OddThing in words"),
-]
-
-
-@pytest.mark.parametrize(("status", "code", "said"), ANSWERS)
-def test_a_refusal_of_the_server_is_told_in_one_line(server, monkeypatch, status, code, said):
-    body = f"<?xml version='1.0'?>\n<Error><Code>{code}</Code><Message>in words</Message></Error>".encode()
+@contextmanager
+def refusing(status, body):
+    """A server that answers everything in one way; its URL."""
 
     class Refusing(http.server.BaseHTTPRequestHandler):
         def answer(self):
@@ -747,12 +743,29 @@ def test_a_refusal_of_the_server_is_told_in_one_line(server, monkeypatch, status
         def log_message(self, *args):
             pass
 
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Refusing) as refusing:
-        threading.Thread(target=refusing.serve_forever, daemon=True).start()
-        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{refusing.server_port}")
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Refusing) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+ANSWERS = [
+    (403, "AccessDenied", r"these credentials may not do it \(AccessDenied\); give some that may read, write, list"),
+    (403, "InvalidAccessKeyId", r"does not know this AWS_ACCESS_KEY_ID \(InvalidAccessKeyId\); correct it"),
+    (403, "SignatureDoesNotMatch", "AWS_SECRET_ACCESS_KEY does not belong to AWS_ACCESS_KEY_ID"),
+    (400, "ExpiredToken", "the credentials have expired"),
+    (301, "PermanentRedirect", "the bucket 'bucket' is in another region .*; set AWS_DEFAULT_REGION to it"),
+    (400, "OddThing", "says: 400 OddThing in words"),
+]
+
+
+@pytest.mark.parametrize(("status", "code", "said"), ANSWERS)
+def test_a_refusal_of_the_server_is_told_in_one_line(server, monkeypatch, status, code, said):
+    body = f"<?xml version='1.0'?>\n<Error><Code>{code}</Code><Message>in words</Message></Error>".encode()
+    with refusing(status, body) as url:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", url)
         storage = open_storage("s3://bucket/run")
         errors = [pytest_raises(lambda: storage.names("")), pytest_raises(lambda: storage.put("a", b"1"))]
-        refusing.shutdown()
 
     for error in errors:
         assert re.search(said, one_line(error))
@@ -768,16 +781,28 @@ def test_missing_credentials_are_told(server, monkeypatch):
     assert "there are no credentials; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY" in one_line(error)
 
 
-def test_what_any_other_library_says_is_told_in_one_line(tmp_path):
-    (tmp_path / "file").write_bytes(b"1")
-    storage = RemoteStorage(f"local://{tmp_path}/file")
+@pytest.mark.parametrize(
+    ("status", "said"),
+    [
+        (403, r"cannot write az://box/run/a/b: no permission \(.*\); give credentials .* are untouched"),
+        (404, "cannot write az://box/run/a/b: there is no such object, folder or bucket"),
+        (400, r"cannot write az://box/run/a/b: \w*Error: .*400.* are untouched"),
+        (None, "cannot write az://box/run/a/b: .*; look at the network and at that storage.* are untouched"),
+    ],
+)
+def test_what_another_service_says_is_told_in_one_line(monkeypatch, status, said):
+    for name, value in {"ACCOUNT_NAME": "me", "ACCOUNT_KEY": "bWU="}.items():
+        monkeypatch.setenv(f"AZURE_STORAGE_{name}", value)
+    if status is None:
+        monkeypatch.setattr(objects, "_RETRIES", 0)
+        monkeypatch.setenv("AZURE_STORAGE_ENDPOINT", f"http://127.0.0.1:{free_port()}")
+        error = pytest_raises(lambda: open_storage("az://box/run").put("a/b", b"1"))
+    else:
+        with refusing(status, b"<?xml version='1.0'?>\n<Error><Code>Odd</Code></Error>") as url:
+            monkeypatch.setenv("AZURE_STORAGE_ENDPOINT", url)
+            error = pytest_raises(lambda: open_storage("az://box/run").put("a/b", b"1"))
 
-    errors = [pytest_raises(lambda: storage.put("step/manifest.json", b"1")), pytest_raises(lambda: storage.read("a"))]
-
-    assert re.fullmatch(
-        r"cannot write local://.*/file/step/manifest.json: .*Error: .* are untouched", one_line(errors[0])
-    )
-    assert re.fullmatch(r"cannot read local://.*/file/a: NotADirectoryError: .*", one_line(errors[1]))
+    assert re.fullmatch(said, one_line(error))
 
 
 def test_a_missing_place_for_temporary_directories_is_told(server, monkeypatch, tmp_path):

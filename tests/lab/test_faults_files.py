@@ -23,8 +23,9 @@ from holdfast.checkpoint import load, verify, write_tensors
 from holdfast.errors import CheckpointCorrupt, CheckpointError, ConfigError
 from holdfast.faults.alteration import Alteration
 from holdfast.faults.formats import FORMATS
-from holdfast.faults.record import entries, lines, parse_record
+from holdfast.faults.record import entries
 from holdfast_lab.inject.files import Target, find, opened
+from holdfast_lab.inject.files.replay import lines, parse_record
 from holdfast_lab.inject.inject import Replay, inject
 
 SHAPE = (37, 11)

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from holdfast.interval import daly, young
+from holdfast.checkpoint.interval import daly, young
 from holdfast_lab.simulate import (
     Cluster,
     Costs,

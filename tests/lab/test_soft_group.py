@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.checkpoint.foreign import open_foreign
+from holdfast.checkpoint.files.kinds import open_foreign
 from holdfast.faults.alteration import Alteration
 from holdfast_lab.inject.files import Target
 from holdfast_lab.inject.inject import inject

@@ -11,10 +11,11 @@ import torch
 from holdfast.checkpoint import FORMATS, load, open_storage, read_manifest, steps, storage, write_tensors
 from holdfast.checkpoint.compare import compare
 from holdfast.checkpoint.convert import convert
-from holdfast.checkpoint.foreign import open_foreign
+from holdfast.checkpoint.files.base import Entry, Source
+from holdfast.checkpoint.files.kinds import open_foreign
 from holdfast.checkpoint.format import DTYPES
 from holdfast.checkpoint.listing import attempts, examine, prune
-from holdfast.checkpoint.source import Entry, Source, saved_source, tensor_digest
+from holdfast.checkpoint.source import saved_source, tensor_digest
 from holdfast.errors import CheckpointCorrupt, CheckpointError, ConfigError
 
 WHOLE = torch.arange(24.0).reshape(4, 6)

@@ -21,12 +21,19 @@ P0, P1 = (*W, "pieces", 0), (*W, "pieces", 1)
 FILE = ("files", "part-00000.safetensors")
 
 
-@pytest.fixture
-def fields(tmp_path):
-    """A right manifest as JSON, to be made wrong: w (4 x 3) comes from two writers, v and n from one."""
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    """A right manifest as JSON: w (4 x 3) comes from two writers, v and n from one."""
+    root = tmp_path_factory.mktemp("written")
     states = [{"w": Shard(torch.ones(2, 3), (2 * i, 0), (4, 3)), "v": torch.ones(2), "n": 0.5} for i in range(2)]
-    save_parts(tmp_path, 1, states, {"seed": 0}, generation=2)
-    return fields_of(tmp_path, 1)
+    save_parts(root, 1, states, {"seed": 0}, generation=2)
+    return fields_of(root, 1)
+
+
+@pytest.fixture
+def fields(written):
+    """The same, to be made wrong."""
+    return copy.deepcopy(written)
 
 
 def test_a_manifest_is_read_as_it_was_written(tmp_path):

@@ -86,7 +86,7 @@ def test_a_run_may_be_stopped_again_and_again(tmp_path):
 
 
 def test_a_run_goes_on_from_an_object_store():
-    pytest.importorskip("fsspec")
+    pytest.importorskip("obstore")
     settings = {"checkpoint_dir": "memory://runs/a", "checkpoint_every": 4, "keep_last": 2}
     first = Training(**settings)
     first.run(lambda step: first.stop(step) if step.number == 11 else None)

@@ -9,8 +9,8 @@ from pathlib import Path
 import xxhash
 
 from holdfast.checkpoint.blocks import block_ranges, digest, digest_of, parts_of, run
+from holdfast.checkpoint.files.base import Layout
 from holdfast.checkpoint.format import tensor_bytes
-from holdfast.checkpoint.formats import Layout
 from holdfast.checkpoint.manifest import FileEntry, Piece, TensorEntry
 from holdfast.checkpoint.write_plan import Box
 from holdfast.errors import CheckpointError

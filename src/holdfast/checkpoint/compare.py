@@ -23,8 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from holdfast.checkpoint.formats.base import STAND_INS
-from holdfast.checkpoint.source import Source
+from holdfast.checkpoint.files.base import STAND_INS, Source
 
 _CHUNK = 1 << 20
 """Values that are compared at a time; each needs a few float64."""
@@ -170,7 +169,8 @@ def _compare(path: str, first: Source, second: Source) -> TensorDiff:
 
 def _meant(dtype: torch.dtype, other: torch.dtype) -> torch.dtype:
     """Return the dtype of which another may be the stand-in: in a file of numpy's, uint16 has the bits of bfloat16."""
-    return other if STAND_INS.get(other) == dtype else dtype
+    names = [str(known).removeprefix("torch.") for known in (dtype, other)]
+    return other if STAND_INS.get(names[1]) == names[0] else dtype
 
 
 def compare_tensors(diff: TensorDiff, a: torch.Tensor, b: torch.Tensor) -> TensorDiff:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from pathlib import PurePath
 
-from holdfast.checkpoint.formats import FORMATS
-from holdfast.checkpoint.load import steps, verify
+from holdfast.checkpoint.files.base import Source
+from holdfast.checkpoint.files.kinds import FORMATS
+from holdfast.checkpoint.loading import steps, verify
 from holdfast.checkpoint.manifest import Manifest
 from holdfast.checkpoint.save import SavedCheckpoint, remove, write
-from holdfast.checkpoint.source import Source, tensor_digest
+from holdfast.checkpoint.source import tensor_digest
 from holdfast.checkpoint.storage import Storage
 from holdfast.checkpoint.write_plan import Content, take
 from holdfast.errors import CheckpointCorrupt, CheckpointError, ConfigError
@@ -20,7 +21,7 @@ def convert(source: Source, storage: Storage, format: str) -> SavedCheckpoint:
     Args:
         source: A checkpoint, or another program's file.
         storage: Where to; must not hold this step. A file that names no step becomes step 0.
-        format: One of :data:`~holdfast.checkpoint.formats.FORMATS`.
+        format: One of :data:`~holdfast.checkpoint.files.kinds.FORMATS`.
 
     Raises:
         ConfigError: if the step is there already, or there is no such format.

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import struct
 from collections import Counter, OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -120,11 +120,46 @@ def unflatten(tensors: Mapping[str, torch.Tensor], skeleton: Any) -> Any:
     return state
 
 
+def scalars_of(skeleton: Any, tensors: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return what is no tensor in a state, by path; and the paths at which a tensor stands again, with the first one.
+
+    Args:
+        skeleton: Of the state.
+        tensors: By path; only the paths matter.
+    """
+    stand_ins = {path: torch.empty(0) for path in tensors}
+    first = {id(stand_in): path for path, stand_in in stand_ins.items()}
+    scalars: dict[str, Any] = {}
+    ties: dict[str, str] = {}
+    used: set[str] = set()
+    for where, value in _leaves(unflatten(stand_ins, skeleton), ()):
+        if not isinstance(value, torch.Tensor):
+            scalars[tensor_path(where)] = value
+        elif (path := first[id(value)]) in used:
+            ties[tensor_path(where)] = path
+        else:
+            used.add(path)
+    return scalars, ties
+
+
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:
     """Return the memory of a contiguous CPU tensor, not a copy of it."""
     # Not reshape(-1): torch calls a tensor of one element contiguous whatever its stride, and would keep it.
     flat = tensor.detach().as_strided((tensor.numel(),), (1,))
     return flat.view(torch.uint8).numpy().data
+
+
+def _leaves(value: Any, where: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    children: Iterable[tuple[Any, Any]]
+    if isinstance(value, dict) and value:
+        children = value.items()
+    elif isinstance(value, list | tuple) and value:
+        children = enumerate(value)
+    else:
+        yield where, value
+        return
+    for key, child in children:
+        yield from _leaves(child, (*where, key))
 
 
 # ---------------------------------------------------------------------------------------------

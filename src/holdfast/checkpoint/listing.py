@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from holdfast.checkpoint.load import Damage, find_damage, newest_intact, read_manifest, steps
+from holdfast.checkpoint.loading import find_damage, newest_intact, read_manifest, steps
 from holdfast.checkpoint.manifest import MANIFEST_NAME, Manifest
 from holdfast.checkpoint.retention import to_remove
 from holdfast.checkpoint.save import remove
 from holdfast.checkpoint.source import written_s
 from holdfast.checkpoint.storage import Storage, step_folder, step_of
+from holdfast.checkpoint.values import Damage
 from holdfast.errors import CheckpointCorrupt, CheckpointMissing
 
 

@@ -6,7 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from holdfast.checkpoint.load import Loaded, load, load_newest, newest_intact, read_manifest, steps
+from holdfast.checkpoint import loading
+from holdfast.checkpoint.loading import Loaded
 from holdfast.checkpoint.parts import Wanted
 from holdfast.checkpoint.save import PendingCheckpoint, discard, remove, write
 from holdfast.checkpoint.storage import Storage, open_storage
@@ -21,7 +22,7 @@ class Checkpoints:
     incomplete. Nothing that is read is ever executed.
 
     Args:
-        url: A directory, or an URL that fsspec understands.
+        url: A directory, or an URL such as ``s3://bucket/run``.
         format: Of what is written; what is read may have any.
 
     Raises:
@@ -53,33 +54,33 @@ class Checkpoints:
         return self.write(step, take(state), info)
 
     def newest_intact(self, on_damaged: Callable[[int, CheckpointCorrupt], None] | None = None) -> int | None:
-        """See :func:`holdfast.checkpoint.load.newest_intact`."""
-        return newest_intact(self._storage, on_damaged)
+        """See :func:`holdfast.checkpoint.loading.newest_intact`."""
+        return loading.newest_intact(self._storage, on_damaged)
 
     def load_newest(
         self, on_damaged: Callable[[int, CheckpointCorrupt], None] | None = None, into: Any = None
     ) -> Loaded | None:
-        """See :func:`holdfast.checkpoint.load.load_newest`."""
-        return load_newest(self._storage, on_damaged, into)
+        """See :func:`holdfast.checkpoint.loading.load_newest`."""
+        return loading.load_newest(self._storage, on_damaged, into)
 
     def load(self, step: int, into: Any = None, only: Wanted | None = None) -> Loaded:
-        """See :func:`holdfast.checkpoint.load.load`."""
-        return load(self._storage, step, into, only)
+        """See :func:`holdfast.checkpoint.loading.load`."""
+        return loading.load(self._storage, step, into, only)
 
     def info(self, step: int) -> dict[str, Any]:
-        """Return what was written down beside the state, without reading it; see :func:`load.read_manifest`."""
-        return read_manifest(self._storage, step).info
+        """Return what was written down beside the state, without reading it; see :func:`~holdfast.checkpoint.loading.read_manifest`."""
+        return loading.read_manifest(self._storage, step).info
 
     def steps(self) -> list[int]:
-        """See :func:`holdfast.checkpoint.load.steps`."""
-        return steps(self._storage)
+        """See :func:`holdfast.checkpoint.loading.steps`."""
+        return loading.steps(self._storage)
 
     def steps_to_prune(self) -> list[int]:
         """Return the same after each checkpoint that is completed here, without looking into every folder again.
 
         There may be thousands: what was complete when the one before was completed, and is still there, counts as complete.
         """
-        return steps(self._storage, known=self._clean)
+        return loading.steps(self._storage, known=self._clean)
 
     def discard(self, step: int, token: str) -> None:
         """See :func:`holdfast.checkpoint.save.discard`."""

@@ -103,7 +103,7 @@ class Manifest:
     Args:
         step: Steps that the state has behind it.
         generation: How many communicators there had been when the step was known to be stable.
-        format: Of the files, one of :data:`~holdfast.checkpoint.formats.FORMATS`.
+        format: Of the files, one of :data:`~holdfast.checkpoint.files.kinds.FORMATS`.
         folder: Where the files are, beside the manifest.
         files: By name.
         tensors: By path.

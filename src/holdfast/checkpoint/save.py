@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from holdfast.checkpoint.block_writer import pour
-from holdfast.checkpoint.formats import FORMATS
+from holdfast.checkpoint.files.kinds import FORMATS
 from holdfast.checkpoint.manifest import (
     MANIFEST_NAME,
     Manifest,
@@ -202,7 +202,7 @@ def write(
         step: Steps that the state has behind it, at least 0.
         content: From :func:`take`; its values must not change before this returns.
         info: Anything else worth knowing, plain JSON.
-        format: One of :data:`~holdfast.checkpoint.formats.FORMATS`.
+        format: One of :data:`~holdfast.checkpoint.files.kinds.FORMATS`.
         token: Tells this attempt at the step from others, the same at all writers: lower-case letters, digits, ``-``.
         clean: See :class:`PendingCheckpoint`; kept from one checkpoint to the next.
 

@@ -16,8 +16,8 @@ from holdfast.errors import CheckpointCorrupt, CheckpointMissing, ConfigError
 
 if TYPE_CHECKING:
     from holdfast.checkpoint.compare import Comparison, TensorDiff
+    from holdfast.checkpoint.files.base import Source
     from holdfast.checkpoint.listing import Examined
-    from holdfast.checkpoint.source import Source
 
 _DAMAGED = 3
 """The exit code if damaged data was found."""

@@ -11,7 +11,7 @@ from holdfast.cli.tables import warn
 from holdfast.errors import CheckpointCorrupt, CheckpointMissing, ConfigError
 
 if TYPE_CHECKING:
-    from holdfast.checkpoint.source import Source
+    from holdfast.checkpoint.files.base import Source
     from holdfast.checkpoint.storage import Storage
 
 
@@ -64,7 +64,7 @@ def opened(text: str, step: int | None = None, now: Callable[[str], None] = lamb
         ConfigError: if there is nothing of that name, or a step is asked for where there is one thing only.
         CheckpointError: if it cannot be read.
     """
-    from holdfast.checkpoint.foreign import KINDS, open_foreign
+    from holdfast.checkpoint.files.kinds import KINDS, open_foreign
     from holdfast.checkpoint.source import saved_source
     from holdfast.checkpoint.storage import is_remote
 
@@ -87,7 +87,7 @@ def opened(text: str, step: int | None = None, now: Callable[[str], None] = lamb
 
 
 def _newest(storage: Storage, now: Callable[[str], None]) -> int:
-    from holdfast.checkpoint.load import newest_intact, steps
+    from holdfast.checkpoint.loading import newest_intact, steps
 
     now(f"looking for the newest intact checkpoint in {storage.url}")
     step = newest_intact(storage, lambda _, error: warn(f"warning: {error}"))

@@ -310,7 +310,7 @@ class Keeper:
         return -1 if step is None else step
 
     def load(self, step: int, only: Wanted | None = None) -> Loaded:
-        """Return the state before ``step``, or what ``only`` wants of it; see :func:`~holdfast.checkpoint.load.load`."""
+        """Return the state before ``step``, or what ``only`` wants of it; see :func:`~holdfast.checkpoint.loading.load`."""
         found, self._found = self._found, None
         if found is None or found.step != step:
             return self._checkpoints.load(step, only=only)

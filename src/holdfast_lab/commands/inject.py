@@ -109,7 +109,7 @@ def _alteration(map_: Path | None, partly: bool, options: dict[str, Any]) -> Alt
 
 
 def _replay(record: Path, map_: Path | None, partly: bool, options: dict[str, Any]) -> Replay:
-    from holdfast.faults.record import parse_map, parse_record, read_file
+    from holdfast_lab.inject.files.replay import parse_map, parse_record, read_file
     from holdfast_lab.inject.inject import Replay
 
     for name, value in options.items():
@@ -121,7 +121,7 @@ def _replay(record: Path, map_: Path | None, partly: bool, options: dict[str, An
 
 
 def _print_json(done: Injection) -> None:
-    from holdfast.faults.record import lines
+    from holdfast_lab.inject.files.replay import lines
 
     skipped = [{"path": skipped.path, "why": skipped.why} for skipped in done.skipped]
     more = {

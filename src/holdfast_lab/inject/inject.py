@@ -6,14 +6,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from holdfast.checkpoint.files.base import Index
 from holdfast.errors import ConfigError
 from holdfast.faults.alteration import Alteration, Change, Place, Values, apply, draw
 from holdfast.faults.formats import Raw
 from holdfast.faults.names import chosen
-from holdfast.faults.record import Record, Replayed, lines, record_of, replay
-from holdfast.faults.record import Target as Mapped
+from holdfast.faults.record import Record, record_of
 from holdfast_lab.inject.files import Target, copied, opened
-from holdfast_lab.inject.files.base import FileValues, Index, Skipped
+from holdfast_lab.inject.files.base import FileValues, Skipped
+from holdfast_lab.inject.files.replay import Replayed, lines, replay
+from holdfast_lab.inject.files.replay import Target as Mapped
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +24,7 @@ class Replay:
 
     Args:
         record: What was altered then.
-        paths: Names of tensors here; see :func:`~holdfast.faults.record.parse_map`.
+        paths: Names of tensors here; see :func:`~holdfast_lab.inject.files.replay.parse_map`.
         partly: Leave out tensors that are not here, as where a file holds one stage of several.
     """
 

@@ -45,7 +45,7 @@ def exact_interval_s(save_s: float, mtbf_s: float) -> float:
     """Return the work between two checkpoints that makes :func:`daly_expected_s` smallest.
 
     It is where ``(1 - tau/M) e^((tau + delta)/M) = 1``, found by halving; between 0 and ``M``, and it does not depend on ``R``.
-    Young's and Daly's formulas (:mod:`holdfast.interval`) approximate it.
+    Young's and Daly's formulas (:mod:`holdfast.checkpoint.interval`) approximate it.
 
     Args:
         save_s: ``delta``, what a checkpoint costs, ``> 0``.

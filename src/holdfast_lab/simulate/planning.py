@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from holdfast.interval import daly, young
+from holdfast.checkpoint.interval import daly, young
 from holdfast_lab.simulate.assuming import LLAMA, Question, enough_spares
 from holdfast_lab.simulate.cluster import Cluster
 from holdfast_lab.simulate.comparing import Compared, flat

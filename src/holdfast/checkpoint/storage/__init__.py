@@ -116,7 +116,7 @@ def as_storage(where: Where) -> Storage:
 
 
 def open_storage(url: str | Path) -> Storage:
-    """Return the storage of a directory, or of an URL that fsspec understands (``s3://bucket/run``, ``memory://run``).
+    """Return the storage of a directory, or of an URL (``s3://``, ``gs://``, ``az://`` or ``memory://``).
 
     Raises:
         ConfigError: if the URL is empty, or its kind unknown or not installed.

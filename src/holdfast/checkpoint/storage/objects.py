@@ -1,45 +1,155 @@
-"""What :class:`~holdfast.checkpoint.storage.remote.RemoteStorage` asks of a library that keeps bytes somewhere else."""
+"""Objects in Google Cloud Storage, Azure and memory, by way of the package obstore; ``s3.py`` has what is S3's own."""
 
 from __future__ import annotations
 
+import os
+import re
+from datetime import timedelta
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
+
+from holdfast.errors import ConfigError
+
+if TYPE_CHECKING:
+    from obstore.store import MemoryStore, ObjectStore
+
+_CONNECT_S = 5
+_REQUEST_S = 30
+_RETRIES = 4
+_RETRY_S = 45
+_BACKOFF_S = 0.2
+_BACKOFF_BASE = 3
+"""A request is begun again at most so many times, and not at all after so long; a short restart of the server is waited for,
+some seconds in all."""
+
+_PART_BYTES = 8 << 20
+_MAX_PARTS = 10_000
+_UPLOADS = 4
+"""Large files are sent in parts, so many at a time. S3 takes no more of them for one object."""
+
+_process: int | None = None
+"""The process that used obstore first."""
+
+_memories: dict[str, MemoryStore] = {}
+"""The objects of this process, by the host of ``memory://`` URLs."""
 
 
-class Objects(Protocol):
-    """Objects by name, ``/`` between the parts of it: what a library does for :class:`RemoteStorage`.
+class Objects:
+    """Objects by name, ``/`` between the parts of it: what obstore does for :class:`RemoteStorage`.
 
-    Methods raise whatever the library raises; :meth:`explain` knows what it means.
+    Methods raise whatever obstore raises; :meth:`explain` knows what it means. Credentials are where obstore looks for them:
+    the variables ``GOOGLE_*`` and ``AZURE_*``, the default credentials of Google, or the role of the machine.
+
+    Args:
+        url: ``gs://bucket/folder``, ``az://container/folder`` or ``memory://name/folder``.
+
+    Raises:
+        ConfigError: if the URL is wrong, or the package missing.
     """
+
+    def __init__(self, url: str) -> None:
+        self._scheme, _, place = url.partition("://")
+        self._bucket, _, folder = place.partition("/")
+        self._prefix = ""
+        try:
+            from obstore.exceptions import BaseError
+        except ImportError as error:
+            msg = f"checkpoints at {url} need the package obstore: pip install 'holdfast[cluster]'"
+            raise ConfigError(msg) from error
+        try:
+            self._opened = self._open(folder.strip("/"))
+        except (BaseError, ValueError) as error:
+            msg = f"checkpoints cannot be kept at {url}: {line_of(error)}"
+            raise ConfigError(msg) from error
 
     def children(self, folder: str) -> list[str]:
         """Return the names directly in a folder, as they are now: never from a cache."""
-        ...
+        path = self._path(folder)
+        found = self._store().list_with_delimiter(path or None)
+        paths = [*found["common_prefixes"], *(entry["path"] for entry in found["objects"])]
+        return [below.rpartition("/")[2] for below in paths if below.strip("/") != path]
 
     def size(self, name: str) -> int:
         """Return the size of an object, bytes."""
-        ...
+        return self._store().head(self._path(name))["size"]
 
     def get(self, name: str) -> bytes:
         """Return an object."""
-        ...
+        return bytes(self._store().get(self._path(name)).bytes())
 
     def get_range(self, name: str, start: int, end: int) -> Any:
         """Return a buffer with bytes of an object; ``start < end``, and both lie in it."""
-        ...
+        return self._store().get_range(self._path(name), start=start, end=end)
 
     def put(self, name: str, data: bytes) -> None:
-        """Write a small object; others see the old one or the new one."""
-        ...
+        """Write a small object by one request, whatever its size: others see the old one or the new one."""
+        self._store().put(self._path(name), data, use_multipart=False)
 
     def upload(self, path: Path, name: str) -> None:
         """Write an object from a file."""
-        ...
+        part_bytes = max(_PART_BYTES, -(-path.stat().st_size // _MAX_PARTS))
+        self._store().put(self._path(name), path, chunk_size=part_bytes, max_concurrency=_UPLOADS)
 
     def remove(self, name: str) -> None:
         """Remove an object, and all in the folder of this name."""
-        ...
+        path = self._path(name)
+        self._store().delete([path, *(entry["path"] for entry in self._store().list(path).collect())])
 
     def explain(self, error: Exception) -> str | None:
         """Return what an error of the other methods means and what to do, None if only the object is not there."""
-        ...
+        said, status = line_of(error), found(r"status code: (\d+)", str(error))
+        if isinstance(error, FileNotFoundError) or status == "404":
+            return None
+        if status in ("401", "403"):
+            return f"no permission ({said}); give credentials that may read, write, list and delete there"
+        if isinstance(error, TimeoutError) or "error sending request" in str(error):
+            return f"{said}; look at the network and at that storage"
+        return f"{type(error).__name__}: {said}"
+
+    def _open(self, folder: str) -> ObjectStore:
+        from obstore.store import AzureStore, GCSStore, MemoryStore
+
+        if self._scheme == "memory":
+            self._prefix = folder
+            return _memories.setdefault(self._bucket, MemoryStore())
+        kind = GCSStore if self._scheme == "gs" else AzureStore
+        return kind(self._bucket, prefix=folder or None, **options(allow_http=True))  # if the endpoint is given so
+
+    def _path(self, name: str) -> str:
+        return f"{self._prefix}/{name}".strip("/")
+
+    def _store(self) -> ObjectStore:
+        """Return the store, if the library's threads are in this process: it would wait for them for ever."""
+        global _process
+        _process = _process or os.getpid()
+        if _process != os.getpid():
+            msg = "obstore cannot be used in a process that was forked from one that used it; start processes by spawn"
+            raise RuntimeError(msg)
+        return self._opened
+
+
+def options(**more: bool) -> dict[str, Any]:
+    """Return how obstore talks to a server: with limits of time, and again after a failure.
+
+    Args:
+        more: Of the client.
+    """
+    limits = {"connect_timeout": timedelta(seconds=_CONNECT_S), "timeout": timedelta(seconds=_REQUEST_S)}
+    retries = {
+        "max_retries": _RETRIES,
+        "retry_timeout": timedelta(seconds=_RETRY_S),
+        "backoff": {"init_backoff": timedelta(seconds=_BACKOFF_S), "base": _BACKOFF_BASE},
+    }
+    return {"client_options": limits | more, "retry_config": retries}
+
+
+def line_of(error: Exception) -> str:
+    """Return the first line of what an error says."""
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
+def found(pattern: str, text: str) -> str:
+    """Return the first group of a pattern in a text, "" if it is not there."""
+    match = re.search(pattern, text)
+    return match[1] if match else ""

@@ -1,4 +1,4 @@
-"""Checkpoints in an object store, or wherever else fsspec can write.
+"""Checkpoints in an object store.
 
 A part is written into a local directory first, because formats write files in any order, and then sent. So a worker needs
 as much room below ``TMPDIR`` as its part of a checkpoint has bytes, until the part is stored. Loading needs no such room.
@@ -21,7 +21,7 @@ from holdfast.checkpoint.manifest import MAX_BYTES
 from holdfast.checkpoint.storage.local import explained
 from holdfast.checkpoint.storage.objects import Objects
 from holdfast.checkpoint.storage.staging import Staging
-from holdfast.errors import CheckpointCorrupt, CheckpointError
+from holdfast.errors import CheckpointCorrupt, CheckpointError, ConfigError
 
 _Result = TypeVar("_Result")
 
@@ -38,7 +38,7 @@ class RemoteStorage:
     """See :class:`~holdfast.checkpoint.storage.Storage`. Any number of threads may use it.
 
     Args:
-        url: ``s3://bucket/folder``, or an URL of fsspec's.
+        url: ``s3://bucket/folder``, or one of ``gs://``, ``az://`` or ``memory://``.
 
     Raises:
         ConfigError: if its kind is unknown, or needs a package that is not installed.
@@ -232,15 +232,18 @@ def within(limit_s: float, do: Callable[..., _Result], *args: Any) -> _Result:
 
 
 def _open(url: str) -> Objects:
-    scheme, _, place = url.partition("://")
+    scheme = url.partition("://")[0]
     if scheme in ("s3", "s3a"):
         from holdfast.checkpoint.storage.objectstore import S3Objects
 
-        bucket, _, folder = place.partition("/")
-        return S3Objects(bucket, folder)
-    from holdfast.checkpoint.storage.fsspec import FsspecObjects
-
-    return FsspecObjects(url)
+        return S3Objects(url)
+    if scheme not in ("gs", "az", "memory"):
+        msg = (
+            f"checkpoints cannot be kept at {_without_password(url)}: give a directory, or an URL that begins with s3://, "
+            "gs://, az:// or memory://; these need the package obstore: pip install 'holdfast[cluster]'"
+        )
+        raise ConfigError(msg)
+    return Objects(url)
 
 
 def _without_password(url: str) -> str:

@@ -1,7 +1,7 @@
-"""Values in checkpoint files, behind a seam: one module per kind, loaded when it is needed. HDF5 needs no torch.
+"""Values in checkpoint files, read and written where a format's ``locate`` says that they lie. HDF5 needs no torch.
 
-Values that lie in a file as they are, one behind the other, are read and written there: nothing else of the file is
-looked at. What HDF5 has packed is unpacked chunk by chunk, and only the chunks that are needed.
+Of values that lie in a file as they are, one behind the other, nothing else of the file is looked at. What HDF5 has packed
+is unpacked chunk by chunk, and only the chunks that are needed.
 """
 
 from __future__ import annotations
@@ -13,12 +13,16 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+from holdfast.checkpoint.files.base import TensorReader
+from holdfast.checkpoint.files.hdf5 import Hdf5
+from holdfast.checkpoint.storage import step_folder
 from holdfast.errors import ConfigError
 from holdfast_lab.inject.files.base import FileValues, Target, explained
 
 __all__ = ["Target", "copied", "find", "opened"]
 
 _HDF5 = b"\x89HDF\r\n\x1a\n"
+_HDF5_KINDS = (".h5", ".hdf5")
 
 
 def find(text: str) -> Target:
@@ -49,9 +53,10 @@ def opened(target: Target, *, write: bool) -> Iterator[FileValues]:
         if target.step is None:
             yield _foreign(target.path, target.path, stack, write=write)
         else:
-            from holdfast_lab.inject.files.checkpoint import CheckpointValues, manifest_of
+            from holdfast.checkpoint.loading import read_manifest
+            from holdfast_lab.inject.files.checkpoint import CheckpointValues
 
-            yield CheckpointValues(target.path, manifest_of(target.path, target.step), stack, write=write)
+            yield CheckpointValues(target.path, read_manifest(target.path, target.step), stack, write=write)
 
 
 @contextmanager
@@ -78,11 +83,11 @@ def copied(target: Target, out: Path) -> Iterator[FileValues]:
             with explained(out):
                 draft.rename(out)
             return
-        from holdfast.checkpoint.storage import step_folder
-        from holdfast_lab.inject.files.checkpoint import CheckpointValues, manifest_of
+        from holdfast.checkpoint.loading import read_manifest
+        from holdfast_lab.inject.files.checkpoint import CheckpointValues
 
         root = out.parent if out.name == step_folder(target.step) else out
-        manifest = manifest_of(target.path, target.step)
+        manifest = read_manifest(target.path, target.step)
         folder = root / step_folder(target.step)
         if out.is_file() or folder.exists():
             msg = f"{out if out.is_file() else folder} is there already; name another directory, or remove it"
@@ -101,17 +106,19 @@ def _foreign(path: Path, named: Path, stack: ExitStack, *, write: bool) -> FileV
     with explained(path), path.open("rb") as file:
         is_hdf5 = file.read(len(_HDF5)) == _HDF5
     kind = named.suffix.lower()
-    if is_hdf5 or kind in (".h5", ".hdf5"):
-        from holdfast_lab.inject.files.hdf5 import Hdf5Values
+    reader: TensorReader
+    if is_hdf5 or kind in _HDF5_KINDS:
+        reader, kind = Hdf5(), ".hdf5"
+    else:
+        from holdfast.checkpoint.files.kinds import READERS
 
-        return Hdf5Values(path, stack, write=write)
-    from holdfast.checkpoint.foreign import LOCATORS
-    from holdfast_lab.inject.files.foreign import ForeignValues
-
-    if kind not in LOCATORS:
-        msg = f"{named} is no file that can be altered; it must be HDF5, or its name end with one of {', '.join(LOCATORS)}"
-        raise ConfigError(msg)
-    return ForeignValues(path, kind.removeprefix("."), stack, write=write)
+        if kind not in READERS:
+            known = ", ".join(name for name in READERS if name not in _HDF5_KINDS)
+            msg = f"{named} is no file that can be altered; it must be HDF5, or its name end with one of {known}"
+            raise ConfigError(msg)
+        reader = READERS[kind]
+    located = reader.locate(path, stack)
+    return FileValues(kind.removeprefix("."), located, [path], stack, write=write, archives=reader.is_zip)
 
 
 def _copy(source: Path, target: Path) -> None:

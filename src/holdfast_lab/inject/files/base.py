@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import errno
 import os
+import struct
+import zipfile
+import zlib
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import repeat
 from pathlib import Path
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
 
+from holdfast.checkpoint.blocks import PART_BYTES
+from holdfast.checkpoint.files.base import Chunk, Index, Located, Places, Unreachable
+from holdfast.checkpoint.files.checks import member_start
+from holdfast.checkpoint.storage import step_folder
 from holdfast.errors import CheckpointCorrupt, CheckpointError
 from holdfast.faults.alteration import Change, Place
-from holdfast.faults.formats import Raw
-
-Index = NDArray[np.int64]
+from holdfast.faults.formats import FORMATS, Raw
 
 _NEAR_BYTES = 1 << 9
 """Values no farther apart are read together: what is between them costs less than a call."""
@@ -27,44 +32,8 @@ _MOST_BYTES = 1 << 22
 _MOST_VALUES = 1 << 18
 """Tensors are joined until they have so many values: beyond, a call for each costs little, and joining takes memory."""
 
-
-class Store(Protocol):
-    """A tensor whose values can be read and written."""
-
-    @property
-    def place(self) -> Place:
-        """What it is."""
-        ...
-
-    def read(self, index: Index) -> Raw:
-        """Return raw values, of shape (k,), for indices in rising order without repetition."""
-        ...
-
-    def write(self, index: Index, raw: Raw) -> None:
-        """Replace them."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """A tensor whose values lie in a file as they are, one behind the other in the order of their indices.
-
-    Args:
-        place: What it is.
-        file: Which.
-        offset: The first byte of the first value.
-        order: Of the bytes of a value, ``<`` or ``>``.
-    """
-
-    place: Place
-    file: Bytes
-    offset: int
-    order: str
-
-    @property
-    def width(self) -> int:
-        """Return the bytes of a value."""
-        return self.place.format.bits // 8
+_Runs = list[tuple[tuple["Bytes", int, str], list[tuple[int, Any, Index]]]]
+"""Of each file, width and order: the tensor, positions among its values that are asked for, and the first byte of each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,11 +62,7 @@ class Target:
     step: int | None = None
 
     def __str__(self) -> str:
-        if self.step is None:
-            return str(self.path)
-        from holdfast.checkpoint.storage import step_folder
-
-        return str(self.path / step_folder(self.step))
+        return str(self.path if self.step is None else self.path / step_folder(self.step))
 
 
 class FileValues:
@@ -105,62 +70,91 @@ class FileValues:
 
     Args:
         kind: Of the file.
-        stores: The tensors.
-        skipped: What else is there.
+        located: Where each tensor lies.
+        files: All files in which tensors lie.
+        stack: Closes them.
+        write: Whether they may be altered.
+        archives: Those with a checksum of the bytes of each tensor, as ZIP archives have.
     """
 
-    def __init__(self, kind: str, stores: Sequence[Store | Row], skipped: Sequence[Skipped] = ()) -> None:
+    def __init__(
+        self,
+        kind: str,
+        located: Places,
+        files: Iterable[Path],
+        stack: ExitStack,
+        *,
+        write: bool,
+        archives: bool,
+    ) -> None:
         self.kind = kind
-        self.skipped = tuple(skipped)
-        self._stores = stores
-        self._places = [store.place for store in stores]
-
-    @property
-    def places(self) -> Sequence[Place]:
+        self._files = {path: Bytes(path, write=write) for path in files}
+        for file in self._files.values():
+            stack.callback(file.close)
+        self._archives = archives
+        self._tensors: list[Located] = []
+        self.places: list[Place] = []
         """What can be altered."""
-        return self._places
+        skipped = []
+        for name, tensor in located.items():
+            if isinstance(tensor, Unreachable):
+                skipped.append(Skipped(name, tensor.why))
+            elif tensor.dtype not in FORMATS or tensor.dtype == "bool":
+                skipped.append(Skipped(name, f"is of {tensor.dtype}"))
+            else:
+                self._tensors.append(tensor)
+                self.places.append(Place(name, FORMATS[tensor.dtype], tensor.shape))
+        self.skipped = tuple(skipped)
 
     def read(self, wanted: Sequence[tuple[int, Index]]) -> list[Raw]:
-        """See :meth:`holdfast.faults.alteration.Values.read`; all that lies in rows of one file is read at once."""
-        found: dict[int, Raw] = {}
-        for rows in self._rows(wanted):
-            at, ends = _laid_out(rows)
-            first = rows[0][1]
-            read = np.split(first.file.read(at, first.width, first.order), ends)
-            found.update(zip((place for place, _, _ in rows), read, strict=True))
-        for place, index in wanted:
-            store = self._stores[place]
-            if not isinstance(store, Row):
-                found[place] = store.read(index)
+        """See :meth:`holdfast.faults.alteration.Values.read`; all that lies in one file as it is is read at once."""
+        found = {place: np.empty(len(index), self.places[place].format.raw) for place, index in wanted}
+        runs, chunks = self._find(wanted)
+        for (file, width, order), parts in runs:
+            read = file.read(np.concatenate([at for _, _, at in parts]), width, order)
+            ends = np.cumsum([len(at) for _, _, at in parts])[:-1]
+            for (place, which, _), values in zip(parts, np.split(read, ends), strict=True):
+                found[place][which] = values
+        for place, chunk in chunks:
+            found[place][chunk.which] = chunk.exchange(None)[chunk.inner]
         return [found[place] for place, _ in wanted]
 
     def write(self, changes: Sequence[Change]) -> None:
-        """See :meth:`holdfast.faults.alteration.Values.write`; all that lies in rows of one file is written at once."""
+        """See :meth:`holdfast.faults.alteration.Values.write`; all that lies in one file as it is is written at once."""
         after = {change.place: change.after for change in changes}
-        for rows in self._rows([(change.place, change.index) for change in changes]):
-            at, _ = _laid_out(rows)
-            first = rows[0][1]
-            first.file.write(at, first.width, first.order, np.concatenate([after[place] for place, _, _ in rows]))
-        for change in changes:
-            store = self._stores[change.place]
-            if not isinstance(store, Row):
-                store.write(change.index, change.after)
+        runs, chunks = self._find([(change.place, change.index) for change in changes])
+        for (file, width, order), parts in runs:
+            at = np.concatenate([at for _, _, at in parts])
+            file.write(at, width, order, np.concatenate([after[place][which] for place, which, _ in parts]))
+        for place, chunk in chunks:
+            values = chunk.exchange(None)
+            values[chunk.inner] = after[place][chunk.which]
+            chunk.exchange(values)
 
-    def _rows(self, wanted: Sequence[tuple[int, Index]]) -> Iterable[list[tuple[int, Row, Index]]]:
-        """Return those of the places that are rows, with what is read and written at once together."""
-        alike: dict[tuple[Bytes, int, str, int], list[tuple[int, Row, Index]]] = {}
+    def _find(self, wanted: Sequence[tuple[int, Index]]) -> tuple[_Runs, list[tuple[int, Chunk]]]:
+        """Return values that lie in files as they are, those together that are read and written at once; and the chunks of others."""
+        runs: dict[tuple[Bytes, int, str, int], list[tuple[int, Any, Index]]] = {}
+        chunks: list[tuple[int, Chunk]] = []
         before = 0
         for place, index in wanted:
-            row = self._stores[place]
-            if isinstance(row, Row):
-                alike.setdefault((row.file, row.width, row.order, before // _MOST_VALUES), []).append(
-                    (place, row, index)
-                )
-                before += len(index)
-        return alike.values()
+            tensor = self._tensors[place]
+            plain, packed = tensor.find(index)
+            for path, which, at in plain:
+                alike = (self._files[path], tensor.width, tensor.order, before // _MOST_VALUES)
+                runs.setdefault(alike, []).append((place, which, at))
+            chunks += [(place, chunk) for chunk in packed]
+            before += len(index)
+        return [(alike[:3], parts) for alike, parts in runs.items()], chunks
 
     def seal(self, *, keep_digests: bool) -> None:
-        """Make right whatever digests the file has of what was written, unless they are to be kept."""
+        """Make right whatever checksums the files have of what was written, unless they are to be kept.
+
+        Members of an archive in which something was written are read whole.
+        """
+        if self._archives and not keep_digests:
+            for path, file in self._files.items():
+                if file.touched:
+                    _renew_checksums(path, file)
 
 
 class Bytes:
@@ -263,12 +257,6 @@ class Bytes:
         raise CheckpointCorrupt(msg)
 
 
-def _laid_out(rows: Sequence[tuple[int, Row, Index]]) -> tuple[Index, Index]:
-    """Return the first bytes of values, row by row, and where those of each row but the first begin among them."""
-    at = [index * row.width + row.offset for _, row, index in rows]
-    return np.concatenate(at), np.cumsum([len(one) for one in at])[:-1]
-
-
 def _apart(at: Index) -> tuple[Index, list[Index]]:
     """Return which values have no other near, and of the others, in the order of the file, those that are near each other."""
     order = np.argsort(at, kind="stable")
@@ -285,65 +273,31 @@ def _bytes_of(at: Index, width: int) -> Index:
     return at[:, np.newaxis] + np.arange(width)
 
 
-@dataclass(frozen=True, slots=True)
-class Box:
-    """A box of a tensor, whose values lie in a file as they are.
-
-    Args:
-        file: Which.
-        offset: Its first byte there.
-        start: First index in each dimension of the tensor.
-        shape: Of the box.
-        strides: From one index to the next in each dimension, in values.
-    """
-
-    file: Bytes
-    offset: int
-    start: tuple[int, ...]
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
+def _renew_checksums(path: Path, file: Bytes) -> None:
+    """Make the CRC of every member right in which a value was written; reads these members whole."""
+    touched = np.sort(np.concatenate(file.touched))
+    with zipfile.ZipFile(path) as archive:
+        line = archive.start_dir
+        for member in archive.infolist():
+            start = member_start(path, member)
+            end = start + member.compress_size
+            if np.searchsorted(touched, start) < np.searchsorted(touched, end):
+                _renew(file, member, line, start, end)
+            line += 46 + sum(struct.unpack("<3H", bytes(file.get(line + 28, 6))))
 
 
-class Laid:
-    """A tensor whose values lie in files as they are; see :class:`Store`.
-
-    Args:
-        place: What it is.
-        boxes: Fill it.
-        order: Of the bytes of a value, ``<`` or ``>``.
-    """
-
-    def __init__(self, place: Place, boxes: Sequence[Box], order: str = "<") -> None:
-        self.place = place
-        self._boxes = boxes
-        self._order = order
-        self._width = place.format.bits // 8
-
-    def read(self, index: Index) -> Raw:
-        """See :meth:`Store.read`."""
-        found = np.empty(len(index), self.place.format.raw)
-        for file, which, at in self._found(index):
-            found[which] = file.read(at, self._width, self._order)
-        return found
-
-    def write(self, index: Index, raw: Raw) -> None:
-        """See :meth:`Store.write`."""
-        for file, which, at in self._found(index):
-            file.write(at, self._width, self._order, raw[which])
-
-    def _found(self, index: Index) -> Iterator[tuple[Bytes, Any, Index]]:
-        """Yield in which file some of the values are, which, and the first byte of each."""
-        shape = self.place.shape
-        if not shape:
-            yield self._boxes[0].file, slice(None), index + self._boxes[0].offset
-            return
-        at = np.stack(np.unravel_index(index, shape))
-        for box in self._boxes:
-            inner = at - np.array(box.start)[:, np.newaxis]
-            inside = np.flatnonzero(((inner >= 0) & (inner < np.array(box.shape)[:, np.newaxis])).all(0))
-            if len(inside):
-                steps = np.array(box.strides) @ inner[:, inside]
-                yield box.file, inside, box.offset + steps * self._width
+def _renew(file: Bytes, member: zipfile.ZipInfo, line: int, start: int, end: int) -> None:
+    """Write the CRC of a member whose data have these ends, and whose line in the table of contents begins at ``line``."""
+    crc = 0
+    for first in range(start, end, PART_BYTES):
+        crc = zlib.crc32(file.get(first, min(PART_BYTES, end - first)).data, crc)
+    new = struct.pack("<L", crc)
+    file.replace(line + 16, new)
+    if not member.flag_bits & 8:
+        file.replace(member.header_offset + 14, new)
+    else:  # it stands behind the data, mostly with a mark before it
+        is_marked = bytes(file.get(end, 4)) == b"PK\7\x08"
+        file.replace(end + (4 if is_marked else 0), new)
 
 
 @contextmanager

@@ -11,16 +11,14 @@ import numpy as np
 
 from holdfast.checkpoint.block_writer import gaps
 from holdfast.checkpoint.blocks import BLOCK_BYTES, block_ranges, digest_of
-from holdfast.checkpoint.foreign import row_major
-from holdfast.checkpoint.load import read_manifest, steps
+from holdfast.checkpoint.files.base import Box, Boxes, Index, row_major
+from holdfast.checkpoint.format import DTYPES
+from holdfast.checkpoint.loading import steps
 from holdfast.checkpoint.manifest import MANIFEST_NAME, FileEntry, Manifest, Piece, TensorEntry, dump
 from holdfast.checkpoint.storage import is_remote, step_folder, step_of
 from holdfast.checkpoint.storage.local import LocalStorage
 from holdfast.errors import CheckpointMissing, ConfigError
-from holdfast.faults.alteration import Place
-from holdfast.faults.formats import FORMATS
-from holdfast_lab.inject.files.base import Box, Bytes, FileValues, Index, Laid, Skipped, Target
-from holdfast_lab.inject.files.zips import renew_checksums
+from holdfast_lab.inject.files.base import FileValues, Target
 
 
 class CheckpointValues(FileValues):
@@ -36,33 +34,26 @@ class CheckpointValues(FileValues):
     def __init__(self, root: Path, manifest: Manifest, stack: ExitStack, *, write: bool) -> None:
         self._storage = LocalStorage(root)
         self._manifest = manifest
-        folder = root / step_folder(manifest.step) / manifest.folder
-        self._paths = {name: folder / name for name in manifest.files}
-        self._files = {name: Bytes(path, write=write) for name, path in self._paths.items()}
-        for file in self._files.values():
-            stack.callback(file.close)
-        stores, skipped = [], []
-        for path, entry in manifest.tensors.items():
-            if entry.dtype not in FORMATS or entry.dtype == "bool":
-                skipped.append(Skipped(path, f"is of {entry.dtype}"))
-            else:
-                place = Place(path, FORMATS[entry.dtype], entry.shape)
-                stores.append(Laid(place, [self._box(piece) for piece in entry.pieces]))
-        super().__init__(manifest.format, stores, skipped)
+        self._paths = {name: root / step_folder(manifest.step) / manifest.folder / name for name in manifest.files}
+        located = {path: self._locate(entry) for path, entry in manifest.tensors.items()}
+        archives = manifest.format == "npz"
+        super().__init__(manifest.format, located, self._paths.values(), stack, write=write, archives=archives)
 
-    def _box(self, piece: Piece) -> Box:
-        return Box(self._files[piece.file], piece.offset, piece.start, piece.shape, row_major(piece.shape))
+    def _locate(self, entry: TensorEntry) -> Boxes:
+        boxes = [Box(self._paths[p.file], p.offset, p.start, p.shape, row_major(p.shape)) for p in entry.pieces]
+        width = DTYPES[entry.dtype].itemsize
+        return Boxes(dtype=entry.dtype, shape=entry.shape, width=width, boxes=tuple(boxes))
 
     def seal(self, *, keep_digests: bool) -> None:
         """See :meth:`FileValues.seal`; the blocks and archives in which something was written are read whole."""
+        super().seal(keep_digests=keep_digests)
         manifest = self._manifest
         if not keep_digests:
-            touched = {
-                name: np.sort(np.concatenate(file.touched)) for name, file in self._files.items() if file.touched
-            }
+            files = {name: self._files[path] for name, path in self._paths.items()}
+            touched = {name: np.sort(np.concatenate(file.touched)) for name, file in files.items() if file.touched}
             tensors = {path: self._renewed(entry, touched) for path, entry in manifest.tensors.items()}
-            files = {name: self._rest(name) if name in touched else entry for name, entry in manifest.files.items()}
-            manifest = dataclasses.replace(manifest, tensors=tensors, files=files)
+            entries = {name: self._rest(name) if name in touched else entry for name, entry in manifest.files.items()}
+            manifest = dataclasses.replace(manifest, tensors=tensors, files=entries)
         for file in self._files.values():
             file.sync()
         self._storage.put(f"{step_folder(manifest.step)}/{MANIFEST_NAME}", dump(manifest))
@@ -88,27 +79,15 @@ class CheckpointValues(FileValues):
         )
 
     def _rest(self, name: str) -> FileEntry:
-        """Return what the manifest says of a file in which something was written; of an archive its checksums change, too."""
-        if self._manifest.format == "npz":
-            renew_checksums(self._paths[name], self._files[name])
+        """Return what the manifest says of a file in which something was written; checksums in it may have changed, too."""
         pieces = [piece for entry in self._manifest.tensors.values() for piece in entry.pieces if piece.file == name]
-        size_bytes = self._files[name].size_bytes
+        size_bytes = self._files[self._paths[name]].size_bytes
         return FileEntry(size_bytes=size_bytes, rest_xxh3=self._digest(name, gaps(size_bytes, pieces)))
 
     def _digest(self, name: str, ranges: Sequence[tuple[int, int]]) -> str:
-        found = digest_of(ranges, self._files[name].read_into)
+        found = digest_of(ranges, self._files[self._paths[name]].read_into)
         assert found is not None, f"{name} became shorter while it was altered"
         return found
-
-
-def manifest_of(root: Path, step: int) -> Manifest:
-    """Return what a checkpoint in a directory of checkpoints holds.
-
-    Raises:
-        CheckpointCorrupt: if its manifest is damaged.
-        CheckpointMissing: if there is none.
-    """
-    return read_manifest(LocalStorage(root), step)
 
 
 def find_checkpoint(text: str) -> Target:

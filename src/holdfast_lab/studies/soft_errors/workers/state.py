@@ -22,9 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from holdfast.checkpoint.foreign import open_foreign
+from holdfast.checkpoint.files.kinds import FORMATS, open_foreign
 from holdfast.checkpoint.format import tensor_bytes
-from holdfast.checkpoint.formats import FORMATS
 from holdfast_lab.studies.soft_errors.workers.platforms import Platform
 
 

@@ -1,7 +1,8 @@
 """The format of ``torch.distributed.checkpoint``: ``__0_0.distcp`` with the tensors, ``.metadata`` with what they are.
 
 ``torch.distributed.checkpoint.load(state_dict, storage_reader=FileSystemReader(folder))`` reads it; a tensor's key is its
-path. Its ``.metadata`` is a pickle: whoever reads it must trust who wrote it. Holdfast itself never reads it.
+path. Its ``.metadata`` is a pickle, to be read only from a trusted source. Holdfast itself never reads it, and has no
+reader of the format.
 
 Torch writes the values here, and all of them from one process.
 """
@@ -19,16 +20,16 @@ from typing import IO, Any
 import torch
 
 from holdfast.checkpoint.blocks import block_ranges, digest
+from holdfast.checkpoint.files.base import Layout, TensorWriter
 from holdfast.checkpoint.format import tensor_bytes
-from holdfast.checkpoint.formats.base import Layout
 from holdfast.errors import CheckpointError
 
 _FIRST = "part-00000"
 _FILE = "__0_0.distcp"
 
 
-class Dcp:
-    """See :class:`~holdfast.checkpoint.formats.base.TensorFormat`; other programs read the folder with torch."""
+class Dcp(TensorWriter):
+    """See :class:`~holdfast.checkpoint.files.base.TensorWriter`; other programs read the folder with torch."""
 
     name = "dcp"
 

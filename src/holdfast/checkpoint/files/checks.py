@@ -1,20 +1,20 @@
-"""What the readers of other programs' files share: how to refuse, what is too much, how names become a state."""
+"""What readers of other programs' files share: how to refuse, what is too much, how names become a state. No torch at import."""
 
 from __future__ import annotations
 
 import math
 import zipfile
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
-import torch
 
-from holdfast.checkpoint.format import DTYPES
-from holdfast.checkpoint.source import Entry
+from holdfast.checkpoint.files.base import Entry
 from holdfast.errors import CheckpointCorrupt, CheckpointError
+
+if TYPE_CHECKING:
+    import torch
 
 FREE_BYTES = 256 << 20
 """So much memory a file may ask for, however small it is."""
@@ -34,28 +34,6 @@ _BEGINNINGS = {
     b"\x80\x04": "a pickle",
     b"\x1f\x8b": "a gzip archive",
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Spot:
-    """Where the values of a tensor lie in a file, as they are.
-
-    Args:
-        entry: What is known of it.
-        offset: The first byte of its first value.
-        strides: From one index to the next in each dimension, in values.
-        order: ``<`` if the least significant byte of a value comes first, ``>`` if it comes last.
-    """
-
-    entry: Entry
-    offset: int
-    strides: tuple[int, ...]
-    order: str = "<"
-
-
-def row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the strides of values that lie behind one another, the last index changing first."""
-    return tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
 
 
 def refuse(path: Path, what: str, cause: BaseException | None = None) -> NoReturn:
@@ -174,6 +152,8 @@ def dtype_of(path: Path, name: str, dtype: np.dtype[Any]) -> torch.dtype:
     Raises:
         CheckpointError: if it has none, because these are no numbers.
     """
+    from holdfast.checkpoint.format import DTYPES
+
     if dtype.hasobject:
         refuse(path, f"has {name!r:.80} of Python objects, which are pickles: reading them could run anything")
     known = "bool" if dtype.kind == "b" else dtype.newbyteorder("=").name

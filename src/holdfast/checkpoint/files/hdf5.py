@@ -1,0 +1,325 @@
+"""HDF5: one data set a tensor, in groups that follow its path.
+
+``h5py.File(file)["model/fc.weight"][...]`` reads it, and so does every HDF5 library since 1.8. Values are contiguous.
+bfloat16 and float8, which HDF5 has no names for, are uint16 and uint8 of the same bits, with an attribute
+``torch_dtype`` that says what they are; bool is h5py's enumeration, complex numbers are its pairs ``r``, ``i``.
+
+Paths that HDF5 would read otherwise are escaped, and no two tensors get the same name:
+
+=========================================  ==========
+in the tensor's path                       in the file
+=========================================  ==========
+``%``                                      ``%25``
+NUL                                        ``%00``
+a part that is ``.``                       ``%2E``
+an empty part, as between two ``/``        ``%``
+all of ``a``, where there is ``a/b`` too   ``a%``
+=========================================  ==========
+
+A file of any other program may lead to other files, hold programs' own types, and claim shapes that nothing stands behind.
+Only plain arrays of numbers inside this one file are read. Attributes are ignored, but for those that say which integers
+stand for bfloat16 or float8.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from holdfast.checkpoint.files.base import (
+    ALIGN,
+    STAND_INS,
+    Entry,
+    Layout,
+    Places,
+    Source,
+    TensorReader,
+    TensorWriter,
+    escaped,
+    numpy_dtype,
+)
+from holdfast.checkpoint.files.checks import (
+    MAX_NAMES,
+    check_shape,
+    check_size,
+    damaged,
+    dtype_of,
+    not_a,
+    refuse,
+    state_of,
+    total_bytes,
+)
+from holdfast.checkpoint.files.hdf5_values import BAD, FILTERS, explained, import_h5py, locate, words
+from holdfast.errors import CheckpointError, ConfigError
+
+if TYPE_CHECKING:
+    import torch
+
+_MAX_DIMENSIONS = 32
+_MAX_DEPTH = 64
+_MAX_HOPS = 16
+_MAX_LINKS = 100_000
+"""Sixteen soft links can lead through each other a million million times."""
+
+_SMALL_BYTES = 1 << 20
+_MOST_RATIO = 2000
+"""A data set may be this large however little of it is stored; a larger one so many times what is stored.
+
+Deflate makes zeros a thousand times smaller, and a chunk that is not stored is all zeros.
+"""
+
+
+class Hdf5(TensorWriter, TensorReader):
+    """See :class:`~holdfast.checkpoint.files.base.TensorWriter`; every HDF5 library reads and writes it."""
+
+    name = "hdf5"
+
+    def lay_out(self, folder: Path, stem: str, tensors: Mapping[str, torch.Tensor]) -> Layout:
+        """Have HDF5 set the places of all values aside, and write none of them."""
+        h5py = import_h5py(
+            CheckpointError(
+                "checkpoints in the format hdf5 need h5py; pip install 'holdfast[hdf5]', or choose the format safetensors"
+            )
+        )
+        file_name = f"{stem}.h5"
+        names = _names(tensors)
+        places: dict[str, tuple[str, int]] = {}
+        # "earliest" is what most programs read. The file is ours alone: a lock would only fail on some network disks.
+        # Tensors of less than a cache line are not aligned: HDF5 keeps a list of the gaps, and slows down as it grows.
+        aligned = {"alignment_threshold": ALIGN, "alignment_interval": ALIGN}
+        with _plain_errors(), h5py.File(folder / file_name, "w", libver="earliest", locking=False, **aligned) as file:
+            properties = _properties(h5py)
+            for key, tensor in tensors.items():
+                places[key] = (file_name, _add(h5py, file, names[key], tensor, properties))
+        return Layout(files=(file_name,), places=places)
+
+    def open(self, path: Path, stack: ExitStack) -> Source:
+        """See :meth:`TensorReader.open`; data sets are read when they are asked for."""
+        h5py = import_h5py(ConfigError("HDF5 files need h5py to be read; pip install 'holdfast[hdf5]'"))
+        try:
+            file = stack.enter_context(h5py.File(path, "r", locking=False))
+        except BAD as error:
+            if isinstance(error, OSError) and error.errno:
+                raise
+            not_a("an HDF5 file", path, words(error), error)
+        with explained(path, "is damaged"):
+            walk = _Walk(path, h5py, file)
+            walk.into(file, "", 0)
+        check_size(path, total_bytes(walk.tensors))
+
+        def read(name: str) -> torch.Tensor:
+            with explained(path, "is damaged"):
+                return _read(walk.data[name], walk.tensors[name])
+
+        first = {name: name for name in walk.tensors} | walk.ties
+
+        def load() -> dict[str, Any]:
+            tensors = {name: read(name) for name in walk.tensors if name not in walk.ties}
+            return state_of({name: tensors[first[name]] for name in walk.tensors})
+
+        return Source(name=str(path), kind="hdf5", tensors=walk.tensors, read=read, load=load, ties=walk.ties)
+
+    def locate(self, path: Path, stack: ExitStack) -> Places:
+        """See :meth:`TensorReader.locate`; links that may lead to other files are not followed."""
+        return locate(path, stack)
+
+
+# ---------------------------------------------------------------------------------------------
+# Writing
+
+
+def _properties(h5py: Any) -> tuple[Any, Any]:
+    """Return how data sets are made, and how they are linked."""
+    making = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+    making.set_layout(h5py.h5d.CONTIGUOUS)
+    making.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
+    making.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
+    making.set_obj_track_times(False)  # the same state gives the same bytes
+    linking = h5py.h5p.create(h5py.h5p.LINK_CREATE)
+    linking.set_create_intermediate_group(True)
+    linking.set_char_encoding(h5py.h5t.CSET_UTF8)
+    return making, linking
+
+
+def _add(h5py: Any, file: Any, name: str, tensor: torch.Tensor, properties: tuple[Any, Any]) -> int:
+    """Make a data set; return the place of its values, any if it has none."""
+    if tensor.dim() > _MAX_DIMENSIONS:
+        msg = (
+            f"the hdf5 format cannot hold tensor {name!r}: it has {tensor.dim()} dimensions, and HDF5 allows "
+            f"{_MAX_DIMENSIONS}; reshape it, or choose the format safetensors"
+        )
+        raise CheckpointError(msg)
+    dtype = h5py.h5t.py_create(numpy_dtype(tensor.dtype), logical=True)
+    space = h5py.h5s.create_simple(tuple(tensor.shape))
+    # Not file.create_dataset(): for a scalar it forgets that memory is to be set aside now.
+    made = h5py.h5d.create(file.id, name.encode(), dtype, space, *properties)
+    if (name_of_dtype := str(tensor.dtype).removeprefix("torch.")) in STAND_INS:
+        h5py.Dataset(made).attrs["torch_dtype"] = name_of_dtype
+    return made.get_offset() or 0
+
+
+@contextmanager
+def _plain_errors() -> Iterator[None]:
+    """Turn the reports of HDF5, which have several lines, into the error of the operating system that is in them."""
+    try:
+        yield
+    except (OSError, RuntimeError) as error:
+        found = re.search(r"errno = ([0-9]+)", str(error))
+        if found is None:
+            raise
+        raise OSError(int(found[1]), os.strerror(int(found[1]))) from error
+
+
+def _names(keys: Iterable[str]) -> dict[str, str]:
+    """Return what each tensor is called in the file; see the head of this one."""
+    names = {key: "/".join(_part(part) for part in key.split("/")) for key in keys}
+    groups = {name[:end] for name in names.values() for end, letter in enumerate(name) if letter == "/"}
+    return {key: f"{name}%" if name in groups else name for key, name in names.items()}
+
+
+def _part(part: str) -> str:
+    return {"": "%", ".": "%2E"}.get(part) or escaped(part)
+
+
+# ---------------------------------------------------------------------------------------------
+# Reading
+
+
+class _Walk:
+    """Finds every data set of a file, once."""
+
+    def __init__(self, path: Path, h5py: Any, file: Any) -> None:
+        self.tensors: dict[str, Entry] = {}
+        self.data: dict[str, Any] = {}
+        self.ties: dict[str, str] = {}
+        self._path = path
+        self._h5py = h5py
+        self._file = file
+        self._groups: set[Any] = set()
+        self._names: dict[Any, str] = {}
+        self._links_left = _MAX_LINKS
+
+    def into(self, group: Any, prefix: str, depth: int) -> None:
+        """Look at everything in a group."""
+        identity = self._identity(group)
+        if identity in self._groups:
+            damaged(self._path, f"leads to the group {prefix!r:.80} twice, or round in a circle")
+        if depth > _MAX_DEPTH or len(self._groups) > MAX_NAMES:
+            damaged(
+                self._path, f"has groups deeper than {_MAX_DEPTH} levels, or more than {MAX_NAMES}, at {prefix!r:.80}"
+            )
+        self._groups.add(identity)
+        for name in group:
+            whole = f"{prefix}/{name}".removeprefix("/")
+            found = self._open(group, name, whole, 0)
+            if isinstance(found, self._h5py.Group):
+                self.into(found, whole, depth + 1)
+            elif isinstance(found, self._h5py.Dataset):
+                self._take(found, whole)
+            else:
+                refuse(self._path, f"has {whole!r:.80}, which is neither a group nor a data set")
+
+    def _open(self, group: Any, name: str, whole: str, hops: int) -> Any:
+        """Return what a link leads to, without leaving the file."""
+        # Not group.get(), nor "name in group": these look whether what a link leads to is there, and so open other files.
+        kinds, links, raw = self._h5py.h5l, group.id.links, name.encode("utf-8", "surrogateescape")
+        kind = links.get_info(raw).type
+        if kind == kinds.TYPE_HARD:
+            return group[name]
+        if kind != kinds.TYPE_SOFT:
+            where = links.get_val(raw)[0] if kind == kinds.TYPE_EXTERNAL else "somewhere else"
+            damaged(self._path, f"has the external link {whole!r:.80} to {where!r:.80}: other files are not opened")
+        self._links_left -= 1
+        if hops >= _MAX_HOPS or self._links_left < 0:
+            damaged(self._path, f"has the soft link {whole!r:.80}, which leads round in a circle, or too far")
+        target = links.get_val(raw).decode("utf-8", "surrogateescape")
+        here = self._file if target.startswith("/") else group
+        for part in target.split("/"):
+            if part in ("", "."):
+                continue
+            is_there = isinstance(here, self._h5py.Group) and here.id.links.exists(
+                part.encode("utf-8", "surrogateescape")
+            )
+            if not is_there:
+                damaged(self._path, f"has the soft link {whole!r:.80} to {target!r:.80}, which is not there")
+            here = self._open(here, part, whole, hops + 1)
+        return here
+
+    def _take(self, dataset: Any, name: str) -> None:
+        entry = self._check(dataset, name)
+        first = self._names.setdefault(self._identity(dataset), name)
+        if first != name:
+            self.ties[name] = first
+        self.tensors[name], self.data[name] = entry, dataset
+
+    def _check(self, dataset: Any, name: str) -> Entry:
+        """Return what a data set is, if it is a plain array of numbers in this file."""
+        h5, made = self._h5py, dataset.id.get_create_plist()
+        if made.get_external_count():
+            damaged(self._path, f"keeps the values of {name!r:.80} in another file: other files are not opened")
+        if made.get_layout() not in (h5.h5d.COMPACT, h5.h5d.CONTIGUOUS, h5.h5d.CHUNKED):
+            damaged(
+                self._path, f"has the virtual data set {name!r:.80}, put together from other files: they are not opened"
+            )
+        dtype = self._number_type(dataset, name)
+        if dataset.shape is None:
+            refuse(self._path, f"has the data set {name!r:.80} without a shape, which holds nothing")
+        entry = Entry(dtype, check_shape(self._path, name, dataset.shape))
+        for number in range(made.get_nfilters()):
+            if (code := made.get_filter(number)[0]) not in FILTERS:
+                refuse(self._path, f"has {name!r:.80} packed by filter {code}; known are {', '.join(FILTERS.values())}")
+        if made.get_layout() == h5.h5d.CHUNKED:
+            check_size(self._path, Entry(dtype, made.get_chunk()).size_bytes)
+        stored_bytes = dataset.id.get_storage_size()
+        if entry.size_bytes > max(_SMALL_BYTES, _MOST_RATIO * stored_bytes):
+            damaged(
+                self._path,
+                f"has the data set {name!r:.80} of shape {list(entry.shape)!r:.80}, which needs {entry.size_bytes} bytes; "
+                f"only {stored_bytes} are stored",
+            )
+        return entry
+
+    def _number_type(self, dataset: Any, name: str) -> torch.dtype:
+        from holdfast.checkpoint.format import DTYPES
+
+        t = self._h5py.h5t
+        kind = dataset.id.get_type().get_class()
+        odd = {
+            t.COMPOUND: "of a compound type",
+            t.REFERENCE: "of references",
+            t.STRING: "of texts",
+            t.VLEN: "of variable length",
+            t.OPAQUE: "of an opaque type",
+            t.BITFIELD: "of bit fields",
+            t.ARRAY: "of arrays in arrays",
+            t.TIME: "of times",
+        }
+        is_complex = kind == t.COMPOUND and dataset.dtype.kind == "c"
+        if kind in odd and not is_complex:
+            refuse(self._path, f"has the data set {name!r:.80} {odd[kind]}; it must be of numbers")
+        dtype = dtype_of(self._path, name, dataset.dtype)
+        if dataset.dtype.kind == "u" and "torch_dtype" in dataset.attrs:
+            meant = str(dataset.attrs["torch_dtype"])
+            return DTYPES[meant] if STAND_INS.get(meant) == dataset.dtype.name else dtype
+        return dtype
+
+    def _identity(self, thing: Any) -> Any:
+        info = self._h5py.h5o.get_info(thing.id)
+        return info.fileno, info.addr
+
+
+def _read(dataset: Any, entry: Entry) -> torch.Tensor:
+    import torch
+
+    values = np.asarray(dataset[()])
+    if values.shape != entry.shape:
+        msg = "it changed while it was read"
+        raise ValueError(msg)
+    native = np.ascontiguousarray(values, dtype=values.dtype.newbyteorder("="))
+    return torch.from_numpy(native).view(entry.dtype).reshape(entry.shape)

@@ -1,0 +1,73 @@
+"""Every file format by name and by suffix."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from holdfast.checkpoint.files.base import Source, TensorReader, TensorWriter
+from holdfast.checkpoint.files.checks import refuse
+from holdfast.checkpoint.files.dcp import Dcp
+from holdfast.checkpoint.files.hdf5 import Hdf5
+from holdfast.checkpoint.files.npz import Npz
+from holdfast.checkpoint.files.safetensors import Safetensors
+from holdfast.checkpoint.files.torch import Torch
+from holdfast.errors import CheckpointError, ConfigError
+
+_SAFETENSORS, _HDF5, _NPZ, _TORCH = Safetensors(), Hdf5(), Npz(), Torch()
+
+FORMATS: dict[str, TensorWriter] = {known.name: known for known in (_SAFETENSORS, _HDF5, _NPZ, Dcp())}
+"""Formats of checkpoints, by the name that a manifest gives them. A library that only one of them needs is imported when it
+writes."""
+
+READERS: dict[str, TensorReader] = {
+    ".pt": _TORCH,
+    ".pth": _TORCH,
+    ".bin": _TORCH,
+    ".ckpt": _TORCH,
+    ".safetensors": _SAFETENSORS,
+    ".npz": _NPZ,
+    ".h5": _HDF5,
+    ".hdf5": _HDF5,
+}
+"""Readers of other programs' files, by what the file's name ends with."""
+
+KINDS = tuple(READERS)
+"""What the name of a file that can be read ends with."""
+
+
+@contextmanager
+def open_foreign(path: str | Path) -> Iterator[Source]:
+    """Open a file that another program wrote; what it gives can be read until it is closed again.
+
+    Args:
+        path: A file whose name ends with one of :data:`KINDS`.
+
+    Raises:
+        ConfigError: if there is no such file, or it is of no known kind.
+        CheckpointCorrupt: if it is not what its kind should be: cut short, inconsistent, or made to do harm.
+        CheckpointError: if it is sound, and holds something that is no tensor of numbers.
+    """
+    path = Path(path)
+    if path.is_dir() and (path / ".metadata").exists():
+        refuse(
+            path,
+            "is a folder of torch.distributed.checkpoint, whose index .metadata is a pickle: reading it could run "
+            "anything. Only those that have a manifest.json of holdfast beside them can be read; load it with torch, "
+            "where you trust it, and save it as .safetensors",
+        )
+    reader = READERS.get(path.suffix.lower())
+    if reader is None:
+        msg = f"{path} is no file that can be read; its name must end with one of {', '.join(KINDS)}"
+        raise ConfigError(msg)
+    if not path.is_file():
+        msg = f"there is no file {path}" if not path.exists() else f"{path} is not a plain file; give a file"
+        raise ConfigError(msg)
+    with ExitStack() as stack:
+        try:
+            source = reader.open(path, stack)
+        except OSError as error:
+            msg = f"cannot read {path}: {error.strerror or error}"
+            raise CheckpointError(msg) from error
+        yield source

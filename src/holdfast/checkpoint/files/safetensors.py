@@ -1,0 +1,164 @@
+"""``.safetensors``: eight bytes of length, a JSON header, the values."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+
+from holdfast.checkpoint.files.base import ALIGN, Entry, Layout, Places, Source, TensorReader, TensorWriter, in_place
+from holdfast.checkpoint.files.checks import MAX_NAMES, check_shape, damaged, not_a, refuse, state_of, step_in
+from holdfast.checkpoint.format import tensor_bytes
+
+_MAX_HEADER_BYTES = 100_000_000
+"""What the ``safetensors`` package allows."""
+
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+    "C64": torch.complex64,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()} | {torch.complex128: "F64"}
+"""The format has no name for complex128: it is written as pairs, real and imaginary."""
+
+
+class Safetensors(TensorWriter, TensorReader):
+    """See :class:`~holdfast.checkpoint.files.base.TensorWriter`; the package ``safetensors`` reads and writes it."""
+
+    name = "safetensors"
+
+    def lay_out(self, folder: Path, stem: str, tensors: Mapping[str, torch.Tensor]) -> Layout:
+        """Write the header; the values follow each other without gaps, as the format asks, the widest types first."""
+        name = f"{stem}.safetensors"
+        header: dict[str, object] = {}
+        starts: dict[str, int] = {}
+        end = 0
+        # safetensors wants no gaps, and readers want aligned numbers: types of the most bytes come first.
+        for key, tensor in sorted(tensors.items(), key=lambda item: -item[1].element_size()):
+            starts[key] = end
+            size = tensor.numel() * tensor.element_size()
+            pair = [2] if tensor.dtype is torch.complex128 else []
+            header[key] = {
+                "dtype": _NAMES[tensor.dtype],
+                "shape": [*tensor.shape, *pair],
+                "data_offsets": [end, end + size],
+            }
+            end += size
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-(8 + len(text)) % ALIGN)
+        with (folder / name).open("wb") as file:
+            file.write(len(text).to_bytes(8, "little") + text)
+            file.truncate(8 + len(text) + end)
+        return Layout(files=(name,), places={key: (name, 8 + len(text) + start) for key, start in starts.items()})
+
+    def open(self, path: Path, stack: ExitStack) -> Source:
+        """See :meth:`TensorReader.open`; values are read when they are asked for."""
+        file = stack.enter_context(path.open("rb"))
+        tensors, starts, metadata = _read_header(path, file)
+
+        def read(name: str) -> torch.Tensor:
+            tensor = torch.empty(tensors[name].shape, dtype=tensors[name].dtype)
+            file.seek(starts[name])
+            if tensor.nbytes and file.readinto(tensor_bytes(tensor)) != tensor.nbytes:
+                damaged(path, f"ends inside the tensor {name!r:.80}")
+            return tensor
+
+        return Source(
+            name=str(path),
+            kind="safetensors",
+            tensors=tensors,
+            read=read,
+            load=lambda: state_of({name: read(name) for name in tensors}),
+            step=step_in(metadata.get("step")) if isinstance(metadata, dict) else None,
+        )
+
+    def locate(self, path: Path, stack: ExitStack) -> Places:
+        """See :meth:`TensorReader.locate`; tensors follow each other, and none shares values with another."""
+        with path.open("rb") as file:
+            tensors, starts, _ = _read_header(path, file)
+        return {name: in_place(path, entry, starts[name]) for name, entry in tensors.items()}
+
+
+def _read_header(path: Path, file: BinaryIO) -> tuple[dict[str, Entry], dict[str, int], Any]:
+    """Return what each tensor is, where in the file it begins, and what else the header says."""
+    size_bytes = path.stat().st_size
+    length = int.from_bytes(file.read(8), "little")
+    if size_bytes < 8 or length > min(size_bytes - 8, _MAX_HEADER_BYTES):
+        not_a("a safetensors file", path, f"it has {size_bytes} bytes, its header would have {length}")
+    header = _parse(path, file.read(length))
+    metadata = header.pop("__metadata__", {})
+    starts: dict[str, int] = {}
+    tensors: dict[str, Entry] = {}
+    for name, fields in header.items():
+        tensors[name], starts[name] = _check(path, name, fields)
+    _check_places(path, tensors, starts, size_bytes - 8 - length)
+    return tensors, {name: 8 + length + start for name, start in starts.items()}, metadata
+
+
+def _parse(path: Path, text: bytes) -> dict[str, Any]:
+    def no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        fields = dict(pairs)
+        if len(fields) < len(pairs):
+            names = [name for name, _ in pairs]
+            msg = f"the key {next(n for n in fields if names.count(n) > 1)!r:.80} stands in it twice"
+            raise ValueError(msg)
+        return fields
+
+    try:
+        header = json.loads(text.decode(), object_pairs_hook=no_duplicates)
+    except (ValueError, RecursionError) as error:
+        not_a("a safetensors file", path, f"its header cannot be read: {error}", error)
+    if type(header) is not dict or len(header) > MAX_NAMES:
+        not_a("a safetensors file", path, f"its header is no object, or has more than {MAX_NAMES} members")
+    return header
+
+
+def _check(path: Path, name: str, fields: Any) -> tuple[Entry, int]:
+    """Return what a member of the header says, and where the tensor begins."""
+    if type(fields) is not dict or fields.keys() != {"dtype", "shape", "data_offsets"}:
+        damaged(path, f"is damaged: its header does not say dtype, shape and data_offsets of {name!r:.80}")
+    dtype, shape, offsets = fields["dtype"], fields["shape"], fields["data_offsets"]
+    if type(dtype) is not str or dtype not in _DTYPES:
+        refuse(path, f"has the tensor {name!r:.80} of type {dtype!r:.40}; known are {', '.join(_DTYPES)}")
+    if type(shape) is not list or type(offsets) is not list or [type(n) for n in offsets] != [int, int]:
+        damaged(path, f"is damaged: shape or data_offsets of {name!r:.80} are no lists of whole numbers")
+    entry = Entry(_DTYPES[dtype], check_shape(path, name, shape))
+    start, end = offsets
+    if start < 0 or end - start != math.prod(entry.shape) * entry.dtype.itemsize:
+        damaged(
+            path,
+            f"is damaged: the tensor {name!r:.80} of shape {list(entry.shape)!r:.80} needs {entry.size_bytes} bytes, "
+            f"its place is {start!r:.20} to {end!r:.20}",
+        )
+    return entry, start
+
+
+def _check_places(path: Path, tensors: dict[str, Entry], starts: dict[str, int], data_bytes: int) -> None:
+    """Make sure that the values follow each other without gaps, as the format asks."""
+    end = 0
+    for name in sorted(tensors, key=lambda name: (starts[name], tensors[name].size_bytes)):
+        if starts[name] != end:
+            damaged(path, f"is damaged: the tensor {name!r:.80} begins at {starts[name]}, the one before ends at {end}")
+        end += tensors[name].size_bytes
+    if end != data_bytes:
+        damaged(path, f"is damaged: its tensors need {end} bytes, it holds {data_bytes}; was it cut short?")

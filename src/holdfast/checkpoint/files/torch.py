@@ -1,0 +1,145 @@
+"""``.pt``: what ``torch.save`` writes. It is a pickle, which torch reads with everything forbidden but data."""
+
+from __future__ import annotations
+
+import pickle
+import re
+import warnings
+import zipfile
+from collections import Counter, OrderedDict
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from holdfast.checkpoint.files.base import Boxes, Entry, Places, Source, TensorReader, apart, in_place
+from holdfast.checkpoint.files.checks import check_size, check_zip, member_start, not_a, refuse, step_in, total_bytes
+from holdfast.checkpoint.format import flatten, scalars_of
+from holdfast.errors import CheckpointError
+from holdfast.torch_private import fake_tensors, offset_in_file
+
+_MAX_VALUES = 3_000_000
+"""A pickle of a few hundred bytes can name one list a million million times."""
+
+_ZIP = b"PK\x03\x04"
+_REASON = re.compile(r"WeightsUnpickler error:\s*([^\n]{1,100})")
+_FORBIDDEN = re.compile(r"GLOBAL ([\w.]{1,100})")
+
+
+class Torch(TensorReader):
+    """See :class:`~holdfast.checkpoint.files.base.TensorReader`."""
+
+    is_zip = True
+
+    def open(self, path: Path, stack: ExitStack) -> Source:
+        """See :meth:`TensorReader.open`; all of it is read at once."""
+        found = _load(path)
+        try:
+            state = _plain(found, [_MAX_VALUES])
+            leaves, skeleton = flatten(state)
+        except RecursionError as error:
+            refuse(path, "holds lists in lists without end; save the plain state_dict()", error)
+        except CheckpointError as error:
+            refuse(path, f"cannot be read: {str(error).removeprefix('the state cannot be saved: ')}", error)
+        tensors = {name: leaf.detach() for name, leaf in leaves.items() if isinstance(leaf, torch.Tensor)}
+        entries = {name: Entry(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
+        check_size(path, total_bytes(entries))  # a tensor may be a single value, seen a million million times
+        scalars, ties = scalars_of(skeleton, tensors)
+        entries |= {name: entries[first] for name, first in ties.items()}
+        steps = (step_in(scalars.get(key)) for key in ("step", "global_step"))
+        return Source(
+            name=str(path),
+            kind="torch",
+            tensors=entries,
+            read=lambda name: tensors[ties.get(name, name)].resolve_conj().resolve_neg().contiguous(),
+            load=lambda: state,
+            scalars=scalars,
+            step=next((step for step in steps if step is not None), None),
+            ties=ties,
+        )
+
+    def locate(self, path: Path, stack: ExitStack) -> Places:
+        """See :meth:`TensorReader.locate`. Tensors that are tied stand there once; others may share some of their values.
+
+        Raises:
+            CheckpointError: also if torch wrote the file in its format of before 1.6, or does not say where values are.
+        """
+        with path.open("rb") as file:
+            if file.read(4) != _ZIP:
+                refuse(
+                    path, "is in torch's format of before 1.6, in which values are not found; load it and save it again"
+                )
+        with fake_tensors():
+            found = _load(path)
+        with zipfile.ZipFile(path) as archive:
+            sizes = {member_start(path, member): member.file_size for member in archive.infolist()}
+            order = next((archive.read(m) for m in archive.infolist() if m.filename.endswith("/byteorder")), b"little")
+        stand_ins: dict[Boxes, torch.Tensor] = {}
+
+        def stand_in(tensor: torch.Tensor) -> torch.Tensor:
+            start = offset_in_file(tensor)
+            if sizes.get(start, -1) < tensor.untyped_storage().nbytes():
+                refuse(path, f"cannot be altered: torch {torch.__version__} does not say where its values are")
+            offset = start + int(tensor.storage_offset()) * tensor.element_size()
+            entry = Entry(tensor.dtype, tuple(tensor.shape))
+            place = in_place(path, entry, offset, tuple(tensor.stride()), ">" if order == b"big" else "<")
+            return stand_ins.setdefault(place, torch.empty(1))
+
+        leaves, _ = flatten(_plain(found, [_MAX_VALUES], stand_in))
+        names = {id(leaf): name for name, leaf in leaves.items()}
+        return apart({names[id(stand_in)]: place for place, stand_in in stand_ins.items()})
+
+
+def _load(path: Path) -> Any:
+    with path.open("rb") as file:
+        is_zip = file.read(4) == _ZIP
+    if is_zip:
+        try:
+            with zipfile.ZipFile(path) as archive:
+                check_zip(path, archive, (zipfile.ZIP_STORED,))
+        except (zipfile.BadZipFile, NotImplementedError, ValueError, EOFError) as error:
+            not_a("a file of torch.save", path, f"{error}; was it cut short?", error)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # either torch can read what it did not write, or it says so
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=False)
+    except pickle.UnpicklingError as error:
+        _explain(path, error)
+    except Exception as error:  # a pickle that means harm can make its reader raise anything
+        why = " ".join(str(error).split())
+        not_a("a file of torch.save", path, f"{type(error).__name__}: {why:.200}", error)
+
+
+def _explain(path: Path, error: pickle.UnpicklingError) -> Any:
+    found = _FORBIDDEN.search(str(error))
+    if found is None:
+        # Not all that torch says: it advises to read such a file without the protection.
+        why = _REASON.search(str(error))
+        not_a("a file of torch.save", path, f"it is no pickle of plain data: {why[1] if why else 'unknown'}", error)
+    refuse(
+        path,
+        f"asks to run {found[1]}, which is no data; nothing of it was run. If you trust it, load it with torch and save "
+        "its state_dict() of tensors, numbers and strings",
+        error,
+    )
+
+
+def _plain(value: Any, left: list[int], on_tensor: Callable[[torch.Tensor], torch.Tensor] | None = None) -> Any:
+    """Return a state without what torch alone has, such as ``torch.Size``; counts, so that it ends."""
+    left[0] -= 1
+    if left[0] < 0:
+        msg = f"it holds more than {_MAX_VALUES} values beside its tensors; save them as tensors"
+        raise CheckpointError(msg)
+    if isinstance(value, torch.Size):
+        return tuple(value)
+    if on_tensor is not None and isinstance(value, torch.Tensor):
+        return on_tensor(value)
+    if type(value) is torch.nn.Parameter:
+        return value.detach()
+    if type(value) in (list, tuple):
+        return type(value)(_plain(item, left, on_tensor) for item in value)
+    if type(value) in (dict, OrderedDict, Counter):
+        return type(value)({key: _plain(item, left, on_tensor) for key, item in value.items()})
+    return value
