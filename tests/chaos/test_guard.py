@@ -55,10 +55,10 @@ def test_healing_gives_the_bits_of_the_undisturbed_run_and_names_who_was_at_faul
 
 @pytest.mark.parametrize("fabric", ["gloo", "ulfm"])
 def test_a_worker_that_dies_while_corruption_is_heard_of_changes_nothing(tmp_path, fabric):
-    """It dies in the closing sum of the step in which the flip is found."""
+    """It dies in the closing sum of the step in which the flip is found: it flips in the step before, when that has begun."""
     kill = ("--inject", "kill:rank=2,step=6,phase=allreduce,bucket=1")
 
-    report = run(tmp_path, fabric, 3, "heal", "1:6:1.weight:24", options=kill)
+    report = run(tmp_path, fabric, 3, "heal", "1:5:1.weight:24", options=kill)
 
     check_healed(report, [0, 1])
     assert_landed(report, 2)
@@ -78,7 +78,7 @@ def test_warning_names_the_worker_and_goes_on_with_other_bits(tmp_path):
 
 
 def test_by_default_the_job_stops(tmp_path):
-    report = run(tmp_path, "gloo", 2, "", "1:6:1.weight:24", options=("--max-restarts", 0), exit_code=1)
+    report = run(tmp_path, "gloo", 2, "", "1:5:1.weight:24", options=("--max-restarts", 0), exit_code=1)
 
     assert "the replicas differ before step 6" in report["error"]["message"]
 

@@ -1,7 +1,7 @@
 """Training in which bits flip in one worker's memory: ``train_flip.py [--flip RANK:STEP:WHAT:BIT]...``.
 
 WHAT is a parameter, such as 1.weight, or one of the optimizer's tensors of it, such as 1.weight/exp_avg; the bit flips in its
-last number, once, just before the step is computed. The model is so large that its fingerprints take several steps.
+last number, once, just before the step is computed: after its fingerprint is taken. The model is so large that its fingerprints take several steps.
 """
 
 import argparse
