@@ -1,4 +1,7 @@
-"""One training loop: carries out the orders of the protocol, and tells it what happened."""
+"""One training loop: computes a step, sums it, votes on it, applies it, and tells the protocol what happened.
+
+What the protocol orders besides is carried out by ``regroup`` and ``acts``.
+"""
 
 from __future__ import annotations
 

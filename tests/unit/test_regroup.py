@@ -1,0 +1,86 @@
+"""The sequence by which survivors regroup, and how the ``torch.distributed`` backend goes through it."""
+
+import pytest
+
+from holdfast.engine.regroup import pass_gate, regroup
+from holdfast.errors import PeerFailed
+from holdfast.recovery.messages import Agree, Progress, Revoke, ShareProgress, Shrink
+from holdfast.recovery.regroup import Line, line_after, order_of
+
+MINE = Progress(7, computed=True)
+ONCE = ["revoke", "agree 0", "shrink", "agree 1", "share", "agree 1"]
+
+
+class Played:
+    """A communicator whose agreements and sums go as they are listed; it writes down what is called."""
+
+    def __init__(self, *agreed, shares=()):
+        self.calls = []
+        self._agreed = list(agreed)
+        self._shares = list(shares)
+
+    def revoke(self):
+        self.calls.append("revoke")
+
+    def agree(self, flag):
+        self.calls.append(f"agree {flag:d}")
+        return flag and (self._agreed.pop(0) if self._agreed else True)
+
+    def shrink(self):
+        self.calls.append("shrink")
+        return True
+
+    def share(self):
+        self.calls.append("share")
+        if self._shares and not self._shares.pop(0):
+            raise PeerFailed("somebody died")
+        return len(self.calls)
+
+
+def test_the_lines_are_six_orders():
+    orders = [order_of(line, MINE) for line in Line]
+
+    agree_0, agree_1 = Agree(flag=False), Agree(flag=True)
+    assert orders == [Revoke(), agree_0, Shrink(), agree_1, ShareProgress(MINE), agree_1]
+
+
+def test_each_line_is_followed_by_the_next_and_the_last_by_none():
+    assert [line_after(line, succeeded=True) for line in Line] == [*list(Line)[1:], None]
+
+
+def test_an_agreement_that_said_no_goes_back_to_the_shrink_and_a_sum_that_failed_to_the_revoke():
+    assert line_after(Line.FENCE, succeeded=False) is Line.SHRINK
+    assert line_after(Line.CONFIRM, succeeded=False) is Line.SHRINK
+    assert line_after(Line.SHARE, succeeded=False) is Line.REVOKE
+
+
+def test_the_first_agreement_only_says_that_all_have_heard():
+    assert line_after(Line.HEARD, succeeded=False) is Line.SHRINK
+
+
+@pytest.mark.parametrize(
+    ("comm", "told", "calls"),
+    [
+        (Played(), False, ONCE),
+        (Played(), True, ONCE[2:]),
+        (Played(False), False, [*ONCE[:4], *ONCE[2:]]),
+        (Played(True, False), False, [*ONCE, *ONCE[2:]]),
+        (Played(shares=[False]), False, [*ONCE[:5], *ONCE]),
+        (Played(False, shares=[False]), True, [*ONCE[2:4], *ONCE[2:5], *ONCE]),
+    ],
+    ids=["at once", "told", "the fence", "the confirmation", "the sum", "the fence, then the sum"],
+)
+def test_further_failures_are_gone_through_until_all_know_the_same(comm, told, calls):
+    known = regroup(comm, comm.share, told=told)
+
+    assert comm.calls == calls
+    assert known == len(calls) - 1, "what was shared last"
+
+
+def test_the_gate_opens_when_all_agree_and_after_each_refusal_there_is_a_recovery():
+    comm, recovered = Played(False, False), []
+
+    pass_gate(comm, lambda: recovered.append(len(comm.calls)))
+
+    assert comm.calls == ["agree 1"] * 3
+    assert recovered == [1, 2]
