@@ -9,7 +9,21 @@ from runs import load
 from tree import HERE, in_pairs
 
 STOPPED = ("--checkpoint-every", 3, "--stop-after", 6, "--slices", 4)
-VOLATILE = ("path", "url", "written", "written_s", "versions", "folder", "files", "bytes", "token", "name", "job")
+VOLATILE = (
+    "path",
+    "url",
+    "written",
+    "written_s",
+    "versions",
+    "folder",
+    "files",
+    "bytes",
+    "token",
+    "name",
+    "job",
+    "a",
+    "b",
+)
 """What says when and where something was written, or how long such words are."""
 
 
@@ -46,6 +60,13 @@ JOBS = [
     Written("gloo-pipeline", ("-n", 2, "--fabric", "gloo", *STOPPED), jobs.PIPELINE),
     Written("ulfm-sharded", ("-n", 2, "--fabric", "ulfm", *STOPPED), jobs.SHARDED),
 ]  # fmt: skip
+ALIKE = (
+    ("whole-safetensors", "whole-hdf5"),
+    ("whole-npz", "whole-dcp"),
+    ("pipeline-dcp", "gloo-pipeline"),
+    ("sharded-npz", "ulfm-sharded"),
+)
+"""Runs that are the same to the bit."""
 REPLAYED = ("whole-safetensors", "pipeline-dcp")
 """Runs whose steps are done again by ``holdfast verify``."""
 
@@ -135,10 +156,9 @@ def _reports(tree, corpus, scratch):
     there = {name: scratch / "reports" / name for name in names}
     commands = {f"{name} report": ("report", folder) for name, folder in there.items()}
     commands |= {f"{name} verify": ("verify", "--records-only", "--json", folder) for name, folder in there.items()}
-    commands |= {
-        f"{name} diff-runs": ("diff-runs", folder, scratch / name / "report", "--json")
-        for name, folder in there.items()
-    }
+    for a, b in ALIKE:
+        commands[f"{a} {b} diff-runs"] = ("diff-runs", there[a], there[b])
+        commands[f"{a} {b} diff-runs, resumed"] = ("diff-runs", scratch / a / "report", scratch / b / "report")
     done = dict(zip(commands, tree.each(commands.values()), strict=True))
     found = {name: {"exit": one.code, "said": _words(one, scratch, corpus)} for name, one in done.items()}
     for name in REPLAYED:

@@ -15,6 +15,8 @@ LOADED = {name: any(m == name or m.startswith(f"{name}.") for m in sys.modules) 
 
 def described(thing):
     """Return the signature of a thing, of its public methods and properties, and what a class is derived from."""
+    if isinstance(thing, dict):
+        return sorted(thing)
     if not callable(thing):
         return repr(thing)
     made = {"signature": signature(thing)}
