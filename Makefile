@@ -22,8 +22,7 @@ TORCH_TESTS := tests/contract/test_communicator.py tests/contract/test_torch_bac
 	tests/unit/test_at_once.py tests/unit/test_checkpoint_foreign.py tests/unit/test_kinds.py tests/unit/test_torch_private.py
 
 # One environment a framework: what each needs does not go together.
-STUDY_PEERS := chainer tensorflow orbax
-STUDY_MPI := 'mpi4py>=4.1,<5' 'openmpi>=5.0.10,<6'
+STUDY_PEERS := tensorflow orbax
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-torch check golden chaos chaos-20 proof bench bench-peers study-peers clean
@@ -86,16 +85,12 @@ $(PEERS_READY): Makefile pyproject.toml | $(READY)
 	$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check torch==$(TORCH) torchft==0.2.0 orbax-checkpoint==0.12.8 numpy
 	@touch $@
 
-# Chainer is from 2022: its build needs an old setuptools, it runs with no newer numpy.
-.venv-study-chainer/.ready: FIRST := numpy==1.23.5 'setuptools<66' wheel 'protobuf<3.21' typing_extensions six filelock h5py
-.venv-study-chainer/.ready: THEN := --no-build-isolation chainer==7.8.1 $(STUDY_MPI)
 .venv-study-tensorflow/.ready: FIRST := tensorflow-cpu==2.21.0
 .venv-study-orbax/.ready: FIRST := jax==0.10.2 orbax-checkpoint==0.12.8 optax==0.2.8
 
 .venv-study-%/.ready: Makefile | $(READY)
 	test -x $(@D)/bin/python || $(PY) -m venv $(@D)
 	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check $(FIRST)
-	$(if $(THEN),$(@D)/bin/python -m pip install --quiet --disable-pip-version-check $(THEN))
 	@touch $@
 
 $(READY): Makefile pyproject.toml

@@ -562,12 +562,25 @@ def test_damage_that_torch_does_not_notice_holdfast_does(tmp_path):
     assert holdfast_found == [{"way": "safetensors", "found": "nothing (CheckpointCorrupt)", "kept": 2}]
 
 
+def test_what_was_recorded_with_chainer_is_said_and_not_measured_again(tmp_path):
+    wanted = Options(out=tmp_path, model="tiny", only=("torch",))
+
+    assert CheckpointCost().left_out(wanted)[-1].startswith("chainer: recorded result, not run any more")
+    with pytest.raises(
+        ConfigError, match=r"chainer: recorded result, not run any more; .* 30 times the time \(22 to 39\)"
+    ):
+        CheckpointCost().tasks(Options(out=tmp_path, only=("chainer",)))
+    compressing = claim([], "Compressing the weights")
+    assert compressing.ours is None
+    assert "recorded with Chainer" in compressing.found
+
+
 OF_PEERS = [path for path in WORKERS.glob("*.py") if path.name in ("measure.py", "__init__.py") or "with_" in path.name]
 
 
 @pytest.mark.parametrize("path", sorted(set(OF_PEERS) - {WORKERS / "with_holdfast.py"}), ids=lambda path: path.name)
 def test_a_worker_runs_where_there_is_no_holdfast(path: Path):
-    allowed = {"chainer", "importlib", "numpy", "torch", *sys.stdlib_module_names}
+    allowed = {"importlib", "numpy", "torch", *sys.stdlib_module_names}
 
     names = {alias.name for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Import) for alias in node.names}  # fmt: skip
     names |= {node.module for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom)}

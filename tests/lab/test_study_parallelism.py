@@ -3,6 +3,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -472,6 +473,18 @@ def test_with_all_calls_nothing_goes_wrong():
     whole = dataclasses.replace(OMISSIONS[0], protocol=type(OMISSIONS[0]).__dataclass_fields__["protocol"].default)
 
     assert [row["breaks"] for row in need_rows(whole)] == [False, False, False]
+
+
+def test_without_the_model_checker_the_study_says_in_one_line_that_this_part_needs_a_checkout(tmp_path, monkeypatch):
+    wanted = Options(out=tmp_path, quick=True)
+    whole = [task.key for task in Parallelism().tasks(wanted)]
+    monkeypatch.setitem(sys.modules, "model.explorer", None)
+
+    left = [task.key for task in Parallelism().tasks(wanted)]
+
+    assert [key for key in whole if key not in left] == [key for key in whole if key.startswith("without MPI_")] != []
+    assert "run this from a checkout of the repository" in Parallelism().left_out(wanted)[-1]
+    assert need_rows(OMISSIONS[0]) == []
 
 
 # ---------------------------------------------------------------------------------------------

@@ -37,6 +37,7 @@ from holdfast.report import (
     build_report,
     demo_rows,
     demo_table,
+    pages,
     render_demo,
     render_run,
     write_page,
@@ -538,3 +539,11 @@ def test_the_table_on_the_terminal_says_whose_bits_are_the_same():
         "[yellow]other bits[/]",
         "[green]same bits[/]",
     ]
+
+
+def test_results_of_the_lab_are_refused_in_one_line_where_the_lab_is_not_installed(tmp_path, monkeypatch):
+    monkeypatch.setitem(pages.DRAWN_BY, "study", "holdfast_not_installed.pages:page_of")
+    (tmp_path / "results.json").write_text(json.dumps({"study": "exact", "settings": {}, "rows": [], "claims": []}))
+
+    with pytest.raises(ConfigError, match=r"results.json was written by the lab, .* pip install 'holdfast\[lab\]'"):
+        write_page(tmp_path)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from holdfast.report.build import build_report, demo_rows
     from holdfast.report.figures import curves, timeline, trade_off
-    from holdfast.report.files import load_report, load_results, load_study, save_report, write_report, write_results
+    from holdfast.report.files import load_report, load_results, save_report, write_report, write_results
     from holdfast.report.formatting import headline
     from holdfast.report.html import render_demo, render_run, write_page
     from holdfast.report.table import demo_table, summary_lines
@@ -26,7 +26,6 @@ _WHERE = {
     "save_report": "files",
     "write_report": "files",
     "write_results": "files",
-    "load_study": "files",
     "curves": "figures",
     "timeline": "figures",
     "trade_off": "figures",
@@ -46,7 +45,6 @@ __all__ = [
     "headline",
     "load_report",
     "load_results",
-    "load_study",
     "render_demo",
     "render_run",
     "save_report",

@@ -88,7 +88,7 @@ def load_report(directory: Path) -> dict[str, Any]:
     if not path.is_file():
         msg = f"there is no report.json in {directory}; `holdfast run --report {directory} ...` writes one"
         raise ConfigError(msg)
-    return checked_report(_load(path), str(path))
+    return checked_report(read_json(path), str(path))
 
 
 def load_results(directory: Path) -> dict[str, Any]:
@@ -101,7 +101,7 @@ def load_results(directory: Path) -> dict[str, Any]:
     if not path.is_file():
         msg = f"there is no results.json in {directory}; `holdfast demo --out {directory}` writes one"
         raise ConfigError(msg)
-    results = _load(path)
+    results = read_json(path)
     if not isinstance(results, dict) or not isinstance(results.get("rows"), list) or not results["rows"]:
         msg = f"{path} is not the results of a demo: it must be an object with a list of rows"
         raise ConfigError(msg)
@@ -112,21 +112,16 @@ def load_results(directory: Path) -> dict[str, Any]:
     return results
 
 
-def load_study(directory: Path) -> dict[str, Any] | None:
-    """Return the results of the study in ``directory``, None if there is none.
+def check_keys(results: Mapping[str, Any], needed: Mapping[str, type], where: str) -> None:
+    """Make sure that results have all keys, with values of the right types.
 
     Raises:
-        ConfigError: if they are not what a study writes.
+        ConfigError: if not; the message begins with ``where``.
     """
-    path = directory / "results.json"
-    results = _load(path) if path.is_file() else None
-    if not isinstance(results, dict) or "study" not in results:
-        return None
-    for key, kind in {"settings": dict, "rows": list, "claims": list}.items():
+    for key, kind in needed.items():
         if not isinstance(results.get(key), kind):
-            msg = f"{path} is not the results of a study: {key!r} is missing or of the wrong type"
+            msg = f"{where}: {key!r} is missing or of the wrong type"
             raise ConfigError(msg)
-    return results
 
 
 def checked_report(report: Any, where: str) -> dict[str, Any]:
@@ -148,7 +143,12 @@ def checked_report(report: Any, where: str) -> dict[str, Any]:
     return report
 
 
-def _load(path: Path) -> Any:
+def read_json(path: Path) -> Any:
+    """Return what a JSON file holds.
+
+    Raises:
+        ConfigError: if it cannot be read.
+    """
     try:
         return json.loads(path.read_text())
     except (OSError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""One self-contained HTML file: of a run, a demo, a study, or a simulation."""
+"""One self-contained HTML file: of a run or of a demo; :mod:`holdfast.report.pages` finds what draws other results."""
 
 from __future__ import annotations
 
@@ -6,21 +6,16 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from holdfast.errors import ConfigError
 from holdfast.records.files import load_events
 from holdfast.records.types import Record, StepCommitted
 from holdfast.report import formatting as words
-from holdfast.report.canvas import kept_in
-from holdfast.report.files import load_report, load_results, load_study
+from holdfast.report.files import load_report, load_results
+from holdfast.report.pages import draw_results
 from holdfast.report.table import demo_cells
-from holdfast_lab.pages.simulated import load_simulated, render_simulated
-from holdfast_lab.pages.study import render_study
-
-if TYPE_CHECKING:
-    from jinja2 import Environment
-
+from holdfast.report.templates import environment
 
 _FEW = 6
 """So many workers are named one by one under a number."""
@@ -117,44 +112,12 @@ def write_page(directory: Path) -> Path:
 
 def _draw(directory: Path) -> str:
     """Return the page of what is in ``directory``."""
-    if (study := load_study(directory)) is not None:
-        with kept_in(directory / "figures"):
-            return render_study(study)
-    if (simulated := load_simulated(directory)) is not None:
-        with kept_in(directory / "figures"):
-            return render_simulated(simulated)
+    if (page := draw_results(directory)) is not None:
+        return page
     if (directory / "results.json").is_file():
         results = load_results(directory)
         return render_demo(results, {row["name"]: load_events(directory / row["name"]) for row in results["rows"]})
     return render_run(load_report(directory), load_events(directory))
-
-
-def environment() -> Environment:
-    """Return where the templates are, with the filters that they use.
-
-    Raises:
-        ConfigError: if jinja2 is not installed.
-    """
-    try:
-        from jinja2 import Environment, FileSystemLoader, StrictUndefined
-    except ImportError as error:
-        msg = "a page needs jinja2 and matplotlib; install them with: pip install 'holdfast[report]'"
-        raise ConfigError(msg) from error
-    environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters |= {
-        "seconds": words.seconds,
-        "percent": words.percent,
-        "number": words.number,
-        "listing": words.listing,
-        "headline": words.headline,
-    }
-    return environment
 
 
 def _title(report: Mapping[str, Any]) -> str:

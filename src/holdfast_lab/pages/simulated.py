@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from holdfast.errors import ConfigError
+from holdfast.report.files import check_keys
 from holdfast.report.formatting import DASH, duration, percent
+from holdfast.report.templates import environment
 from holdfast_lab.pages import advice
 from holdfast_lab.pages.study import shown_section
 
@@ -30,20 +31,34 @@ _PARTS = {
 }
 
 
+def page_of(results: dict[str, Any], path: Path) -> str:
+    """Return the page of the simulation that ``path`` holds.
+
+    Raises:
+        ConfigError: if it is not what a simulation writes.
+    """
+    needed = {"simulated": str, "title": str, "rows": list, "settings": dict}
+    needed |= {"known": list, "map": list, "question": dict} if results["simulated"] == "plan" else {}
+    where = f"{path} is not the results of a simulation"
+    if results["simulated"] not in KINDS:
+        msg = f"{where}: 'simulated' is missing or of the wrong type"
+        raise ConfigError(msg)
+    check_keys(results, needed, where)
+    return render_simulated(results)
+
+
 def render_simulated(results: Results) -> str:
     """Return the page.
 
     Args:
         results: What ``results.json`` holds.
     """
-    from holdfast.report.html import environment
-
     is_plan = results["simulated"] == "plan"
     rows = [shown_cells(row) for row in results["rows"]]
     sections = [*(_plan_sections(results, rows) if is_plan else _sections(rows))]
     shown = [shown_section(section, rows) for section in sections]
     return (
-        environment()
+        environment(Path(__file__).parent)
         .get_template("simulated.html")
         .render(
             title=results["title"],
@@ -56,29 +71,6 @@ def render_simulated(results: Results) -> str:
             settings=results["settings"],
         )
     )
-
-
-def load_simulated(directory: Path) -> dict[str, Any] | None:
-    """Return the results of the simulation in ``directory``, None if there is none.
-
-    Raises:
-        ConfigError: if they are not what a simulation writes.
-    """
-    path = directory / "results.json"
-    try:
-        results = json.loads(path.read_text()) if path.is_file() else None
-    except (OSError, ValueError) as error:
-        msg = f"{path} cannot be read: {error}"
-        raise ConfigError(msg) from error
-    if not isinstance(results, dict) or "simulated" not in results:
-        return None
-    needed = {"simulated": str, "title": str, "rows": list, "settings": dict}
-    needed |= {"known": list, "map": list, "question": dict} if results["simulated"] == "plan" else {}
-    for key, kind in needed.items():
-        if not isinstance(results.get(key), kind) or (key == "simulated" and results[key] not in KINDS):
-            msg = f"{path} is not the results of a simulation: {key!r} is missing or of the wrong type"
-            raise ConfigError(msg)
-    return results
 
 
 def shown_cells(row: Mapping[str, Any]) -> Row:

@@ -18,13 +18,17 @@ A study says under ``page`` how its rows are shown, section by section:
 
 from __future__ import annotations
 
-import re
-import statistics
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from holdfast.report import formatting as words
 from holdfast.report.canvas import keep_rows
+from holdfast.report.files import check_keys
+from holdfast.report.rows import as_name, grouped, middle, row_id
+from holdfast.report.templates import environment
+from holdfast_lab.pages.heat_map import winners
+from holdfast_lab.pages.plots import interval_lines, scattered, stacked_bars, workers_lines
 
 _MEASURED = "measured"
 _MANY = 40
@@ -33,18 +37,26 @@ SHARE = "share"
 """The unit of a number from 0 to 1 that is shown in percent."""
 
 
+def page_of(results: dict[str, Any], path: Path) -> str:
+    """Return the page of the study that ``path`` holds.
+
+    Raises:
+        ConfigError: if it is not what a study writes.
+    """
+    check_keys(results, {"settings": dict, "rows": list, "claims": list}, f"{path} is not the results of a study")
+    return render_study(results)
+
+
 def render_study(results: Mapping[str, Any]) -> str:
     """Return the page of a study.
 
     Args:
         results: What its ``results.json`` holds.
     """
-    from holdfast.report.html import environment
-
     shown = [shown_section(section, results["rows"]) for section in results.get("page", ())]
     settings = {name: text for name, value in results["settings"].items() if (text := _listed(value))}
     return (
-        environment()
+        environment(Path(__file__).parent)
         .get_template("study.html")
         .render(
             title=results.get("title") or results["study"],
@@ -102,9 +114,6 @@ def shown_section(section: Mapping[str, Any], rows: Sequence[Mapping[str, Any]])
         return None
     if section["kind"] == "table":
         return {**section, **_table(section, chosen)}
-    from holdfast_lab.pages.heat_map import winners
-    from holdfast_lab.pages.plots import interval_lines, scattered, stacked_bars, workers_lines
-
     draw = {
         "bars": stacked_bars,
         "lines": workers_lines,
@@ -129,7 +138,7 @@ def _table(section: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> dic
     lines = [
         {
             "id": row_id(section["id"], key),
-            "names": [_name(group[0].get(name)) for name in by],
+            "names": [as_name(group[0].get(name)) for name in by],
             "cells": [_cell([row.get(column[0]) for row in group], column[2]) for column in columns],
         }
         for key, group in groups.items()
@@ -148,35 +157,12 @@ def _shown_unit(kind: str, unit: str = "") -> str:
     return unit or (kind if kind in ("ms", "s", "MB") else "")
 
 
-def grouped(rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> dict[tuple[str, ...], list[Mapping[str, Any]]]:
-    """Return the rows by their values of ``names``, as text, in the order in which they come."""
-    groups: dict[tuple[str, ...], list[Mapping[str, Any]]] = {}
-    for row in rows:
-        groups.setdefault(tuple(_name(row.get(name)) for name in names), []).append(row)
-    return groups
-
-
-def middle(values: Sequence[Any]) -> float | None:
-    """Return the median of the numbers among the values, None if there is none."""
-    numbers = [value for value in values if isinstance(value, int | float)]
-    return float(statistics.median(numbers)) if numbers else None
-
-
-def row_id(section: str, values: Sequence[str]) -> str:
-    """Return the anchor of a line of a table."""
-    return re.sub(r"[^a-z0-9]+", "-", "-".join((section, *values)).lower()).strip("-")
-
-
 def _listed(value: Any) -> str:
     if isinstance(value, Mapping):
         return ", ".join(f"{name} {part}" for name, part in value.items())
     if isinstance(value, bool):
         return "yes" if value else "no"
-    return ", ".join(map(str, value)) if isinstance(value, list) else _name(value)
-
-
-def _name(value: Any) -> str:
-    return "" if value is None else str(value)
+    return ", ".join(map(str, value)) if isinstance(value, list) else as_name(value)
 
 
 def _cell(values: Sequence[Any], unit: str) -> str:

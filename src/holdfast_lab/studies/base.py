@@ -13,11 +13,12 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 from holdfast.errors import ConfigError
+from holdfast_lab.studies.stats import wilson
 
 Row = dict[str, Any]
 
@@ -33,6 +34,8 @@ NOT_RUN = "not run"
 
 SHARE = "share"
 """The unit of a number from 0 to 1 that is a part of a whole."""
+
+NOT_CHECKED = "not checked: nothing was run that tells"
 
 _TELLING = 0.5
 """A claim holds by a share of runs only if its interval is narrower than this: an interval that reaches below a half does not
@@ -116,12 +119,42 @@ class Claim:
         low, high = (end / whole for end in self.ci)
         return high - low if (low == 0 and high <= 1) or (high == 1 and low >= 0) else 0.0
 
+    def judged(
+        self,
+        ours: float,
+        holds: bool | None,
+        found: str,
+        *,
+        ci: tuple[float, float] | None = None,
+        unit: str | None = None,
+        runs: int | None = None,
+    ) -> Claim:
+        """Return the same statement with what was found; ``unit`` is what it was, unless given."""
+        unit = self.unit if unit is None else unit
+        return replace(self, ours=ours, holds=holds, found=found, ci=ci, unit=unit, runs=runs)
+
+    def judged_by_count(self, good: int, tries: int, found: str, holds: bool | None = None) -> Claim:
+        """Return the same statement with a share in percent and Wilson's interval; it holds if all are good, unless given."""
+        ours, ci = in_percent(good, tries)
+        return self.judged(ours, good == tries if holds is None else holds, found, ci=ci, unit="%")
+
     def to_dict(self) -> dict[str, Any]:
         """Return it as it stands in ``results.json``."""
         # JSON has no infinity: an end that there is not is null.
         ci = None if self.ci is None else [end if math.isfinite(end) else None for end in self.ci]
         names = ("claim", "source", "paper", "ours", "unit")
         return {name: getattr(self, name) for name in names} | {"ci": ci, "holds": self.holds, "found": self.found}
+
+
+def statement(claim: str, source: str, paper: float | None = None, unit: str = "", found: str = NOT_CHECKED) -> Claim:
+    """Return a claim that nothing was run for yet; :meth:`Claim.judged` says what was found."""
+    return Claim(claim=claim, source=source, paper=paper, unit=unit, found=found)
+
+
+def in_percent(good: int, tries: int) -> tuple[float, tuple[float, float]]:
+    """Return a share of tries, and Wilson's 95 % interval of it, both in percent."""
+    low, high = wilson(good, tries)
+    return 100 * good / tries, (100 * low, 100 * high)
 
 
 class Study(Protocol):

@@ -84,14 +84,13 @@ class Framework:
                 raise
             return False
 
-    def run_ranks(self, task: Mapping[str, Any], world_size: int, timeout_s: float, mpi: bool = False) -> list[Row]:
-        """Carry out a task with several processes; the rows are those of rank 0.
+    def run_ranks(self, task: Mapping[str, Any], world_size: int, timeout_s: float) -> list[Row]:
+        """Carry out a task with several processes, in each of which RANK and WORLD_SIZE are set; the rows are those of rank 0.
 
         Args:
             task: For all alike.
             world_size: How many.
             timeout_s: For all together.
-            mpi: Started by the mpirun of the framework's environment; otherwise with RANK and WORLD_SIZE set.
 
         Raises:
             WorkerFailed: if a process failed.
@@ -99,15 +98,13 @@ class Framework:
         with tempfile.TemporaryDirectory(prefix="holdfast-study-") as folder:
             path = Path(folder)
             task = {**task, "rendezvous": str(path / "rendezvous")}
-            if mpi:
-                return self._finish([self._start(task, path, mpirun=world_size)], timeout_s)
             started = [
                 self._start(task, path, rank=rank, RANK=str(rank), WORLD_SIZE=str(world_size))
                 for rank in range(world_size)
             ]
             return self._finish(started, timeout_s)
 
-    def _start(self, task: Mapping[str, Any], folder: Path, rank: int = 0, mpirun: int = 0, **more: str) -> _Started:
+    def _start(self, task: Mapping[str, Any], folder: Path, rank: int = 0, **more: str) -> _Started:
         python = self.python()
         if python is None:
             raise WorkerFailed(self.why_not())
@@ -115,18 +112,6 @@ class Framework:
         errors_path = folder / f"errors-{rank}.txt"
         task_path.write_text(json.dumps(task))
         words = [str(python), str(WORKERS / "measure.py"), self.name, str(task_path), str(rows_path)]
-        if mpirun:
-            launcher = python.parent / "mpirun"
-            options = [
-                "--oversubscribe",
-                "--allow-run-as-root",
-                "--bind-to",
-                "none",
-                "--mca",
-                "mpi_yield_when_idle",
-                "1",
-            ]
-            words = [str(launcher), *options, "-n", str(mpirun), *words]
         own = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "HOLDFAST", "OMPI"))}
         with errors_path.open("wb") as errors:
             process = subprocess.Popen(
@@ -188,7 +173,6 @@ FRAMEWORKS = {
     for framework in (
         Framework(name="torch"),
         Framework(name="holdfast"),
-        Framework(name="chainer", environment=".venv-study-chainer"),
         Framework(name="tensorflow", environment=".venv-study-tensorflow"),
         Framework(name="orbax", environment=".venv-study-orbax"),
     )

@@ -5,15 +5,14 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
-from holdfast_lab.studies.base import MEASURED, Claim, Row
+from holdfast_lab.studies.base import MEASURED, Claim, Row, statement
 from holdfast_lab.studies.exact.cost import SHARES
 from holdfast_lab.studies.exact.goodput import EVEN, FEWEST
 from holdfast_lab.studies.exact.spread import EXACT, POLICIES, spreads
 from holdfast_lab.studies.exact.workers.cost import CERTIFICATE, FOLD, ORDERED, TREE
-from holdfast_lab.studies.stats import bootstrap, median, wilson
+from holdfast_lab.studies.stats import bootstrap, median
 
 _OURS = "Holdfast, docs/studies.md"
-_NOT_CHECKED = "not checked: nothing was run that tells"
 
 LARGEST_RATIO = 1.03
 """The upper end of an interval must not lie above it."""
@@ -70,10 +69,6 @@ def hold_claims(rows: Sequence[Row], seed: int) -> list[Claim]:
     ]
 
 
-def _not_checked(claim: str, paper: float | None = None) -> Claim:
-    return Claim(claim=claim, source=_OURS, paper=paper, found=_NOT_CHECKED)
-
-
 # ---------------------------------------------------------------------------------------------
 # Cost and memory
 
@@ -82,10 +77,11 @@ def _at(rows: Sequence[Row], variant: str, shares: Sequence[int]) -> list[Row]:
     return [row for row in rows if row["variant"] == variant and row["share"] in shares]
 
 
-def _ratio(claim: str, rows: Sequence[Row], name: str, most: float = LARGEST_RATIO) -> Claim:
+def _ratio(words: str, rows: Sequence[Row], name: str, most: float = LARGEST_RATIO) -> Claim:
     """Return a claim that holds where every network and number of workers is below, and falls where one is above."""
+    claim = statement(words, _OURS, most)
     if not rows:
-        return _not_checked(claim, most)
+        return claim
     worst = max(rows, key=lambda row: row[f"{name}_high"])
     below = sum(row[f"{name}_high"] <= most for row in rows)
     above = [row for row in rows if row[f"{name}_low"] > most]
@@ -97,17 +93,16 @@ def _ratio(claim: str, rows: Sequence[Row], name: str, most: float = LARGEST_RAT
     ci = (worst[f"{name}_low"], worst[f"{name}_high"])
     if worst["rounds"] < _ROUNDS:
         told, holds = f"{told}; fewer than {_ROUNDS} blocks decide nothing", None
-    return Claim(claim=claim, source=_OURS, paper=most, ours=worst[name], ci=ci, holds=holds, found=told)
+    return claim.judged(worst[name], holds, told, ci=ci)
 
 
 def _memory(rows: Sequence[Row]) -> Claim:
     if not rows:
-        return _not_checked(MEMORY)
+        return statement(MEMORY, _OURS)
     off = {id(row): 100 * (row["bytes"] / row["expected_bytes"] - 1) for row in rows}
     worst = max(rows, key=lambda row: off[id(row)])
     told = f"the most above that of {len(rows)}: {worst['network']}, {worst['slices']} slices, {worst['variant']}; counted, so without an interval"
-    holds = off[id(worst)] <= MEMORY_PERCENT
-    return Claim(claim=MEMORY, source=_OURS, paper=0, ours=off[id(worst)], holds=holds, found=told, unit="%")
+    return statement(MEMORY, _OURS, 0).judged(off[id(worst)], off[id(worst)] <= MEMORY_PERCENT, told, unit="%")
 
 
 # ---------------------------------------------------------------------------------------------
@@ -123,15 +118,16 @@ def _by_name(jobs: Sequence[Row]) -> dict[str, list[Row]]:
 
 def _goodput(jobs: Sequence[Row], seed: int) -> Claim:
     even, whole = ([job["samples_per_s"] for job in _by_name(jobs).get(one.name, [])] for one in (EVEN, FEWEST))
+    claim = statement(GOODPUT, _OURS, 1)
     if not even or not whole:
-        return _not_checked(GOODPUT, 1)
+        return claim
     ours = median(even) / median(whole)
     if min(len(even), len(whole)) < _RUNS:
-        return Claim(claim=GOODPUT, source=_OURS, paper=1, ours=ours, found=f"fewer than {_RUNS} runs of each")
+        return claim.judged(ours, None, f"fewer than {_RUNS} runs of each")
     low, high = bootstrap([even, whole], lambda drawn: median(drawn[0]) / median(drawn[1]), seed)
     holds = True if low >= 1 else False if high < 1 else None
     told = f"ratio of medians of {len(even)} and {len(whole)} runs, from the kill on, recovery included"
-    return Claim(claim=GOODPUT, source=_OURS, paper=1, ours=ours, ci=(low, high), holds=holds, found=told)
+    return claim.judged(ours, holds, told, ci=(low, high))
 
 
 def imbalances(jobs: Sequence[Row], seed: int) -> list[Row]:
@@ -151,16 +147,14 @@ def imbalances(jobs: Sequence[Row], seed: int) -> list[Row]:
 
 
 def _imbalance(jobs: Sequence[Row], seed: int) -> Claim:
-    ways = imbalances(jobs, seed)
+    claim, ways = statement(IMBALANCE, _OURS, 0), imbalances(jobs, seed)
     if not ways:
-        return _not_checked(IMBALANCE, 0)
+        return claim
     off = {row["divided"]: 100 * (row["imbalance"] / row["expected"] - 1) for row in ways}
     worst = max(ways, key=lambda row: abs(off[row["divided"]]))
     ours = off[worst["divided"]]
     if any(row["runs"] < _RUNS for row in ways):
-        return Claim(
-            claim=IMBALANCE, source=_OURS, paper=0, ours=ours, unit="%", found=f"fewer than {_RUNS} runs of each"
-        )
+        return claim.judged(ours, None, f"fewer than {_RUNS} runs of each", unit="%")
     ends = {
         row["divided"]: [100 * (row[f"imbalance_{end}"] / row["expected"] - 1) for end in ("low", "high")]
         for row in ways
@@ -170,30 +164,30 @@ def _imbalance(jobs: Sequence[Row], seed: int) -> Claim:
     holds = True if all(inside) else False if any(outside) else None
     told = f"the farthest off of {len(ways)} ways to divide the work: {worst['divided']}, {worst['expected']:.3g} expected, {worst['imbalance']:.3g} found"
     low, high = ends[worst["divided"]]
-    return Claim(claim=IMBALANCE, source=_OURS, paper=0, ours=ours, ci=(low, high), holds=holds, found=told, unit="%")
+    return claim.judged(ours, holds, told, ci=(low, high), unit="%")
 
 
 # ---------------------------------------------------------------------------------------------
 # What it buys
 
 
-def _one_point(claim: str, rows: Sequence[Row]) -> Claim:
+def _one_point(words: str, rows: Sequence[Row]) -> Claim:
+    claim = statement(words, _OURS, 100)
     if not rows:
-        return _not_checked(claim, 100)
+        return claim
     same, runs = sum(row["same"] for row in rows), sum(row["runs"] for row in rows)
-    low, high = wilson(same, runs)
     told = f"{same} of {runs} runs; {'; '.join(row['training'] for row in rows)}"
-    return Claim(claim=claim, source=_OURS, paper=100, ours=100 * same / runs, ci=(100 * low, 100 * high), holds=same == runs,
-                 found=told, unit="%")  # fmt: skip
+    return claim.judged_by_count(same, runs, told)
 
 
-def _spread(claim: str, rows: Sequence[Row]) -> Claim:
+def _spread(words: str, rows: Sequence[Row]) -> Claim:
     """Return a claim that holds where every training has a spread, and falls where one has none at all."""
+    claim = statement(words, _OURS)
     if not rows:
-        return _not_checked(claim)
+        return claim
     least = min(rows, key=lambda row: row["accuracy_sd"])
     holds = True if least["accuracy_sd_low"] > 0 else False if least["accuracy_sd_high"] == 0 else None
     each = "; ".join(f"{row['training']}: {row['hashes']} sha256 of {row['runs']} runs" for row in rows)
     told = f"standard deviation over runs, the smallest of {len(rows)}: {least['training']}. {each}"
     ci = (least["accuracy_sd_low"], least["accuracy_sd_high"])
-    return Claim(claim=claim, source=_OURS, ours=least["accuracy_sd"], ci=ci, holds=holds, found=told, unit="points")
+    return claim.judged(least["accuracy_sd"], holds, told, ci=ci, unit="points")

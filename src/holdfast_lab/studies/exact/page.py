@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
-from holdfast_lab.studies.base import MEASURED, NOT_RUN, Row
+from holdfast_lab.studies.base import MEASURED, Row
 from holdfast_lab.studies.exact.claims import LARGEST_RATIO, imbalances
 from holdfast_lab.studies.exact.goodput import SAMPLE_S, WORKERS
 from holdfast_lab.studies.exact.spread import NOTHING, spreads
 from holdfast_lab.studies.exact.workers.cost import ALONE, CERTIFICATE, DDP, FOLD, MEMORY, MPI, ORDERED, PLAIN, TREE
+from holdfast_lab.studies.sections import (
+    Section,
+    intervals,
+    megabytes,
+    milliseconds,
+    not_run,
+    number,
+    points,
+    seconds,
+    table,
+    text,
+)
 
 _NAMES = {
     FOLD: "in order, fold",
@@ -28,7 +39,7 @@ _SEED = 0
 _NBSP = "\N{NO-BREAK SPACE}"
 
 
-def sections(rows: Sequence[Row]) -> list[dict[str, Any]]:
+def sections(rows: Sequence[Row]) -> list[Section]:
     """Return the sections of the page."""
     measured = [row for row in rows if row["status"] == MEASURED]
     cost = [_shown(row) for row in measured if row["part"] == "cost"]
@@ -43,13 +54,8 @@ def sections(rows: Sequence[Row]) -> list[dict[str, Any]]:
         *_after_a_kill(jobs),
         *[_ends(name, [row for row in measured if row.get("training") == name]) for name in trainings],
         _spreads(spreads(measured, _SEED)),
-        _section("table", "not-run", "Not run", "", [row for row in rows if row["status"] == NOT_RUN],
-                 by=["part", "network", "workers", "slices", "divided", "repetition"], columns=[["why", "why", "text"]]),
-    ]  # fmt: skip
-
-
-def _section(kind: str, name: str, title: str, note: str, rows: Sequence[Row], **more: Any) -> dict[str, Any]:
-    return {"kind": kind, "id": name, "title": title, "note": note, "where": {}, "rows": list(rows), **more}
+        not_run(["part", "network", "workers", "slices", "divided", "repetition"], rows),
+    ]
 
 
 def _with_interval(row: Row, name: str, digits: int = 3) -> str:
@@ -70,9 +76,8 @@ def _shown(row: Row) -> Row:
     return row | texts | place | {"summed": _NAMES.get(row["variant"], row["variant"])}
 
 
-def _against_any(cost: Sequence[Row]) -> dict[str, Any]:
-    return _section(
-        "intervals",
+def _against_any(cost: Sequence[Row]) -> Section:
+    return intervals(
         "against-any-order",
         "A step with sums in order against the same slices summed in any order",
         "Median of ratios within a round of blocks, 95 % intervals; against the quicker of two ways in which the same session sums in any order. Shaded: up to 1.03. "
@@ -86,12 +91,11 @@ def _against_any(cost: Sequence[Row]) -> dict[str, Any]:
     )
 
 
-def _curve(network: str, workers: int, cost: Sequence[Row]) -> dict[str, Any]:
+def _curve(network: str, workers: int, cost: Sequence[Row]) -> Section:
     chosen = [
         row for row in cost if (row["network"], row["workers"]) == (network, workers) and row["variant"] in _CURVE
     ]
-    return _section(
-        "points",
+    return points(
         f"curve-{network}-{workers}",
         f"More slices than workers: {network}, {workers} workers",
         "The mini-batch stays the same, so more slices are smaller ones. Over a step with one slice a worker that sums nothing, timed in the same blocks; "
@@ -107,32 +111,30 @@ def _curve(network: str, workers: int, cost: Sequence[Row]) -> dict[str, Any]:
     )
 
 
-def _steps(cost: Sequence[Row]) -> dict[str, Any]:
-    return _section(
-        "table",
+def _steps(cost: Sequence[Row]) -> Section:
+    return table(
         "steps",
         "What a step takes",
         "Medians over blocks, in which all take turns in the same processes, and ratios with their 95 % intervals.",
         cost,
         by=["network", "workers", "slices", "summed"],
         columns=[
-            ["step_s", "step", "ms"],
-            ["to_any_shown", "to any order", "text"],
-            ["to_plain_shown", "to a plain loop", "text"],
-            ["to_ddp_shown", "to DDP", "text"],
-            ["to_whole_shown", "to one slice a worker, no sum", "text"],
-            ["rounds", "blocks", "number"],
+            milliseconds("step_s", "step"),
+            text("to_any_shown", "to any order"),
+            text("to_plain_shown", "to a plain loop"),
+            text("to_ddp_shown", "to DDP"),
+            text("to_whole_shown", "to one slice a worker, no sum"),
+            number("rounds", "blocks"),
         ],
         folded=True,
     )
 
 
-def _memory(rows: Sequence[Row]) -> dict[str, Any]:
+def _memory(rows: Sequence[Row]) -> Section:
     shown = [
         row | {"summed": _NAMES[row["variant"]], "gradients": row["bytes"] / row["gradient_bytes"]} for row in rows
     ]
-    return _section(
-        "table",
+    return table(
         "memory",
         "What sums take in memory, on the whole machine",
         "Allocated: pages of the shared segments; of DDP its buckets and the gradients that go into them. Expected: a gradient for each slice and one for the "
@@ -140,9 +142,9 @@ def _memory(rows: Sequence[Row]) -> dict[str, Any]:
         shown,
         by=["network", "parameters", "workers", "slices", "summed"],
         columns=[
-            ["bytes", "allocated", "MB"],
-            ["expected_bytes", "expected", "MB"],
-            ["gradients", "in gradients", "number"],
+            megabytes("bytes", "allocated"),
+            megabytes("expected_bytes", "expected"),
+            number("gradients", "in gradients"),
         ],
     )
 
@@ -151,12 +153,11 @@ def _memory(rows: Sequence[Row]) -> dict[str, Any]:
 # After a kill
 
 
-def _after_a_kill(jobs: Sequence[Row]) -> list[dict[str, Any]]:
+def _after_a_kill(jobs: Sequence[Row]) -> list[Section]:
     ways = imbalances(jobs, _SEED)
     digits = {"imbalance": 3, "samples_per_s": 4, "goodput": 3}
     shown = [row | {f"{key}_shown": _with_interval(row, key, n) for key, n in digits.items()} for row in ways]
-    figure = _section(
-        "intervals",
+    figure = intervals(
         "after-a-kill",
         "After a kill: how the work is divided among those who are left",
         "One worker of four is killed by SIGKILL. Medians over runs, 95 % intervals; from the kill to the end of the job, detection and recovery included. "
@@ -167,8 +168,7 @@ def _after_a_kill(jobs: Sequence[Row]) -> list[dict[str, Any]]:
         x=["goodput", "samples in a second, % of those before the kill"],
         interval=["goodput_low", "goodput_high"],
     )
-    table = _section(
-        "table",
+    numbers = table(
         "imbalance",
         "Imbalance, expected and found",
         "Expected: ceil(slices / alive) / (slices / alive). Found: by how much a step is longer after the kill than if the work before it were divided evenly among those alive. "
@@ -176,16 +176,16 @@ def _after_a_kill(jobs: Sequence[Row]) -> list[dict[str, Any]]:
         shown,
         by=["divided"],
         columns=[
-            ["alive", "workers then", "number"],
-            ["expected", "expected", "number"],
-            ["imbalance_shown", "found", "text"],
-            ["samples_per_s_shown", "samples/s", "text"],
-            ["goodput_shown", "over before", "text"],
-            ["recover_s", "step of the kill", "s"],
-            ["runs", "runs", "number"],
+            number("alive", "workers then"),
+            number("expected"),
+            text("imbalance_shown", "found"),
+            text("samples_per_s_shown", "samples/s"),
+            text("goodput_shown", "over before"),
+            seconds("recover_s", "step of the kill"),
+            number("runs"),
         ],
     )
-    return [figure, table]
+    return [figure, numbers]
 
 
 def _goodput(way: Row) -> Row:
@@ -201,9 +201,8 @@ def _expected(way: Row) -> Row:
 # What it buys
 
 
-def _ends(name: str, rows: Sequence[Row]) -> dict[str, Any]:
-    return _section(
-        "intervals",
+def _ends(name: str, rows: Sequence[Row]) -> Section:
+    return intervals(
         f"ends-{name}",
         f"Where disturbed runs end: {name}",
         "Each point is a run with one to five deaths of eight workers, drawn; all have the same weights, samples and order. Runs with the same accuracy lie on each other.",
@@ -214,7 +213,7 @@ def _ends(name: str, rows: Sequence[Row]) -> dict[str, Any]:
     )
 
 
-def _spreads(rows: Sequence[Row]) -> dict[str, Any]:
+def _spreads(rows: Sequence[Row]) -> Section:
     shown = []
     for row in rows:
         ranges = {"accuracy_range": f"{row['accuracy_least']:.4g} to {row['accuracy_most']:.4g}"}
@@ -222,18 +221,17 @@ def _spreads(rows: Sequence[Row]) -> dict[str, Any]:
         same = {"same_shown": f"{row['same']} of {row['runs']}"}
         unbroken = {name: text.replace(" ", _NBSP) for name, text in (ranges | same).items()}
         shown.append(row | texts | unbroken)
-    return _section(
-        "table",
+    return table(
         "spread",
         "How far runs end apart",
         f"Standard deviations over runs with their 95 % intervals. Same: with the sha256 of the run in which {NOTHING}.",
         shown,
         by=["training", "policy"],
         columns=[
-            ["hashes", "different sha256", "number"],
-            ["same_shown", "same", "text"],
-            ["accuracy_sd_shown", "accuracy, s. d., points", "text"],
-            ["accuracy_range", "accuracy, %", "text"],
-            ["loss_sd_shown", "test loss, s. d.", "text"],
+            number("hashes", "different sha256"),
+            text("same_shown", "same"),
+            text("accuracy_sd_shown", "accuracy, s. d., points"),
+            text("accuracy_range", "accuracy, %"),
+            text("loss_sd_shown", "test loss, s. d."),
         ],
     )

@@ -6,11 +6,10 @@ that is disturbed at random, by what is done about failures.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from holdfast.errors import ConfigError
-from holdfast_lab.studies.base import Claim, Options, Row, Task, check_parts, parts_left_out
+from holdfast_lab.studies.base import Options, Task, check_parts, parts_left_out
 from holdfast_lab.studies.exact.claims import hold_claims
 from holdfast_lab.studies.exact.cost import NETWORKS, QUICK_NETWORK, cost_tasks, memory_tasks
 from holdfast_lab.studies.exact.goodput import goodput_tasks
@@ -33,6 +32,7 @@ class Exact:
         "of standard deviations by bootstrap over runs; of shares Wilson's."
     )
     task_s, quick_task_s = 25.0, 8.0
+    claims, page = staticmethod(hold_claims), staticmethod(sections)
 
     def settings(self, options: Options) -> dict[str, Any]:
         """See :meth:`Study.settings`."""
@@ -73,14 +73,6 @@ class Exact:
                 "All but one network, two workers with one and four slices each, two ways to divide the work after a kill with one run each, one short training."
             )
         return told
-
-    def claims(self, rows: Sequence[Row], seed: int) -> list[Claim]:
-        """See :meth:`Study.claims`."""
-        return hold_claims(rows, seed)
-
-    def page(self, rows: Sequence[Row]) -> list[dict[str, Any]]:
-        """See :meth:`Study.page`."""
-        return sections(rows)
 
 
 def _check(options: Options) -> None:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from holdfast_lab.studies.base import MEASURED, Claim, Row
+from holdfast_lab.studies.base import MEASURED, Claim, Row, in_percent, statement
 from holdfast_lab.studies.guard.cost import LARGE
 from holdfast_lab.studies.guard.setup import ACTIVATIONS, GRADIENTS, MESSAGE, OF_ONE_REPLICA, WEIGHTS
 from holdfast_lab.studies.stats import wilson
 
 _ASKED = "what is asked of the guard"
-_NOT_CHECKED = "not checked: nothing was run that tells"
 
 HEALED_PERCENT = 99.9
 CLEAN_STEPS = 100_000
@@ -48,11 +47,11 @@ def _healed(words: str, kinds: Sequence[Row], target: str) -> Claim:
     mine = _of(kinds, target)
     tries, healed, found = (sum(row[name] for row in mine) for name in ("harmful", "healed", "found"))
     if not tries:
-        return Claim(claim=words, source=_ASKED, found=_NOT_CHECKED)
-    ours, ci = _percent(healed, tries)
+        return statement(words, _ASKED)
+    ours, ci = in_percent(healed, tries)
     holds = True if ci[0] >= HEALED_PERCENT else False if ours < HEALED_PERCENT else None
     told = f"{healed} of {tries} ended with the bits of the undisturbed run, {found} were found"
-    return Claim(claim=words, source=_ASKED, paper=HEALED_PERCENT, ours=ours, ci=ci, holds=holds, found=told, unit="%")
+    return statement(words, _ASKED, HEALED_PERCENT).judged(ours, holds, told, ci=ci, unit="%")
 
 
 def _found(kinds: Sequence[Row], target: str, *, sums: bool = False) -> Claim:
@@ -62,53 +61,45 @@ def _found(kinds: Sequence[Row], target: str, *, sums: bool = False) -> Claim:
     )
     mine = [row for row in _of(kinds, target) if row["sums"] == sums]
     tries, healed, found = (sum(row[name] for row in mine) for name in ("harmful", "healed", "found"))
+    claim = statement(words, "no number is asked")
     if not tries:
-        return Claim(claim=words, source="no number is asked", found=_NOT_CHECKED)
-    ours, ci = _percent(healed, tries)
+        return claim
     told = f"{healed} of {tries} ended with the bits of the undisturbed run, {found} were found"
-    return Claim(
-        claim=words, source="no number is asked", ours=ours, ci=ci, holds=healed == tries, found=told, unit="%"
-    )
+    return claim.judged_by_count(healed, tries, told)
 
 
 def _within(kinds: Sequence[Row]) -> Claim:
     mine = [row for row in _of(kinds, *OF_ONE_REPLICA) if row.get("within_all") is not None]
+    claim = statement(WITHIN, "docs/guard.md", LONGEST)
     if not mine:
-        return Claim(claim=WITHIN, source="docs/guard.md", paper=LONGEST, found=_NOT_CHECKED)
+        return claim
     ours = max(row["within_all"] for row in mine)
     found = sum(row["found"] for row in mine)
     told = f"until the last of {found} was found; 1: in the step that it struck in"
-    return Claim(
-        claim=WITHIN, source="docs/guard.md", paper=LONGEST, ours=ours, holds=ours <= LONGEST, found=told, unit="steps"
-    )
+    return claim.judged(ours, ours <= LONGEST, told, unit="steps")
 
 
 def _alarms(rows: Sequence[Row]) -> Claim:
     steps, alarms = (sum(row[name] for row in rows) for name in ("steps", "alarms"))
+    claim = statement(NO_ALARMS, _ASKED, 0)
     if not steps:
-        return Claim(claim=NO_ALARMS, source=_ASKED, paper=0, found=_NOT_CHECKED)
+        return claim
     most = 1e5 * wilson(alarms, steps)[1]
     least = 1e5 * wilson(alarms, steps)[0]
     told = f"of {steps:,} in {sum(row['runs'] for row in rows)} trainings"
     holds = False if alarms else True if steps >= CLEAN_STEPS else None
     ours, unit = 1e5 * alarms / steps, "in 100,000 steps"
-    return Claim(
-        claim=NO_ALARMS, source=_ASKED, paper=0, ours=ours, ci=(least, most), holds=holds, found=told, unit=unit
-    )
+    return claim.judged(ours, holds, told, ci=(least, most), unit=unit)
 
 
 def _cost(rows: Sequence[Row]) -> Claim:
     mine = [row for row in rows if row["training"] == LARGE.name and row["guard"] == "heal"]
+    claim = statement(COST, _ASKED, MOST_RATIO)
     if not mine:
-        return Claim(claim=COST, source=_ASKED, paper=MOST_RATIO, found=_NOT_CHECKED)
+        return claim
     (row,) = mine
     ci: tuple[float, float] = (row["ratio_low"], row["ratio_high"])
     told = f"median of {row['blocks']} rounds; the settings say how busy the machine was"
     holds = ci[1] <= MOST_RATIO
     ours, unit = row["ratio"], "times as long"
-    return Claim(claim=COST, source=_ASKED, paper=MOST_RATIO, ours=ours, ci=ci, holds=holds, found=told, unit=unit)
-
-
-def _percent(count: int, tries: int) -> tuple[float, tuple[float, float]]:
-    low, high = wilson(count, tries)
-    return 100 * count / tries, (100 * low, 100 * high)
+    return claim.judged(ours, holds, told, ci=ci, unit=unit)

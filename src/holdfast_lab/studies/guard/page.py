@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
-from holdfast_lab.studies.base import MEASURED, NOT_RUN, Row
+from holdfast_lab.studies.base import MEASURED, Row
 from holdfast_lab.studies.guard.setup import WEIGHTS
+from holdfast_lab.studies.sections import Section, intervals, milliseconds, not_run, number, points, table, text
 from holdfast_lab.studies.stats import wilson
 
 _READ = (
@@ -20,7 +20,7 @@ _LAW = (
 )
 
 
-def sections(rows: Sequence[Row]) -> list[dict[str, Any]]:
+def sections(rows: Sequence[Row]) -> list[Section]:
     """Return the sections of the page."""
     kinds = [_shown(row) for row in rows if row["part"] == "kind" and row["status"] == MEASURED]
     return [
@@ -32,20 +32,8 @@ def sections(rows: Sequence[Row]) -> list[dict[str, Any]]:
         _missed(rows),
         _clean(rows),
         _cost(rows),
-        _section(
-            "table",
-            "not-run",
-            "Not run",
-            "",
-            [row for row in rows if row["status"] == NOT_RUN],
-            by=["part", "training", "target"],
-            columns=[["why", "why", "text"]],
-        ),
+        not_run(["part", "training", "target"], rows),
     ]
-
-
-def _section(kind: str, name: str, title: str, note: str, rows: Sequence[Row], **more: Any) -> dict[str, Any]:
-    return {"kind": kind, "id": name, "title": title, "note": note, "where": {}, "rows": list(rows), **more}
 
 
 def _shown(row: Row) -> Row:
@@ -64,9 +52,8 @@ def _share(row: Row, name: str) -> str:
     return f"{share:.4g} [{low:.4g}, {high:.4g}]".replace(" ", "\N{NO-BREAK SPACE}")
 
 
-def _coverage_picture(kinds: Sequence[Row]) -> dict[str, Any]:
-    return _section(
-        "intervals",
+def _coverage_picture(kinds: Sequence[Row]) -> Section:
+    return intervals(
         "coverage-picture",
         "Harmful flips that were found and healed",
         _READ,
@@ -79,69 +66,65 @@ def _coverage_picture(kinds: Sequence[Row]) -> dict[str, Any]:
     )
 
 
-def _coverage(kinds: Sequence[Row]) -> dict[str, Any]:
-    return _section(
-        "table",
+def _coverage(kinds: Sequence[Row]) -> Section:
+    return table(
         "coverage",
         "Coverage",
         "Within: steps until half of those that were found were, 99 of 100, and all; 1: in the step that it struck in. By range: found by its size, not by comparison.",
         kinds,
         by=["target", "training", "length"],
         columns=[
-            ["trials", "flips", "number"],
-            ["harmful", "harmful", "number"],
-            ["found", "found", "number"],
-            ["healed_shown", "healed, %", "text"],
-            ["within", "within steps", "text"],
-            ["by_range", "by range", "number"],
-            ["redone_steps", "steps redone", "number"],
+            number("trials", "flips"),
+            number("harmful"),
+            number("found"),
+            text("healed_shown", "healed, %"),
+            text("within", "within steps"),
+            number("by_range"),
+            number("redone_steps", "steps redone"),
         ],
     )
 
 
-def _any_flip(kinds: Sequence[Row]) -> dict[str, Any]:
-    return _section(
-        "table",
+def _any_flip(kinds: Sequence[Row]) -> Section:
+    return table(
         "any-flip",
         "What any flip does without the guard, and what the guard makes of those without harm",
         _LAW,
         kinds,
         by=["target", "training", "length"],
         columns=[
-            ["harmful_shown", "harmful, %", "text"],
-            ["differs_shown", "bits differ in the end, % of those drawn", "text"],
-            ["others", "without harm, tried", "number"],
-            ["others_found", "found", "number"],
-            ["others_healed", "same bits in the end", "number"],
+            text("harmful_shown", "harmful, %"),
+            text("differs_shown", "bits differ in the end, % of those drawn"),
+            number("others", "without harm, tried"),
+            number("others_found", "found"),
+            number("others_healed", "same bits in the end"),
         ],
     )
 
 
-def _accuracy(kinds: Sequence[Row]) -> dict[str, Any]:
-    return _section(
-        "table",
+def _accuracy(kinds: Sequence[Row]) -> Section:
+    return table(
         "accuracy",
         "Accuracy after a harmful flip, without the guard and with it",
         "Means over harmful flips, of the worker that is worst off.",
         [row for row in kinds if row["harmful"]],
         by=["target", "training", "length"],
         columns=[
-            ["harmful", "flips", "number"],
-            ["accuracy", "without", "number"],
-            ["accuracy_guarded", "with", "number"],
-            ["undisturbed", "undisturbed", "number"],
+            number("harmful", "flips"),
+            number("accuracy", "without"),
+            number("accuracy_guarded", "with"),
+            number("undisturbed"),
         ],
     )
 
 
-def _bits(rows: Sequence[Row]) -> dict[str, Any]:
+def _bits(rows: Sequence[Row]) -> Section:
     found: dict[tuple[str, int], list[int]] = {}
     for row in rows:
         if row["part"] == "bit" and row["target"] == WEIGHTS:
             counts = found.setdefault((row["guard"], row["bit"]), [0, 0])
             counts[0], counts[1] = counts[0] + row["changed"], counts[1] + row["trials"]
-    return _section(
-        "points",
+    return points(
         "bits",
         "Bit by bit, in weights",
         "All trainings together; bits are counted from the least significant one, and 30 is the critical one.",
@@ -160,32 +143,30 @@ def _changed(guard: str, bit: int, count: int, trials: int) -> Row:
     return {"guard": guard, "bit": bit, "changed_percent": 100 * count / trials, **ends}
 
 
-def _missed(rows: Sequence[Row]) -> dict[str, Any]:
+def _missed(rows: Sequence[Row]) -> Section:
     names = ["step", "bit", "before", "after", "outcome", "outcome_guarded", "found_by", "within", "error_guarded"]
-    return _section(
-        "table",
+    return table(
         "missed",
         "Harmful flips that were not healed, the first of each kind",
         "",
         [row | {"found_by": row["found_by"] or "nothing"} for row in rows if row["part"] == "missed"],
         by=["target", "training", "path", "rank"],
-        columns=[[name, name.replace("_", " "), "text"] for name in names],
+        columns=[text(name, name.replace("_", " ")) for name in names],
     )
 
 
-def _clean(rows: Sequence[Row]) -> dict[str, Any]:
-    return _section(
-        "table",
+def _clean(rows: Sequence[Row]) -> Section:
+    return table(
         "clean",
         "Trainings that nothing strikes, with --guard heal",
         "From new weights, each with a seed of its own.",
         [row | {"alarms_shown": str(row["alarms"])} for row in rows if row["part"] == "clean"],
         by=["training"],
-        columns=[["runs", "trainings", "number"], ["steps", "steps", "number"], ["alarms_shown", "alarms", "text"]],
+        columns=[number("runs", "trainings"), number("steps"), text("alarms_shown", "alarms")],
     )
 
 
-def _cost(rows: Sequence[Row]) -> dict[str, Any]:
+def _cost(rows: Sequence[Row]) -> Section:
     timed = [row for row in rows if row["part"] == "cost" and row["status"] == MEASURED]
     shown = [
         row
@@ -193,17 +174,16 @@ def _cost(rows: Sequence[Row]) -> dict[str, Any]:
         | {"more": f"{1e6 * row['more_s']:,.0f}"}
         for row in timed
     ]
-    return _section(
-        "table",
+    return table(
         "cost",
         "What a step costs while nothing is wrong",
         "Two processes; variants take turns, and the ratio is taken within each round; 95 % intervals by bootstrap of the median. Busy machines tell nothing.",
         shown,
         by=["training", "guard"],
         columns=[
-            ["step_s", "step", "ms"],
-            ["against", "times that without", "text"],
-            ["more", "more, us", "text"],
-            ["blocks", "rounds", "number"],
+            milliseconds("step_s", "step"),
+            text("against", "times that without"),
+            text("more", "more, us"),
+            number("blocks", "rounds"),
         ],
     )

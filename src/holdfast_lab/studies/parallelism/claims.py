@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from holdfast_lab.studies.base import MEASURED, SHARE, Claim, Row
+from holdfast_lab.studies.base import MEASURED, SHARE, Claim, Row, statement
 from holdfast_lab.studies.parallelism.elastic import CALM, GLOO, NOBODY, ULFM
 from holdfast_lab.studies.parallelism.jobs import (
     FORWARD,
@@ -33,7 +33,6 @@ _LEARNED = 0.5
 """A network that is less accurate without a kill has not learned yet, so it has nothing to lose."""
 _FEWEST = 3
 """Fewer runs have no interval worth the name."""
-NOT_CHECKED = "not checked: nothing was run that tells"
 
 
 def hold_claims(rows: Sequence[Row], seed: int) -> list[Claim]:
@@ -108,15 +107,16 @@ def _share(
     words: str, source: str, rows: Sequence[Row], is_true: Callable[[Row], object], paper: float | None = 1.0
 ) -> Claim:
     """Hold that something is true of every run, and name those of which it is not."""
+    claim = statement(words, source, paper)
     if not rows:
-        return Claim(claim=words, source=source, paper=paper, found=NOT_CHECKED)
+        return claim
     truths = [bool(is_true(row)) for row in rows]
     wrong = [_name(row) for row, truth in zip(rows, truths, strict=True) if not truth]
     found = f"of {len(rows)} runs{_iterations(rows)}"
     found += f"; not so in {'; '.join(wrong)}" if wrong else ""
     ci = share_interval(sum(truths), len(truths))
     ours = sum(truths) / len(truths)
-    return Claim(claim=words, source=source, paper=paper, ours=ours, ci=ci, holds=not wrong, found=found, unit=SHARE)
+    return claim.judged(ours, not wrong, found, ci=ci, unit=SHARE)
 
 
 def _iterations(rows: Sequence[Row]) -> str:
@@ -135,7 +135,7 @@ def _loses_little(words: str, rows: Sequence[Row], which: Callable[[Sequence[Row
     compared = [row for row in rows if row.get("accuracy_loss") is not None]
     rows = [row for row in compared if row["accuracy_undisturbed"] >= _LEARNED]
     if not rows:
-        return Claim(claim=words, source=DERIVED, found=NOT_CHECKED)
+        return statement(words, DERIVED)
     losses = [row["accuracy_loss"] for row in rows]
     ci = bootstrap([losses], lambda drawn: sum(drawn[0]) / len(drawn[0]), seed)
     found = f"accuracy of the undisturbed run less that of the disturbed one, mean of {len(rows)} runs, {which(rows)}"
@@ -143,14 +143,8 @@ def _loses_little(words: str, rows: Sequence[Row], which: Callable[[Sequence[Row
         found += f"; {idle} more, of networks that had not learned yet, are left out"
     few = len(rows) < _FEWEST
     found += f"; fewer than {_FEWEST} runs do not tell" if few else ""
-    return Claim(
-        claim=words,
-        source=DERIVED,
-        paper=0.0,
-        ours=sum(losses) / len(losses),
-        ci=ci,
-        holds=None if few else ci[1] < _LITTLE,
-        found=found,
+    return statement(words, DERIVED, 0.0).judged(
+        sum(losses) / len(losses), None if few else ci[1] < _LITTLE, found, ci=ci
     )
 
 
@@ -188,8 +182,9 @@ def _restart_redoes_more(killed: Sequence[Row], seed: int) -> Claim:
     words = "Going back to a checkpoint does more iterations again than going on from memory"
     more = [row["redone_steps"] for row in killed if row["strategy"] == RESTART]
     less = [row["redone_steps"] for row in killed if row["strategy"] == ROLLBACK]
+    claim = statement(words, DERIVED)
     if not (more and less):
-        return Claim(claim=words, source=DERIVED, found=NOT_CHECKED)
+        return claim
 
     def gap(drawn: Sequence[Sequence[float]]) -> float:
         return sum(drawn[0]) / len(drawn[0]) - sum(drawn[1]) / len(drawn[1])
@@ -198,9 +193,7 @@ def _restart_redoes_more(killed: Sequence[Row], seed: int) -> Claim:
     found = f"done again, restart less rollback, means of {len(more)} and {len(less)} runs"
     ours = gap([more, less])
     runs = min(len(more), len(less))
-    return Claim(
-        claim=words, source=DERIVED, ours=ours, ci=ci, holds=ci[0] > 0, found=found, unit="iterations", runs=runs
-    )
+    return claim.judged(ours, ci[0] > 0, found, ci=ci, unit="iterations", runs=runs)
 
 
 def _rebuilding_takes_longer(killed: Sequence[Row], seed: int) -> Claim:
@@ -215,8 +208,9 @@ def _rebuilding_takes_longer(killed: Sequence[Row], seed: int) -> Claim:
         of_pairs = [again / at_once for again, at_once in zip(pair[REINIT], pair[ROLLBACK], strict=False)]
         if of_pairs:
             ratios.setdefault(network, []).extend(of_pairs)
+    claim = statement(words, ABSTRACT)
     if not ratios:
-        return Claim(claim=words, source=ABSTRACT, found=NOT_CHECKED)
+        return claim
     # The longer an iteration, which both do again, the nearer they are: networks are not mixed.
     network, group = next(iter(ratios.items()))
     ci = bootstrap([group], lambda drawn: median(drawn[0]), seed)
@@ -226,28 +220,22 @@ def _rebuilding_takes_longer(killed: Sequence[Row], seed: int) -> Claim:
     found += f"; fewer than {_FEWEST} pairs do not tell" if few else ""
     holds = None if few or ci[0] <= 1 <= ci[1] else ci[0] > 1
     ours = median(group)
-    return Claim(claim=words, source=ABSTRACT, ours=ours, ci=ci, holds=holds, found=found, unit="times as long")
+    return claim.judged(ours, holds, found, ci=ci, unit="times as long")
 
 
 def _every_call_is_needed(measured: Sequence[Row]) -> Claim:
     words = "Without any one of the calls of ULFM that recovery makes, some run goes wrong"
     rows = [row for row in measured if row["part"] == "needs"]
     if not rows:
-        return Claim(claim=words, source=ABSTRACT, found=NOT_CHECKED)
+        return statement(words, ABSTRACT)
     calls = list(dict.fromkeys((row["call"], row["instead"]) for row in rows))
     broken = {(row["call"], row["instead"]) for row in rows if row["breaks"]}
     spared = [f"{row['call']} ({row['strategy']})" for row in rows if not row["breaks"]]
     found = f"left out, tried in every run of a job of {min(r['workers'] for r in rows)} to {max(r['workers'] for r in rows)} workers"
     found += f"; nothing goes wrong without: {', '.join(spared)}" if spared else ""
     missing = [call for call in calls if call not in broken]
-    return Claim(
-        claim=words,
-        source=ABSTRACT,
-        paper=float(len(calls)),
-        ours=float(len(calls) - len(missing)),
-        holds=not missing,
-        found=found,
-        unit="calls",
+    return statement(words, ABSTRACT, float(len(calls))).judged(
+        float(len(calls) - len(missing)), not missing, found, unit="calls"
     )
 
 
@@ -292,8 +280,9 @@ def _is_quicker_than_elastic_horovod(elastic: Sequence[Row], seed: int) -> Claim
         return median(drawn[0]) / median(drawn[1])
 
     groups = [times(REINIT, GLOO), times(FORWARD, ULFM)]
+    claim = statement(words, ELASTIC_ABSTRACT)
     if not all(groups):
-        return Claim(claim=words, source=ELASTIC_ABSTRACT, found=NOT_CHECKED)
+        return claim
     ci = bootstrap(groups, ratio, seed)
     few = min(map(len, groups)) < _FEWEST
     found = "from the kill to the next commit, medians: reinit from a checkpoint over Gloo, which stands for Elastic Horovod, over "
@@ -302,6 +291,4 @@ def _is_quicker_than_elastic_horovod(elastic: Sequence[Row], seed: int) -> Claim
         found += f"; restart, which builds nothing again: {ratio([milder, groups[1]]):.2f} times as long"
     found += f"; fewer than {_FEWEST} runs do not tell" if few else ""
     holds = None if few or ci[0] <= 1 <= ci[1] else ci[0] > 1
-    return Claim(
-        claim=words, source=ELASTIC_ABSTRACT, ours=ratio(groups), ci=ci, holds=holds, found=found, unit="times as long"
-    )
+    return claim.judged(ratio(groups), holds, found, ci=ci, unit="times as long")

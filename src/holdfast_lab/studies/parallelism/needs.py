@@ -7,20 +7,47 @@ fails at some may succeed at others, a revoke wakes all, an agreement is the sam
 from __future__ import annotations
 
 import re
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 from holdfast.recovery import Forward, Protocol, Restart, Rollback, Strategy
 from holdfast_lab.studies.base import MEASURED, Row
-from model.broken import (
-    BarrierForGate,
-    WithoutConfirming,
-    WithoutFence,
-    WithoutGate,
-    WithoutHearing,
-    WithoutRevoke,
-    WithoutShrink,
-)
-from model.explorer import World, explore
+
+NEEDS_CHECKOUT = "What breaks without each call of MPI: the model checker that tries it is not installed with Holdfast; run this from a checkout of the repository."
+
+
+@dataclass(frozen=True, slots=True)
+class Checker:
+    """The model checker of the recovery protocol.
+
+    Args:
+        explore: Tries every run of a strategy in a world.
+        world: Where it is tried.
+        broken: Has the protocols that lack something, by their names.
+    """
+
+    explore: Callable[..., Any]
+    world: Callable[..., Any]
+    broken: ModuleType
+
+
+def model_checker() -> Checker | None:
+    """Return the model checker, None where there is no checkout of the repository.
+
+    It belongs to the tests and is not installed: it is looked for as a package in ``tests/`` of the checkout that this file is in.
+    """
+    if tests := next((path / "tests" for path in Path(__file__).parents if (path / "tests" / "model").is_dir()), None):
+        sys.path.append(str(tests))
+    try:
+        from model import broken
+        from model.explorer import World, explore
+    except ModuleNotFoundError:
+        return None
+    return Checker(explore, World, broken)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +58,7 @@ class Omission:
         call: Of MPI.
         purpose: What it is for.
         instead: What happens in its place.
-        protocol: That does so.
+        protocol: The name of the protocol that does so, beside the model checker; "" for the real one.
         workers: Of the smallest job in which it can go wrong.
         deaths: How many die at most; none: who has left looks dead.
         uniform: Whether agreements are the same at all who return from them.
@@ -42,7 +69,7 @@ class Omission:
     call: str
     purpose: str
     instead: str
-    protocol: type[Protocol] = Protocol
+    protocol: str = ""
     workers: int = 3
     deaths: int = 1
     uniform: bool = True
@@ -57,25 +84,25 @@ OMISSIONS = (
         call="MPI_Comm_revoke",
         purpose="wakes who waits in a sum for the dead",
         instead="each finds out by itself",
-        protocol=WithoutRevoke,
+        protocol="WithoutRevoke",
     ),
     Omission(
         call="MPI_Comm_agree, the first",
         purpose="nobody shrinks before all have heard",
         instead="shrink right after the revoke",
-        protocol=WithoutHearing,
+        protocol="WithoutHearing",
     ),
     Omission(
         call="MPI_Comm_shrink",
         purpose="a communicator without the dead",
         instead="go on with the one there is",
-        protocol=WithoutShrink,
+        protocol="WithoutShrink",
     ),
     Omission(
         call="MPI_Comm_agree, the second",
         purpose="nobody uses the new communicator before all have it",
         instead="use it at once",
-        protocol=WithoutFence,
+        protocol="WithoutFence",
         workers=4,
         deaths=2,
     ),
@@ -83,7 +110,7 @@ OMISSIONS = (
         call="MPI_Comm_agree, the third",
         purpose="all decide on the same knowledge",
         instead="decide as soon as one knows",
-        protocol=WithoutConfirming,
+        protocol="WithoutConfirming",
         workers=4,
         deaths=2,
     ),
@@ -97,7 +124,7 @@ OMISSIONS = (
         call="MPI_Comm_agree, at the end",
         purpose="nobody leaves while others may have to recover",
         instead="leave after the last step",
-        protocol=WithoutGate,
+        protocol="WithoutGate",
         workers=2,
         deaths=0,
     ),
@@ -105,7 +132,7 @@ OMISSIONS = (
         call="MPI_Comm_agree, at the end",
         purpose="nobody leaves while others may have to recover",
         instead="leave after a barrier",
-        protocol=BarrierForGate,
+        protocol="BarrierForGate",
         workers=2,
         deaths=0,
     ),
@@ -120,18 +147,25 @@ OMISSIONS = (
 
 
 def need_rows(omission: Omission) -> list[Row]:
-    """Try a call left out with each strategy; a row for each, with what goes wrong, "" if nothing does."""
+    """Try a call left out with each strategy; a row for each, with what goes wrong, "" if nothing does.
+
+    Without the model checker there are no rows.
+    """
+    checker = model_checker()
+    if checker is None:
+        return []
+    protocol: type[Protocol] = getattr(checker.broken, omission.protocol) if omission.protocol else Protocol
     rows = []
     for name, strategy in STRATEGIES.items():
-        world = World(
+        world = checker.world(
             workers=omission.workers,
             deaths=omission.deaths,
             lossy=name == "forward",
             uniform=omission.uniform,
             in_place=omission.in_place,
-            make_protocol=omission.protocol,
+            make_protocol=protocol,
         )
-        found = explore(strategy, world)
+        found = checker.explore(strategy, world)
         rows.append(
             {
                 "part": "needs",

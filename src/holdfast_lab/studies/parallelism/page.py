@@ -5,11 +5,26 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from holdfast_lab.pages.study import grouped
-from holdfast_lab.studies.base import MEASURED, NOT_RUN, Row
+from holdfast.report.rows import grouped
+from holdfast_lab.studies.base import MEASURED, Row
 from holdfast_lab.studies.parallelism.elastic import PROCESS
 from holdfast_lab.studies.parallelism.jobs import KINDS, PARTIAL
 from holdfast_lab.studies.parallelism.rows import CALLS
+from holdfast_lab.studies.sections import (
+    Section,
+    bars,
+    count,
+    measured,
+    milliseconds,
+    not_run,
+    number,
+    percent,
+    sentence,
+    sentences,
+    table,
+    text,
+    truth,
+)
 
 _BY = ["network", "kind", "strategy", "form", "workers", "kill_step"]
 _IF_THEY_DIFFER = ("network", "form")
@@ -27,7 +42,7 @@ _TIMES = [
 ]
 
 
-def sections(rows: Sequence[Row]) -> list[dict[str, Any]]:
+def sections(rows: Sequence[Row]) -> list[Section]:
     """Return the sections of the page."""
     killed = [row for row in rows if row["part"] == "recovery" and row["status"] == MEASURED]
     by = [name for name in _BY if name not in _IF_THEY_DIFFER or len({row[name] for row in killed}) > 1]
@@ -36,19 +51,19 @@ def sections(rows: Sequence[Row]) -> list[dict[str, Any]]:
         _times_figure(rows, killed[0]["network"] if killed else None),
         _times_table(by),
         _end_table(by),
-        _restored_table(),
-        _calls_table(),
-        _needs_table(),
-        _structures_table(),
-        _bare_table(),
-        _pace_table(),
+        _RESTORED_TABLE,
+        _CALLS_TABLE,
+        _NEEDS_TABLE,
+        _STRUCTURES_TABLE,
+        _BARE_TABLE,
+        _PACE_TABLE,
         _step_figure(rows),
-        _step_table(),
-        _data_table(),
+        _STEP_TABLE,
+        _DATA_TABLE,
         _elastic_figure(rows),
-        _elastic_table(),
-        _joined_table(),
-        _not_run_table(),
+        _ELASTIC_TABLE,
+        _JOINED_TABLE,
+        _NOT_RUN,
     ]
 
 
@@ -57,7 +72,7 @@ def _in_figure(row: Row, rows: Sequence[Row]) -> bool:
     return bool(row["network"] == rows[0]["network"] and row["form"] == "survivors only")
 
 
-def _answers(rows: Sequence[Row], by: Sequence[str]) -> dict[str, Any]:
+def _answers(rows: Sequence[Row], by: Sequence[str]) -> Section:
     """Say for each parallelism which way of recovering had the next iteration soonest, and what the others took."""
     items = []
     killed = sorted((row for row in rows if row.get("recover_s")), key=lambda row: float(row["recover_s"]))
@@ -68,15 +83,11 @@ def _answers(rows: Sequence[Row], by: Sequence[str]) -> dict[str, Any]:
             f"{row['strategy']} {row['recover_s'] / best['recover_s']:.1f} times as long, {_again(row)}"
             for row in slower
         ]
-        text = f"{kind}: {best['strategy']} had the next iteration done {best['recover_s']:.3f} s after the kill, {_again(best)}"
-        text += f"; {'; '.join(others)}" if others else ""
-        items.append({"text": f"{text}.", "section": "times", "row": [str(best[name]) for name in by]})
-    return {
-        "kind": "list",
-        "id": "answers",
-        "title": "What a kill cost, in a line for each parallelism: of each strategy the run in the middle",
-        "items": items,
-    }
+        told = f"{kind}: {best['strategy']} had the next iteration done {best['recover_s']:.3f} s after the kill, {_again(best)}"
+        told += f"; {'; '.join(others)}" if others else ""
+        items.append(sentence(f"{told}.", "times", *(best[name] for name in by)))
+    title = "What a kill cost, in a line for each parallelism: of each strategy the run in the middle"
+    return sentences("answers", title, items)
 
 
 def _again(row: Mapping[str, Any]) -> str:
@@ -87,7 +98,7 @@ def _again(row: Mapping[str, Any]) -> str:
     return words
 
 
-def _bars(rows: Sequence[Row], section: dict[str, Any]) -> dict[str, Any]:
+def _bars(rows: Sequence[Row], section: dict[str, Any]) -> Section:
     """Return a picture of bars that says in its note of how many runs a bar is, and what its line is."""
     chosen = [row for row in rows if all(row.get(name) == value for name, value in section["where"].items())]
     counts = [len(group) for group in grouped(chosen, section["by"]).values()]
@@ -104,301 +115,263 @@ def _between(counts: Sequence[int]) -> str:
     return f"{most} runs" if least == most else f"{least} to {most} runs"
 
 
-def _times_figure(rows: Sequence[Row], network: str | None) -> dict[str, Any]:
-    section = {
-        "kind": "bars",
-        "id": "times-figure",
-        "title": "From the kill until the survivors go on",
-        "note": f"By parallelism, strategy and number of workers; {network}, the dead not replaced. The iteration that is done again is not in "
+def _times_figure(rows: Sequence[Row], network: str | None) -> Section:
+    section = bars(
+        "times-figure",
+        "From the kill until the survivors go on",
+        f"By parallelism, strategy and number of workers; {network}, the dead not replaced. The iteration that is done again is not in "
         "it. Each part is the longest at any survivor, so a bar may be longer than all of it took.",
-        "where": {"part": "recovery", "status": MEASURED, "network": network, "form": "survivors only"},
-        "by": ["kind", "strategy", "workers"],
-        "values": _TIMES,
-        "unit": "s",
-    }
+        where=measured("recovery", network=network, form="survivors only"),
+        by=["kind", "strategy", "workers"],
+        values=_TIMES,
+        unit="s",
+    )
     return _bars(rows, section)
 
 
-def _times_table(by: list[str]) -> dict[str, Any]:
-    return {
-        "kind": "table",
-        "id": "times",
-        "title": "What each recovery took",
-        "note": "Milliseconds. Detect: from the SIGKILL, before the iteration is computed, to the first survivor that knows, which first computes "
+def _times_table(by: list[str]) -> Section:
+    return table(
+        "times",
+        "What each recovery took",
+        "Milliseconds. Detect: from the SIGKILL, before the iteration is computed, to the first survivor that knows, which first computes "
         "its part. Each other time is the longest at any survivor, waiting for others included. Share: everybody's progress. Parts: of a split model, given to those "
         "who hold them from now on. Rebuild and load: the application, and its state. Next commit: from the kill; what is more than the parts is the iteration "
         "that is done again. Redone: iterations. They count from 0.",
-        "where": {"part": "recovery", "status": MEASURED},
-        "by": by,
-        "columns": [
-            ["recover_s", "next commit", "ms"],
-            ["redone_steps", "redone", "number"],
-            *([key, heading, "ms"] for key, heading in _TIMES),
-            ["snapshot_s", "snapshot", "ms"],
+        where=measured("recovery"),
+        by=by,
+        columns=[
+            milliseconds("recover_s", "next commit"),
+            number("redone_steps", "redone"),
+            *(milliseconds(key, heading) for key, heading in _TIMES),
+            milliseconds("snapshot_s", "snapshot"),
         ],
-    }
+    )
 
 
-def _end_table(by: list[str]) -> dict[str, Any]:
-    return {
-        "kind": "table",
-        "id": "end",
-        "title": "What each recovery left",
-        "note": "Bits: all weights, buffers and momenta as in the undisturbed run; partial promises other ones, and is judged by "
+def _end_table(by: list[str]) -> Section:
+    return table(
+        "end",
+        "What each recovery left",
+        "Bits: all weights, buffers and momenta as in the undisturbed run; partial promises other ones, and is judged by "
         "the accuracy. Accuracy on the test set at the end of these short runs. Files: "
         "written by the job besides its report.",
-        "where": {"part": "recovery", "status": MEASURED},
-        "by": by,
-        "columns": [
-            ["completes", "completes", "truth"],
-            ["identical", "survivors alike", "truth"],
-            ["same_bits", "same bits", "truth"],
-            ["lost_samples", "samples lost", "number"],
-            ["accuracy", "accuracy", "%"],
-            ["accuracy_undisturbed", "undisturbed", "%"],
-            ["files", "files", "number"],
-            ["kill_rank", "killed ranks", "text"],
+        where=measured("recovery"),
+        by=by,
+        columns=[
+            truth("completes"),
+            truth("identical", "survivors alike"),
+            truth("same_bits"),
+            number("lost_samples", "samples lost"),
+            percent("accuracy"),
+            percent("accuracy_undisturbed", "undisturbed"),
+            number("files"),
+            text("kill_rank", "killed ranks"),
         ],
-    }
+    )
 
 
-def _restored_table() -> dict[str, Any]:
-    return {
-        "kind": "table",
-        "id": "restored",
-        "title": "What was restored as it was some iterations before (partial)",
-        "note": "Backups in the place of mirrors: an eighth of a part is sent every other iteration, the blocks first that have changed most. The part of the "
-        "dead worker is restored from there, and all else stays. Age: iterations since a block was sent, mean and most, of blocks that may not have changed since. "
-        "The bits are others than the undisturbed run's; what that costs is the accuracy at the end, lost less gained.",
-        "where": {"part": "recovery", "status": MEASURED, "strategy": PARTIAL},
-        "by": ["network", "kind", "workers", "kill_step"],
-        "columns": [
-            ["restored_parts", "parts", "number"],
-            ["restored_from", "from", "text"],
-            ["restored_blocks", "blocks", "number"],
-            ["restored_age", "age", "number"],
-            ["restored_oldest", "oldest", "number"],
-            ["recover_s", "next commit", "ms"],
-            ["accuracy", "accuracy", "%"],
-            ["accuracy_undisturbed", "undisturbed", "%"],
-            ["accuracy_loss", "lost", "%"],
-        ],
-    }
+_RESTORED_TABLE = table(
+    "restored",
+    "What was restored as it was some iterations before (partial)",
+    "Backups in the place of mirrors: an eighth of a part is sent every other iteration, the blocks first that have changed most. The part of the "
+    "dead worker is restored from there, and all else stays. Age: iterations since a block was sent, mean and most, of blocks that may not have changed since. "
+    "The bits are others than the undisturbed run's; what that costs is the accuracy at the end, lost less gained.",
+    where=measured("recovery", strategy=PARTIAL),
+    by=["network", "kind", "workers", "kill_step"],
+    columns=[
+        number("restored_parts", "parts"),
+        text("restored_from", "from"),
+        number("restored_blocks", "blocks"),
+        number("restored_age", "age"),
+        number("restored_oldest", "oldest"),
+        milliseconds("recover_s", "next commit"),
+        percent("accuracy"),
+        percent("accuracy_undisturbed", "undisturbed"),
+        percent("accuracy_loss", "lost"),
+    ],
+)
 
 
-def _calls_table() -> dict[str, Any]:
-    return {
-        "kind": "table",
-        "id": "calls",
-        "title": "What each recovery asked of MPI",
-        "note": "Calls by one survivor in one recovery, counted as it carried out the orders of the protocol. Besides these, errors that are "
-        "returned instead of ending the job, and MPI_Comm_get_failed for the report.",
-        "where": {"part": "recovery", "status": MEASURED},
-        "by": ["kind", "strategy"],
-        "columns": [
-            *([call, call, "number"] for call in CALLS),
-            ["decision", "decided", "text"],
-            ["kill_step", "runs", "count"],
-        ],
-    }
+_CALLS_TABLE = table(
+    "calls",
+    "What each recovery asked of MPI",
+    "Calls by one survivor in one recovery, counted as it carried out the orders of the protocol. Besides these, errors that are "
+    "returned instead of ending the job, and MPI_Comm_get_failed for the report.",
+    where=measured("recovery"),
+    by=["kind", "strategy"],
+    columns=[*(number(call, call) for call in CALLS), text("decision", "decided"), count("kill_step", "runs")],
+)
 
 
-def _needs_table() -> dict[str, Any]:
-    return {
-        "kind": "table",
-        "id": "needs",
-        "title": "What breaks without each call",
-        "note": "The protocol that the workers run, with one call left out, in every run of a job of so many workers. Moves: "
-        "of the shortest run that goes wrong, the middle of the strategies. Deadlock: somebody waits for ever. Agree or revoke meets shrink: survivors are in calls that do not fit together, which MPI "
-        "leaves undefined. Rubbish: terms of different sums, or a spoiled input. Where nobody need die, who has left looks dead.",
-        "where": {"part": "needs", "status": MEASURED},
-        "by": ["call"],
-        "columns": [
-            ["purpose", "what it is for", "text"],
-            ["instead", "in its place", "text"],
-            ["breaks_under", "goes wrong under", "text"],
-            ["how", "how", "text"],
-            ["moves", "moves", "number"],
-            ["workers", "workers", "number"],
-        ],
-    }
+_NEEDS_TABLE = table(
+    "needs",
+    "What breaks without each call",
+    "The protocol that the workers run, with one call left out, in every run of a job of so many workers. Moves: "
+    "of the shortest run that goes wrong, the middle of the strategies. Deadlock: somebody waits for ever. Agree or revoke meets shrink: survivors are in calls that do not fit together, which MPI "
+    "leaves undefined. Rubbish: terms of different sums, or a spoiled input. Where nobody need die, who has left looks dead.",
+    where=measured("needs"),
+    by=["call"],
+    columns=[
+        text("purpose", "what it is for"),
+        text("instead", "in its place"),
+        text("breaks_under", "goes wrong under"),
+        text("how"),
+        number("moves"),
+        number("workers"),
+    ],
+)
 
 
-def _structures_table() -> dict[str, Any]:
-    return {
-        "kind": "table",
-        "id": "structures",
-        "title": "Which data structure needs a checkpoint",
-        "note": "Whether it does, and where it comes from. Found by killing a worker with no checkpoint anywhere, and, where the model is split, again with "
-        "nobody keeping a copy (--mirror 0) of what the worker held.",
-        "where": {"part": "structures", "status": MEASURED},
-        "by": ["structure"],
-        "columns": [*([kind, kind, "text"] for kind in KINDS), ["how", "checked by", "text"]],
-    }
+_STRUCTURES_TABLE = table(
+    "structures",
+    "Which data structure needs a checkpoint",
+    "Whether it does, and where it comes from. Found by killing a worker with no checkpoint anywhere, and, where the model is split, again with "
+    "nobody keeping a copy (--mirror 0) of what the worker held.",
+    where=measured("structures"),
+    by=["structure"],
+    columns=[*(text(kind) for kind in KINDS), text("how", "checked by")],
+)
 
 
-def _bare_table() -> dict[str, Any]:
-    return {
-        "kind": "table",
-        "id": "bare",
-        "title": "Split models of which nobody keeps a copy",
-        "note": "--mirror 0: what the dead held is gone. All go back to the newest checkpoint, or begin again.",
-        "where": {"part": "bare", "status": MEASURED},
-        "by": ["kind", "from", "workers", "kill_step"],
-        "columns": [
-            ["completes", "completes", "truth"],
-            ["decision", "decided", "text"],
-            ["restarts", "job restarted", "number"],
-            ["redone_steps", "redone", "number"],
-            ["recover_s", "next commit", "ms"],
-            ["same_bits", "same bits", "truth"],
-        ],
-    }
+_BARE_TABLE = table(
+    "bare",
+    "Split models of which nobody keeps a copy",
+    "--mirror 0: what the dead held is gone. All go back to the newest checkpoint, or begin again.",
+    where=measured("bare"),
+    by=["kind", "from", "workers", "kill_step"],
+    columns=[
+        truth("completes"),
+        text("decision", "decided"),
+        number("restarts", "job restarted"),
+        number("redone_steps", "redone"),
+        milliseconds("recover_s", "next commit"),
+        truth("same_bits"),
+    ],
+)
 
 
-def _pace_table() -> dict[str, Any]:
-    return {
-        "kind": "table",
-        "id": "pace",
-        "title": "An iteration with nobody killed",
-        "note": "Medians over iterations, then over workers, of each column by itself, so they need not add up. Communication is what is neither "
-        "computing nor the optimizer: the sums and the wait for others; of a pipeline, handing over between stages is in computing.",
-        "where": {"part": "undisturbed", "status": MEASURED},
-        "by": ["network", "kind", "workers"],
-        "columns": [
-            ["step_s", "iteration", "ms"],
-            ["compute_s", "computing", "ms"],
-            ["communication_s", "communication", "ms"],
-            ["optimizer_s", "optimizer", "ms"],
-            ["parameters", "parameters", "number"],
-            ["accuracy", "accuracy", "%"],
-        ],
-    }
+_PACE_TABLE = table(
+    "pace",
+    "An iteration with nobody killed",
+    "Medians over iterations, then over workers, of each column by itself, so they need not add up. Communication is what is neither "
+    "computing nor the optimizer: the sums and the wait for others; of a pipeline, handing over between stages is in computing.",
+    where=measured("undisturbed"),
+    by=["network", "kind", "workers"],
+    columns=[
+        milliseconds("step_s", "iteration"),
+        milliseconds("compute_s", "computing"),
+        milliseconds("communication_s", "communication"),
+        milliseconds("optimizer_s", "optimizer"),
+        number("parameters"),
+        percent("accuracy"),
+    ],
+)
 
 
-def _step_figure(rows: Sequence[Row]) -> dict[str, Any]:
-    section = {
-        "kind": "bars",
-        "id": "step-figure",
-        "title": "An iteration of the paper's networks, without faults",
-        "note": "Medians over the iterations of a run.",
-        "where": {"part": "step", "status": MEASURED},
-        "by": ["network", "workers", "mode"],
-        "values": [["step_s", "iteration"]],
-        "unit": "s",
-    }
+def _step_figure(rows: Sequence[Row]) -> Section:
+    section = bars(
+        "step-figure",
+        "An iteration of the paper's networks, without faults",
+        "Medians over the iterations of a run.",
+        where=measured("step"),
+        by=["network", "workers", "mode"],
+        values=[["step_s", "iteration"]],
+        unit="s",
+    )
     return _bars(rows, section)
 
 
-def _step_table() -> dict[str, Any]:
-    return {
-        "kind": "table",
-        "id": "step",
-        "title": "What protection costs while nothing fails",
-        "note": "MPI alone: one sum of all gradients. ULFM on: the same with --with-ft ulfm. Protected: a session, whose sums keep their order.",
-        "where": {"part": "step", "status": MEASURED},
-        "by": ["network", "workers", "mode"],
-        "columns": [
-            ["step_s", "iteration", "ms"],
-            ["parameters", "parameters", "number"],
-            ["batch", "samples", "number"],
-        ],
-    }
+_STEP_TABLE = table(
+    "step",
+    "What protection costs while nothing fails",
+    "MPI alone: one sum of all gradients. ULFM on: the same with --with-ft ulfm. Protected: a session, whose sums keep their order.",
+    where=measured("step"),
+    by=["network", "workers", "mode"],
+    columns=[milliseconds("step_s", "iteration"), number("parameters"), number("batch", "samples")],
+)
 
 
-def _data_table() -> dict[str, Any]:
-    return {
-        "kind": "table",
-        "id": "data",
-        "title": "The paper's data policy: survivors read the blocks of the dead again",
-        "note": "Each worker holds contiguous blocks of the data set, read from a file. Read again: by all survivors together; more than the dead "
-        "held, because runs of blocks stay contiguous. The time is that of the slowest survivor, from a warm page cache.",
-        "where": {"part": "data", "status": MEASURED},
-        "by": ["workers", "kills"],
-        "columns": [
-            ["reread_s", "reading again", "ms"],
-            ["reread_samples", "samples read again", "number"],
-            ["resident_lost", "samples that the dead held", "number"],
-            ["held_once", "each block held once", "truth"],
-            ["each_once", "each sample used once", "truth"],
-        ],
-    }
+_DATA_TABLE = table(
+    "data",
+    "The paper's data policy: survivors read the blocks of the dead again",
+    "Each worker holds contiguous blocks of the data set, read from a file. Read again: by all survivors together; more than the dead "
+    "held, because runs of blocks stay contiguous. The time is that of the slowest survivor, from a warm page cache.",
+    where=measured("data"),
+    by=["workers", "kills"],
+    columns=[
+        milliseconds("reread_s", "reading again"),
+        number("reread_samples", "samples read again"),
+        number("resident_lost", "samples that the dead held"),
+        truth("held_once", "each block held once"),
+        truth("each_once", "each sample used once"),
+    ],
+)
 
 
 _ELASTIC_BY = ["scenario", "comes", "fabric", "strategy", "workers"]
 
 
-def _elastic_figure(rows: Sequence[Row]) -> dict[str, Any]:
-    section = {
-        "kind": "bars",
-        "id": "elastic-figure",
-        "title": "A worker dies: down (it is not replaced) and same (it is)",
-        "note": "From the kill to the next commit, by number of workers. Repair: until the last survivor goes on. Redone: from there to "
+def _elastic_figure(rows: Sequence[Row]) -> Section:
+    section = bars(
+        "elastic-figure",
+        "A worker dies: down (it is not replaced) and same (it is)",
+        "From the kill to the next commit, by number of workers. Repair: until the last survivor goes on. Redone: from there to "
         "the commit, the iterations that are done again.",
-        "where": {"part": "elastic", "status": MEASURED, "kills": 1},
-        "by": ["scenario", "comes", "fabric", "strategy", "workers"],
-        "values": [["detect_s", "detect"], ["repair_s", "repair"], ["redo_s", "redone"]],
-        "unit": "s",
-    }
+        where=measured("elastic", kills=1),
+        by=["scenario", "comes", "fabric", "strategy", "workers"],
+        values=[["detect_s", "detect"], ["repair_s", "repair"], ["redo_s", "redone"]],
+        unit="s",
+    )
     return _bars(rows, section)
 
 
-def _elastic_table() -> dict[str, Any]:
-    return {
-        "kind": "table",
-        "id": "elastic",
-        "title": "Down and same: what the loss of a worker costs",
-        "note": "After Li, Bosilca, Bouteiller, Nicolae, SC-W 2023, in our reading. Milliseconds. Their resilient collectives are forward over ULFM: the survivors "
-        "do the failed sum again. What stands for Elastic Horovod is reinit from a checkpoint over Gloo: all go back to the last commit and build "
-        "the application again; restart goes back, and builds nothing. Repair has revoke, agree, shrink, rebuild and load in it. A new process "
-        "joins later, and is in the next table.",
-        "where": {"part": "elastic", "status": MEASURED, "kills": 1},
-        "by": _ELASTIC_BY,
-        "columns": [
-            ["recover_s", "next commit", "ms"],
-            ["redone_steps", "redone", "number"],
-            ["detect_s", "detect", "ms"],
-            ["repair_s", "repair", "ms"],
-            ["redo_s", "redone in", "ms"],
-            *([key, heading, "ms"] for key, heading in _TIMES[1:] if key not in ("share_s", "transfer_s")),
-            ["lost_samples", "samples lost", "number"],
-            ["completes", "completes", "truth"],
-            ["same_bits", "same bits", "truth"],
-        ],
-    }
+_ELASTIC_TABLE = table(
+    "elastic",
+    "Down and same: what the loss of a worker costs",
+    "After Li, Bosilca, Bouteiller, Nicolae, SC-W 2023, in our reading. Milliseconds. Their resilient collectives are forward over ULFM: the survivors "
+    "do the failed sum again. What stands for Elastic Horovod is reinit from a checkpoint over Gloo: all go back to the last commit and build "
+    "the application again; restart goes back, and builds nothing. Repair has revoke, agree, shrink, rebuild and load in it. A new process "
+    "joins later, and is in the next table.",
+    where=measured("elastic", kills=1),
+    by=_ELASTIC_BY,
+    columns=[
+        milliseconds("recover_s", "next commit"),
+        number("redone_steps", "redone"),
+        milliseconds("detect_s", "detect"),
+        milliseconds("repair_s", "repair"),
+        milliseconds("redo_s", "redone in"),
+        *(milliseconds(key, heading) for key, heading in _TIMES[1:] if key not in ("share_s", "transfer_s")),
+        number("lost_samples", "samples lost"),
+        truth("completes"),
+        truth("same_bits"),
+    ],
+)
 
 
-def _joined_table() -> dict[str, Any]:
-    return {
-        "kind": "table",
-        "id": "joined",
-        "title": "Same and up: what it costs that new processes join",
-        "note": "Up: nobody dies; a job of half as many workers is told to grow (holdfast scale). They join between two iterations, whatever the strategy. "
-        "Held: how long the others were kept from computing, over all that joined, and in how many times. State: of that, meeting and being given the state. "
-        "Joined after: from the kill, or the request, until the last takes part; a process starts, and waits for the end of an iteration, which takes two seconds "
-        "more here for as long as somebody is missing.",
-        "where": {"part": "elastic", "status": MEASURED, "comes": PROCESS},
-        "by": _ELASTIC_BY,
-        "columns": [
-            ["joined", "joined", "number"],
-            ["workers_at_end", "workers at the end", "number"],
-            ["held_s", "held", "ms"],
-            ["times_held", "times", "number"],
-            ["give_s", "state", "ms"],
-            ["join_s", "joined after", "ms"],
-            ["lost_samples", "samples lost", "number"],
-            ["same_bits", "same bits", "truth"],
-        ],
-    }
+_JOINED_TABLE = table(
+    "joined",
+    "Same and up: what it costs that new processes join",
+    "Up: nobody dies; a job of half as many workers is told to grow (holdfast scale). They join between two iterations, whatever the strategy. "
+    "Held: how long the others were kept from computing, over all that joined, and in how many times. State: of that, meeting and being given the state. "
+    "Joined after: from the kill, or the request, until the last takes part; a process starts, and waits for the end of an iteration, which takes two seconds "
+    "more here for as long as somebody is missing.",
+    where=measured("elastic", comes=PROCESS),
+    by=_ELASTIC_BY,
+    columns=[
+        number("joined"),
+        number("workers_at_end", "workers at the end"),
+        milliseconds("held_s", "held"),
+        number("times_held", "times"),
+        milliseconds("give_s", "state"),
+        milliseconds("join_s", "joined after"),
+        number("lost_samples", "samples lost"),
+        truth("same_bits"),
+    ],
+)
 
 
-def _not_run_table() -> dict[str, Any]:
-    return {
-        "kind": "table",
-        "id": "not-run",
-        "title": "What could not be run",
-        "note": "",
-        "where": {"status": NOT_RUN},
-        "by": ["part", "network", "kind", "scenario", "comes", "fabric", "workers"],
-        "columns": [["strategy", "strategy", "text"], ["kill_step", "kill step", "text"], ["why", "why", "text"]],
-    }
+_NOT_RUN = not_run(
+    ["part", "network", "kind", "scenario", "comes", "fabric", "workers"],
+    title="What could not be run",
+    columns=[text("strategy"), text("kill_step"), text("why")],
+)

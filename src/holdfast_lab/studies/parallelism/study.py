@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.errors import ConfigError
-from holdfast_lab.studies.base import MEASURED, NOT_RUN, Claim, Options, Row, Task
+from holdfast_lab.studies.base import MEASURED, NOT_RUN, Options, Row, Task
 from holdfast_lab.studies.parallelism.claims import hold_claims
 from holdfast_lab.studies.parallelism.elastic import Case, cases, elastic_row
 from holdfast_lab.studies.parallelism.jobs import (
@@ -40,7 +40,7 @@ from holdfast_lab.studies.parallelism.jobs import (
     ended,
     write_data,
 )
-from holdfast_lab.studies.parallelism.needs import OMISSIONS, Omission, need_rows
+from holdfast_lab.studies.parallelism.needs import NEEDS_CHECKOUT, OMISSIONS, Omission, model_checker, need_rows
 from holdfast_lab.studies.parallelism.page import sections
 from holdfast_lab.studies.parallelism.rows import NOT_COMPARED, data_row, row_of, structure_rows
 from holdfast_lab.workloads import load_dataset
@@ -79,6 +79,7 @@ class Parallelism:
     )
     intervals = "Intervals are 95 % intervals, by bootstrap over runs; of a share of runs by Clopper and Pearson."
     task_s, quick_task_s = 36.0, 3.0
+    claims, page = staticmethod(hold_claims), staticmethod(sections)
 
     def settings(self, options: Options) -> dict[str, Any]:
         """See :meth:`Study.settings`."""
@@ -115,14 +116,6 @@ class Parallelism:
     def left_out(self, options: Options) -> list[str]:
         """See :meth:`Study.left_out`."""
         return _Plan(options).left_out()
-
-    def claims(self, rows: Sequence[Row], seed: int) -> list[Claim]:
-        """See :meth:`Study.claims`."""
-        return hold_claims(rows, seed)
-
-    def page(self, rows: Sequence[Row]) -> list[dict[str, Any]]:
-        """See :meth:`Study.page`."""
-        return sections(rows)
 
 
 class _Plan:
@@ -202,6 +195,7 @@ class _Plan:
                 "The dead replaced by spares; the paper's data policy; the calls whose lack shows only with 4 workers.",
                 "Split models that have backups alone (partial); jobs that shrink, keep their size or grow (elastic).",
             ]
+        told += [] if model_checker() else [NEEDS_CHECKOUT]
         return told
 
     def _jobs(self) -> list[tuple[str, int]]:
@@ -211,6 +205,8 @@ class _Plan:
         return [(kind, count) for kind in self.kinds for count in counts.get(kind, few)]
 
     def _omissions(self) -> list[Omission]:
+        if model_checker() is None:
+            return []
         return [o for o in OMISSIONS if not self._options.quick or o.workers < 4]
 
     # -- recovery

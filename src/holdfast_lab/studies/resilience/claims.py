@@ -9,15 +9,14 @@ import math
 import statistics
 from collections.abc import Callable, Sequence
 
-from holdfast_lab.studies.base import MEASURED, Claim, Row
+from holdfast_lab.studies.base import MEASURED, Claim, Row, statement
 from holdfast_lab.studies.resilience.cases import ADDITION, FAILURE, FORWARD, REPLACED, RESTART, ROLLBACK, SPREAD
 from holdfast_lab.studies.resilience.jobs import TAKEN_BACK
 from holdfast_lab.studies.resilience.updates import EAGER, LAZY
-from holdfast_lab.studies.stats import bootstrap, wilson
+from holdfast_lab.studies.stats import bootstrap
 
 _ABSTRACT = "Nicolae et al. 2022, abstract"
 _READING = "Nicolae et al. 2022, our reading"
-_NOT_CHECKED = "not checked: nothing was run that tells"
 
 SMALL = 1.0
 """Points of accuracy: less is a small loss."""
@@ -89,20 +88,17 @@ def hold_claims(rows: Sequence[Row], seed: int) -> list[Claim]:
 
 
 def _bits(strategy: str, rows: Sequence[Row]) -> Claim:
-    claim, tries = BITS[strategy], sum(row["seeds"] for row in rows)
+    claim, tries = statement(BITS[strategy], _READING, 100), sum(row["seeds"] for row in rows)
     if not tries:
-        return Claim(claim=claim, source=_READING, paper=100, found=_NOT_CHECKED)
+        return claim
     same = sum(row["same"] for row in rows)
-    low, high = wilson(same, tries)
-    told = f"{same:,} of {tries:,} trainings, in {len(rows)} cases"
-    ours = 100 * same / tries
-    return Claim(claim=claim, source=_READING, paper=100, ours=ours, ci=(100 * low, 100 * high), holds=same == tries,
-                 found=told, unit="%")  # fmt: skip
+    return claim.judged_by_count(same, tries, f"{same:,} of {tries:,} trainings, in {len(rows)} cases")
 
 
 def _small(rows: Sequence[Row]) -> Claim:
+    claim = statement(SMALL_LOSS, _ABSTRACT)
     if not rows:
-        return Claim(claim=SMALL_LOSS, source=_ABSTRACT, found=_NOT_CHECKED)
+        return claim
     worst = max(rows, key=lambda row: row["accuracy_loss"])
     holds = None
     if all(row["accuracy_loss_high"] < SMALL for row in rows):
@@ -115,9 +111,7 @@ def _small(rows: Sequence[Row]) -> Claim:
         f"{worst['moment']}. In {above} cases the interval lies above 0, in {sum(r['accuracy_loss_high'] < 0 for r in rows)} below"
     )
     ci = (worst["accuracy_loss_low"], worst["accuracy_loss_high"])
-    return Claim(
-        claim=SMALL_LOSS, source=_ABSTRACT, ours=worst["accuracy_loss"], ci=ci, holds=holds, found=told, unit="points"
-    )
+    return claim.judged(worst["accuracy_loss"], holds, told, ci=ci, unit="points")
 
 
 def is_lossy(row: Row) -> bool:
@@ -127,8 +121,9 @@ def is_lossy(row: Row) -> bool:
 
 
 def _not_better(rows: Sequence[Row]) -> Claim:
+    claim = statement(NOT_BETTER, _READING)
     if not rows:
-        return Claim(claim=NOT_BETTER, source=_READING, found=_NOT_CHECKED)
+        return claim
     ours, low, high = _mean_of(rows, "accuracy_loss")
     holds = True if low > 0 else False if high < 0 else None
     more, more_low, more_high = _mean_of(rows, "loss_more")
@@ -136,7 +131,7 @@ def _not_better(rows: Sequence[Row]) -> Claim:
         f"mean of {sum(row['cases'] for row in rows):,} cases, {len(rows)} networks. "
         f"Of the test loss: {more:.2g} [{more_low:.2g}, {more_high:.2g}] more"
     )
-    return Claim(claim=NOT_BETTER, source=_READING, ours=ours, ci=(low, high), holds=holds, found=told, unit="points")
+    return claim.judged(ours, holds, told, ci=(low, high), unit="points")
 
 
 def _mean_of(rows: Sequence[Row], name: str) -> tuple[float, float, float]:
@@ -198,7 +193,7 @@ def _best_restart(rows: Sequence[Row]) -> list[tuple[Row, Row]]:
 
 
 def _ratio(
-    claim: str,
+    words: str,
     source: str,
     pairs: Sequence[tuple[Row, Row]],
     name: str,
@@ -214,8 +209,9 @@ def _ratio(
     """
     pairs = [(one, other) for one, other in pairs if other[name]]
     ratios = [one[name] / other[name] for one, other in pairs]
+    claim = statement(words, source)
     if not ratios:
-        return Claim(claim=claim, source=source, found=_NOT_CHECKED)
+        return claim
     ci = None if len(ratios) < _RUNS else bootstrap([ratios], lambda groups: statistics.median(groups[0]), seed)
     ours, holding = statistics.median(ratios), sum(map(is_so, ratios))
     holds: bool | None = holding == len(ratios)
@@ -227,7 +223,7 @@ def _ratio(
         for (one, _), ratio in zip(pairs, ratios, strict=True):
             groups.setdefault(one[by], []).append(ratio)
         told += "; " + ", ".join(f"{group} {statistics.median(some):.3g}" for group, some in groups.items())
-    return Claim(claim=claim, source=source, ours=ours, ci=ci, holds=holds, found=told)
+    return claim.judged(ours, holds, told, ci=ci)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -237,12 +233,10 @@ def _ratio(
 def _real_bits(points: Sequence[Row]) -> Claim:
     mine = [row for row in points if row["strategy"] in (ROLLBACK, RESTART)]
     if not mine:
-        return Claim(claim=REAL_BITS, source=_READING, found=_NOT_CHECKED)
+        return statement(REAL_BITS, _READING)
     same = sum(row["same"] for row in mine)
     told = f"{same} of {len(mine)} runs, a worker of four killed in each"
-    low, high = wilson(same, len(mine))
-    return Claim(claim=REAL_BITS, source=_READING, paper=100, ours=100 * same / len(mine), ci=(100 * low, 100 * high),
-                 holds=same == len(mine), found=told, unit="%")  # fmt: skip
+    return statement(REAL_BITS, _READING, 100).judged_by_count(same, len(mine), told)
 
 
 def is_usual(row: Row) -> bool:
@@ -263,53 +257,52 @@ def _no_longer(low: float, high: float) -> bool | None:
 
 
 def _real_ratio(
-    claim: str,
+    words: str,
     mine: Sequence[float],
     base: Sequence[float],
     seed: int,
     judge: Callable[[float, float], bool | None],
 ) -> Claim:
+    claim = statement(words, _ABSTRACT)
     if not mine or not base:
-        return Claim(claim=claim, source=_ABSTRACT, found=_NOT_CHECKED)
+        return claim
     ours = statistics.median(mine) / statistics.median(base)
     if min(len(mine), len(base)) < _RUNS:
         told = f"ratio of medians; fewer than {_RUNS} runs of each"
-        return Claim(claim=claim, source=_ABSTRACT, ours=ours, found=told)
+        return claim.judged(ours, None, told)
     low, high = bootstrap([mine, base], lambda g: statistics.median(g[0]) / statistics.median(g[1]), seed)
     told = f"ratio of medians of {len(mine)} and {len(base)} runs"
-    return Claim(claim=claim, source=_ABSTRACT, ours=ours, ci=(low, high), holds=judge(low, high), found=told)
+    return claim.judged(ours, judge(low, high), told, ci=(low, high))
 
 
 def _update_shorter(rows: Sequence[Row]) -> Claim:
+    claim = statement(UPDATE_SHORTER, _ABSTRACT)
     if not rows:
-        return Claim(claim=UPDATE_SHORTER, source=_ABSTRACT, found=_NOT_CHECKED)
+        return claim
     ratios = [row["eager_s"] / row["lazy_s"] for row in rows]
     told = (
         f"simulated: median of {len(rows)} cases, {min(ratios):.4g} to {max(ratios):.4g}; "
         f"taking back takes up to {1000 * max(row['undo_s'] for row in rows):.3g} ms of a training"
     )
-    return Claim(
-        claim=UPDATE_SHORTER, source=_ABSTRACT, ours=statistics.median(ratios), holds=max(ratios) < 1, found=told
-    )
+    return claim.judged(statistics.median(ratios), max(ratios) < 1, told)
 
 
 def _update_bits(points: Sequence[Row]) -> Claim:
     if not points:
-        return Claim(claim=UPDATE_BITS, source=_READING, found=_NOT_CHECKED)
+        return statement(UPDATE_BITS, _READING)
     same = sum(row["same"] for row in points)
     told = f"{same} of {len(points)} runs, in which {sum(row['undone'] for row in points)} buckets were taken back"
     holds = all(row["same"] and row["undone"] for row in points)
-    low, high = wilson(same, len(points))
-    return Claim(claim=UPDATE_BITS, source=_READING, paper=100, ours=100 * same / len(points), ci=(100 * low, 100 * high),
-                 holds=holds, found=told, unit="%")  # fmt: skip
+    return statement(UPDATE_BITS, _READING, 100).judged_by_count(same, len(points), told, holds)
 
 
 def _predicted(points: Sequence[Row]) -> Claim:
     by_name: dict[str, list[Row]] = {}
     for row in points:
         by_name.setdefault(row["happens"], []).append(row)
+    claim = statement(PREDICTED, "docs/simulation.md", GOODPUT_PERCENT)
     if not by_name:
-        return Claim(claim=PREDICTED, source="docs/simulation.md", paper=GOODPUT_PERCENT, found=_NOT_CHECKED)
+        return claim
     off = {}
     for name, rows in by_name.items():
         measured, said = (statistics.median(r[key] for r in rows) for key in ("overhead_percent", "predicted_percent"))
@@ -319,13 +312,13 @@ def _predicted(points: Sequence[Row]) -> Claim:
     if enough := min(map(len, by_name.values())) >= _RUNS:
         told += f"; medians of {len(points) // len(off)} runs, costs from the other runs"
     holds = off[worst] <= GOODPUT_PERCENT if enough else None
-    return Claim(claim=PREDICTED, source="docs/simulation.md", paper=GOODPUT_PERCENT, ours=off[worst], holds=holds,
-                 found=told, unit="%")  # fmt: skip
+    return claim.judged(off[worst], holds, told, unit="%")
 
 
 def _modes(rows: Sequence[Row]) -> Claim:
+    claim = statement(MODES, "docs/studies.md")
     if not rows:
-        return Claim(claim=MODES, source="docs/studies.md", found=_NOT_CHECKED)
+        return claim
     worst = max(rows, key=lambda row: row["accuracy_apart"])
     ci = (worst["accuracy_more_low"], worst["accuracy_more_high"])
     told = (
@@ -334,4 +327,4 @@ def _modes(rows: Sequence[Row]) -> Claim:
     )
     holds = all(row["accuracy_apart"] <= row["accuracy_usual"] for row in rows)
     ours = worst["accuracy_apart"]
-    return Claim(claim=MODES, source="docs/studies.md", ours=ours, holds=holds, found=told, unit="points")
+    return claim.judged(ours, holds, told, unit="points")

@@ -6,16 +6,28 @@ import statistics
 from collections.abc import Sequence
 from itertools import groupby
 from operator import itemgetter
-from typing import Any
 
 import numpy as np
 
 from holdfast_lab.simulate import Estimate
-from holdfast_lab.studies.base import MEASURED, NOT_RUN, Row
+from holdfast_lab.studies.base import MEASURED, Row
 from holdfast_lab.studies.resilience.cases import FAILURE, FORWARD, RESTART, SPREAD
 from holdfast_lab.studies.resilience.claims import is_usual
 from holdfast_lab.studies.resilience.jobs import MODEL
 from holdfast_lab.studies.resilience.updates import EAGER
+from holdfast_lab.studies.sections import (
+    Section,
+    count,
+    megabytes,
+    milliseconds,
+    not_run,
+    number,
+    points,
+    seconds,
+    table,
+    text,
+    truth,
+)
 
 _TRADE = (
     "Accuracy: trainings by logical workers, means of paired differences from the undisturbed training with the same seed, 95 % intervals; positive is worse. "
@@ -25,12 +37,12 @@ _TRADE = (
 _TRADE_REAL = " What is called real are four processes, one of them killed, measured on this machine: mean and median of all runs."
 
 
-def sections(rows: Sequence[Row]) -> list[dict[str, Any]]:
+def sections(rows: Sequence[Row]) -> list[Section]:
     """Return the sections of the page."""
     cases = [_shown(row) for row in rows if row["part"] == "case" and row["status"] == MEASURED]
-    points = [_real(row) for row in rows if row["part"] == "point" and row["status"] == MEASURED]
+    runs = [_real(row) for row in rows if row["part"] == "point" and row["status"] == MEASURED]
     networks = list(dict.fromkeys(row["network"] for row in cases))
-    usual = [row for row in points if is_usual(row)]
+    usual = [row for row in runs if is_usual(row)]
     return [
         *[
             _trade(name, [row for row in cases if row["network"] == name], usual if name == MODEL else [])
@@ -42,18 +54,13 @@ def sections(rows: Sequence[Row]) -> list[dict[str, Any]]:
         _policies(cases),
         _moments(cases),
         _planned(cases),
-        _points(points),
+        _points(runs),
         _updates([row for row in rows if row["part"] == "update"]),
         _updated([row for row in rows if row["part"] == "real" and row["status"] == MEASURED]),
         _modes(rows),
         _undisturbed(rows),
-        _section("table", "not-run", "Not run", "", [row for row in rows if row["status"] == NOT_RUN],
-                 by=["part", "happens", "repetition"], columns=[["why", "why", "text"]]),
-    ]  # fmt: skip
-
-
-def _section(kind: str, name: str, title: str, note: str, rows: Sequence[Row], **more: Any) -> dict[str, Any]:
-    return {"kind": kind, "id": name, "title": title, "note": note, "where": {}, "rows": list(rows), **more}
+        not_run(["part", "happens", "repetition"], rows),
+    ]
 
 
 def _shown(row: Row) -> Row:
@@ -77,13 +84,12 @@ def _is_plain(row: Row) -> bool:
     return bool(row["what"] == FAILURE and row["moment"] == SPREAD)
 
 
-def _trade(name: str, cases: Sequence[Row], points: Sequence[Row]) -> dict[str, Any]:
+def _trade(name: str, cases: Sequence[Row], measured: Sequence[Row]) -> Section:
     plain = [row for row in cases if _is_plain(row) and (row["batch"], row["rescale"]) == ("global", "survivors")]
     chosen = [row | {"status": "simulated"} for row in plain if row["averaged"] < 1]
     happens = itemgetter("happens")
-    real = [_together(list(runs)) for _, runs in groupby(sorted(points, key=happens), happens)]
-    return _section(
-        "points",
+    real = [_together(list(runs)) for _, runs in groupby(sorted(measured, key=happens), happens)]
+    return points(
         f"trade-off-{name}",
         f"Accuracy against time: {name}",
         _TRADE + (_TRADE_REAL if real else ""),
@@ -104,10 +110,9 @@ def _together(runs: Sequence[Row]) -> Row:
     return runs[0] | found | {"overhead_percent": statistics.median(row["overhead_percent"] for row in runs)}
 
 
-def _averaged(name: str, cases: Sequence[Row]) -> dict[str, Any]:
+def _averaged(name: str, cases: Sequence[Row]) -> Section:
     forward = [row for row in cases if row["strategy"] == FORWARD and row["batch"] == "global" and row["averaged"] < 1]
-    return _section(
-        "points",
+    return points(
         f"lost-share-{name}",
         f"Forward: how far the weights end from the undisturbed ones: {name}",
         "Distance over how far the undisturbed training moved the weights, by the share of the workers that is lost; drawn moments.",
@@ -124,18 +129,17 @@ def _averaged(name: str, cases: Sequence[Row]) -> dict[str, Any]:
 
 
 _COLUMNS = [
-    ["accuracy_shown", "accuracy lost, points", "text"],
-    ["loss_shown", "test loss, more", "text"],
-    ["distance_percent", "distance, %", "number"],
-    ["same_shown", "same bits", "text"],
-    ["overhead_percent", "held, lost, redone, %", "number"],
-    ["longer_percent", "longer in all, %", "number"],
+    text("accuracy_shown", "accuracy lost, points"),
+    text("loss_shown", "test loss, more"),
+    number("distance_percent", "distance, %"),
+    text("same_shown", "same bits"),
+    number("overhead_percent", "held, lost, redone, %"),
+    number("longer_percent", "longer in all, %"),
 ]
 
 
-def _strategies(cases: Sequence[Row]) -> dict[str, Any]:
-    return _section(
-        "table",
+def _strategies(cases: Sequence[Row]) -> Section:
+    return table(
         "strategies",
         "Strategies: failures at drawn moments, the mini-batch keeps its size",
         "Longer in all: with steps that are slower because fewer workers share them.",
@@ -145,9 +149,8 @@ def _strategies(cases: Sequence[Row]) -> dict[str, Any]:
     )
 
 
-def _policies(cases: Sequence[Row]) -> dict[str, Any]:
-    return _section(
-        "table",
+def _policies(cases: Sequence[Row]) -> Section:
+    return table(
         "policies",
         "Policies",
         "Local: each worker keeps its samples, the mini-batch shrinks, and the same samples take more steps. Original: divided by the size that the mini-batch had at first.",
@@ -158,9 +161,8 @@ def _policies(cases: Sequence[Row]) -> dict[str, Any]:
     )
 
 
-def _moments(cases: Sequence[Row]) -> dict[str, Any]:
-    return _section(
-        "table",
+def _moments(cases: Sequence[Row]) -> Section:
+    return table(
         "moments",
         "Forward: all failures in one step, early, in the middle, late",
         "",
@@ -171,9 +173,8 @@ def _moments(cases: Sequence[Row]) -> dict[str, Any]:
     )
 
 
-def _planned(cases: Sequence[Row]) -> dict[str, Any]:
-    return _section(
-        "table",
+def _planned(cases: Sequence[Row]) -> Section:
+    return table(
         "planned",
         "A planned removal and an addition beside a failure",
         "In the middle of the training, rollback. Newcomers take the places of those who are gone a fifth of the training later.",
@@ -183,34 +184,32 @@ def _planned(cases: Sequence[Row]) -> dict[str, Any]:
     )
 
 
-def _points(points: Sequence[Row]) -> dict[str, Any]:
-    return _section(
-        "table",
+def _points(runs: Sequence[Row]) -> Section:
+    return table(
         "real",
         "Real processes",
         "Four processes train the small network on digits, one is killed by SIGKILL in step 23 of 48. Simulated: with costs measured in the other runs of the same strategy and update, "
         "or in the same one if there is no other.",
-        [row | {"same_bits": row["same"]} for row in points],
+        [row | {"same_bits": row["same"]} for row in runs],
         by=["happens"],
         columns=[
-            ["overhead_percent", "measured, %", "number"],
-            ["predicted_percent", "simulated, %", "number"],
-            ["accuracy_loss", "accuracy lost, points", "number"],
-            ["same_bits", "same bits", "truth"],
-            ["decisions", "decided", "text"],
-            ["repetition", "runs", "count"],
+            number("overhead_percent", "measured, %"),
+            number("predicted_percent", "simulated, %"),
+            number("accuracy_loss", "accuracy lost, points"),
+            truth("same_bits"),
+            text("decisions", "decided"),
+            count("repetition", "runs"),
         ],
     )
 
 
-def _updates(rows: Sequence[Row]) -> dict[str, Any]:
+def _updates(rows: Sequence[Row]) -> Section:
     stated = ", ".join(
         f"{name} {1000 * rows[0][f'cost_{key}']:g} ms"
         for name, key in (("updating", "update_s"), ("copying", "copy_s"), ("taking back", "undo_s"))
         if rows
     )
-    return _section(
-        "table",
+    return table(
         "updates",
         "Eager updates beside lazy ones, simulated",
         "A bucket is updated as soon as its sum is in, beside the sums that follow, after a copy; a step that is discarded takes these updates back. "
@@ -225,39 +224,38 @@ def _updates(rows: Sequence[Row]) -> dict[str, Any]:
         ],
         by=["network", "workers", "count", "happens", "when"],
         columns=[
-            ["lazy_s", "training, lazy", "s"],
-            ["eager_s", "training, eager", "s"],
-            ["shorter_percent", "shorter, %", "number"],
-            ["undo_s", "taking back", "ms"],
-            ["copy_bytes", "copies", "MB"],
+            seconds("lazy_s", "training, lazy"),
+            seconds("eager_s", "training, eager"),
+            number("shorter_percent", "shorter, %"),
+            milliseconds("undo_s", "taking back"),
+            megabytes("copy_bytes", "copies"),
         ],
         folded=True,
     )
 
 
-def _updated(rows: Sequence[Row]) -> dict[str, Any]:
-    return _section(
-        "table",
+def _updated(rows: Sequence[Row]) -> Section:
+    return table(
         "updated",
         "Eager updates beside lazy ones, real processes",
         "All that eager updates took, of all buckets of a step; waited: what of it did not lie beside sums. Held by the kill: from the step before to the end of the one that it struck.",
         [row for row in rows if row.get("update") == EAGER or row["averaged"] or not row["strategy"]],
         by=["happens"],
         columns=[
-            ["step_s", "step", "ms"],
-            ["more_s", "held by the kill", "ms"],
-            ["cost_update_s", "updates", "ms"],
-            ["cost_copy_s", "copies", "ms"],
-            ["cost_waited_s", "waited", "ms"],
-            ["cost_undo_s", "taking back", "ms"],
-            ["undone", "buckets taken back", "number"],
-            ["copy_bytes", "copies", "MB"],
-            ["repetition", "runs", "count"],
+            milliseconds("step_s", "step"),
+            milliseconds("more_s", "held by the kill"),
+            milliseconds("cost_update_s", "updates"),
+            milliseconds("cost_copy_s", "copies"),
+            milliseconds("cost_waited_s", "waited"),
+            milliseconds("cost_undo_s", "taking back"),
+            number("undone", "buckets taken back"),
+            megabytes("copy_bytes", "copies"),
+            count("repetition", "runs"),
         ],
     )
 
 
-def _modes(rows: Sequence[Row]) -> dict[str, Any]:
+def _modes(rows: Sequence[Row]) -> Section:
     modes = [row for row in rows if row["part"] == "modes"]
     shown = [
         row
@@ -265,37 +263,35 @@ def _modes(rows: Sequence[Row]) -> dict[str, Any]:
         | {name: f"{row[name]:.2g}" for name in ("apart", "usual")}
         for row in modes
     ]
-    return _section(
-        "table",
+    return table(
         "modes",
         "All slices at once against slice by slice",
         "Eight workers on digits. Slice by slice has the bits of real processes. Furthest: of all seeds. Usual: what another order of the samples makes of it.",
         shown,
         by=["variant", "happens"],
         columns=[
-            ["more", "accuracy more, points", "text"],
-            ["accuracy_apart", "furthest, points", "number"],
-            ["accuracy_usual", "usual, points", "number"],
-            ["apart", "weights, furthest", "text"],
-            ["usual", "weights, usual", "text"],
-            ["seeds", "seeds", "number"],
+            text("more", "accuracy more, points"),
+            number("accuracy_apart", "furthest, points"),
+            number("accuracy_usual", "usual, points"),
+            text("apart", "weights, furthest"),
+            text("usual", "weights, usual"),
+            number("seeds"),
         ],
     )
 
 
-def _undisturbed(rows: Sequence[Row]) -> dict[str, Any]:
-    return _section(
-        "table",
+def _undisturbed(rows: Sequence[Row]) -> Section:
+    return table(
         "undisturbed",
         "Undisturbed trainings",
         "Spread: standard deviation over seeds.",
         [row for row in rows if row["part"] == "undisturbed"],
         by=["network", "dataset"],
         columns=[
-            ["accuracy", "accuracy, %", "number"],
-            ["spread", "spread, points", "number"],
-            ["seeds", "seeds", "number"],
-            ["steps", "steps", "number"],
-            ["batch_size", "samples of a step", "number"],
+            number("accuracy", "accuracy, %"),
+            number("spread", "spread, points"),
+            number("seeds"),
+            number("steps"),
+            number("batch_size", "samples of a step"),
         ],
     )

@@ -16,7 +16,7 @@ import numpy as np
 
 from holdfast.errors import ConfigError
 from holdfast_lab.simulate import Estimate
-from holdfast_lab.studies.base import MEASURED, Claim, Journal, Options, Row, Task, check_parts, parts_left_out
+from holdfast_lab.studies.base import MEASURED, Journal, Options, Row, Task, check_parts, parts_left_out
 from holdfast_lab.studies.pool import Workers
 from holdfast_lab.studies.resilience.cases import INSIDE, QUICK, READ, WIDE, Case, Network, cases
 from holdfast_lab.studies.resilience.claims import hold_claims, is_lossy
@@ -50,6 +50,7 @@ class Resilience:
         "the cases, which have their seeds in common; of real runs by bootstrap over them; of shares Wilson's."
     )
     task_s, quick_task_s = 92.0, 6.0
+    claims, page = staticmethod(hold_claims), staticmethod(sections)
 
     def settings(self, options: Options) -> dict[str, Any]:
         """See :meth:`Study.settings`."""
@@ -98,14 +99,6 @@ class Resilience:
                 "All but one network, two numbers of workers, failures at drawn moments, one run of each real job; all slices at once against slice by slice but for the network with batch norm."
             )
         return told
-
-    def claims(self, rows: Sequence[Row], seed: int) -> list[Claim]:
-        """See :meth:`Study.claims`."""
-        return hold_claims(rows, seed)
-
-    def page(self, rows: Sequence[Row]) -> list[dict[str, Any]]:
-        """See :meth:`Study.page`."""
-        return sections(rows)
 
 
 def _networks(options: Options) -> list[Network]:

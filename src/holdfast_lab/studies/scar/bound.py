@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
-from holdfast_lab.studies.base import MEASURED, SHARE, Claim, Row
+from holdfast_lab.studies.base import MEASURED, SHARE, Claim, Row, statement
 from holdfast_lab.studies.scar.figures import unbroken
 from holdfast_lab.studies.scar.perturbation_each import ALWAYS, NOTHING
 from holdfast_lab.studies.scar.perturbation_rows import KNOWN
+from holdfast_lab.studies.sections import Section, number, points, table, text
 from holdfast_lab.studies.stats import share_interval
 
 _DERIVED = "derived"
 _PAPER = "theorem"
 _VIOLATIONS = "violations"
-_NOT_CHECKED = "not checked: nothing was run that tells"
 _MANY = 20_000
 _HEAVY = "quadratic"
 """The program whose costs are drawn: its c is known."""
@@ -29,14 +28,13 @@ def bound_claims(rows: Sequence[Row]) -> list[Claim]:
 
 def _always_holds(known: Sequence[Row]) -> Claim:
     words = "A perturbed run is at eps after at most log((||x(0) - x*|| + D) / eps) / log(1/c) iterations"
+    claim = statement(words, _DERIVED, 0.0)
     if not known:
-        return Claim(claim=words, source=_DERIVED, paper=0.0, found=_NOT_CHECKED)
+        return claim
     tries, above = (sum(row[name] for row in known) for name in ("perturbations", "violations"))
     found = f"in {tries:,} perturbations, random, adversarial, resets, and along the slowest direction; c is known"
     found += "" if tries >= _MANY else f"; fewer than {_MANY:,} were asked for"
-    return Claim(
-        claim=words, source=_DERIVED, paper=0.0, ours=float(above), holds=above == 0, found=found, unit=_VIOLATIONS
-    )
+    return claim.judged(float(above), above == 0, found, unit=_VIOLATIONS)
 
 
 def _of_every_kind(kinds: Sequence[Row]) -> Claim:
@@ -45,29 +43,29 @@ def _of_every_kind(kinds: Sequence[Row]) -> Claim:
         "once, several times, at every step"
     )
     known = [row for row in kinds if row["c_from"] == KNOWN]
+    claim = statement(words, _DERIVED, 0.0)
     if not known:
-        return Claim(claim=words, source=_DERIVED, paper=0.0, found=_NOT_CHECKED)
+        return claim
     above, runs, lost = (sum(row[name] for row in known) for name in ("violations", "trials", "diverged"))
     found = f"in {runs} runs of {len({row['kind'] for row in known})} kinds where c is known"
     found += f"; {lost} of them left the numbers, where there is no bound" if lost else ""
     if fitted := [row for row in kinds if row["c_from"] != KNOWN]:
         worse, tries = (sum(row[name] for row in fitted) for name in ("violations", "trials"))
         found += f"; where c was fitted, {worse} in {tries}"
-    return Claim(
-        claim=words, source=_DERIVED, paper=0.0, ours=float(above), holds=above == 0, found=found, unit=_VIOLATIONS
-    )
+    return claim.judged(float(above), above == 0, found, unit=_VIOLATIONS)
 
 
 def _as_a_difference(known: Sequence[Row]) -> Claim:
     words = "The iteration cost is at most log(1 + D / ||x(0) - x*||) / log(1/c)"
+    claim = statement(words, _PAPER, 0.0)
     if not known:
-        return Claim(claim=words, source=_PAPER, paper=0.0, found=_NOT_CHECKED)
+        return claim
     tries, above = (sum(row[name] for row in known) for name in ("perturbations", "difference_violations"))
     each = "; ".join(f"{row['program']}, {row['kind']}: {100 * row['difference_share']:.0f} %" for row in known)
     found = f"of {tries:,} perturbations cost more: the undisturbed run beats the rate c at first; {each}"
     ci = _interval(above, tries)
     ours = above / tries
-    return Claim(claim=words, source=_PAPER, paper=0.0, ours=ours, ci=ci, holds=above == 0, found=found, unit=SHARE)
+    return claim.judged(ours, above == 0, found, ci=ci, unit=SHARE)
 
 
 def _interval(successes: int, tries: int) -> tuple[float, float] | None:
@@ -84,8 +82,9 @@ def _irreducible(kinds: Sequence[Row]) -> Claim:
     always = [row for row in kinds if row["often"] == ALWAYS]
     checked = [row for row in always if row["holds"] is not None]
     known = [row for row in checked if row["c_from"] == KNOWN]
+    claim = statement(words, _PAPER, 1.0)
     if not known:
-        return Claim(claim=words, source=_PAPER, paper=1.0, found=_NOT_CHECKED)
+        return claim
     kept = sum(row["holds"] for row in known)
     others = [row for row in checked if row["c_from"] != KNOWN]
     found = f"of {len(known)} kinds of perturbations where c is known"
@@ -95,16 +94,16 @@ def _irreducible(kinds: Sequence[Row]) -> Claim:
     )
     ci = share_interval(kept, len(known))
     ours, holds = kept / len(known), kept == len(known)
-    return Claim(claim=words, source=_PAPER, paper=1.0, ours=ours, ci=ci, holds=holds, found=found, unit=SHARE)
+    return claim.judged(ours, holds, found, ci=ci, unit=SHARE)
 
 
-def bound_sections(rows: Sequence[Row]) -> list[dict[str, Any]]:
+def bound_sections(rows: Sequence[Row]) -> list[Section]:
     """Return the sections about perturbations."""
     kinds = [row for row in rows if row["part"] == "kind" and row["status"] == MEASURED]
     return [_figure(rows), _bound_table(rows), _kinds_table(kinds), _always_table(kinds)]
 
 
-def _figure(rows: Sequence[Row]) -> dict[str, Any]:
+def _figure(rows: Sequence[Row]) -> Section:
     binned = [row for row in rows if row["part"] == "perturbation" and row["program"] == _HEAVY]
     shown = [
         row | {"low": (row["ci"] or [row["cost"]] * 2)[0], "high": (row["ci"] or [row["cost"]] * 2)[1]}
@@ -116,96 +115,88 @@ def _figure(rows: Sequence[Row]) -> dict[str, Any]:
         ["paper's bound", deltas, [row["paper_bound"] for row in ordered]],
         ["absolute bound", deltas, [row["absolute_bound"] for row in ordered]],
     ]
-    return {
-        "kind": "points",
-        "id": "perturbations",
-        "title": "Iteration cost against the size of a perturbation",
-        "note": "A quadratic of 64 dimensions and condition 30, whose c is known. D is the sum of c^-l ||d(l)||, as a multiple of ||x(0) - x*||; "
+    return points(
+        "perturbations",
+        "Iteration cost against the size of a perturbation",
+        "A quadratic of 64 dimensions and condition 30, whose c is known. D is the sum of c^-l ||d(l)||, as a multiple of ||x(0) - x*||; "
         "means of runs of about the same D, with 95 % intervals. The paper's bound is on the cost; the absolute one is on the count, less "
         "the undisturbed count.",
-        "where": {},
-        "rows": shown,
-        "series": ["kind"],
-        "interval": ["low", "high"],
-        "x": ["delta", "D, as a multiple of ||x(0) - x*||"],
-        "y": ["cost", "iteration cost, iterations"],
-        "log": ["x"],
-        "curves": curves if binned else [],
-    }
+        shown,
+        series=["kind"],
+        interval=["low", "high"],
+        x=["delta", "D, as a multiple of ||x(0) - x*||"],
+        y=["cost", "iteration cost, iterations"],
+        log=["x"],
+        curves=curves if binned else [],
+    )
 
 
-def _bound_table(rows: Sequence[Row]) -> dict[str, Any]:
+def _bound_table(rows: Sequence[Row]) -> Section:
     counts = ("violations", "difference_violations", "censored")
     held = [
         row | {name: unbroken(f"{row[name]:,} of {row['perturbations']:,}") for name in counts}
         for row in rows
         if row["part"] == "bound" and row["status"] == MEASURED
     ]
-    return {
-        "kind": "table",
-        "id": "bound",
-        "title": "How often the bounds were exceeded",
-        "note": "Absolute: the count of the perturbed run against its bound. As a difference: the cost against the paper's bound. What it means "
+    return table(
+        "bound",
+        "How often the bounds were exceeded",
+        "Absolute: the count of the perturbed run against its bound. As a difference: the cost against the paper's bound. What it means "
         "that the absolute bound is exceeded: where c is known, an error in the theory or in this code; where it is fitted, that the program "
         "did not contract at that c wherever the run went; where it is the worst ratio of the undisturbed run, that the perturbed run met a worse one.",
-        "where": {},
-        "rows": held,
-        "by": ["program", "kind", "c_from"],
-        "columns": [
-            ["c", "c", "number", "a factor an iteration"],
-            ["violations", "absolute bound exceeded", "text", "perturbations"],
-            ["difference_violations", "as a difference", "text", "perturbations"],
-            ["difference_excess", "by at most", "number", "iterations"],
-            ["censored", "censored", "text", "perturbations"],
+        held,
+        by=["program", "kind", "c_from"],
+        columns=[
+            number("c", "c", "a factor an iteration"),
+            text("violations", "absolute bound exceeded", "perturbations"),
+            text("difference_violations", "as a difference", "perturbations"),
+            number("difference_excess", "by at most", "iterations"),
+            text("censored", "censored", "perturbations"),
         ],
-    }
+    )
 
 
-def _kinds_table(kinds: Sequence[Row]) -> dict[str, Any]:
-    return {
-        "kind": "table",
-        "id": "kinds",
-        "title": "Every kind of perturbation, once and several times",
-        "note": f"{_about(kinds)} In each trial all kinds strike at the same iterations. Size: the sum of ||d||, the median over the trials.",
-        "where": {},
-        "rows": [_shown(row) for row in kinds if row["often"] != ALWAYS],
-        "by": ["program", "kind", "often"],
-        "columns": [
-            ["size", "size", "text", _START],
+def _kinds_table(kinds: Sequence[Row]) -> Section:
+    return table(
+        "kinds",
+        "Every kind of perturbation, once and several times",
+        f"{_about(kinds)} In each trial all kinds strike at the same iterations. Size: the sum of ||d||, the median over the trials.",
+        [_shown(row) for row in kinds if row["often"] != ALWAYS],
+        by=["program", "kind", "often"],
+        columns=[
+            text("size", "size", _START),
             _COST,
             _BOUND,
-            ["violations", "exceeded", "text", "runs"],
-            ["loss_cost", "cost in loss", "text", "iterations"],
+            text("violations", "exceeded", "runs"),
+            text("loss_cost", "cost in loss", "iterations"),
             _ODD,
         ],
-    }
+    )
 
 
-def _always_table(kinds: Sequence[Row]) -> dict[str, Any]:
+def _always_table(kinds: Sequence[Row]) -> Section:
     always = [row for row in kinds if row["often"] == ALWAYS]
     slower = _slower(always)
     above, runs = (sum(row[name] for row in always) for name in ("violations", "trials"))
-    return {
-        "kind": "table",
-        "id": "irreducible",
-        "title": "Perturbed at every step: the error that stays",
-        "note": f"{_about(kinds)} Size: the largest ||d|| of the second half of a run. Error: the largest distance to x* in its last quarter; "
+    return table(
+        "irreducible",
+        "Perturbed at every step: the error that stays",
+        f"{_about(kinds)} Size: the largest ||d|| of the second half of a run. Error: the largest distance to x* in its last quarter; "
         "its bound: c / (1 - c) times the size. Left: what is still left of the way to x*; it is added to the bound before they are compared. "
         f"The bound on the cost was exceeded in {above} of {runs} runs. {_of_nothing(slower)}",
-        "where": {},
-        "rows": [_shown(row) | {"holds": _kept(row, slower)} for row in always],
-        "by": ["program", "kind"],
-        "columns": [
-            ["size", "size", "text", _START],
-            ["error", "error", "text", _START],
-            ["error_bound", "its bound", "text", _START],
-            ["left", "left", "text", _START],
-            ["holds", "kept", "text"],
+        [_shown(row) | {"holds": _kept(row, slower)} for row in always],
+        by=["program", "kind"],
+        columns=[
+            text("size", "size", _START),
+            text("error", "error", _START),
+            text("error_bound", "its bound", _START),
+            text("left", "left", _START),
+            text("holds", "kept"),
             _COST,
             _BOUND,
             _ODD,
         ],
-    }
+    )
 
 
 _COST, _BOUND = ["cost", "cost", "text", "iterations"], ["bound", "bound", "text", "iterations"]

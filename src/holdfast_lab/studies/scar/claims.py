@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from holdfast_lab.studies.base import MEASURED, SHARE, Claim, Row
+from holdfast_lab.studies.base import MEASURED, SHARE, Claim, Row, statement
 from holdfast_lab.studies.scar.bound import bound_claims
 from holdfast_lab.studies.scar.claims_further import further_claims
 from holdfast_lab.studies.scar.policies import FRACTIONS, HINDSIGHT, NODES, PARTIAL, SCAR, TRADITIONAL, chosen
@@ -18,7 +18,6 @@ from holdfast_lab.studies.scar.verdicts import (
     EXPECTED,
     LEAST,
     MOST,
-    NOT_CHECKED,
     PAPER,
     POINTS,
     at_least,
@@ -78,37 +77,27 @@ def _headline(trials: Trials, skews: Mapping[str, float]) -> list[Claim]:
         holds = ours >= LEAST if not in_percent(late.ci)[0] < LEAST < in_percent(late.ci)[1] else None
         found += "" if holds is not None else "; the interval does not tell"
         claims.append(
-            Claim(
-                claim=f"{words}: {program}",
-                source=ABSTRACT,
-                paper=LEAST,
-                ours=ours,
-                ci=in_percent(late.ci),
-                holds=holds,
-                found=found,
-                unit="%",
+            statement(f"{words}: {program}", ABSTRACT, LEAST).judged(
+                ours, holds, found, ci=in_percent(late.ci), unit="%"
             )
         )
-    return claims or [Claim(claim=words, source=ABSTRACT, paper=LEAST, unit="%", found=NOT_CHECKED)]
+    return claims or [statement(words, ABSTRACT, LEAST, "%")]
 
 
 def _near_optimal(trials: Trials) -> Claim:
     words = f"SCAR is near-optimal: the best choice of blocks at the same bytes would save at most {_NEAR_POINTS:.0f} points more"
     source = f"{ABSTRACT}; the {_NEAR_POINTS:.0f} points are ours"
     found = gaps(trials, trials.stated(), HINDSIGHT, SCAR)
+    claim = statement(words, source, _NEAR_POINTS, POINTS)
     if not found:
-        return Claim(claim=words, source=source, paper=_NEAR_POINTS, unit=POINTS, found=NOT_CHECKED)
+        return claim
     farthest = max(found, key=lambda name: found[name][0])
     value, ci = found[farthest]
-    return Claim(
-        claim=words,
-        source=source,
-        paper=_NEAR_POINTS,
-        ours=100 * value,
+    return claim.judged(
+        100 * value,
+        100 * value <= _NEAR_POINTS,
+        f"hindsight, which knows when but not who, above SCAR; the most, {farthest}; {told(found, POINTS)}",
         ci=in_percent(ci),
-        holds=100 * value <= _NEAR_POINTS,
-        found=f"hindsight, which knows when but not who, above SCAR; the most, {farthest}; {told(found, POINTS)}",
-        unit=POINTS,
     )
 
 
@@ -135,7 +124,7 @@ def _predicted(trials: Trials, skews: Mapping[str, float], seed: int) -> Claim:
         if program in skews
     }
     if len(saved) < 3:
-        return Claim(claim=words, source=EXPECTED, found=NOT_CHECKED)
+        return statement(words, EXPECTED)
     both = np.array([list(saved.values()), [skews[name] for name in saved]])
     ranks = both.argsort(axis=1).argsort(axis=1)
     ranks = (ranks - ranks.mean()) / ranks[0].std()
@@ -144,26 +133,23 @@ def _predicted(trials: Trials, skews: Mapping[str, float], seed: int) -> Claim:
     chance = float(((shuffled * ranks[0]).mean(axis=1) >= ours - 1e-9).mean())
     found = f"rank correlation over {len(saved)} programs; without any relation it were as high with probability {chance:.2g}"
     holds = False if ours <= 0 else True if chance < 0.05 else None
-    return Claim(claim=words, source=EXPECTED, paper=1.0, ours=ours, holds=holds, found=found)
+    return statement(words, EXPECTED, 1.0).judged(ours, holds, found)
 
 
 def _partial_alone(trials: Trials, nodes: int) -> Claim:
     expected = 100 * (1 - nodes / NODES)
     words = f"Partial recovery alone saves about 1 - p of the iterations: logistic regression, {nodes}/{NODES} lost"
     found = reductions(trials, trials.stated(MLR), partial_of(nodes))
+    claim = statement(words, EXPECTED, expected, "%")
     if not found:
-        return Claim(claim=words, source=EXPECTED, paper=expected, unit="%", found=NOT_CHECKED)
+        return claim
     farthest = max(found, key=lambda name: abs(100 * found[name][0] - expected))
     value, ci = found[farthest]
-    return Claim(
-        claim=words,
-        source=EXPECTED,
-        paper=expected,
-        ours=100 * value,
+    return claim.judged(
+        100 * value,
+        abs(100 * value - expected) <= _NEAR_POINTS,
+        f"the farthest from it, {farthest}; within {_NEAR_POINTS:.0f} points was asked; {told(found)}",
         ci=in_percent(ci),
-        holds=abs(100 * value - expected) <= _NEAR_POINTS,
-        found=f"the farthest from it, {farthest}; within {_NEAR_POINTS:.0f} points was asked; {told(found)}",
-        unit="%",
     )
 
 
@@ -177,18 +163,11 @@ def _never_farther(trials: Trials) -> Claim:
         for program in trials.programs()
         for pair in trials.pairs(program, partial_of(nodes), TRADITIONAL)
     ]
+    claim = statement(words, PAPER, 1.0)
     if not pairs:
-        return Claim(claim=words, source=PAPER, paper=1.0, found=NOT_CHECKED)
+        return claim
     kept = [mine["error"] <= base["error"] * (1 + 1e-6) for mine, base in pairs]
-    return Claim(
-        claim=words,
-        source=PAPER,
-        paper=1.0,
-        ours=float(np.mean(kept)),
-        holds=all(kept),
-        found=f"of {len(kept)} failures",
-        unit=SHARE,
-    )
+    return claim.judged(float(np.mean(kept)), all(kept), f"of {len(kept)} failures", unit=SHARE)
 
 
 def _share_of_square(trials: Trials, rows: Sequence[Row], nodes: int) -> Claim:
@@ -201,13 +180,14 @@ def _share_of_square(trials: Trials, rows: Sequence[Row], nodes: int) -> Claim:
         if abs(blocks.get(program, NODES) * nodes // NODES / blocks.get(program, NODES) - expected) <= _NEAR_SHARE
     ]
     words = f"Of random blocks, {nodes}/{NODES} of all, E||d'||^2 = p ||d||^2"
+    claim = statement(words, PAPER, expected)
     if (shares := trials.share_of_error(partial_of(nodes), divided)) is None:
-        return Claim(claim=words, source=PAPER, paper=expected, found=NOT_CHECKED)
+        return claim
     value, ci, every = shares
     holds = ci[0] <= expected <= ci[1] or abs(value - expected) <= _NEAR_SHARE
     found = f"mean over {len(every)} failures of {len(divided)} programs, each with its own shares of the blocks"
     unit = "of ||d||^2"
-    return Claim(claim=words, source=PAPER, paper=expected, ours=value, ci=ci, holds=holds, found=found, unit=unit)
+    return claim.judged(value, holds, found, ci=ci, unit=unit)
 
 
 def _order_of_choices(trials: Trials) -> list[Claim]:
@@ -260,15 +240,13 @@ def _same_bytes(trials: Trials, rows: Sequence[Row]) -> Claim:
         for policy in trials.policies(program)
         if program in budgets and (cell := trials.cell(program, policy))
     }
+    claim = statement(words, PAPER, 1.0)
     if not ratios:
-        return Claim(claim=words, source=PAPER, paper=1.0, found=NOT_CHECKED)
+        return claim
     most = max(ratios, key=lambda name: ratios[name])
-    return Claim(
-        claim=words,
-        source=PAPER,
-        paper=1.0,
-        ours=ratios[most],
-        holds=ratios[most] <= 1 + 1e-6,
-        found=f"the most: {most}; mean over failures after the first full save",
+    return claim.judged(
+        ratios[most],
+        ratios[most] <= 1 + 1e-6,
+        f"the most: {most}; mean over failures after the first full save",
         unit="times the bytes of the full saves",
     )

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from holdfast_lab.studies.base import Claim
+from holdfast_lab.studies.base import Claim, statement
 from holdfast_lab.studies.scar.policies import LINE_INT8, LIVE, NO_CHECKPOINT, SCAR
 from holdfast_lab.studies.scar.programs import ITEMS_FIRST
 from holdfast_lab.studies.scar.rows import ALS, MLR, NETWORKS, Cell, Trials
-from holdfast_lab.studies.scar.verdicts import EXPECTED, NOT_CHECKED, POINTS, at_least, gaps, is_above, reductions, told
+from holdfast_lab.studies.scar.verdicts import EXPECTED, POINTS, at_least, gaps, is_above, reductions, told
 
 _GOAL = "our goal"
 
@@ -68,9 +68,9 @@ def _chosen(trials: Trials) -> list[Claim]:
         if program in picked and (cell := trials.cell(program, picked[program]))
     }
     if not cells:
-        return [never, Claim(claim=words, source=_GOAL, paper=50.0, unit="%", found=NOT_CHECKED)]
+        return [never, statement(words, _GOAL, 50.0, "%")]
     above = [name for name, cell in cells.items() if cell.reduction > 0.9]
     share = 100 * len(above) / len(cells)
     found = f"of {len(cells)} programs; {told({name: (cell.reduction, cell.ci) for name, cell in cells.items()})}"
-    claim = Claim(claim=words, source=_GOAL, paper=50.0, ours=share, holds=share > 50, found=found, unit="%")
+    claim = statement(words, _GOAL, 50.0).judged(share, share > 50, found, unit="%")
     return [never, claim]

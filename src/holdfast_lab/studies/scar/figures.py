@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from holdfast_lab.studies.base import Row
 from holdfast_lab.studies.scar.policies import SCAR
 from holdfast_lab.studies.scar.rows import Cell, Trials
 from holdfast_lab.studies.scar.verdicts import show
+from holdfast_lab.studies.sections import Section, table, text
 
 LATE = "Failures after the first full save (T >= C). "
 READ = (
@@ -70,13 +71,12 @@ def rows_of(trials: Trials, programs: Sequence[str], policies: Sequence[str], *,
     ]
 
 
-def figure(kind: str, name: str, title: str, note: str, rows: Sequence[Row], **more: Any) -> dict[str, Any]:
+def figure(make: Callable[..., Section], name: str, title: str, note: str, rows: Sequence[Row], **more: Any) -> Section:
     """Return a picture; its axis of reductions reaches as far as its intervals do, within reason."""
     low, high = limits = _limits(rows)
     if any(row["low"] is not None and not low <= row["low"] <= row["high"] <= high for row in rows):
         note += " What ends at the edge goes on beyond it: see the tables."
-    about = {"kind": kind, "id": name, "title": title, "note": note, "where": {}, "rows": list(rows)}
-    return about | {"interval": ["low", "high"], "limits": limits, **more}
+    return make(name, title, note, rows, interval=["low", "high"], limits=limits, **more)
 
 
 def _limits(rows: Sequence[Row]) -> list[float]:
@@ -84,20 +84,7 @@ def _limits(rows: Sequence[Row]) -> list[float]:
     return [max(_LIMITS[0], min([*lows, 0]) - 5), min(_LIMITS[1], max([*highs, 100]) + 5)]
 
 
-def table(
-    name: str,
-    title: str,
-    note: str,
-    rows: Sequence[Mapping[str, Any]],
-    by: Sequence[str],
-    columns: Sequence[Sequence[str]],
-) -> dict[str, Any]:
-    """Return a table."""
-    about = {"kind": "table", "id": name, "title": title, "note": note, "where": {}, "rows": list(rows)}
-    return about | {"by": list(by), "columns": [list(column) for column in columns]}
-
-
-def pivot(trials: Trials, name: str, title: str, note: str, policies: Mapping[str, str]) -> dict[str, Any]:
+def pivot(trials: Trials, name: str, title: str, note: str, policies: Mapping[str, str]) -> Section:
     """Return a table with a line for each program and a column for each policy, by its heading."""
     lines = []
     for program in trials.stated():
@@ -107,5 +94,5 @@ def pivot(trials: Trials, name: str, title: str, note: str, policies: Mapping[st
             if cells
             else []
         )
-    columns = [[policy, heading, "text", "%"] for policy, heading in policies.items()]
-    return table(name, title, f"{LATE}{READ} {note}".strip(), lines, ["program"], columns)
+    columns = [text(policy, heading, "%") for policy, heading in policies.items()]
+    return table(name, title, f"{LATE}{READ} {note}".strip(), lines, by=["program"], columns=columns)

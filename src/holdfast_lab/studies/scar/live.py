@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.report.against import cost_against
-from holdfast_lab.studies.base import MEASURED, NOT_RUN, SHARE, Claim, Row, Task
+from holdfast_lab.studies.base import MEASURED, NOT_RUN, SHARE, Claim, Row, Task, statement
 from holdfast_lab.studies.parallelism.jobs import ended, own_environment
 from holdfast_lab.studies.stats import share_interval
 
@@ -141,22 +141,11 @@ def live_claims(rows: Sequence[Row]) -> list[Claim]:
     words = "Real workers that own shards and are killed cost what is predicted: what they lose is what was not saved, no more"
     live = [row for row in rows if row["part"] == "live" and row["status"] == MEASURED]
     if not live:
-        return [Claim(claim=words, source=_DERIVED, found="not checked: nothing was run that tells")]
+        return [statement(words, _DERIVED)]
     same = [row["same_bits"] and row["killed"] and row["restored"] > 0 for row in live]
     costs = [row["cost"] for row in live if row["cost"] is not None]
     found = f"of {len(live)} runs end with the predicted bits"
     if costs:
         found += f"; iteration cost {min(costs):.2f} to {max(costs):.2f}, {sum(costs) / len(costs):.2f} iterations on average"
     ci = share_interval(sum(same), len(same))
-    return [
-        Claim(
-            claim=words,
-            source=_DERIVED,
-            paper=1.0,
-            ours=sum(same) / len(same),
-            ci=ci,
-            holds=all(same),
-            found=found,
-            unit=SHARE,
-        )
-    ]
+    return [statement(words, _DERIVED, 1.0).judged(sum(same) / len(same), all(same), found, ci=ci, unit=SHARE)]

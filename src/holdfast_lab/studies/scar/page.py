@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from holdfast.checkpoint.priority_choice import CHOICES
 from holdfast_lab.studies.base import Row
 from holdfast_lab.studies.scar.bound import bound_sections
 from holdfast_lab.studies.scar.claims import skews_of
-from holdfast_lab.studies.scar.figures import AXIS, LATE, READ, figure, pivot, row_of, rows_of, shown, table, unbroken
+from holdfast_lab.studies.scar.figures import AXIS, LATE, READ, figure, pivot, row_of, rows_of, shown, unbroken
 from holdfast_lab.studies.scar.page_further import (
     chosen_table,
     every_table,
@@ -31,9 +30,10 @@ from holdfast_lab.studies.scar.policies import (
 )
 from holdfast_lab.studies.scar.rows import Trials
 from holdfast_lab.studies.scar.save import held_table
-from holdfast_lab.studies.scar.tables import live_table, not_run_table, pilot_table, rates_table
+from holdfast_lab.studies.scar.tables import LIVE_TABLE, NOT_RUN_TABLE, pilot_table, rates_table
 from holdfast_lab.studies.scar.text import policies_table
 from holdfast_lab.studies.scar.verdicts import LEAST, MOST, partial_of, where_it_lies
+from holdfast_lab.studies.sections import Section, intervals, number, points, table, text
 
 _PRIORITY = chosen("full", "priority", FRACTIONS[-1])
 _ODD = (
@@ -42,7 +42,7 @@ _ODD = (
 )
 
 
-def sections(rows: Sequence[Row]) -> list[dict[str, Any]]:
+def sections(rows: Sequence[Row]) -> list[Section]:
     """Return the sections of the page."""
     trials, skews = Trials(rows), skews_of(rows)
     return [
@@ -73,12 +73,12 @@ def sections(rows: Sequence[Row]) -> list[dict[str, Any]]:
         further_table(trials),
         chosen_table(trials),
         *bound_sections(rows),
-        live_table(),
+        LIVE_TABLE,
         held_table(),
         every_table(trials),
         rates_table(rows),
         pilot_table(rows),
-        not_run_table(),
+        NOT_RUN_TABLE,
     ]  # fmt: skip
 
 
@@ -86,7 +86,7 @@ def sections(rows: Sequence[Row]) -> list[dict[str, Any]]:
 # The headline
 
 
-def _headline_figure(trials: Trials) -> dict[str, Any]:
+def _headline_figure(trials: Trials) -> Section:
     names = {PARTIAL: "partial recovery", _PRIORITY: "prioritised saves, r = 1/8", SCAR: "both: SCAR"}
     rows = [
         row_of(program, policy, cell) | {"policy": name}
@@ -96,7 +96,7 @@ def _headline_figure(trials: Trials) -> dict[str, Any]:
     ]
     note = f"{LATE}Half of the blocks lost. Shaded: what the abstract says, {LEAST:.0f} to {MOST:.0f} %."
     return figure(
-        "intervals",
+        intervals,
         "headline-figure",
         "Partial recovery, prioritised checkpoints, and both",
         note,
@@ -108,7 +108,7 @@ def _headline_figure(trials: Trials) -> dict[str, Any]:
     )
 
 
-def _headline_table(trials: Trials, skews: Mapping[str, float]) -> dict[str, Any]:
+def _headline_table(trials: Trials, skews: Mapping[str, float]) -> Section:
     lines = []
     for program in trials.stated():
         late, every = trials.cell(program, SCAR), trials.cell(program, SCAR, late=False)
@@ -132,28 +132,28 @@ def _headline_table(trials: Trials, skews: Mapping[str, float]) -> dict[str, Any
         "Skew: the share of the drift from iteration 3 C to 4 C, in squares, that the top eighth of the blocks has, in an "
         f"undisturbed run. Made: with T >= C, and all. {_ODD}",
         lines,
-        ["program"],
-        [
-            ["reduction", "saved, T >= C", "text", "%"],
-            ["range", "of 78 to 95 %", "text"],
-            ["all", "saved, all", "text", "%"],
-            ["skew", "skew", "text", "%"],
-            ["cost_text", "cost", "text", "iterations"],
-            ["base", "traditional", "text", "iterations"],
-            ["both_trials", "made", "text", "trials"],
-            ["odd", "odd", "text", "trials"],
+        by=["program"],
+        columns=[
+            text("reduction", "saved, T >= C", "%"),
+            text("range", "of 78 to 95 %"),
+            text("all", "saved, all", "%"),
+            text("skew", "skew", "%"),
+            text("cost_text", "cost", "iterations"),
+            text("base", "traditional", "iterations"),
+            text("both_trials", "made", "trials"),
+            text("odd", "odd", "trials"),
         ],
     )
 
 
-def _scatter(trials: Trials, skews: Mapping[str, float]) -> dict[str, Any]:
+def _scatter(trials: Trials, skews: Mapping[str, float]) -> Section:
     rows = [
         row | {"skew": 100 * skews[row["program"]], "family": row["program"].split("-")[0]}
         for row in rows_of(trials, trials.stated(), [SCAR])
         if row["program"] in skews
     ]
     return figure(
-        "points",
+        points,
         "skew",
         "The skew of the drift against what SCAR saves",
         f"{LATE}An undisturbed run tells the skew: the share of the drift that the top eighth of the blocks has. "
@@ -175,7 +175,7 @@ def _fraction(fraction: float) -> str:
     return f"r = 1/{round(1 / fraction)}"
 
 
-def _choices_figure(trials: Trials) -> dict[str, Any]:
+def _choices_figure(trials: Trials) -> Section:
     rows = [
         row_of(program, choice, cell) | {"fraction": _fraction(fraction)}
         for program in trials.stated()
@@ -184,7 +184,7 @@ def _choices_figure(trials: Trials) -> dict[str, Any]:
         if (cell := trials.cell(program, chosen(PARTIAL, choice, fraction)))
     ]
     return figure(
-        "intervals",
+        intervals,
         "choices-figure",
         "Priority, round-robin and random",
         f"{LATE}Half of the blocks lost, only they go back; the same bytes at every r.",
@@ -195,7 +195,7 @@ def _choices_figure(trials: Trials) -> dict[str, Any]:
     )
 
 
-def _choices_table(trials: Trials, restore: str, title: str) -> dict[str, Any]:
+def _choices_table(trials: Trials, restore: str, title: str) -> Section:
     lines = []
     for program in trials.stated():
         whole = trials.cell(program, PARTIAL if restore == PARTIAL else TRADITIONAL)
@@ -214,12 +214,12 @@ def _choices_table(trials: Trials, restore: str, title: str) -> dict[str, Any]:
         title,
         f"{LATE}{READ} Half of the blocks lost. r = 1 is {same}, whatever is chosen.",
         lines,
-        ["program", "choice"],
-        [["whole", "r = 1", "text", "%"], *([_fraction(r), _fraction(r), "text", "%"] for r in FRACTIONS)],
+        by=["program", "choice"],
+        columns=[text("whole", "r = 1", "%"), *(text(_fraction(r), _fraction(r), "%") for r in FRACTIONS)],
     )
 
 
-def _controls_table(trials: Trials) -> dict[str, Any]:
+def _controls_table(trials: Trials) -> Section:
     lines = []
     for program in trials.stated():
         for policy in (NO_CHECKPOINT, SCAR, HINDSIGHT, HINDSIGHT_WHO, RESEED):
@@ -235,12 +235,12 @@ def _controls_table(trials: Trials) -> dict[str, Any]:
         "Above SCAR: in points, paired. Restored to: how far from what was lost, as the program takes distances (Euclidean; of documents, tokens with another topic); "
         "numbers of different programs cannot be compared. Odd: trials that are censored, and negative.",
         lines,
-        ["program", "policy"],
-        [
-            ["reduction", "saved", "text", "%"],
-            ["gap", "above SCAR", "text", "points"],
-            ["cost_text", "cost", "text", "iterations"],
-            ["error", "restored to", "number", "distance"],
-            ["odd", "odd", "text", "trials"],
+        by=["program", "policy"],
+        columns=[
+            text("reduction", "saved", "%"),
+            text("gap", "above SCAR", "points"),
+            text("cost_text", "cost", "iterations"),
+            number("error", "restored to", "distance"),
+            text("odd", "odd", "trials"),
         ],
     )

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from holdfast_lab.studies.scar.figures import AXIS, LATE, READ, figure, row_of, rows_of, shown, table
+from holdfast_lab.studies.scar.figures import AXIS, LATE, READ, figure, row_of, rows_of, shown
 from holdfast_lab.studies.scar.policies import (
     CALIBRATED,
     HINDSIGHT,
@@ -19,6 +17,7 @@ from holdfast_lab.studies.scar.policies import (
 )
 from holdfast_lab.studies.scar.rows import Trials
 from holdfast_lab.studies.scar.text import CHOSEN
+from holdfast_lab.studies.sections import Section, intervals, number, table, text
 from holdfast_lab.studies.stats import RESAMPLES
 
 
@@ -33,11 +32,11 @@ def _further(trials: Trials, program: str) -> list[str]:
     ]
 
 
-def further_figure(trials: Trials) -> dict[str, Any]:
+def further_figure(trials: Trials) -> Section:
     """Return dead reckoning beside SCAR."""
     rows = rows_of(trials, trials.programs(), [SCAR, LINE, CALIBRATED, LINE_INT8])
     return figure(
-        "intervals",
+        intervals,
         "further-figure",
         "Dead reckoning, at the same bytes",
         f"{LATE}Half of the blocks lost, r = 1/8. A lost block is restored to where the line through its last two saves leads, and "
@@ -50,7 +49,7 @@ def further_figure(trials: Trials) -> dict[str, Any]:
     )
 
 
-def further_table(trials: Trials) -> dict[str, Any]:
+def further_table(trials: Trials) -> Section:
     """Return all policies that are not the paper's, beside SCAR."""
     lines = []
     for program in trials.programs():
@@ -63,17 +62,17 @@ def further_table(trials: Trials) -> dict[str, Any]:
         "Beyond the paper, at the same bytes",
         f"{LATE}{READ} Half of the blocks lost. Above SCAR: in points, paired. Odd: trials that are censored, and negative.",
         lines,
-        ["program", "policy"],
-        [
-            ["reduction", "saved", "text", "%"],
-            ["gap", "above SCAR", "text", "points"],
-            ["cost_text", "cost", "text", "iterations"],
-            ["odd", "odd", "text", "trials"],
+        by=["program", "policy"],
+        columns=[
+            text("reduction", "saved", "%"),
+            text("gap", "above SCAR", "points"),
+            text("cost_text", "cost", "iterations"),
+            text("odd", "odd", "trials"),
         ],
     )
 
 
-def chosen_table(trials: Trials) -> dict[str, Any]:
+def chosen_table(trials: Trials) -> Section:
     """Return what a policy does that was chosen by rehearsal."""
     lines = []
     for program in trials.programs():
@@ -93,17 +92,17 @@ def chosen_table(trials: Trials) -> dict[str, Any]:
         "One policy, chosen by the system",
         f"{LATE}{READ} {CHOSEN}",
         lines,
-        ["program", "policy"],
-        [
-            ["rehearsed", "in rehearsal", "text", "%"],
-            ["reduction", "on fresh seeds", "text", "%"],
-            ["gap", "above SCAR", "text", "points"],
-            ["trials", "made", "number", "trials"],
+        by=["program", "policy"],
+        columns=[
+            text("rehearsed", "in rehearsal", "%"),
+            text("reduction", "on fresh seeds", "%"),
+            text("gap", "above SCAR", "points"),
+            number("trials", "made", "trials"),
         ],
     )
 
 
-def several_table(trials: Trials) -> dict[str, Any]:
+def several_table(trials: Trials) -> Section:
     """Return the runs with several failures."""
     lines = [
         row_of(program, policy, cell) | {"failures": failures}
@@ -117,17 +116,17 @@ def several_table(trials: Trials) -> dict[str, Any]:
         "Several failures in one run",
         f"{READ} Half of the blocks lost each time, other blocks each time. Odd: trials that are censored, and negative.",
         lines,
-        ["program", "failures", "policy"],
-        [
-            ["reduction", "saved", "text", "%"],
-            ["cost_text", "cost", "text", "iterations"],
-            ["trials", "made", "number", "trials"],
-            ["odd", "odd", "text", "trials"],
+        by=["program", "failures", "policy"],
+        columns=[
+            text("reduction", "saved", "%"),
+            text("cost_text", "cost", "iterations"),
+            number("trials", "made", "trials"),
+            text("odd", "odd", "trials"),
         ],
     )
 
 
-def every_table(trials: Trials) -> dict[str, Any]:
+def every_table(trials: Trials) -> Section:
     """Return every cell."""
     lines = []
     for program in trials.programs():
@@ -140,15 +139,16 @@ def every_table(trials: Trials) -> dict[str, Any]:
         "Every policy with every program",
         f"{READ} Restored to: how far from what was lost, root of the mean square. Odd: trials that are censored, and negative.",
         lines,
-        ["program", "policy"],
-        [
-            ["reduction", "saved, T >= C", "text", "%"],
-            ["all", "saved, all", "text", "%"],
-            ["cost_text", "cost", "text", "iterations"],
-            ["error", "restored to", "number", "distance"],
-            ["bytes", "written", "text", "bytes an iteration"],
-            ["undefined", "resamples without a reduction", "number", f"of {RESAMPLES:,}"],
-            ["trials", "made", "number", "trials"],
-            ["odd", "odd", "text", "trials"],
+        by=["program", "policy"],
+        columns=[
+            text("reduction", "saved, T >= C", "%"),
+            text("all", "saved, all", "%"),
+            text("cost_text", "cost", "iterations"),
+            number("error", "restored to", "distance"),
+            text("bytes", "written", "bytes an iteration"),
+            number("undefined", "resamples without a reduction", f"of {RESAMPLES:,}"),
+            number("trials", "made", "trials"),
+            text("odd", "odd", "trials"),
         ],
-    ) | {"folded": True}
+        folded=True,
+    )

@@ -20,14 +20,14 @@ from torch import Tensor, nn
 
 from holdfast import Sharded
 from holdfast.checkpoint.priority import Running, Saving
-from holdfast_lab.studies.base import MEASURED, Claim, Row, Task
+from holdfast_lab.studies.base import MEASURED, Claim, Row, Task, statement
 from holdfast_lab.studies.pool import Workers
+from holdfast_lab.studies.sections import Section, measured, milliseconds, number, table
 from holdfast_lab.studies.stats import bootstrap, median
 
 HELD_TIMES, SELECTED_PERCENT = 1.2, 5.0
 """What was asked: at most so many times the copy, and at most so much of a step."""
 _ASKED = "what is asked of a partial save"
-_NOT_CHECKED = "not checked: nothing was run that tells"
 _WIDTHS = (784, 2048, 2048, 1312, 10)
 _SHARDS = 2
 _SAMPLES, _BATCHES = 32, 32
@@ -105,10 +105,10 @@ def held_rows(seed: int) -> list[Row]:
     training = _Training()
     savings = {way: _Timed([training.rows], saving) for way, saving in _SAVINGS.items()}
     times: dict[str, Times] = {way: {part: [] for part in _PARTS} for way in savings}
-    for number in range(-1, _REPETITIONS):  # the first is not counted
-        for way in random.Random(f"{seed} {number}").sample(sorted(savings), len(savings)):
+    for turn in range(-1, _REPETITIONS):  # the first is not counted
+        for way in random.Random(f"{seed} {turn}").sample(sorted(savings), len(savings)):
             taken = _one(training, savings[way])
-            if number >= 0:
+            if turn >= 0:
                 for part, taken_s in zip(_PARTS, taken, strict=True):
                     times[way][part].append(taken_s)
     return [_row(way, training.parameters, found, seed) for way, found in times.items()]
@@ -193,44 +193,40 @@ def held_claims(rows: Sequence[Row]) -> list[Claim]:
 def _at_most(words: str, rows: Sequence[Row], name: str, most: float, unit: str, more: str) -> Claim:
     """Hold that something is at most so much at every r; None if an interval does not tell and none is above."""
     if not rows:
-        return Claim(claim=words, source=_ASKED, paper=most, unit=unit, found=_NOT_CHECKED)
+        return statement(words, _ASKED, most, unit)
     worst = max(rows, key=lambda row: float(row[name]))
     holds = True if all(row[f"{name}_high"] <= most for row in rows) else None
     holds = False if any(row[f"{name}_low"] > most for row in rows) else holds
     each = "; ".join(
         f"{row['way']} {row[name]:.3g} [{row[f'{name}_low']:.3g}, {row[f'{name}_high']:.3g}]" for row in rows
     )
-    return Claim(
-        claim=words,
-        source=_ASKED,
-        paper=most,
-        ours=worst[name],
+    return statement(words, _ASKED, most).judged(
+        worst[name],
+        holds,
+        f"the most, {worst['way']}; {each} {unit}; {more}",
         ci=(worst[f"{name}_low"], worst[f"{name}_high"]),
-        holds=holds,
-        found=f"the most, {worst['way']}; {each} {unit}; {more}",
         unit=unit,
     )
 
 
-def held_table() -> dict[str, Any]:
+def held_table() -> Section:
     """Return how the page shows the rows."""
-    return {
-        "kind": "table",
-        "id": "held",
-        "title": "What a partial save takes from training",
-        "note": f"The larger of two shards of 8.5 million parameters, in blocks of {_BLOCK} numbers, C = {_EVERY}, medians of {_REPETITIONS} repetitions in one thread. Selection: "
+    return table(
+        "held",
+        "What a partial save takes from training",
+        f"The larger of two shards of 8.5 million parameters, in blocks of {_BLOCK} numbers, C = {_EVERY}, medians of {_REPETITIONS} repetitions in one thread. Selection: "
         "from the parameters to the numbers of the blocks. Write: what is written of them; the loop is held for both. Copy: the same blocks, as torch copies them. "
         "A save falls on every second step at r = 1/8. On a machine that is busy only the ratios say something.",
-        "where": {"part": "held", "status": MEASURED},
-        "by": ["way"],
-        "columns": [
-            ["parameters", "parameters held", "number"],
-            ["step_s", "a step", "ms"],
-            ["selection_s", "selection", "ms"],
-            ["write_s", "write", "ms"],
-            ["copy_s", "copy", "ms"],
-            ["write_to_copy", "write", "number", "times the copy"],
-            ["held_to_copy", "selection and write", "number", "times the copy"],
-            ["selection_percent", "selection, over all steps", "number", "% of a step"],
+        where=measured("held"),
+        by=["way"],
+        columns=[
+            number("parameters", "parameters held"),
+            milliseconds("step_s", "a step"),
+            milliseconds("selection_s", "selection"),
+            milliseconds("write_s", "write"),
+            milliseconds("copy_s", "copy"),
+            number("write_to_copy", "write", "times the copy"),
+            number("held_to_copy", "selection and write", "times the copy"),
+            number("selection_percent", "selection, over all steps", "% of a step"),
         ],
-    }
+    )

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from holdfast_lab.studies.scar.figures import called, table
+from holdfast_lab.studies.scar.figures import called
 from holdfast_lab.studies.scar.policies import (
     ALONE,
     CALIBRATED,
@@ -30,6 +28,7 @@ from holdfast_lab.studies.scar.policies import (
     TRADITIONAL,
 )
 from holdfast_lab.studies.scar.rows import Trials
+from holdfast_lab.studies.sections import Section, table, text
 
 _PAPER, _BEYOND, _OURS = "paper", "beyond it", "beyond it, of this study"
 _CONTROL, _BOUND = "control", "bound"
@@ -76,7 +75,7 @@ CHOSEN = (
 )
 
 
-def policies_table(trials: Trials) -> dict[str, Any]:
+def policies_table(trials: Trials) -> Section:
     """Return what the policies do that were tried."""
     tried = {policy for program in trials.programs() for policy in trials.policies(program)}
     lines = [
@@ -89,6 +88,6 @@ def policies_table(trials: Trials) -> dict[str, Any]:
         "What the policies do",
         f"All write at most the bytes of one full save in C iterations. {CHOSEN}",
         lines,
-        ["policy"],
-        [["whose", "from", "text"], ["what", "what is done", "text"]],
+        by=["policy"],
+        columns=[text("whose", "from"), text("what", "what is done")],
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from holdfast_lab.studies.base import Claim
+from holdfast_lab.studies.base import Claim, statement
 from holdfast_lab.studies.scar.policies import NODES, PARTIAL
 from holdfast_lab.studies.scar.rows import Trials
 
@@ -13,7 +13,6 @@ ABSTRACT = "abstract"
 PAPER = "paper"
 DERIVED = "derived"
 EXPECTED = "expected from a prototype"
-NOT_CHECKED = "not checked: nothing was run that tells"
 POINTS = "points"
 """The unit of a difference of percentages."""
 LEAST, MOST = 78.0, 95.0
@@ -68,22 +67,19 @@ def at_least(words: str, source: str, least: float, found: Mapping[str, Measured
 
     The lowest is shown.
     """
+    claim = statement(words, source, least, unit)
     if not found:
-        return Claim(claim=words, source=source, paper=least, unit=unit, found=NOT_CHECKED)
+        return claim
     lowest = min(found, key=lambda name: found[name][0])
     value, ci = found[lowest]
     below = [name for name, (_, (_, high)) in found.items() if 100 * high < least]
     unclear = [name for name, (_, (low, high)) in found.items() if 100 * low < least <= 100 * high]
     unsure = f"; the interval does not tell: {', '.join(unclear)}" if unclear else ""
-    return Claim(
-        claim=words,
-        source=source,
-        paper=least,
-        unit=unit,
-        ours=100 * value,
+    return claim.judged(
+        100 * value,
+        False if below else None if unclear else True,
+        f"the lowest, {lowest}; {told(found, unit)}{unsure}",
         ci=in_percent(ci),
-        holds=False if below else None if unclear else True,
-        found=f"the lowest, {lowest}; {told(found, unit)}{unsure}",
     )
 
 
@@ -103,8 +99,9 @@ def gaps(trials: Trials, programs: Sequence[str], policy: str, other: str) -> di
 
 def is_above(words: str, found: Mapping[str, Measured]) -> Claim:
     """Hold that every difference, by its name, is above 0; None if an interval does not tell and none is against it."""
+    claim = statement(words, PAPER, unit=POINTS)
     if not found:
-        return Claim(claim=words, source=PAPER, unit=POINTS, found=NOT_CHECKED)
+        return claim
     lowest = min(found, key=lambda name: found[name][0])
     value, ci = found[lowest]
     against = [name for name, (_, (_, high)) in found.items() if high < 0]
@@ -114,4 +111,4 @@ def is_above(words: str, found: Mapping[str, Measured]) -> Claim:
     text += f"; the interval does not tell: {', '.join(unclear)}" if unclear else ""
     holds = False if against else None if unclear else True
     ours, ends = 100 * value, in_percent(ci)
-    return Claim(claim=words, source=PAPER, ours=ours, ci=ends, holds=holds, found=text, unit=POINTS)
+    return claim.judged(ours, holds, text, ci=ends)

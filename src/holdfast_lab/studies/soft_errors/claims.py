@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from holdfast_lab.studies.base import MEASURED, Claim, Row
+from holdfast_lab.studies.base import MEASURED, Claim, Row, statement
 from holdfast_lab.studies.soft_errors.cells import (
     BIT_BY_BIT,
     CROSSED,
@@ -23,7 +23,6 @@ SBAC = "abstract, SBAC-PAD 2022"
 SECOND = "second hand, JPDC 2024"
 DERIVED = "derived"
 OURS = "ours"
-NOT_CHECKED = "not checked: nothing was run that tells"
 
 _ABSORBED = 95.0
 """Percent of the trainings that must end as if nothing had been, for us to say that flips are absorbed."""
@@ -52,9 +51,9 @@ def hold_claims(rows: Sequence[Row], seed: int) -> list[Claim]:
         *_of_each(ONE_DECIDES, SECOND, [_critical_against_below(cells, width) for width in WIDTHS]),
         _propagation(rows),
         *[_alone(row) for row in rows if row["part"] == "alone"],
-        Claim(
-            claim="Horovod is slightly more resilient than DDP",
-            source=SBAC,
+        statement(
+            "Horovod is slightly more resilient than DDP",
+            SBAC,
             found="not tested: Horovod is not among the platforms here",
         ),
     ]
@@ -63,7 +62,7 @@ def hold_claims(rows: Sequence[Row], seed: int) -> list[Claim]:
 def _of_each(words: str, source: str, claims: Sequence[Claim | None]) -> list[Claim]:
     """Return the claims that were checked; if none was, that."""
     checked = [claim for claim in claims if claim is not None]
-    return checked or [Claim(claim=words, source=source, found=NOT_CHECKED)]
+    return checked or [statement(words, source)]
 
 
 # ---------------------------------------------------------------------------------------------
@@ -113,32 +112,16 @@ def _absorbed(cells: Sequence[Row], platform: str, network: str, dataset: str) -
     claims = []
     if below[1]:
         ours, ci = _percent(below)
-        claims.append(
-            Claim(
-                claim=f"Dozens of flips are absorbed unless the critical bit is hit: {where}",
-                source=CLUSTER,
-                paper=_ABSORBED,
-                ours=ours,
-                ci=ci,
-                holds=True if ci[0] >= _ABSORBED else False if ci[1] < _ABSORBED else None,
-                unit="%",
-                found=f"of trainings without a change, dozens of flips (10 or 100) below that bit in one process's model; we ask for {_ABSORBED:.0f}",
-            )
-        )
+        claim = statement(f"Dozens of flips are absorbed unless the critical bit is hit: {where}", CLUSTER, _ABSORBED)
+        holds = True if ci[0] >= _ABSORBED else False if ci[1] < _ABSORBED else None
+        told = f"of trainings without a change, dozens of flips (10 or 100) below that bit in one process's model; we ask for {_ABSORBED:.0f}"
+        claims.append(claim.judged(ours, holds, told, ci=ci, unit="%"))
     if below[1] and hit[1]:
         ours, ci = _percent(hit)
         other = below[1] - below[0], below[1]
-        claims.append(
-            Claim(
-                claim=f"One flip of the critical bit does more harm than dozens below it: {where}",
-                source=CLUSTER,
-                ours=ours,
-                ci=ci,
-                holds=_above(hit, other),
-                unit="%",
-                found=f"of trainings that changed; with flips below it {_show(other)}",
-            )
-        )
+        claim = statement(f"One flip of the critical bit does more harm than dozens below it: {where}", CLUSTER)
+        told = f"of trainings that changed; with flips below it {_show(other)}"
+        claims.append(claim.judged(ours, _above(hit, other), told, ci=ci, unit="%"))
     return claims
 
 
@@ -162,15 +145,13 @@ def _more_sensitive(cells: Sequence[Row], platform: str, seed: int) -> Claim | N
     differences = [100 * (m / n - o / k) for (m, n), (o, k) in pairs]
     ci = bootstrap([differences], lambda drawn: sum(drawn[0]) / len(drawn[0]), seed)
     ours = sum(differences) / len(differences)
-    return Claim(
-        claim=f"{MORE_SENSITIVE}: {platform}",
-        source=SBAC,
-        ours=ours,
+    return statement(f"{MORE_SENSITIVE}: {platform}", SBAC).judged(
+        ours,
+        True if ci[0] > 0 else False if ci[1] < 0 else None,
+        f"more trainings that changed, mean over {len(pairs)} pairs of settings, which are drawn for the interval",
         ci=ci,
-        holds=True if ci[0] > 0 else False if ci[1] < 0 else None,
-        runs=len(pairs),
         unit="points",
-        found=f"more trainings that changed, mean over {len(pairs)} pairs of settings, which are drawn for the interval",
+        runs=len(pairs),
     )
 
 
@@ -183,9 +164,7 @@ def _all_collapse(cells: Sequence[Row], platform: str) -> Claim | None:
     told = "of trainings, 500 and 1000 flips of any bits in the model of one, half or all processes"
     told += f"; in the optimizer {_show(optimizer)}" if optimizer[1] else ""
     words = f"{ALL_COLLAPSE}: {platform}"
-    return Claim(
-        claim=words, source=SECOND, paper=100.0, ours=ours, ci=ci, holds=found[0] == found[1], found=told, unit="%"
-    )
+    return statement(words, SECOND, 100.0).judged(ours, found[0] == found[1], told, ci=ci, unit="%")
 
 
 def _critical_bit(cells: Sequence[Row], width: str) -> Claim | None:
@@ -201,14 +180,9 @@ def _critical_bit(cells: Sequence[Row], width: str) -> Claim | None:
     second = max(others, key=lambda bit: others[bit][0] / others[bit][1])
     worst = max(curve, key=lambda bit: curve[bit][0] / curve[bit][1])
     told = f"the bit whose flip changed most trainings; bit {expected} {_show(curve[expected])}; the most of all others, bit {second}, {_show(others[second])}"
-    return Claim(
-        claim=f"{CRITICAL_BIT}, bit {expected} of {width}",
-        source=DERIVED if width == "bfloat16" else SECOND,
-        paper=expected,
-        ours=worst,
-        holds=_above(curve[expected], others[second]),
-        found=told,
-    )
+    return statement(
+        f"{CRITICAL_BIT}, bit {expected} of {width}", DERIVED if width == "bfloat16" else SECOND, expected
+    ).judged(worst, _above(curve[expected], others[second]), told)
 
 
 def _critical_against_below(cells: Sequence[Row], width: str) -> Claim | None:
@@ -220,7 +194,7 @@ def _critical_against_below(cells: Sequence[Row], width: str) -> Claim | None:
     ours, ci = _percent(hit)
     told = f"of trainings in {width} that changed; with 100 flips below it {_show(below)}"
     words = f"{ONE_DECIDES}: {width}"
-    return Claim(claim=words, source=SECOND, ours=ours, ci=ci, holds=_above(hit, below), found=told, unit="%")
+    return statement(words, SECOND).judged(ours, _above(hit, below), told, ci=ci, unit="%")
 
 
 def _propagation(rows: Sequence[Row]) -> Claim:
@@ -232,26 +206,24 @@ def _propagation(rows: Sequence[Row]) -> Claim:
         and (row["experiment"], row["whose"], row["draws"]) == (PROPAGATION, "rank 0", "same")
         and row["norm"] is not None
     ]
+    claim = statement(words, f"{SECOND}; the words are ours")
     if not found:
-        return Claim(claim=words, source=f"{SECOND}; the words are ours", found=NOT_CHECKED)
-    return Claim(
-        claim=words,
-        source=f"{SECOND}; the words are ours",
-        ours=min(found),
-        holds=min(found) > 0,
-        found=f"the least of {len(found)} layers: the norm of the difference over that of the undisturbed weights, median over trials",
+        return claim
+    return claim.judged(
+        min(found),
+        min(found) > 0,
+        f"the least of {len(found)} layers: the norm of the difference over that of the undisturbed weights, median over trials",
     )
 
 
 def _alone(row: Row) -> Claim:
     alone = f"{row['harmed_alone_percent']:.1f} % [{row['harmed_alone_low']:.1f}, {row['harmed_alone_high']:.1f}]"
     difference = f"; {row['first_difference']}" if row["first_difference"] else ""
-    return Claim(
-        claim="A training from a warm state finds what one in processes of its own finds, to the bit",
-        source=OURS,
-        paper=100.0,
-        ours=100 * row["equal"] / row["trials"],
-        holds=row["equal"] == row["trials"],
+    return statement(
+        "A training from a warm state finds what one in processes of its own finds, to the bit", OURS, 100.0
+    ).judged(
+        100 * row["equal"] / row["trials"],
+        row["equal"] == row["trials"],
+        f"of {row['trials']} trainings; {row['harmed_percent']:.1f} % changed, in processes of their own {alone}{difference}",
         unit="%",
-        found=f"of {row['trials']} trainings; {row['harmed_percent']:.1f} % changed, in processes of their own {alone}{difference}",
     )

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from holdfast_lab.pages.study import row_id
-from holdfast_lab.studies.base import MEASURED, NOT_RUN, Row
+from holdfast.report.rows import row_id
+from holdfast_lab.studies.base import MEASURED, Row
 from holdfast_lab.studies.outcomes import OUTCOMES
+from holdfast_lab.studies.sections import Section, bars, intervals, not_run, number, points, table, text
 from holdfast_lab.studies.soft_errors.cells import (
     BIT_BY_BIT,
     BURSTS,
@@ -25,6 +26,7 @@ _READ = (
     "Harmed: outcomes other than RWC, by the altered process that is worst off; 95 % intervals (Wilson). By rank 0 and by the mean: "
     "what were said if its accuracy counted."
 )
+_PLACE = ("experiment", "platform", "network", "dtype", "processes")
 _TITLES = {
     QUICK: "One altered replica of two",
     CROSSED: "Model and optimizer, how many processes, how many flips, which bits",
@@ -37,19 +39,19 @@ _TITLES = {
 }
 _NOTES = {NETWORKS: f"{_READ} Fewer trainings of the large networks, so their intervals are wide."}
 _OUTCOME_COLUMNS = [
-    ["trials", "trials", "number"],
-    *([f"{name}_shown", f"{name}, %", "text"] for name in OUTCOMES),
-    ["harmed_shown", "harmed, %", "text"],
-    ["harmed_rank0_shown", "by rank 0", "text"],
-    ["harmed_mean_shown", "by the mean", "text"],
-    ["accuracy_mean", "accuracy", "number"],
-    ["accuracy_std", "STD", "number"],
-    ["accuracy_cv", "CV", "number"],
-    ["undisturbed", "undisturbed", "number"],
+    number("trials"),
+    *(text(f"{name}_shown", f"{name}, %") for name in OUTCOMES),
+    text("harmed_shown", "harmed, %"),
+    text("harmed_rank0_shown", "by rank 0"),
+    text("harmed_mean_shown", "by the mean"),
+    number("accuracy_mean", "accuracy"),
+    number("accuracy_std", "STD"),
+    number("accuracy_cv", "CV"),
+    number("undisturbed"),
 ]
 
 
-def sections(rows: Sequence[Row]) -> list[dict[str, Any]]:
+def sections(rows: Sequence[Row]) -> list[Section]:
     """Return the sections of the page."""
     cells = [_shown(row) for row in rows if row["part"] == "cell" and row["status"] == MEASURED]
     pages: list[dict[str, Any]] = []
@@ -58,7 +60,7 @@ def sections(rows: Sequence[Row]) -> list[dict[str, Any]]:
         for name, words, shown in _figures_of(experiment, title, mine):
             pages += [_intervals(experiment, name, words, shown), _bars(name, words, shown)]
         pages.append(_table(experiment, title, mine))
-    return [*pages, _curve(cells), *_error_tables(rows), _explained(rows), _alone(rows), _not_run(rows)]
+    return [*pages, _curve(cells), *_error_tables(rows), _explained(rows), _alone(rows), not_run(_PLACE, rows)]
 
 
 def _shown(row: Row) -> Row:
@@ -79,10 +81,6 @@ def _share(row: Row, name: str) -> str:
     return f"{row[f'{name}_percent']:.1f} [{low:.1f}, {high:.1f}]".replace(" ", "\N{NO-BREAK SPACE}")
 
 
-def _section(kind: str, name: str, title: str, note: str, rows: Sequence[Row], **more: Any) -> dict[str, Any]:
-    return {"kind": kind, "id": name, "title": title, "note": note, "where": {}, "rows": list(rows), **more}
-
-
 def _figures_of(experiment: str, title: str, rows: Sequence[Row]) -> list[tuple[str, str, list[Row]]]:
     """Return name, title and rows of the figures of an experiment: where all platforms were tried, each has its own."""
     if experiment != CROSSED:
@@ -94,9 +92,8 @@ def _figures_of(experiment: str, title: str, rows: Sequence[Row]) -> list[tuple[
     ]
 
 
-def _intervals(experiment: str, name: str, title: str, rows: Sequence[Row]) -> dict[str, Any]:
-    return _section(
-        "intervals",
+def _intervals(experiment: str, name: str, title: str, rows: Sequence[Row]) -> Section:
+    return intervals(
         f"{name}-harmed",
         title,
         _NOTES.get(experiment, _READ),
@@ -109,9 +106,8 @@ def _intervals(experiment: str, name: str, title: str, rows: Sequence[Row]) -> d
     )
 
 
-def _bars(name: str, title: str, rows: Sequence[Row]) -> dict[str, Any]:
-    return _section(
-        "bars",
+def _bars(name: str, title: str, rows: Sequence[Row]) -> Section:
+    return bars(
         f"{name}-outcomes",
         f"{title}: outcomes",
         "RWC: restart without change. AccR: accuracy below by more than 5 points. NaN: a loss or a weight is not finite. TF: the training failed.",
@@ -123,16 +119,15 @@ def _bars(name: str, title: str, rows: Sequence[Row]) -> dict[str, Any]:
     )
 
 
-def _table(experiment: str, title: str, rows: Sequence[Row]) -> dict[str, Any]:
+def _table(experiment: str, title: str, rows: Sequence[Row]) -> Section:
     by = ["where", "network", "whose", "what", "width"]
     note = _NOTES.get(experiment, _READ)
-    return _section("table", f"{experiment}-table", f"{title}: numbers", note, rows, by=by, columns=_OUTCOME_COLUMNS)
+    return table(f"{experiment}-table", f"{title}: numbers", note, rows, by=by, columns=_OUTCOME_COLUMNS)
 
 
-def _curve(cells: Sequence[Row]) -> dict[str, Any]:
+def _curve(cells: Sequence[Row]) -> Section:
     rows = [row | {"bit": int(row["bits"])} for row in cells if row["experiment"] == BIT_BY_BIT]
-    return _section(
-        "points",
+    return points(
         BIT_BY_BIT,
         "Every bit position in turn",
         f"One flip in the model of one replica of two. Bits are counted from the least significant one. {_READ}",
@@ -145,7 +140,7 @@ def _curve(cells: Sequence[Row]) -> dict[str, Any]:
     )
 
 
-def _error_tables(rows: Sequence[Row]) -> list[dict[str, Any]]:
+def _error_tables(rows: Sequence[Row]) -> list[Section]:
     note = (
         "Medians over trials. Off: the norm of the difference over that of the undisturbed weights. Relative error: |A2 - A1| / |A1|, "
         "mean over the values of a layer where that is a number. Rank 0 is altered in some of the trials itself."
@@ -154,15 +149,14 @@ def _error_tables(rows: Sequence[Row]) -> list[dict[str, Any]]:
     for experiment in (QUICK, PROPAGATION, LAYERS):
         mine = [_error_shown(row) for row in rows if row["part"] == "error" and row["experiment"] == experiment]
         found.append(
-            _section(
-                "table",
+            table(
                 f"{experiment}-errors",
                 f"{_TITLES[experiment]}: how far each layer is off",
                 note,
                 mine,
                 by=["where", "whose_altered", "what", "in_layer"],
                 columns=[
-                    [f"{key}_{when}", f"{heading}, {words}", "text"]
+                    text(f"{key}_{when}", f"{heading}, {words}")
                     for key, heading in (("norm", "off"), ("mean", "relative error"))
                     for when, words in (
                         ("first", "altered, 1 epoch"),
@@ -183,49 +177,28 @@ def _error_shown(row: Row) -> Row:
     return {**about, "in_layer": row["in_layer"], **sizes}
 
 
-def _explained(rows: Sequence[Row]) -> dict[str, Any]:
-    return _section(
-        "table",
-        "explained",
-        "What explains the outcome",
-        "Share of the entropy of the outcome that a factor explains, less what chance would (Theil's U); p by permutation. Factors that go "
-        "together both explain.",
-        [row for row in rows if row["part"] == "explained"],
-        by=["factor"],
-        columns=[["share", "explains", "number"], ["p", "p", "number"], ["levels", "levels", "number"], ["trials", "trials", "number"]],
-    )  # fmt: skip
+def _explained(rows: Sequence[Row]) -> Section:
+    return table("explained", "What explains the outcome", "Share of the entropy of the outcome that a factor explains, less what chance would (Theil's U); p by permutation. Factors that go "
+        "together both explain.", [row for row in rows if row["part"] == "explained"], by=["factor"], columns=[number("share", "explains"), number("p"), number("levels"), number("trials")])  # fmt: skip
 
 
-def _alone(rows: Sequence[Row]) -> dict[str, Any]:
+def _alone(rows: Sequence[Row]) -> Section:
     mine = [
         row | {f"{name}_shown": _share(row, name) for name in ("harmed", "harmed_alone")}
         for row in rows
         if row["part"] == "alone"
     ]
-    return _section(
-        "table",
+    return table(
         "alone",
         "The same trainings in processes of their own",
         "Each trains to the epoch of the restart itself, and goes on from a file that was altered: what a training from a warm state must find, too.",
         mine,
         by=["cell"],
         columns=[
-            ["trials", "trials", "number"],
-            ["equal", "equal", "number"],
-            ["first_difference", "first difference", "text"],
-            ["harmed_shown", "harmed, %", "text"],
-            ["harmed_alone_shown", "in processes of their own", "text"],
+            number("trials"),
+            number("equal"),
+            text("first_difference"),
+            text("harmed_shown", "harmed, %"),
+            text("harmed_alone_shown", "in processes of their own"),
         ],
-    )
-
-
-def _not_run(rows: Sequence[Row]) -> dict[str, Any]:
-    return _section(
-        "table",
-        "not-run",
-        "Not run",
-        "",
-        [row for row in rows if row["status"] == NOT_RUN],
-        by=["experiment", "platform", "network", "dtype", "processes"],
-        columns=[["why", "why", "text"]],
     )

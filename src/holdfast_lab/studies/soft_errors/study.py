@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.errors import ConfigError
-from holdfast_lab.studies.base import Claim, Options, Row, Task, check_parts
+from holdfast_lab.studies.base import Options, Row, Task, check_parts
 from holdfast_lab.studies.campaign import run_campaign
 from holdfast_lab.studies.campaign_plan import Campaign, Stop
 from holdfast_lab.studies.campaign_table import each_row
@@ -64,6 +64,7 @@ class SoftErrors:
         "over the settings."
     )
     task_s, quick_task_s = 280.0, 20.0
+    claims, page = staticmethod(hold_claims), staticmethod(sections)
 
     def settings(self, options: Options) -> dict[str, Any]:
         """See :meth:`Study.settings`."""
@@ -95,14 +96,6 @@ class SoftErrors:
     def left_out(self, options: Options) -> list[str]:
         """See :meth:`Study.left_out`."""
         return _Plan(options).left_out()
-
-    def claims(self, rows: Sequence[Row], seed: int) -> list[Claim]:
-        """See :meth:`Study.claims`."""
-        return hold_claims(rows, seed)
-
-    def page(self, rows: Sequence[Row]) -> list[dict[str, Any]]:
-        """See :meth:`Study.page`."""
-        return sections(rows)
 
 
 class _Plan:

@@ -157,25 +157,20 @@ def cost(framework: Any, task: Row) -> list[Row]:
         about = {**task, "optimizer": optimizer}
         state, other = (framework.make(about, task["seed"] + k) for k in (0, 1))
         for name in framework.ways():
-            slow = name in task["slow_ways"]
-            repetitions = task["slow_repetitions"] if slow else task["repetitions"]
             rows += [
-                {"optimizer": optimizer, "way": name, **row}
-                for row in _cost_of(framework, about, name, repetitions, state, other)
+                {"optimizer": optimizer, "way": name, **row} for row in _cost_of(framework, about, name, state, other)
             ]
     return rows
 
 
-def _cost_of(framework: Any, task: Row, name: str, repetitions: int, state: Any, other: Any) -> list[Row]:
-    if not repetitions:
-        return [{"status": "not run", "why": task["why_slow"]}]
+def _cost_of(framework: Any, task: Row, name: str, state: Any, other: Any) -> list[Row]:
     way: Way = framework.ways()[name]
     if not way.whole and task["optimizer"] != "none":
         return [{"status": "not run", "why": "holds no optimizer's state: measured without one"}]
     rows: list[Row] = []
     try:
         _warm_up(framework, task, way)
-        for repetition in range(repetitions):
+        for repetition in range(task["repetitions"]):
             folder = fresh(task["folder"])
             row = {"whole": way.whole, "packed": way.packed, "repetition": repetition}
             row |= {"parameters": framework.parameters(state), **save(way, state, folder), **load(way, other, folder)}

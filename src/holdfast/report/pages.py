@@ -1,0 +1,55 @@
+"""Pages of results that a run does not make: studies and simulations, drawn by the lab where it is installed."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import Any, Protocol, cast
+
+from holdfast.errors import ConfigError
+from holdfast.report.canvas import kept_in
+from holdfast.report.files import read_json
+
+
+class Draw(Protocol):
+    """What draws a page."""
+
+    def __call__(self, results: dict[str, Any], path: Path) -> str:
+        """Return the page of ``results``, which ``path`` holds.
+
+        Raises:
+            ConfigError: if they are not what the lab writes.
+        """
+        ...
+
+
+DRAWN_BY = {"study": "holdfast_lab.pages.study:page_of", "simulated": "holdfast_lab.pages.simulated:page_of"}
+"""By the key by which ``results.json`` says what it holds: the module, and in it the :class:`Draw`."""
+
+
+def draw_results(directory: Path) -> str | None:
+    """Return the page of the study or the simulation in ``directory``, None if there is neither.
+
+    The figures are written to a folder ``figures`` beside the page, too.
+
+    Raises:
+        ConfigError: if ``results.json`` is damaged, or if the lab is not installed.
+    """
+    path = directory / "results.json"
+    results = read_json(path) if path.is_file() else None
+    if not isinstance(results, dict) or not (kinds := [key for key in DRAWN_BY if key in results]):
+        return None
+    draw = _find(DRAWN_BY[kinds[0]], path)
+    with kept_in(directory / "figures"):
+        return draw(results, path)
+
+
+def _find(place: str, path: Path) -> Draw:
+    module, _, name = place.partition(":")
+    try:
+        return cast("Draw", getattr(importlib.import_module(module), name))
+    except ModuleNotFoundError as error:
+        if not f"{module}.".startswith(f"{error.name}."):  # something that the lab itself needs
+            raise
+        msg = f"{path} was written by the lab, which draws its page and is not installed; install it with: pip install 'holdfast[lab]'"
+        raise ConfigError(msg) from error

@@ -1,0 +1,40 @@
+"""Where the templates of pages are, and the filters that they use."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from holdfast.errors import ConfigError
+from holdfast.report import formatting as words
+
+if TYPE_CHECKING:
+    from jinja2 import Environment
+
+
+def environment(*folders: Path) -> Environment:
+    """Return where templates are found: in this folder, and in ``folders``.
+
+    Raises:
+        ConfigError: if jinja2 is not installed.
+    """
+    try:
+        from jinja2 import Environment, FileSystemLoader, StrictUndefined
+    except ImportError as error:
+        msg = "a page needs jinja2 and matplotlib; install them with: pip install 'holdfast[report]'"
+        raise ConfigError(msg) from error
+    environment = Environment(
+        loader=FileSystemLoader([Path(__file__).parent, *folders]),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {
+        "seconds": words.seconds,
+        "percent": words.percent,
+        "number": words.number,
+        "listing": words.listing,
+        "headline": words.headline,
+    }
+    return environment
