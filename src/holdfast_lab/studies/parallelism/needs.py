@@ -40,13 +40,14 @@ def model_checker() -> Checker | None:
 
     It belongs to the tests and is not installed: it is looked for as a package in ``tests/`` of the checkout that this file is in.
     """
-    if tests := next((path / "tests" for path in Path(__file__).parents if (path / "tests" / "model").is_dir()), None):
-        sys.path.append(str(tests))
-    try:
-        from model import broken
-        from model.explorer import World, explore
-    except ModuleNotFoundError:
+    tests = next((path / "tests" for path in Path(__file__).parents if (path / "tests" / "model").is_dir()), None)
+    if tests is None:
         return None
+    if str(tests) not in sys.path:
+        sys.path.append(str(tests))
+    from model import broken
+    from model.explorer import World, explore
+
     return Checker(explore, World, broken)
 
 
