@@ -172,8 +172,7 @@ def measure(options: argparse.Namespace) -> dict[str, list[float]]:
             rates["new"].append(rate)
             same = [{name: row[name] for name in alone} for alone, row in zip(found, read_rows(path), strict=False)]
             if same != found:
-                msg = f"the two ways do not find the same: {same} and {found}"
-                raise RuntimeError(msg)
+                raise RuntimeError(f"the two ways do not find the same: {same} and {found}")
     return rates
 
 

@@ -165,8 +165,7 @@ def train(strategy: str, drive: Callable[[Holdfast, float], Iterable[Kill]]) -> 
         time.sleep(0.5)  # the last victim is to be seen gone
         job.diaries.refresh()
         if job.killed() != len(kills):
-            msg = f"{len(kills)} workers were killed, {job.killed()} ended by that"
-            raise RuntimeError(msg)
+            raise RuntimeError(f"{len(kills)} workers were killed, {job.killed()} ended by that")
         records = sorted(
             (one for folder in job.folder.glob("holdfast-*") for one in read_run(folder)), key=lambda one: one.t_s
         )
@@ -192,8 +191,7 @@ def kill_regularly(job: Holdfast, start_s: float, apart: int) -> Iterator[Kill]:
         had, limit_s = len(list(commits(job.diaries.refresh()))), time.monotonic() + WAIT_S + apart
         while len(list(commits(job.diaries.refresh()))) < had + apart:
             if time.monotonic() > limit_s or job.is_over():
-                msg = f"training did not go on after {number} kills:\n{job.output()[-2000:]}"
-                raise TimeoutError(msg)
+                raise TimeoutError(f"training did not go on after {number} kills:\n{job.output()[-2000:]}")
             tend_until(job, time.monotonic() + LOOK_S)  # to look costs time that training lacks
         if number < KILLS:
             yield from strike(job, start_s, 1)

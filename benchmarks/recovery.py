@@ -187,8 +187,7 @@ def kill_once(strategy: str, fabric: str, workers: int, fault: dict[str, Any]) -
         script = Path(__file__).with_name("digits_cnn.py")
         outcome = launch(HoldfastJob(script=script, settings=settings))
     if outcome.exit_code:
-        msg = f"holdfast ended with {outcome.exit_code}: {outcome.message}\n{outcome.mpirun_says}"
-        raise RuntimeError(msg)
+        raise RuntimeError(f"holdfast ended with {outcome.exit_code}: {outcome.message}\n{outcome.mpirun_says}")
     return holdfast_times(fault, outcome.records)
 
 
@@ -200,8 +199,7 @@ def holdfast_times(fault: dict[str, Any], records: Sequence[Any]) -> Row:
 
     ended = [r.exit_code for r in records if type(r).__name__ == "WorkerEnded" and r.rank == fault["rank"]]
     if ended != [-9]:
-        msg = f"the kill {fault} did not land: worker {fault['rank']} ended with {ended}"
-        raise RuntimeError(msg)
+        raise RuntimeError(f"the kill {fault} did not land: worker {fault['rank']} ended with {ended}")
     (fault_s,), seen_s, decided_s = times_s("FaultFired"), min(times_s("FailureSeen")), min(times_s("Recovered"))
     done = {r.step: r.t_s for r in reversed(records) if type(r).__name__ == "StepCommitted"}  # the first time it was
     step = max(step for step, t_s in done.items() if t_s <= decided_s) + 1
@@ -242,8 +240,7 @@ def kill_peer(
             job.restore()
             since_s = job.diaries.refresh()[-1]["t_s"]
         if job.killed() != len(faults):
-            msg = f"{name}: {len(faults)} kills were ordered, {job.killed()} workers ended by SIGKILL"
-            raise RuntimeError(msg)
+            raise RuntimeError(f"{name}: {len(faults)} kills were ordered, {job.killed()} workers ended by SIGKILL")
     return rows
 
 

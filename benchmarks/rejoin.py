@@ -96,8 +96,7 @@ def run_once(kind: str, workers: int, megabytes: int, seed: int) -> Row:
             )
         )
         if outcome.exit_code:
-            msg = f"the job failed: {outcome.message}\n{outcome.traceback}"
-            raise RuntimeError(msg)
+            raise RuntimeError(f"the job failed: {outcome.message}\n{outcome.traceback}")
         parts = [json.loads(line) for file in Path(folder).iterdir() for line in file.read_text().splitlines()]
     return (row_of_spare if spares else row_of_fresh)(outcome.records, parts, victim)
 

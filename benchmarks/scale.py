@@ -120,8 +120,7 @@ def wait_for_results(job: subprocess.Popen[bytes], folder: Path, survivors: set[
     while lacking := {rank for rank in survivors if not (folder / f"{rank}.json").exists()}:
         if job.poll() is not None or time.monotonic() > end_s:
             said = (folder / "mpirun.log").read_text(errors="replace")[-2000:]
-            msg = f"{len(lacking)} of {len(survivors)} survivors gave no result\n{said}"
-            raise RuntimeError(msg)
+            raise RuntimeError(f"{len(lacking)} of {len(survivors)} survivors gave no result\n{said}")
         time.sleep(0.05)
 
 
@@ -144,8 +143,7 @@ def read_kill(folder: Path, number: int, victims: list[int]) -> Row:
     marks = [each[number] for each in told if len(each) > number]
     lost = [mark["lost"] for mark in marks]
     if lost != [[victims[number]]] * len(lost):
-        msg = f"survivors should have lost {victims[number]} alone, and say {lost}"
-        raise RuntimeError(msg)
+        raise RuntimeError(f"survivors should have lost {victims[number]} alone, and say {lost}")
     moments = [
         kill_s,
         min(mark["seen_s"] for mark in marks),
@@ -213,8 +211,7 @@ def small_sum(comm: Any) -> None:
     ones, result = np.ones(ELEMENTS), np.empty(ELEMENTS)
     comm.Allreduce(ones, result)
     if not (result == comm.size).all():
-        msg = f"a sum over {comm.size} processes gave {result.min()} to {result.max()}"
-        raise RuntimeError(msg)
+        raise RuntimeError(f"a sum over {comm.size} processes gave {result.min()} to {result.max()}")
 
 
 def recover(comm: Any, me: int, size: int, completed: int, mark: dict[str, Any]) -> tuple[Any, list[int], int]:
@@ -235,14 +232,12 @@ def recover(comm: Any, me: int, size: int, completed: int, mark: dict[str, Any])
     mine[me] = (1, completed)
     comm.Allreduce(mine, everybody)
     if not (agree(comm, 1) and fenced):
-        msg = "a second process was lost during recovery"
-        raise RuntimeError(msg)
+        raise RuntimeError("a second process was lost during recovery")
     mark["decided_s"] = time.monotonic()
     alive = [rank for rank in range(size) if everybody[rank, 0]]
     progress = everybody[alive, 1]
     if progress.max() - progress.min() > 1:
-        msg = f"survivors are more than one sum apart: {progress.tolist()}"
-        raise RuntimeError(msg)
+        raise RuntimeError(f"survivors are more than one sum apart: {progress.tolist()}")
     return comm, alive, int(progress.max())
 
 

@@ -271,8 +271,7 @@ class SplitRace(Race):
         self._reference = self._reference or moved[0]
         distance = max(math.dist(worker, self._reference) for worker in moved) / math.hypot(*self._reference)
         if not distance < TOLERANCE:
-            msg = f"its weights differ by {distance:.2g} of the way that training moved them"
-            raise SystemFailed(msg)
+            raise SystemFailed(f"its weights differ by {distance:.2g} of the way that training moved them")
 
     def summary(self) -> dict[str, Any]:
         """Return what was found, by system."""

@@ -274,8 +274,7 @@ class Contender:
                 command, env=self._env | env, stdout=self.log, stderr=self.log, text=True, process_group=0
             )
         except FileNotFoundError as error:
-            msg = f"{error.filename} is missing: run make bench-peers"
-            raise SystemFailed(msg) from error
+            raise SystemFailed(f"{error.filename} is missing: run make bench-peers") from error
         self._processes.append(process)
 
     def wait_until_ready(self) -> None:
@@ -420,8 +419,9 @@ class Race:
         self._reference = self._reference or moved[0]
         distance = max(math.dist(worker, self._reference) for worker in moved) / math.hypot(*self._reference)
         if not distance < TOLERANCE:
-            msg = f"its weights differ from those of others by {distance:.2g} of the way that training moved them"
-            raise SystemFailed(msg)
+            raise SystemFailed(
+                f"its weights differ from those of others by {distance:.2g} of the way that training moved them"
+            )
 
     def _fail(self, system: str, failure: SystemFailed) -> None:
         self.failed[system] = str(failure)

@@ -131,8 +131,7 @@ class Job:
         while not found(self.diaries.refresh()):
             if time.monotonic() > end_s or self.is_over():
                 why = "all processes ended" if self.is_over() else f"after {wait_s:g} s"
-                msg = f"{self.name}: no {what}: {why}\n{self.output()[-2000:]}"
-                raise TimeoutError(msg)
+                raise TimeoutError(f"{self.name}: no {what}: {why}\n{self.output()[-2000:]}")
             self.tend()
             time.sleep(POLL_S)
 

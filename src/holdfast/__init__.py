@@ -51,8 +51,7 @@ _moved.install()
 
 def __getattr__(name: str) -> Any:
     if name not in _WHERE:
-        msg = f"module 'holdfast' has no attribute {name!r}"
-        raise AttributeError(msg)
+        raise AttributeError(f"module 'holdfast' has no attribute {name!r}")
     value = getattr(importlib.import_module(_WHERE[name]), name)
     globals()[name] = value
     return value

@@ -397,38 +397,41 @@ class Settings:
         if self.fabric:
             make_fabric(self.fabric)
         if self.keep_last < 0 or self.keep_last == 1:
-            msg = f"keep_last must be at least 2, or 0 to keep all, got {self.keep_last}: the newest may be damaged"
-            raise ConfigError(msg)
+            raise ConfigError(
+                f"keep_last must be at least 2, or 0 to keep all, got {self.keep_last}: the newest may be damaged"
+            )
         if self.hang_timeout_s != 0 and not _SHORTEST_HANG_S <= self.hang_timeout_s < math.inf:
-            msg = f"hang_timeout_s must be at least {_SHORTEST_HANG_S:g} seconds and finite, or 0 for never, got {self.hang_timeout_s:g}"
-            raise ConfigError(msg)
+            raise ConfigError(
+                f"hang_timeout_s must be at least {_SHORTEST_HANG_S:g} seconds and finite, or 0 for never, got {self.hang_timeout_s:g}"
+            )
         if self.hang_timeout_s > _LONGEST_HANG_S:
-            msg = f"hang_timeout_s must be at most {_LONGEST_HANG_S:g} seconds, or 0 for never, got {self.hang_timeout_s:g}"
-            raise ConfigError(msg)
+            raise ConfigError(
+                f"hang_timeout_s must be at most {_LONGEST_HANG_S:g} seconds, or 0 for never, got {self.hang_timeout_s:g}"
+            )
         if self.start_timeout_s != 0 and not _SHORTEST_START_S <= self.start_timeout_s <= _LONGEST_HANG_S:
-            msg = f"start_timeout_s must be from {_SHORTEST_START_S:g} to {_LONGEST_HANG_S:g} seconds, or 0 for never, got {self.start_timeout_s:g}"
-            raise ConfigError(msg)
+            raise ConfigError(
+                f"start_timeout_s must be from {_SHORTEST_START_S:g} to {_LONGEST_HANG_S:g} seconds, or 0 for never, got {self.start_timeout_s:g}"
+            )
         self._check_mirrors()
         if self.guard_sums and self.guard == "off":
-            msg = "guard_sums needs guard stop, warn or heal, which say what comes of a finding, got off"
-            raise ConfigError(msg)
+            raise ConfigError("guard_sums needs guard stop, warn or heal, which say what comes of a finding, got off")
         if not self.mtbf_s > 0:
-            msg = f"mtbf_s must be positive, got {self.mtbf_s}"
-            raise ConfigError(msg)
+            raise ConfigError(f"mtbf_s must be positive, got {self.mtbf_s}")
         if self.checkpoint_every and self.checkpoint_auto:
-            msg = "checkpoints are taken every so many steps (checkpoint_every) or as often as pays (checkpoint_auto), not both"
-            raise ConfigError(msg)
+            raise ConfigError(
+                "checkpoints are taken every so many steps (checkpoint_every) or as often as pays (checkpoint_auto), not both"
+            )
 
     def _check_mirrors(self) -> None:
         if not 0 < self.mirror_fraction <= 1 or round(self.mirror_fraction * self.mirror_every) < 1:
-            msg = (
+            raise ConfigError(
                 f"mirror_fraction must be above 0, at most 1, and at least one step of mirror_every ({self.mirror_every}), "
                 f"got {self.mirror_fraction:g}"
             )
-            raise ConfigError(msg)
         if self.mirror_every > 1 and not strategy_class(self.strategy).restores_parts:
-            msg = f"mirror_every above 1 needs strategy partial, got {self.strategy}: a copy that is some steps old has not the bits that it promises"
-            raise ConfigError(msg)
+            raise ConfigError(
+                f"mirror_every above 1 needs strategy partial, got {self.strategy}: a copy that is some steps old has not the bits that it promises"
+            )
 
     @classmethod
     def from_env(cls, env: Mapping[str, str] | None = None, **overrides: Any) -> Self:
@@ -449,8 +452,7 @@ class Settings:
                 values[field.name] = parse(variable(field.name), text, field.default)
         known = {field.name for field in dataclasses.fields(cls)}
         for name in overrides.keys() - known:
-            msg = f"unknown setting {name!r}; there are {', '.join(sorted(known))}"
-            raise ConfigError(msg)
+            raise ConfigError(f"unknown setting {name!r}; there are {', '.join(sorted(known))}")
         is_firm = parse(FIRM, env.get(FIRM, ""), default=False)
         given = {} if is_firm else {k: v for k, v in overrides.items() if v is not None}
         if isinstance(given.get("slices"), str):

@@ -121,15 +121,12 @@ def check(given: Any) -> None:
     fields = [(each.name, getattr(given, each.name), each.option) for each in fields_of(type(given))]
     for name, value, how in fields:
         if how.choices and not how.is_open and value not in how.choices:
-            msg = f"{name} must be one of {', '.join(filter(None, how.choices))}, got {value!r}"
-            raise ConfigError(msg)
+            raise ConfigError(f"{name} must be one of {', '.join(filter(None, how.choices))}, got {value!r}")
     for name, value, how in fields:
         if how.least is not None and value < how.least:
-            msg = f"{name} must be at least {how.least}, got {value}"
-            raise ConfigError(msg)
+            raise ConfigError(f"{name} must be at least {how.least}, got {value}")
         if how.most is not None and value > how.most:
-            msg = f"{name} must be at most {how.most}, got {value}"
-            raise ConfigError(msg)
+            raise ConfigError(f"{name} must be at most {how.most}, got {value}")
 
 
 def fields_of(one: type) -> Iterator[Declared]:
@@ -155,8 +152,9 @@ def parse(variable: str, text: str, default: Any) -> Any:
             return {"1": True, "true": True, "0": False, "false": False, "": False}[text.lower()]
         return type(default)(text)
     except (KeyError, ValueError):
-        msg = f"{variable} must be {'0 or 1' if isinstance(default, bool) else f'of type {type(default).__name__}'}, got {text!r}"
-        raise ConfigError(msg) from None
+        raise ConfigError(
+            f"{variable} must be {'0 or 1' if isinstance(default, bool) else f'of type {type(default).__name__}'}, got {text!r}"
+        ) from None
 
 
 MAX_REQUEST = 1 << 16
@@ -170,20 +168,16 @@ def request_in(line: str) -> dict[str, Any]:
         ConfigError: if it is no JSON object with names of settings as keys.
     """
     if len(line) > MAX_REQUEST:
-        msg = f"it has more than {MAX_REQUEST} characters"
-        raise ConfigError(msg)
+        raise ConfigError(f"it has more than {MAX_REQUEST} characters")
     try:
         request = json.loads(line)
     except (ValueError, RecursionError) as error:
-        msg = f"it is not JSON: {error}"
-        raise ConfigError(msg) from None
+        raise ConfigError(f"it is not JSON: {error}") from None
     if not isinstance(request, dict):
-        msg = f"it must be a JSON object, and is a {type(request).__name__}"
-        raise ConfigError(msg)
+        raise ConfigError(f"it must be a JSON object, and is a {type(request).__name__}")
     for name in request:
         if not name.isidentifier():
-            msg = f"{name!a:.60} is no name of a setting"
-            raise ConfigError(msg)
+            raise ConfigError(f"{name!a:.60} is no name of a setting")
     return request
 
 
@@ -200,5 +194,6 @@ def losses_of(text: str, name: str) -> int:
     word, colon, losses = text.partition(":")
     if word == "auto" and (not colon or (losses.isdecimal() and int(losses) > 0)):
         return int(losses or 0)
-    msg = f"{name} must be a number, auto, or auto:F to bear the loss of F workers, 1 at least, got {text!r}"
-    raise ConfigError(msg)
+    raise ConfigError(
+        f"{name} must be a number, auto, or auto:F to bear the loss of F workers, 1 at least, got {text!r}"
+    )

@@ -85,8 +85,7 @@ def _describe_file(name: str, number: int, tensors: Mapping[str, TensorEntry]) -
     pieces = [piece for entry in tensors.values() for piece in entry.pieces if piece.file == name]
     rest = digest_of(gaps(size, pieces), lambda offset, out: os.preadv(number, [out], offset))
     if rest is None:
-        msg = f"{name} ends after {size} bytes, before the values that were written into it"
-        raise CheckpointError(msg)
+        raise CheckpointError(f"{name} ends after {size} bytes, before the values that were written into it")
     return FileEntry(size_bytes=size, rest_xxh3=rest)
 
 

@@ -31,8 +31,9 @@ def convert(source: Source, storage: Storage, format: str) -> SavedCheckpoint:
     check_format(format)
     step = source.step or 0
     if step in steps(storage):
-        msg = f"there is a checkpoint of step {step} in {storage.url} already; name another place, or remove it first"
-        raise ConfigError(msg)
+        raise ConfigError(
+            f"there is a checkpoint of step {step} in {storage.url} already; name another place, or remove it first"
+        )
     content = take(source.load())
     wanted = _digests(source, content)
     old = source.manifest
@@ -59,8 +60,7 @@ def check_format(format: str) -> None:
         ConfigError: if there is not.
     """
     if format not in FORMATS:
-        msg = f"the format must be one of {', '.join(FORMATS)}, got {format!r}"
-        raise ConfigError(msg)
+        raise ConfigError(f"the format must be one of {', '.join(FORMATS)}, got {format!r}")
 
 
 def _digests(source: Source, content: Content) -> dict[str, str]:
@@ -78,8 +78,7 @@ def _check(manifest: Manifest, wanted: dict[str, str]) -> None:
     found = {path: entry.xxh3 for path, entry in manifest.tensors.items()}
     if found != wanted:
         wrong = next(path for path in {**wanted, **found} if wanted.get(path) != found.get(path))
-        msg = (
+        raise CheckpointCorrupt(
             f"the tensor {wrong!r:.80} has the digest {found.get(wrong)} after converting, it had {wanted.get(wrong)}; "
             "the new checkpoint was removed. Is the memory of this machine sound?"
         )
-        raise CheckpointCorrupt(msg)

@@ -115,8 +115,9 @@ def unflatten(tensors: Mapping[str, torch.Tensor], skeleton: Any) -> Any:
     used: set[str] = set()
     state = _decode(skeleton, (), tensors, used)
     if left := tensors.keys() - used:
-        msg = f"the skeleton does not say where tensor {min(left)!r} belongs; every tensor must be in it once"
-        raise CheckpointCorrupt(msg)
+        raise CheckpointCorrupt(
+            f"the skeleton does not say where tensor {min(left)!r} belongs; every tensor must be in it once"
+        )
     return state
 
 
@@ -256,11 +257,10 @@ def tensor_path(where: tuple[Any, ...]) -> str:
 
 def _refuse(where: tuple[Any, ...], what: str, advice: str) -> NoReturn:
     place = tensor_path(where[:6]) + ("/..." if len(where) > 6 else "")
-    msg = (
+    raise CheckpointError(
         f"the state cannot be saved: {place or 'the state itself'} {what}; allowed are dict, list, tuple, "
         f"tensor, int, float, bool, str and None ({advice})"
     )
-    raise CheckpointError(msg)
 
 
 def _type_name(value: Any) -> str:
@@ -353,5 +353,4 @@ def _decode_float(bits: Any, where: tuple[Any, ...]) -> float:
 
 def _damaged(where: tuple[Any, ...], what: str) -> NoReturn:
     msg = f"the skeleton is damaged: {tensor_path(where[:6]) or 'its root':.200} {what}"
-    msg = msg if msg.isprintable() else msg.encode("unicode_escape").decode()
-    raise CheckpointCorrupt(msg)
+    raise CheckpointCorrupt(msg if msg.isprintable() else msg.encode("unicode_escape").decode())

@@ -55,8 +55,7 @@ class Adaptive:
 
     def __init__(self, mtbf_s: float) -> None:
         if not mtbf_s > 0:
-            msg = f"the mean time between failures must be positive, got {mtbf_s:g} s"
-            raise ConfigError(msg)
+            raise ConfigError(f"the mean time between failures must be positive, got {mtbf_s:g} s")
         self._believed_s = mtbf_s
         self._failures = 0
         self._costs: list[float] = []
@@ -95,5 +94,4 @@ class Adaptive:
 
 def _check(cost_s: float, mtbf_s: float) -> None:
     if not cost_s > 0 or not mtbf_s > 0:
-        msg = f"cost and MTBF must be positive, got {cost_s:g} s and {mtbf_s:g} s"
-        raise ConfigError(msg)
+        raise ConfigError(f"cost and MTBF must be positive, got {cost_s:g} s and {mtbf_s:g} s")

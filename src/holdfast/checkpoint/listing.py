@@ -178,8 +178,9 @@ def prune(
     if going:
         intact = newest_intact(storage, note)
         if intact is None:
-            msg = f"none of the {len(there)} checkpoints in {storage.url} is intact; none was removed"
-            raise CheckpointCorrupt(msg)
+            raise CheckpointCorrupt(
+                f"none of the {len(there)} checkpoints in {storage.url} is intact; none was removed"
+            )
         going = to_remove(there, keep_last, keep_every, intact)
     rubbish = [attempt for attempt in attempts(storage) if there and attempt.step < there[-1]]
     # What goes with its step is not counted twice.

@@ -217,13 +217,15 @@ def _read_box(
 ) -> tuple[torch.Tensor, list[Damage]]:
     step, entry = manifest.step, manifest.tensors.get(path)
     if entry is None:
-        msg = f"there is no tensor {path!r} in the checkpoint of step {step}; there are {list(manifest.tensors)!r:.500}"
-        raise CheckpointError(msg)
+        raise CheckpointError(
+            f"there is no tensor {path!r} in the checkpoint of step {step}; there are {list(manifest.tensors)!r:.500}"
+        )
     if not len(start) == len(shape) == len(entry.shape) or any(
         a < 0 or n < 0 or a + n > size for a, n, size in zip(start, shape, entry.shape, strict=True)
     ):
-        msg = f"the part of shape {list(shape)} from {list(start)} lies outside {path!r}, which has shape {list(entry.shape)}"
-        raise CheckpointError(msg)
+        raise CheckpointError(
+            f"the part of shape {list(shape)} from {list(start)} lies outside {path!r}, which has shape {list(entry.shape)}"
+        )
     return box_of(storage, manifest, path, start, shape)
 
 
@@ -287,19 +289,18 @@ def _settled(
 def _parse(step: int, data: bytes) -> Manifest:
     manifest = parse(data)
     if manifest.step != step:
-        msg = f"manifest, step: says {manifest.step}, but its directory is that of step {step}"
-        raise CheckpointCorrupt(msg)
+        raise CheckpointCorrupt(f"manifest, step: says {manifest.step}, but its directory is that of step {step}")
     if manifest.format not in FORMATS:
-        msg = f"manifest, format: must be one of {', '.join(FORMATS)}, is {manifest.format!r:.80}"
-        raise CheckpointCorrupt(msg)
+        raise CheckpointCorrupt(f"manifest, format: must be one of {', '.join(FORMATS)}, is {manifest.format!r:.80}")
     return manifest
 
 
 def _manifest_bytes(storage: Storage, step: int) -> bytes:
     data = storage.read(f"{step_folder(step)}/{MANIFEST_NAME}")
     if data is None:
-        msg = f"there is no complete checkpoint of step {step} in {storage.url}, {_others(steps(storage))}"
-        raise CheckpointMissing(msg)
+        raise CheckpointMissing(
+            f"there is no complete checkpoint of step {step} in {storage.url}, {_others(steps(storage))}"
+        )
     return data
 
 
@@ -334,8 +335,9 @@ def _room(path: str, entry: TensorEntry, given: Any) -> torch.Tensor:
     try:
         return torch.empty(entry.shape, dtype=dtype)
     except RuntimeError as error:
-        msg = f"tensor {path!r} of shape {list(entry.shape)} does not fit into memory: {error}"
-        raise CheckpointError(msg) from error
+        raise CheckpointError(
+            f"tensor {path!r} of shape {list(entry.shape)} does not fit into memory: {error}"
+        ) from error
 
 
 def _apart(given: Mapping[str, Any]) -> dict[str, torch.Tensor]:

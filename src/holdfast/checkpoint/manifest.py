@@ -205,10 +205,9 @@ def check_info(info: Any) -> None:
         CheckpointError: if it does not; the message names the place.
     """
     if type(info) is not dict:
-        msg = (
+        raise CheckpointError(
             f"info must be a dict of plain JSON values, got {type(info).__name__}; pass {{}} if there is nothing to say"
         )
-        raise CheckpointError(msg)
     _check_json(info, "info", 0)
 
 
@@ -225,16 +224,14 @@ def _check_json(value: Any, where: str, depth: int) -> None:
     elif value is None or type(value) in (bool, int, str) or (type(value) is float and math.isfinite(value)):
         return
     else:
-        msg = (
+        raise CheckpointError(
             f"{where} must be plain JSON, is {value!r:.80} of type {type(value).__name__}; allowed are dicts with "
             "string keys, lists, strings, finite numbers, bools and None (put anything else into the state)"
         )
-        raise CheckpointError(msg)
     if depth >= 64:
-        msg = (
+        raise CheckpointError(
             f"{where:.80} is nested deeper than 64 levels, which is not allowed in the info of a checkpoint; flatten it"
         )
-        raise CheckpointError(msg)
     for key, child in children:
         _check_json(child, f"{where}/{key}", depth + 1)
 
@@ -260,21 +257,18 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(fields) != len(pairs):
         names = [name for name, _ in pairs]
         repeated = next(name for name in names if names.count(name) > 1)
-        msg = f"the key {repeated!r:.80} stands in it twice"
-        raise ValueError(msg)
+        raise ValueError(f"the key {repeated!r:.80} stands in it twice")
     return fields
 
 
 def _no_constants(name: str) -> NoReturn:
-    msg = f"{name} is not a number of JSON"
-    raise ValueError(msg)
+    raise ValueError(f"{name} is not a number of JSON")
 
 
 def _finite(text: str) -> float:
     value = float(text)
     if not math.isfinite(value):
-        msg = f"{text} is too large for a float"
-        raise ValueError(msg)
+        raise ValueError(f"{text} is too large for a float")
     return value
 
 
@@ -443,5 +437,4 @@ def _check_members(where: str, fields: Any, kinds: dict[str, type]) -> None:
 def _damaged(where: str, what: str, cause: Exception | None = None) -> NoReturn:
     # Names come from the file: what a terminal would obey is spelt out.
     msg = f"manifest, {where}: {what}"
-    msg = msg if msg.isprintable() else msg.encode("unicode_escape").decode()
-    raise CheckpointCorrupt(msg) from cause
+    raise CheckpointCorrupt(msg if msg.isprintable() else msg.encode("unicode_escape").decode()) from cause

@@ -88,14 +88,16 @@ def merge(parts: Sequence[Manifest]) -> Manifest:
             first.format,
             first.folder,
         ) or files.keys() & part.files:
-            msg = f"the writers of step {first.step} do not write the same checkpoint: one writes {sorted(part.files)} as {part.format} of step {part.step}"
-            raise CheckpointError(msg)
+            raise CheckpointError(
+                f"the writers of step {first.step} do not write the same checkpoint: one writes {sorted(part.files)} as {part.format} of step {part.step}"
+            )
         files |= part.files
         for path, entry in part.tensors.items():
             known = tensors.get(path)
             if known is not None and (known.dtype, known.shape) != (entry.dtype, entry.shape):
-                msg = f"the writers of step {first.step} hold different tensors {path!r}: {known.dtype} {list(known.shape)} and {entry.dtype} {list(entry.shape)}"
-                raise CheckpointError(msg)
+                raise CheckpointError(
+                    f"the writers of step {first.step} hold different tensors {path!r}: {known.dtype} {list(known.shape)} and {entry.dtype} {list(entry.shape)}"
+                )
             pieces = (known.pieces if known else ()) + entry.pieces
             tensors[path] = dataclasses.replace(entry, pieces=pieces)
     whole = dataclasses.replace(first, files=files, tensors=tensors)
@@ -109,8 +111,9 @@ def _join_all(whole: Manifest, parts: Sequence[Manifest]) -> Manifest:
     states: list[Any] = []
     for part in parts:
         if part.skeleton is None:
-            msg = f"part {len(states)} of the checkpoint of step {whole.step} is no distinct one, and others are; all its writers must call take() alike"
-            raise CheckpointError(msg)
+            raise CheckpointError(
+                f"part {len(states)} of the checkpoint of step {whole.step} is no distinct one, and others are; all its writers must call take() alike"
+            )
         states.append(unflatten({path: stand_ins[path] for path in part.tensors}, part.skeleton))
         for path, entry in part.tensors.items():
             held_bytes[path] += entry.size_bytes

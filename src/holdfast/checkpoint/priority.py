@@ -86,8 +86,7 @@ class Saving:
 
 
 def _refuse(name: str, value: object, allowed: str, advice: str) -> None:
-    msg = f"{name} must be {allowed}, got {value}; {advice}"
-    raise ConfigError(msg)
+    raise ConfigError(f"{name} must be {allowed}, got {value}; {advice}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,10 +248,9 @@ class Running:
             ConfigError: if that one saves in another way, or other blocks.
         """
         if state["saving"] != dataclasses.asdict(self._saving):
-            msg = (
+            raise ConfigError(
                 f"this running checkpoint was kept with {state['saving']}, not with {self._saving}; use the same values"
             )
-            raise ConfigError(msg)
         self._check_rows(state["saved"])
         for mine, given in zip(self._saved, state["saved"], strict=True):
             mine.copy_(given)
@@ -363,29 +361,27 @@ class Running:
 
     def _check_step(self, step: int) -> None:
         if step <= self._step:
-            msg = (
+            raise ConfigError(
                 f"a save of step {step} must come after the last one, which is of step {self._step}; "
                 "to go back, load the state of another running checkpoint or begin a new one"
             )
-            raise ConfigError(msg)
 
     def _check_rows(self, rows: Sequence[Tensor]) -> None:
         given, mine = ([(tuple(t.shape), t.dtype) for t in tensors] for tensors in (rows, self._saved))
         if given != mine:
-            msg = (
+            raise ConfigError(
                 f"rows must have the shapes and dtypes that it started with, {mine}, got {given}; give the same tensors"
             )
-            raise ConfigError(msg)
 
 
 def _check_start(start: Sequence[Tensor], block_bytes: Tensor | None) -> None:
     shapes = [tuple(tensor.shape) for tensor in start]
     if not shapes or any(len(shape) != 2 or shape[0] != shapes[0][0] or 0 in shape for shape in shapes):
-        msg = f"start must be tensors of shape (blocks, width), of as many blocks, got {shapes}; reshape them to blocks"
-        raise ConfigError(msg)
+        raise ConfigError(
+            f"start must be tensors of shape (blocks, width), of as many blocks, got {shapes}; reshape them to blocks"
+        )
     if block_bytes is not None and (block_bytes.shape != shapes[0][:1] or bool((block_bytes < 0).any())):
-        msg = (
+        raise ConfigError(
             f"block_bytes must be {shapes[0][0]} numbers of 0 or more, one a block, got {len(block_bytes)} from "
             f"{block_bytes.min()} up; give what saving each block takes"
         )
-        raise ConfigError(msg)

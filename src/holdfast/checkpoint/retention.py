@@ -23,11 +23,11 @@ def to_remove(steps: Sequence[int], keep_last: int, keep_every: int = 0, intact:
         ConfigError: if ``keep_last`` is 1 or negative, or ``keep_every`` negative.
     """
     if keep_last < 0 or 0 < keep_last < LEAST:
-        msg = f"keep_last must be at least {LEAST}, or 0 to keep all, got {keep_last}: the newest may be damaged"
-        raise ConfigError(msg)
+        raise ConfigError(
+            f"keep_last must be at least {LEAST}, or 0 to keep all, got {keep_last}: the newest may be damaged"
+        )
     if keep_every < 0:
-        msg = f"keep_every must be at least 0, got {keep_every}"
-        raise ConfigError(msg)
+        raise ConfigError(f"keep_every must be at least 0, got {keep_every}")
     if not keep_last:
         return []
     kept = set(sorted(steps)[-keep_last:]) | {intact}

@@ -103,8 +103,7 @@ class PendingCheckpoint:
                 it was abandoned. Nothing has become complete then.
         """
         if generation < 0:
-            msg = f"generation must be at least 0, got {generation}"
-            raise ConfigError(msg)
+            raise ConfigError(f"generation must be at least 0, got {generation}")
         self._check_there(self.manifest)
         whole = dataclasses.replace(merge(self._all_parts(wait_s, may_come)), generation=generation)
         self._check_there(whole)
@@ -112,8 +111,9 @@ class PendingCheckpoint:
         try:
             parse(data)  # what could not be read must not take the place of what can
         except CheckpointCorrupt as error:
-            msg = f"cannot complete the checkpoint of step {self.step}: what was written does not fit together: {error}"
-            raise CheckpointError(msg) from error
+            raise CheckpointError(
+                f"cannot complete the checkpoint of step {self.step}: what was written does not fit together: {error}"
+            ) from error
         points.reach("checkpoint.manifest")
         self.storage.put(f"{step_folder(self.step)}/{MANIFEST_NAME}", data)
         points.reach("checkpoint.committed")
@@ -140,11 +140,10 @@ class PendingCheckpoint:
 
     def _check_there(self, manifest: Manifest) -> None:
         if missing := sorted(manifest.files.keys() - set(self.storage.names(self._folder))):
-            msg = (
+            raise CheckpointError(
                 f"cannot complete the checkpoint of step {self.step}: {missing[0]} is not in {self._folder} any more. A "
                 "pending checkpoint cannot be committed after abandon(); write the tensors again"
             )
-            raise CheckpointError(msg)
 
     def _all_parts(self, wait_s: float, may_come: Callable[[int], bool]) -> list[Manifest]:
         end_s = time.monotonic() + wait_s
@@ -163,8 +162,9 @@ class PendingCheckpoint:
                 why = "was not written in time" if is_alive else "was not written, and its writer is gone"
                 if data is not None:
                     why = "could not be written; its writer says why"
-                msg = f"cannot complete the checkpoint of step {self.step}: part {part} of {self.parts} {why}"
-                raise CheckpointError(msg)
+                raise CheckpointError(
+                    f"cannot complete the checkpoint of step {self.step}: part {part} of {self.parts} {why}"
+                )
             time.sleep(_POLL_S)
 
     def _tidy(self) -> None:
@@ -215,22 +215,22 @@ def write(
     """
     storage = as_storage(storage)
     if step < 0:
-        msg = f"step must be at least 0, got {step}"
-        raise ConfigError(msg)
+        raise ConfigError(f"step must be at least 0, got {step}")
     if format not in FORMATS:
-        msg = f"the format of checkpoints must be one of {', '.join(FORMATS)}, got {format!r}"
-        raise ConfigError(msg)
+        raise ConfigError(f"the format of checkpoints must be one of {', '.join(FORMATS)}, got {format!r}")
     name = f"data-{token or secrets.token_hex(4)}"
     if not is_data_folder(name):
-        msg = f"token must be at most 64 lower-case letters, digits and '-', the first no '-', got {token!r}"
-        raise ConfigError(msg)
+        raise ConfigError(
+            f"token must be at most 64 lower-case letters, digits and '-', the first no '-', got {token!r}"
+        )
     check_info(info)
     clean = set() if clean is None else clean
     clean.discard(step)  # what this attempt may leave there is to be found
     points.reach("checkpoint.begin")
     if token and _completed_folder(storage, step) == name:
-        msg = f"the checkpoint of step {step} was completed with the token {token!r} already; saving it again needs another"
-        raise CheckpointError(msg)
+        raise CheckpointError(
+            f"the checkpoint of step {step} was completed with the token {token!r} already; saving it again needs another"
+        )
     folder = f"{step_folder(step)}/{name}"
     part, is_first = content.part, content.part == 0
     try:

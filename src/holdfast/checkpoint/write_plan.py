@@ -69,11 +69,11 @@ def take(state: Any, part: int = 0, parts: int = 1, *, distinct: bool = False) -
         ConfigError: if there is no such part, or a distinct one is no dict.
     """
     if not 0 <= part < parts:
-        msg = f"part must be at least 0 and below parts, got part {part} of {parts}"
-        raise ConfigError(msg)
+        raise ConfigError(f"part must be at least 0 and below parts, got part {part} of {parts}")
     if distinct and not isinstance(state, dict):
-        msg = f"a distinct part of a state must be a dict, got {type(state).__name__}; name its values by their keys"
-        raise ConfigError(msg)
+        raise ConfigError(
+            f"a distinct part of a state must be a dict, got {type(state).__name__}; name its values by their keys"
+        )
     leaves, skeleton = flatten(state)
     boxes = tuple(_share_out(leaves, 0, 1) if distinct else _share_out(leaves, part, parts))
     return Content(boxes=boxes, skeleton=skeleton if distinct or part == 0 else None, part=part, parts=parts)

@@ -126,8 +126,9 @@ class Writer:
         try:
             return self._snapshot.copy(content)
         except (RuntimeError, MemoryError) as error:
-            msg = f"there is no memory for a copy of the {content.size_bytes} bytes that are saved of step {step}: {error}"
-            raise CheckpointError(msg) from error
+            raise CheckpointError(
+                f"there is no memory for a copy of the {content.size_bytes} bytes that are saved of step {step}: {error}"
+            ) from error
 
     def commit(self, generation: int, *, may_come: Callable[[int], bool] = lambda part: True) -> None:
         """Complete the checkpoint as soon as it is written; see :meth:`PendingCheckpoint.commit`.
@@ -187,8 +188,9 @@ class Writer:
             return
         if not job.done.wait(0.0 if job.overdue else _LIMIT_S):
             job.overdue = True
-            msg = f"the checkpoint of step {job.step} was not written to {self._checkpoints.url} within {_LIMIT_S:g} s; look at that storage"
-            raise CheckpointError(msg)
+            raise CheckpointError(
+                f"the checkpoint of step {job.step} was not written to {self._checkpoints.url} within {_LIMIT_S:g} s; look at that storage"
+            )
         self._collect()
 
     def close(self, within_s: float = 0.0) -> None:

@@ -192,8 +192,9 @@ def verify(path: _Path, *, everything: _All = False, as_json: _Json = False) -> 
     from holdfast.checkpoint.listing import examine, examine_all
 
     if Path(path).is_file() and Path(path).name != "manifest.json":
-        msg = f"{path} is a file of another program, which has no digests; name a checkpoint, or a directory of them"
-        raise ConfigError(msg)
+        raise ConfigError(
+            f"{path} is a file of another program, which has no digests; name a checkpoint, or a directory of them"
+        )
     storage, named = find(path)
     with progress(f"looking into {storage.url}") as now:
         if named is None:
@@ -202,8 +203,7 @@ def verify(path: _Path, *, everything: _All = False, as_json: _Json = False) -> 
             now(f"reading step {named}")
             found = [examine(storage, named)]
     if not found:
-        msg = f"there is no complete checkpoint in {storage.url}; name a directory that has one"
-        raise CheckpointMissing(msg)
+        raise CheckpointMissing(f"there is no complete checkpoint in {storage.url}; name a directory that has one")
     if as_json:
         _print_json({"url": storage.url, "checkpoints": [_described(examined) for examined in found]})
     else:
@@ -334,11 +334,9 @@ def convert(
 
     check_format(to)
     if guard not in _GUARDS:
-        msg = f"--guard must be one of {', '.join(_GUARDS)}, got {guard!r}"
-        raise ConfigError(msg)
+        raise ConfigError(f"--guard must be one of {', '.join(_GUARDS)}, got {guard!r}")
     if Path(target).is_file():
-        msg = f"{target} is a file; name a directory for the new checkpoint, or an URL"
-        raise ConfigError(msg)
+        raise ConfigError(f"{target} is a file; name a directory for the new checkpoint, or an URL")
     with progress(f"opening {source}") as now, opened(source, now=now) as opened_source:
         if opened_source.manifest is None and guard != "off":
             now(f"looking at the values of {opened_source.name}")
@@ -392,8 +390,9 @@ def prune(
 
     for name, value, least in (("--keep-last", keep_last, 2), ("--keep-every", keep_every, 0)):
         if value < least:
-            msg = f"{name} must be at least {least}, got {value}" + ("; the newest may be damaged" if least else "")
-            raise ConfigError(msg)
+            raise ConfigError(
+                f"{name} must be at least {least}, got {value}" + ("; the newest may be damaged" if least else "")
+            )
     storage = find_root(directory)
     with progress(f"looking into {storage.url}"):
         done = carry_out(

@@ -48,11 +48,10 @@ def diff_runs(
     settings = different_settings(runs, reports)
     compared = compare_runs(*runs)
     if compared is None:
-        msg = (
+        raise ConfigError(
             f"no step is in both runs: {first} has steps {runs[0].first} to {runs[0].last}, "
             f"{second} steps {runs[1].first} to {runs[1].last}"
         )
-        raise ConfigError(msg)
     spot = None if compared.parting is None else _look_into_checkpoints(runs, compared.parting)
     findings = [run.check() or run.check_workers() for run in runs]
     if as_json:

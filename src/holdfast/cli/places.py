@@ -33,8 +33,9 @@ def find(text: str) -> tuple[Storage, int | None]:
     if step is not None:
         return open_storage(whole.parent if path.name in ("", "..") else path.parent), step
     if (path / "manifest.json").exists():
-        msg = f"{path} holds a checkpoint under another name than that of its step; call it step-00000020 for step 20"
-        raise ConfigError(msg)
+        raise ConfigError(
+            f"{path} holds a checkpoint under another name than that of its step; call it step-00000020 for step 20"
+        )
     return open_storage(path), None
 
 
@@ -46,8 +47,7 @@ def find_root(text: str) -> Storage:
     """
     storage, step = find(text)
     if step is not None:
-        msg = f"{text} is a single checkpoint; name the directory in which it is: {storage.url}"
-        raise ConfigError(msg)
+        raise ConfigError(f"{text} is a single checkpoint; name the directory in which it is: {storage.url}")
     return storage
 
 
@@ -69,19 +69,18 @@ def opened(text: str, step: int | None = None, now: Callable[[str], None] = lamb
     from holdfast.checkpoint.storage import is_remote
 
     if is_remote(text) and text.lower().endswith(KINDS):
-        msg = f"{text} is a file of another program, which must be on this machine; fetch it first"
-        raise ConfigError(msg)
+        raise ConfigError(f"{text} is a file of another program, which must be on this machine; fetch it first")
     if _is_foreign(text):
         if step is not None:
-            msg = f"--step chooses from several checkpoints, and {text} is one file; leave it out"
-            raise ConfigError(msg)
+            raise ConfigError(f"--step chooses from several checkpoints, and {text} is one file; leave it out")
         with open_foreign(text) as source:
             yield source
         return
     storage, named = find(text)
     if named is not None and step is not None:
-        msg = f"--step chooses from several checkpoints, and {text} is one; leave it out, or name {storage.url}"
-        raise ConfigError(msg)
+        raise ConfigError(
+            f"--step chooses from several checkpoints, and {text} is one; leave it out, or name {storage.url}"
+        )
     chosen = named if named is not None else step
     yield saved_source(storage, _newest(storage, now) if chosen is None else chosen)
 
@@ -94,10 +93,10 @@ def _newest(storage: Storage, now: Callable[[str], None]) -> int:
     if step is not None:
         return step
     if steps(storage):
-        msg = f"no checkpoint in {storage.url} is intact"
-        raise CheckpointCorrupt(msg)
-    msg = f"there is no complete checkpoint in {storage.url}; name a directory that has one, or a file"
-    raise CheckpointMissing(msg)
+        raise CheckpointCorrupt(f"no checkpoint in {storage.url} is intact")
+    raise CheckpointMissing(
+        f"there is no complete checkpoint in {storage.url}; name a directory that has one, or a file"
+    )
 
 
 def _is_foreign(text: str) -> bool:
@@ -114,11 +113,11 @@ def _folder(text: str) -> Path:
     if path.name == "manifest.json" or _is_data_folder(path):
         path = path.parent
     if not path.exists():
-        msg = f"there is no {str(path)!r}; name a directory of checkpoints, one checkpoint in it, an URL, or a file"
-        raise ConfigError(msg)
+        raise ConfigError(
+            f"there is no {str(path)!r}; name a directory of checkpoints, one checkpoint in it, an URL, or a file"
+        )
     if not path.is_dir():
-        msg = f"{path} is a file; name a directory of checkpoints, or one checkpoint in it"
-        raise ConfigError(msg)
+        raise ConfigError(f"{path} is a file; name a directory of checkpoints, or one checkpoint in it")
     return path
 
 

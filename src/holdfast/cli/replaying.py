@@ -58,8 +58,7 @@ class Replay:
         with tempfile.TemporaryDirectory(prefix="holdfast-verify-") as folder:
             outcome = self._launch(Path(folder))
         if outcome.exit_code not in (0, 4):
-            msg = f"steps {self.start} to {self.stop} could not be done again: {outcome.message}"
-            raise JobError(msg)
+            raise JobError(f"steps {self.start} to {self.stop} could not be done again: {outcome.message}")
         return outcome.records
 
     def _launch(self, folder: Path) -> Outcome:
@@ -126,11 +125,10 @@ def find_start(run: Certified, report: Mapping[str, Any], wanted: int) -> tuple[
             return step, url
     if run.first == 0:
         return 0, ""
-    msg = (
+    raise ConfigError(
         f"{run.name} begins with step {run.first}, which another run had come to, and no intact checkpoint from before step {wanted} is left "
         "to go on from: give the folder of the run that began at step 0"
     )
-    raise ConfigError(msg)
 
 
 def _places(run: Certified, report: Mapping[str, Any], wanted: int) -> dict[int, str]:
@@ -186,8 +184,7 @@ def script_of(report: Mapping[str, Any], given: Path | None, *, trusted: bool) -
     job = report["job"]
     if given is not None:
         if not given.is_file():
-            msg = f"--script must be a file, and there is no {str(given)!r}"
-            raise ConfigError(msg)
+            raise ConfigError(f"--script must be a file, and there is no {str(given)!r}")
         if _sha256(given) != job["sha256"]:
             warn(f"{given} is not the script that was run: its sha256 is another")
         return given
@@ -195,15 +192,16 @@ def script_of(report: Mapping[str, Any], given: Path | None, *, trusted: bool) -
 
     path = Path(job["path"])
     if not path.is_file():
-        msg = f"the script is gone: there is no {path} any more; name where it is now with --script"
-        raise ConfigError(msg)
+        raise ConfigError(f"the script is gone: there is no {path} any more; name where it is now with --script")
     if _sha256(path) != job["sha256"]:
-        msg = f"{path} was changed since the run; put back what was run, or name what to run instead with --script"
-        raise ConfigError(msg)
+        raise ConfigError(
+            f"{path} was changed since the run; put back what was run, or name what to run instead with --script"
+        )
     if not (trusted or (path.is_absolute() and is_noted(job))):
         what = clean(shlex.join([str(path.absolute()), *job["args"]]))
-        msg = f"the report names a script to run, {what}, which this user has not run here: look at it first, then give --script FILE, or --trust"
-        raise ConfigError(msg)
+        raise ConfigError(
+            f"the report names a script to run, {what}, which this user has not run here: look at it first, then give --script FILE, or --trust"
+        )
     return path
 
 
@@ -261,6 +259,5 @@ def load_job(directory: Path) -> dict[str, Any]:
 
     report = load_report(directory)
     if is_distributed(report):
-        msg = f"{directory} is a run of torch.distributed, whose steps have no certificate"
-        raise ConfigError(msg)
+        raise ConfigError(f"{directory} is a run of torch.distributed, whose steps have no certificate")
     return report

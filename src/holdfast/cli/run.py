@@ -106,15 +106,12 @@ def _check(given: dict[str, Any]) -> None:
         how = each.option
         if how.least_given is not None and value < how.least_given:
             why = f", because {how.because}" if how.because else ""
-            msg = f"{each.flag} must be at least {how.least_given}{why}, got {value}"
-            raise ConfigError(msg)
+            raise ConfigError(f"{each.flag} must be at least {how.least_given}{why}, got {value}")
     if given["nnodes"] > MOST_WORKERS:
-        msg = f"--nnodes must be at most {MOST_WORKERS}, got {given['nnodes']}"
-        raise ConfigError(msg)
+        raise ConfigError(f"--nnodes must be at most {MOST_WORKERS}, got {given['nnodes']}")
     for each, value in values:
         if each.name == "mtbf_s" and not value > 0:
-            msg = f"{each.flag} must be more than 0 seconds, got {value:g}"
-            raise ConfigError(msg)
+            raise ConfigError(f"{each.flag} must be more than 0 seconds, got {value:g}")
 
 
 def _job(script: Path, args: list[str], given: dict[str, Any], asked: Asked) -> Job:
@@ -156,11 +153,11 @@ def _newcomers(max_respawns: int | None, *, respawn: bool) -> int:
         ConfigError: if there is a limit without --respawn, or it is too high.
     """
     if max_respawns is not None and not respawn:
-        msg = f"--max-respawns {max_respawns} needs --respawn: without it nobody is started in the place of the dead"
-        raise ConfigError(msg)
+        raise ConfigError(
+            f"--max-respawns {max_respawns} needs --respawn: without it nobody is started in the place of the dead"
+        )
     if max_respawns is not None and max_respawns > MOST_WORKERS:
-        msg = f"--max-respawns must be at most {MOST_WORKERS}, got {max_respawns}"
-        raise ConfigError(msg)
+        raise ConfigError(f"--max-respawns must be at most {MOST_WORKERS}, got {max_respawns}")
     return (MAX_RESPAWNS if max_respawns is None else max_respawns) if respawn else 0
 
 
@@ -179,8 +176,7 @@ def _settings(given: dict[str, Any]) -> Settings:
         name, _, what = str(error).partition(" ")
         if name not in options or values.get(name) is None:
             raise
-        msg = f"{options[name].flag} {what}"
-        raise ConfigError(msg) from error
+        raise ConfigError(f"{options[name].flag} {what}") from error
 
 
 def _value(option: Declared, given: Any) -> Any:
@@ -218,8 +214,7 @@ def _how_often(checkpoint_every: str | None) -> dict[str, Any]:
         steps = None
     if steps is None or steps < 1:
         what = "a number of steps, at least 1, or auto" if steps is None else "at least 1"
-        msg = f"--checkpoint-every must be {what}, got {checkpoint_every}"
-        raise ConfigError(msg)
+        raise ConfigError(f"--checkpoint-every must be {what}, got {checkpoint_every}")
     return {"checkpoint_auto": False, "checkpoint_every": steps}
 
 
@@ -242,8 +237,7 @@ def _plan(specs: list[str], settings: Settings, nnodes: int, newcomers: int) -> 
         plan = FaultPlan(tuple(parse(spec) for spec in specs), settings.seed)
         plan.check(range(nnodes * (settings.workers + settings.spares) + newcomers), nodes=nnodes)
     except ConfigError as error:
-        msg = f"--inject {error}"
-        raise ConfigError(msg) from error
+        raise ConfigError(f"--inject {error}") from error
     return plan.to_json()
 
 
@@ -258,8 +252,7 @@ def _check_baseline(baseline: Path | None, report_dir: Path | None) -> None:
     from holdfast.report.against import read_losses
 
     if report_dir is None:
-        msg = f"--baseline {baseline} needs --report DIR: this run's losses are read from there"
-        raise ConfigError(msg)
+        raise ConfigError(f"--baseline {baseline} needs --report DIR: this run's losses are read from there")
     read_losses(baseline)
 
 

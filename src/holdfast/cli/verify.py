@@ -107,16 +107,17 @@ def _replay(
         given = " ".join(
             f"{option} {step}" for option, step in (("--from", wanted), ("--to", stop)) if step is not None
         )
-        msg = f"--from and --to must lie in the steps of {run.name}, {run.first} to {run.last}, in this order, got {given}"
-        raise ConfigError(msg)
+        raise ConfigError(
+            f"--from and --to must lie in the steps of {run.name}, {run.first} to {run.last}, in this order, got {given}"
+        )
     if why := why_not(report, first, last):
-        msg = f"{run.name} cannot be done again: {why}"
-        raise ConfigError(msg)
+        raise ConfigError(f"{run.name} cannot be done again: {why}")
     path = script_of(report, script, trusted=trusted)
     begin, url = find_start(run, report, first)
     if why := why_not(report, begin, last):
-        msg = f"{run.name} cannot be done again from step {begin}, the last before {first} whose state is there: {why}"
-        raise ConfigError(msg)
+        raise ConfigError(
+            f"{run.name} cannot be done again from step {begin}, the last before {first} whose state is there: {why}"
+        )
     replay = Replay(
         script=path,
         args=tuple(report["job"]["args"]),
@@ -132,8 +133,9 @@ def _replay(
         warn(f"bits may be others for that alone: {odd}")
     compared = compare_runs(run, again, until=last)
     if compared is None or (compared.parting is None and compared.last < last):
-        msg = f"steps {begin} to {last} were to be done again, and only steps {again.first} to {again.last} were"
-        raise ConfigError(msg)
+        raise ConfigError(
+            f"steps {begin} to {last} were to be done again, and only steps {again.first} to {again.last} were"
+        )
     at_end = bool(run.finished) and run.finished[0].step == last + 1
     return {"first": begin, "last": last, "checkpoint": url, "at_end": at_end, "parting": compared.parting}
 

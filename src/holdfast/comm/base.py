@@ -321,8 +321,7 @@ class FixedMembership:
         Raises:
             InternalError: always.
         """
-        msg = f"a worker cannot join a training loop that it is in, loop {loop}"
-        raise InternalError(msg)
+        raise InternalError(f"a worker cannot join a training loop that it is in, loop {loop}")
 
     def newcomers(self, loop: int) -> tuple[int, ...]:
         """Return nobody."""

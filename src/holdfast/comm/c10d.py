@@ -200,8 +200,9 @@ class C10dCommunicator:
             self._waits_since_s = now_s
         self._looked_s = now_s
         if now_s - self._waits_since_s > _PATIENCE_ALONE_S:
-            msg = f"not everybody came within {_PATIENCE_ALONE_S:g} s, and there is no store that could say why"
-            raise PeerFailed(msg)
+            raise PeerFailed(
+                f"not everybody came within {_PATIENCE_ALONE_S:g} s, and there is no store that could say why"
+            )
 
     # -- membership
 
@@ -324,8 +325,7 @@ class C10dCommunicator:
         self._check_thread()
         self._roster.check()
         if self._broken:
-            msg = f"this generation is broken: {self._broken}"
-            raise PeerFailed(msg)
+            raise PeerFailed(f"this generation is broken: {self._broken}")
         try:
             with waiting, as_peer_failure():
                 act(self._groups.get(device) or self._connect(device))
@@ -369,5 +369,4 @@ class C10dCommunicator:
 
     def _check_thread(self) -> None:
         if threading.get_ident() != self._owner:
-            msg = "the communicator was called from another thread than the one that owns it"
-            raise InternalError(msg)
+            raise InternalError("the communicator was called from another thread than the one that owns it")

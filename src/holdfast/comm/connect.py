@@ -34,8 +34,7 @@ def connect(fabric: str, workers: int, ranks: str, *, rank: int = -1, store: str
     """
     numbers = [int(rank) for rank in ranks.split(",")] if ranks else None
     if numbers is not None and numbers != sorted(set(numbers)):
-        msg = f"ranks must be ascending, each once, got {ranks}"
-        raise ConfigError(msg)
+        raise ConfigError(f"ranks must be ascending, each once, got {ranks}")
     name = chosen(fabric)
     if not fabric and name == "virtual" and (said := others_started(os.environ)):
         raise ConfigError(said)

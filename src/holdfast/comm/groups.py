@@ -173,8 +173,7 @@ class Meeting(dist.Store):  # type: ignore[name-defined,misc]  # torch has no st
         """
         limit_s = self._timeout_s if timeout is None else min(timeout.total_seconds(), self._timeout_s)
         if self._store.wait(lambda: self._given_up or self.check(keys) or None, limit_s) is None or self._given_up:
-            msg = f"not everybody said where to find it, within {limit_s:g} s"
-            raise PeerFailed(msg)
+            raise PeerFailed(f"not everybody said where to find it, within {limit_s:g} s")
 
     def check(self, keys: list[str]) -> bool:
         """Return whether all keys have values."""

@@ -90,8 +90,7 @@ def open_segment(
     mine = os.open(f"/proc/{pid}/fd/{fd}", (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC)
     try:
         if os.fstat(mine).st_size != size_bytes:
-            msg = f"the segment of process {pid} has another size than {size_bytes} bytes"
-            raise OSError(msg)
+            raise OSError(f"the segment of process {pid} has another size than {size_bytes} bytes")
         return _map(mine, size_bytes, writable=writable) if opened is None else opened.get(mine, size_bytes)
     finally:
         os.close(mine)

@@ -89,8 +89,9 @@ class Mail:
             self._check(rank)
         data = data.detach()
         if data.dim() > MAX_DIMS:
-            msg = f"a message may have at most {MAX_DIMS} dimensions, got the shape {tuple(data.shape)}: flatten some"
-            raise ScriptError(msg)
+            raise ScriptError(
+                f"a message may have at most {MAX_DIMS} dimensions, got the shape {tuple(data.shape)}: flatten some"
+            )
         for rank in ranks:
             if rank in self._comm.here:
                 self._kept[self._who(me), rank].append(data.cpu().clone())
@@ -126,31 +127,28 @@ class Mail:
                 wait_until(inbox.has_next, self._comm.look, self._patience)
             data = inbox.take()
         except OSError as error:
-            msg = f"the memory of worker {source} cannot be opened: {error}"
-            raise PeerFailed(msg) from error
+            raise PeerFailed(f"the memory of worker {source} cannot be opened: {error}") from error
         return self._take(source) if data is None else data
 
     def _check(self, rank: int) -> None:
         if self._generation != self._comm.generation:
-            msg = "a message before begin(): the generation has changed"
-            raise InternalError(msg)
+            raise InternalError("a message before begin(): the generation has changed")
         if rank not in self._comm.members:
-            msg = f"worker {rank} is no member, those are {self._comm.members}"
-            raise InternalError(msg)
+            raise InternalError(f"worker {rank} is no member, those are {self._comm.members}")
 
     def _who(self, me: int | None) -> int:
         here = self._comm.here
         if me is None and len(here) > 1:
-            msg = f"this process plays the workers {here}: say in `me` which of them sends or receives"
-            raise InternalError(msg)
+            raise InternalError(f"this process plays the workers {here}: say in `me` which of them sends or receives")
         return here[0] if me is None else me
 
     def _take_kept(self, source: int, me: int) -> torch.Tensor:
         kept = self._kept[source, me]
         if not kept:
             self._comm.look()
-            msg = f"worker {me} waits for a message from worker {source}, which this process has not sent before"
-            raise InternalError(msg)
+            raise InternalError(
+                f"worker {me} waits for a message from worker {source}, which this process has not sent before"
+            )
         return kept.popleft()
 
     # -- by messages

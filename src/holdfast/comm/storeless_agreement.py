@@ -59,8 +59,7 @@ class Alone:
             flags = [mine, *self._listen([(rank, _message(mine)) for rank in self._others])]
             self._known = Heard(max(said.act for said in flags), all(said.value for said in flags))
         if self._known.act != act:
-            msg = f"in agreement {act} somebody knew of agreement {self._known.act}"
-            raise InternalError(msg)
+            raise InternalError(f"in agreement {act} somebody knew of agreement {self._known.act}")
         return self._known.value
 
     def _listen(self, given: Messages) -> list[Heard]:

@@ -50,16 +50,17 @@ def under_mpirun() -> bool:
 
 def _load_mpi() -> Any:
     if not under_mpirun():
-        msg = "the ulfm fabric needs Open MPI's launcher: start with `holdfast run -n 4 SCRIPT` or `mpirun --with-ft ulfm -n 4 python SCRIPT`"
-        raise ConfigError(msg)
+        raise ConfigError(
+            "the ulfm fabric needs Open MPI's launcher: start with `holdfast run -n 4 SCRIPT` or `mpirun --with-ft ulfm -n 4 python SCRIPT`"
+        )
     if os.environ.get("OMPI_MCA_mpi_ft_enable") != "1":  # noqa: SIM112 - Open MPI's spelling
-        msg = "mpirun was started without fault tolerance, so any death would end the job: add `--with-ft ulfm`"
-        raise ConfigError(msg)
+        raise ConfigError(
+            "mpirun was started without fault tolerance, so any death would end the job: add `--with-ft ulfm`"
+        )
     try:
         import mpi4py
     except ImportError as error:
-        msg = "the ulfm fabric needs mpi4py and Open MPI 5: pip install 'holdfast[mpi]'"
-        raise ConfigError(msg) from error
+        raise ConfigError("the ulfm fabric needs mpi4py and Open MPI 5: pip install 'holdfast[mpi]'") from error
     mpi4py.rc.finalize = False
     mpi4py.rc.thread_level = "multiple"  # a session and a torch.distributed group may each have a thread
     from mpi4py import MPI
@@ -87,8 +88,7 @@ class UlfmCommunicator(FixedMembership):
         self._comm.Set_errhandler(self._mpi.ERRORS_RETURN)
         world = tuple(range(self._comm.size)) if ranks is None else tuple(ranks)
         if len(world) != self._comm.size:
-            msg = f"{len(world)} worker numbers were given for {self._comm.size} processes: {world}"
-            raise ConfigError(msg)
+            raise ConfigError(f"{len(world)} worker numbers were given for {self._comm.size} processes: {world}")
         self._world = world
         self._members = world
         self._me = world[self._comm.rank]
@@ -357,8 +357,7 @@ class UlfmCommunicator(FixedMembership):
 
     def _check_thread(self) -> None:
         if threading.get_ident() != self._owner:
-            msg = "MPI was called from another thread than the one that owns it"
-            raise InternalError(msg)
+            raise InternalError("MPI was called from another thread than the one that owns it")
 
 
 def _give_up(why: str) -> NoReturn:

@@ -109,8 +109,7 @@ class VirtualCommunicator(FixedMembership):
         """
         self.look()
         if not self._posted:
-            msg = f"nothing was posted that could be taken from worker {rank}"
-            raise InternalError(msg)
+            raise InternalError(f"nothing was posted that could be taken from worker {rank}")
         data.copy_(self._posted.popleft())
 
     def maximum(self, values: Sequence[int]) -> list[int]:
@@ -138,8 +137,7 @@ class VirtualCommunicator(FixedMembership):
     def look(self) -> None:
         """Complain if somebody is dead."""
         if self._dead:
-            msg = f"workers {sorted(self._dead)} are dead"
-            raise PeerFailed(msg)
+            raise PeerFailed(f"workers {sorted(self._dead)} are dead")
 
     def agree(self, flag: bool) -> bool:
         """Return ``flag``, or False if somebody is dead."""
@@ -167,8 +165,7 @@ class VirtualCommunicator(FixedMembership):
         self._shared = False
         self._generation += 1
         if not self._members:
-            msg = "every worker has died"
-            raise JobError(msg)
+            raise JobError("every worker has died")
         return True
 
     def failed(self) -> tuple[int, ...]:
@@ -177,6 +174,5 @@ class VirtualCommunicator(FixedMembership):
 
     def _enter(self) -> None:
         if self._dead and not self._completes:
-            msg = f"workers {sorted(self._dead)} are dead"
-            raise PeerFailed(msg)
+            raise PeerFailed(f"workers {sorted(self._dead)} are dead")
         self._completes = False

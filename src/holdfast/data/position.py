@@ -101,11 +101,10 @@ class Place:
             self._given = dataclasses.replace(self._given, slices=info["slices"])
         for name in _MUST_NOT_CHANGE:
             if info[name] != getattr(self._given, name):
-                msg = (
+                raise ConfigError(
                     f"the checkpoint was made with {name}={info[name]} and this run has {getattr(self._given, name)}: "
                     "the run would not be the same; give the old value, or start anew in an empty directory"
                 )
-                raise ConfigError(msg)
         self._begin_again()
         self._ledger.load_state_dict(ledger)
         self._cursor = Cursor(epoch=info["epoch"], offset=info["offset"])

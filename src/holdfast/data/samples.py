@@ -18,10 +18,9 @@ def check_dataset(dataset: Any) -> None:
         ConfigError: if not.
     """
     if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
-        msg = (
+        raise ConfigError(
             f"dataset must have len and [], got {type(dataset).__name__}; an IterableDataset cannot be cut into slices"
         )
-        raise ConfigError(msg)
 
 
 def fetch(dataset: Any, ids: Ids, collate: Any) -> Any:

@@ -42,8 +42,7 @@ def alive(group: dist.ProcessGroup | None = None) -> tuple[int, ...]:
 
     group = dist.group.WORLD if group is None else group
     if not isinstance(group, HoldfastGroup):
-        msg = f"alive() is for groups of the {BACKEND!r} backend, got {group}"
-        raise ValueError(msg)
+        raise ValueError(f"alive() is for groups of the {BACKEND!r} backend, got {group}")
     return group.alive
 
 

@@ -257,8 +257,7 @@ class Engine:
         order = _Order(do)
         self._inbox.put(order)
         if not order.done.wait(limit_s):
-            msg = "the thread that owns MPI does not answer"
-            raise HoldfastError(msg)
+            raise HoldfastError("the thread that owns MPI does not answer")
         if order.error is not None:
             raise order.error
         return order.answer
@@ -384,8 +383,9 @@ class Engine:
         said = [bytes(row.tolist()).decode(errors="replace").strip() for row in everybodys]
         if len(set(said)) > 1:
             calls = "; ".join(f"rank {rank}: {call}" for rank, call in zip(job.group.alive, said, strict=True))
-            msg = f"the ranks call different collectives, as number {job.group.completed} of their group: {calls}"
-            raise ScriptError(msg)
+            raise ScriptError(
+                f"the ranks call different collectives, as number {job.group.completed} of their group: {calls}"
+            )
 
     # -- messages between two ranks
 

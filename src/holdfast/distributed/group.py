@@ -41,13 +41,13 @@ def create(options: Any) -> HoldfastGroup:
     ranks = tuple(options.global_ranks_in_group) or tuple(range(options.group_size))
     me = ranks[options.group_rank]
     if engine.world.here != (me,) or max(ranks) >= engine.world.first_size:
-        msg = f"RANK and WORLD_SIZE say rank {me} of {options.group_size}, mpirun says rank {engine.world.here[0]} of {engine.world.first_size}"
-        raise ConfigError(msg)
+        raise ConfigError(
+            f"RANK and WORLD_SIZE say rank {me} of {options.group_size}, mpirun says rank {engine.world.here[0]} of {engine.world.first_size}"
+        )
     if me == engine.world.members[0]:
         check_version()
     if ranks != tuple(sorted(ranks)):
-        msg = f"the ranks of a group must be ascending, got {', '.join(map(str, ranks))}"
-        raise ConfigError(msg)
+        raise ConfigError(f"the ranks of a group must be ascending, got {', '.join(map(str, ranks))}")
     name = str(options.group_id)
     key = WORLD
     if options.global_ranks_in_group:
@@ -126,8 +126,7 @@ class HoldfastGroup(Reductions, Moves):
         finish: Callable[[], None],
     ) -> Work:
         if rank is not None and not 0 <= rank < self.size():
-            msg = f"{what}: there are ranks 0 to {self.size() - 1} in the group"
-            raise ValueError(msg)
+            raise ValueError(f"{what}: there are ranks 0 to {self.size() - 1} in the group")
         members, world = self._members, self._engine.world
         sends = what.startswith("send")
         number = _TAGS + xxhash.xxh3_64_intdigest(f"{members.key} {tag}".encode()) % _TAGS

@@ -113,8 +113,7 @@ class GroupBase(ProcessGroup):
         for tensor in result:
             check_device(tensor, what)
         if root is not None and not 0 <= root < self.size():
-            msg = f"{what}: the root must be a rank of the group, 0 to {self.size() - 1}, got {root}"
-            raise ValueError(msg)
+            raise ValueError(f"{what}: the root must be a rank of the group, 0 to {self.size() - 1}, got {root}")
         work = Pending(result, what, self._timeout_s, self._engine.give_up, deliver)
         signature = what
         if like is not None:
@@ -150,16 +149,18 @@ class GroupBase(ProcessGroup):
     def _check_alive(self, rank: int, what: str) -> None:
         members = self._members
         if members.ranks[rank] not in members.alive:
-            msg = (
-                f"{what} needs rank {members.ranks[rank]}, which has died; alive: {', '.join(map(str, members.alive))}"
+            raise RanksLost(
+                f"{what} needs rank {members.ranks[rank]}, which has died; alive: {', '.join(map(str, members.alive))}",
+                members.dead,
+                members.alive,
             )
-            raise RanksLost(msg, members.dead, members.alive)
 
     def _check_count(self, parts: Sequence[torch.Tensor], what: str) -> None:
         # Who is alive changes under our hands: how many that makes is compared later, at all ranks alike.
         if not 0 < len(parts) <= self.size() or (len(parts) < self.size() and not self._members.dead):
-            msg = f"{what} needs one tensor for each of the {self.size()} ranks of the group, got {len(parts)}"
-            raise ValueError(msg)
+            raise ValueError(
+                f"{what} needs one tensor for each of the {self.size()} ranks of the group, got {len(parts)}"
+            )
 
     def _check_list(self, parts: Sequence[torch.Tensor], like: torch.Tensor, what: str) -> None:
         self._check_count(parts, what)
@@ -169,20 +170,21 @@ class GroupBase(ProcessGroup):
     @staticmethod
     def _check_like(part: torch.Tensor, like: torch.Tensor, what: str) -> None:
         if part.dtype != like.dtype or part.numel() != like.numel():
-            msg = f"{what} needs tensors of one kind, got {part.dtype} {tuple(part.shape)} and {like.dtype} {tuple(like.shape)}"
-            raise ValueError(msg)
+            raise ValueError(
+                f"{what} needs tensors of one kind, got {part.dtype} {tuple(part.shape)} and {like.dtype} {tuple(like.shape)}"
+            )
 
     def _parts(self, whole: torch.Tensor, part: torch.Tensor, what: str) -> list[torch.Tensor]:
         """Return ``whole`` cut into pieces of the size of ``part``, one a rank."""
         count = whole.numel() // part.numel() if part.numel() and self._members.dead else self.size()
         if whole.dtype != part.dtype or whole.numel() != count * part.numel():
-            msg = f"{what} of {count} ranks needs {count} x {part.numel()} numbers of {part.dtype}, got {whole.numel()} of {whole.dtype}"
-            raise ValueError(msg)
+            raise ValueError(
+                f"{what} of {count} ranks needs {count} x {part.numel()} numbers of {part.dtype}, got {whole.numel()} of {whole.dtype}"
+            )
         if whole.is_contiguous():
             return list(whole.view(count, part.numel()))
         if not whole.dim() or whole.shape[0] % count:
-            msg = f"{what} needs a contiguous tensor, or one whose first dimension {count} ranks divide"
-            raise ValueError(msg)
+            raise ValueError(f"{what} needs a contiguous tensor, or one whose first dimension {count} ranks divide")
         return list(whole.split(whole.shape[0] // count))
 
     def _check_fits(self, parts: Sequence[torch.Tensor] | None, what: str) -> None:
@@ -197,12 +199,13 @@ class GroupBase(ProcessGroup):
         members = self._members
         fits = parts is None or len(parts) == len(members.alive)
         if self._engine.world.generation and members.comm.maximum([int(not fits)])[0]:
-            msg = (
+            raise RanksLost(
                 f"{what} was given another number of tensors than the {len(members.alive)} ranks that are alive "
                 f"({', '.join(map(str, members.alive))}): what the dead ranks {', '.join(map(str, members.dead))} "
-                "held, such as shards of parameters, is lost; give one tensor for each rank alive, or load a checkpoint"
+                "held, such as shards of parameters, is lost; give one tensor for each rank alive, or load a checkpoint",
+                members.dead,
+                members.alive,
             )
-            raise RanksLost(msg, members.dead, members.alive)
 
 
 def nothing() -> None:

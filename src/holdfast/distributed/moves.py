@@ -135,8 +135,7 @@ class Moves(GroupBase):
     def alltoall(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], options: Any = None) -> Work:
         """Give every rank one tensor, and take one from each."""
         if len(outputs) != len(inputs):
-            msg = f"all_to_all needs as many outputs as inputs, got {len(outputs)} and {len(inputs)}"
-            raise ValueError(msg)
+            raise ValueError(f"all_to_all needs as many outputs as inputs, got {len(outputs)} and {len(inputs)}")
         self._check_count(inputs, "all_to_all")
         return self._alltoall(list(outputs), list(inputs), "all_to_all", list(outputs))
 

@@ -175,13 +175,13 @@ class Witness:
         plan = FaultPlan.from_json(self.settings.faults)
         for fault in plan.faults:
             if fault.kind == FLIP:
-                msg = f"--inject {fault.to_spec()}: under torch.distributed nobody knows the model whose values are to be altered; a flip needs a holdfast.Session"
-                raise ConfigError(msg)
+                raise ConfigError(
+                    f"--inject {fault.to_spec()}: under torch.distributed nobody knows the model whose values are to be altered; a flip needs a holdfast.Session"
+                )
             if fault.phase not in _PHASES:
-                msg = (
+                raise ConfigError(
                     f"--inject {fault.to_spec()}: under torch.distributed the phase must be one of {', '.join(_PHASES)}"
                 )
-                raise ConfigError(msg)
 
         def announce(number: int, fault: Fault) -> None:
             self._recorder.write(

@@ -29,19 +29,18 @@ _NAMES = {member: name for name, member in ReduceOp.RedOpType.__members__.items(
 def one(tensors: Sequence[Any], what: str) -> Any:
     """Return the only element of a list that torch makes."""
     if len(tensors) != 1:
-        msg = f"{what} takes one tensor a rank, got {len(tensors)}"
-        raise ValueError(msg)
+        raise ValueError(f"{what} takes one tensor a rank, got {len(tensors)}")
     return tensors[0]
 
 
 def check_device(tensor: torch.Tensor, what: str) -> None:
     """Make sure that a tensor lies in the memory of the CPU, and is dense."""
     if tensor.device.type != "cpu":
-        msg = f"{what}: the holdfast backend moves tensors in the memory of the CPU, got one on {tensor.device}"
-        raise ConfigError(msg)
+        raise ConfigError(
+            f"{what}: the holdfast backend moves tensors in the memory of the CPU, got one on {tensor.device}"
+        )
     if tensor.layout != torch.strided:
-        msg = f"{what} needs a dense tensor, got one of layout {tensor.layout}"
-        raise ValueError(msg)
+        raise ValueError(f"{what} needs a dense tensor, got one of layout {tensor.layout}")
 
 
 def _type_of(op: Any) -> Any:
@@ -67,16 +66,13 @@ def kind_of(op: Any, tensor: torch.Tensor) -> Any:
     check_device(tensor, "a reduction")
     kind = next((known for known in ORDER_OF if _type_of(op) == known), None)
     if kind is None:
-        msg = f"reduction {op} is not supported; there are {', '.join(_NAMES[k] for k in ORDER_OF)}"
-        raise ValueError(msg)
+        raise ValueError(f"reduction {op} is not supported; there are {', '.join(_NAMES[k] for k in ORDER_OF)}")
     name, dtype = ORDER_OF[kind], tensor.dtype
     is_inexact = dtype.is_floating_point or dtype.is_complex
     if (name in ("and", "or", "xor") and is_inexact) or (name in ("min", "max") and dtype.is_complex):
-        msg = f"reduction {_NAMES[kind]} is not defined for {dtype}"
-        raise ValueError(msg)
+        raise ValueError(f"reduction {_NAMES[kind]} is not defined for {dtype}")
     if kind in (ReduceOp.AVG, ReduceOp.PREMUL_SUM) and not is_inexact:
-        msg = f"reduction {_NAMES[kind]} needs floating-point numbers, got {dtype}"
-        raise ValueError(msg)
+        raise ValueError(f"reduction {_NAMES[kind]} needs floating-point numbers, got {dtype}")
     _try_out(name, dtype, divides=kind is ReduceOp.AVG)
     return kind
 
@@ -94,8 +90,7 @@ def _try_out(order: str, dtype: torch.dtype, *, divides: bool) -> None:
         if divides:
             out.div_(3)
     except RuntimeError as error:
-        msg = f"this reduction is not supported for {dtype}: {error}"
-        raise ValueError(msg) from error
+        raise ValueError(f"this reduction is not supported for {dtype}: {error}") from error
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:
@@ -128,10 +123,8 @@ def split(whole: torch.Tensor, sizes: Sequence[int] | None, count: int, what: st
     rows = whole.shape[0] if whole.dim() else 0
     if not sizes:
         if rows % count:
-            msg = f"{what} without sizes needs a first dimension that {count} ranks divide, got {rows}"
-            raise ValueError(msg)
+            raise ValueError(f"{what} without sizes needs a first dimension that {count} ranks divide, got {rows}")
         sizes = [rows // count] * count
     if len(sizes) != count or sum(sizes) != rows:
-        msg = f"{what} needs {count} sizes that add up to the first dimension, {rows}; got {list(sizes)}"
-        raise ValueError(msg)
+        raise ValueError(f"{what} needs {count} sizes that add up to the first dimension, {rows}; got {list(sizes)}")
     return list(whole.split(list(sizes)))

@@ -80,11 +80,10 @@ class Pending(Work):
         limit_s = timeout.total_seconds() if timeout else self.timeout_s
         if not self._done.wait(limit_s):
             self._give_up(self)
-            msg = (
+            raise RuntimeError(
                 f"{self._what} did not complete within {limit_s:g} s: not every rank of its group has called it, or not"
                 " in the same order as the collectives of other groups; the group cannot be used any more"
             )
-            raise RuntimeError(msg)
         if self._error is not None:
             raise self._error
         if self._deliver is not None:

@@ -59,8 +59,9 @@ class Look:
             Looked: in the end.
         """
         if not isinstance(body, Replica):
-            msg = "holdfast doctor looks at a model that every worker has all of, and this one is split: give its stages, whole, to a Session without Pipeline or Sharded"
-            raise ConfigError(msg)
+            raise ConfigError(
+                "holdfast doctor looks at a model that every worker has all of, and this one is split: give its stages, whole, to a Session without Pipeline or Sharded"
+            )
         batch = Batches(plan).mini_batch(0, Cursor(epoch=plan.first_epoch, offset=0), plan.world)
         assert batch is not None, "a plan has a first step"
         self._model, self._plan, self._dataset, self._collate = body.model, plan, dataset, collate
@@ -265,8 +266,7 @@ def _read(path: Path) -> dict[str, dict[str, torch.Tensor]]:
     ends_s = time.monotonic() + _PATIENCE_S
     while not path.exists():
         if time.monotonic() > ends_s:
-            msg = f"the process beside this one did not come to its first step within {_PATIENCE_S:g} s"
-            raise ConfigError(msg)
+            raise ConfigError(f"the process beside this one did not come to its first step within {_PATIENCE_S:g} s")
         time.sleep(0.05)
     said: dict[str, dict[str, torch.Tensor]] = torch.load(path, map_location="cpu", weights_only=True)
     return said

@@ -33,8 +33,7 @@ def ask(script: Path | None, args: Sequence[str], *, workers: int, timeout_s: fl
         JobError: if it fails, or does not come to its first step in time.
     """
     if script is not None and not script.is_file():
-        msg = f"there is no script {str(script)!r}"
-        raise ConfigError(msg)
+        raise ConfigError(f"there is no script {str(script)!r}")
     words = [] if script is None else [str(script), *args]
     with tempfile.TemporaryDirectory(prefix="holdfast-doctor-") as name, ExitStack() as closing:
         folder = Path(name)
@@ -79,8 +78,9 @@ def _wait(started: dict[str, subprocess.Popen[bytes]], folder: Path, timeout_s: 
             if started[how].poll() is not None:
                 _read(folder, how)
         if time.monotonic() > ends_s:
-            msg = f"it was not seen within {timeout_s:g} s (--timeout): does the script come to session.steps(...) by itself?"
-            raise JobError(msg)
+            raise JobError(
+                f"it was not seen within {timeout_s:g} s (--timeout): does the script come to session.steps(...) by itself?"
+            )
         time.sleep(_POLL_S)
 
 
@@ -88,8 +88,7 @@ def _read(folder: Path, how: str) -> dict[str, Any]:
     path = folder / f"{how}.json"
     log = (folder / f"{how}.log").read_text(errors="replace").rstrip()
     if not path.exists():
-        msg = f"the process that looked died:\n{log[-2000:]}"
-        raise JobError(msg)
+        raise JobError(f"the process that looked died:\n{log[-2000:]}")
     said: dict[str, Any] = json.loads(path.read_text())
     if "refused" in said:
         raise ConfigError(said["refused"])

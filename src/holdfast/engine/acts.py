@@ -121,8 +121,7 @@ class Acts:
             case SaveAndStop():
                 self._save_and_stop()
             case _:
-                msg = f"unknown order {order}"
-                raise InternalError(msg)
+                raise InternalError(f"unknown order {order}")
         return ActDone()
 
     @property

@@ -169,8 +169,9 @@ class Attempts:
     def _end(self, batch: MiniBatch, number: int, metrics: dict[str, torch.Tensor | float]) -> None:
         """Look at what a slice logged, and let flips strike what a worker has computed of it."""
         if len(self._whole.terms) > 1 and metrics.keys() != self.names.keys():
-            msg = f"every slice must log the same figures; slice {number} of step {batch.step} logged {', '.join(metrics)}, the one before {', '.join(self.names)}"
-            raise ScriptError(msg)
+            raise ScriptError(
+                f"every slice must log the same figures; slice {number} of step {batch.step} logged {', '.join(metrics)}, the one before {', '.join(self.names)}"
+            )
         self.names = dict.fromkeys(metrics)
         for due in self._world.faults.flips("gradients", batch.step, batch.owners[number]):
             self._world.faults.carry_out(due, self._whole.gradients_of(number))
@@ -259,8 +260,9 @@ class Attempts:
         """
         check_dataset(dataset)
         if batch_size < 1 or len(dataset) < 1:
-            msg = f"step.evaluate needs at least 1 sample and a batch_size of at least 1, got {len(dataset)} and {batch_size}"
-            raise ScriptError(msg)
+            raise ScriptError(
+                f"step.evaluate needs at least 1 sample and a batch_size of at least 1, got {len(dataset)} and {batch_size}"
+            )
         source, seed = dataclasses.replace(self._source, dataset=dataset), self._place.plan.seed
         parts = np.array_split(np.arange(len(dataset)), range(batch_size, len(dataset), batch_size))
 

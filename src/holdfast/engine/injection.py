@@ -64,8 +64,9 @@ def make_faults(world: World) -> Injector:
     if not isinstance(world.comm, VirtualCommunicator):
         return PlannedFaults(plan, strike, announce, tell)
     if other := [fault for fault in plan.faults if fault.kind not in ("kill", FLIP)]:
-        msg = f"--inject {other[0].to_spec()}: with --fabric virtual all workers are one process, which can only be made to lose some, kill, or to compute with wrong bits, flip"
-        raise ConfigError(msg)
+        raise ConfigError(
+            f"--inject {other[0].to_spec()}: with --fabric virtual all workers are one process, which can only be made to lose some, kill, or to compute with wrong bits, flip"
+        )
     return PlannedFaults(plan, fail, announce, tell)
 
 
@@ -83,31 +84,31 @@ def check_faults(planned: str, replica: Replica | Pipelined | Shards, end: int) 
     for fault in FaultPlan.from_json(planned).faults:
         try:
             if fault.step >= end:
-                msg = f"step must be between 0 and {end - 1} (the run has {end} steps), got {fault.step}"
-                raise ConfigError(msg)
+                raise ConfigError(f"step must be between 0 and {end - 1} (the run has {end} steps), got {fault.step}")
             _check_place(fault, replica)
         except ConfigError as error:
-            msg = f"--inject {fault.to_spec()}: {error}"
-            raise ConfigError(msg) from error
+            raise ConfigError(f"--inject {fault.to_spec()}: {error}") from error
 
 
 def _check_place(fault: Fault, replica: Replica | Pipelined | Shards) -> None:
     if fault.flip is None:
         if fault.phase in SPLIT_PHASES and not replica.is_split:
-            msg = f"the phases {', '.join(SPLIT_PHASES)} are those of a model that is split, and this one is not"
-            raise ConfigError(msg)
+            raise ConfigError(
+                f"the phases {', '.join(SPLIT_PHASES)} are those of a model that is split, and this one is not"
+            )
         if fault.slice is not None and not isinstance(replica, Pipelined):
-            msg = (
+            raise ConfigError(
                 "slice says between which two hand-overs of a Pipeline it strikes, and this model is none: leave it out"
             )
-            raise ConfigError(msg)
         if fault.phase == "mirror" and not (isinstance(replica, Split) and replica.holdings.shape.lazy):
-            msg = "copies are sent, phase=mirror, with --strategy partial and --mirror-every above 1; a mirror works in phase=allreduce"
-            raise ConfigError(msg)
+            raise ConfigError(
+                "copies are sent, phase=mirror, with --strategy partial and --mirror-every above 1; a mirror works in phase=allreduce"
+            )
         return
     if fault.flip.target == "handover" and not isinstance(replica, Pipelined):
-        msg = "target handover is what a stage of a Pipeline gives to the next, and this model has no stages"
-        raise ConfigError(msg)
+        raise ConfigError(
+            "target handover is what a stage of a Pipeline gives to the next, and this model has no stages"
+        )
     if isinstance(replica, Replica):  # of others it is known who holds what when they have met
         if fault.flip.target in ("weights", "gradients"):
             chosen(weights(replica.model), fault.flip.at)

@@ -222,9 +222,7 @@ def _checked(request: dict[str, Any]) -> dict[str, Any]:
     """
     for name, value in request.items():
         if name not in _ALLOWED:
-            msg = f"{name:.60} cannot be changed while a job runs; {', '.join(_CHANGES)} can"
-            raise ConfigError(msg)
+            raise ConfigError(f"{name:.60} cannot be changed while a job runs; {', '.join(_CHANGES)} can")
         if not _ALLOWED[name](value):
-            msg = f"{name} cannot be {value!a:.60}"
-            raise ConfigError(msg)
+            raise ConfigError(f"{name} cannot be {value!a:.60}")
     return request

@@ -94,8 +94,9 @@ class Run:
         self._replica = replica
         strategy_class(world.settings.strategy).check(replica.kind)
         if world.settings.guard == "heal" and replica.is_split:
-            msg = "guard heal needs a model that every worker has all of; of one that is split nobody keeps a state in memory: use stop or warn"
-            raise ConfigError(msg)
+            raise ConfigError(
+                "guard heal needs a model that every worker has all of; of one that is split nobody keeps a state in memory: use stop or warn"
+            )
         if world.settings.update == "eager" and isinstance(replica, Replica):
             replica.update_eagerly(world.clock, world.spent, beside=not isinstance(world.comm, VirtualCommunicator))
         strategy = make_strategy(world.settings.strategy, min_workers=world.settings.min_workers)
@@ -230,8 +231,7 @@ class Run:
 
     def _next_batch(self, step: int) -> MiniBatch | None:
         if step != self._world.step:
-            msg = f"step {step} was ordered where step {self._world.step} is next"
-            raise InternalError(msg)
+            raise InternalError(f"step {step} was ordered where step {self._world.step} is next")
         self._announce()
         self._recovery.end()
         if self._world.keeper.is_outdated(step, self._world.comm.generation):
@@ -271,8 +271,7 @@ class Run:
         mine = self._vote(step)
         said = mine.unpack(self._sum.maximum(mine.pack()))
         if said.step.differs:
-            msg = f"workers closed different steps, {said.step.smallest} and {said.step.largest}"
-            raise InternalError(msg)
+            raise InternalError(f"workers closed different steps, {said.step.smallest} and {said.step.largest}")
         if self._watch.read(step, said.guard):
             self._recovery.see_corruption(redone_steps=int(not self._watch.corrupt))  # what else was said is said again
             return False
@@ -354,8 +353,7 @@ class Run:
             return
         errors = [str(outcome.error) for outcome in outcomes if outcome.step == step and outcome.error is not None]
         why = errors[0] if errors else "nobody wrote it"
-        msg = f"training stops before step {step}, but its state could not be saved: {why}"
-        raise CheckpointError(msg)
+        raise CheckpointError(f"training stops before step {step}, but its state could not be saved: {why}")
 
     def _stop_alone(self, lost: StoreLost) -> NoReturn:
         """Save the state before the step in progress, unless it is saved, and stop: no agreement is possible any more.
@@ -404,8 +402,9 @@ class Run:
         world.asked &= ~Note.STOP
         if self._status.outcome == "gave-up":
             alive, least = len(world.comm.members), world.settings.min_workers
-            msg = f"{alive} of at least {least} workers are left; the state before step {world.step} is in {world.keeper.url}"
-            raise TooFewWorkers(msg)
+            raise TooFewWorkers(
+                f"{alive} of at least {least} workers are left; the state before step {world.step} is in {world.keeper.url}"
+            )
         if self._status.outcome == "stopped":
             self._scribe.say(f"stopped on request; the state before step {world.step} is in {world.keeper.url}")
             raise SystemExit(4)

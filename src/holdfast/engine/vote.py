@@ -113,8 +113,7 @@ class Ballot:
         except StopIteration:
             heard = None
         if heard is None or next(said, None) is not None:
-            msg = f"a vote of {len(self.pack())} integers was answered with {len(maxima)}"
-            raise InternalError(msg)
+            raise InternalError(f"a vote of {len(self.pack())} integers was answered with {len(maxima)}")
         return heard
 
     def _unpack(self, said: Iterator[int]) -> Self:

@@ -191,8 +191,7 @@ def parse(spec: str) -> Fault:
         return Fault(kind, **({"rank": NOBODY} | values))
     except ConfigError as error:
         shown = spec if spec.isprintable() else repr(spec)
-        msg = f"{shown}: {error}"
-        raise ConfigError(msg) from None
+        raise ConfigError(f"{shown}: {error}") from None
 
 
 def _parse_flip(words: Sequence[str]) -> Fault:

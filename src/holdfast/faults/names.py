@@ -23,8 +23,9 @@ def chosen(named: Mapping[str, Any], patterns: Sequence[str]) -> dict[str, Any]:
     for pattern in patterns:
         if not any(_fits(path, pattern) for path in named):
             shown = ", ".join(list(named)[:8]) + (", ..." if len(named) > 8 else "")
-            msg = "{at} must be, begin or match one of {}, got {!r}"
-            raise NotAllowed(msg, shown or "no name: there is nothing", pattern)
+            raise NotAllowed(
+                "{at} must be, begin or match one of {}, got {!r}", shown or "no name: there is nothing", pattern
+            )
     return {path: what for path, what in named.items() if not patterns or any(_fits(path, p) for p in patterns)}
 
 

@@ -150,8 +150,7 @@ class PlannedFaults:
         try:
             listed, count = alter(named, fault.flip)
         except ConfigError as error:
-            msg = f"--inject {fault.to_spec()}: {error}"
-            raise ConfigError(msg) from error
+            raise ConfigError(f"--inject {fault.to_spec()}: {error}") from error
         self._tell(number, fault, listed, count)
 
 

@@ -87,8 +87,9 @@ def alter(named: Mapping[str, torch.Tensor], flip: Flip) -> tuple[list[dict[str,
         ConfigError: if it names none of them, or it cannot be done.
     """
     if not named:
-        msg = f"nothing of the target {flip.target} is here; an optimizer keeps nothing before its first step"
-        raise ConfigError(msg)
+        raise ConfigError(
+            f"nothing of the target {flip.target} is here; an optimizer keeps nothing before its first step"
+        )
     values = Tensors(chosen(named, flip.at))
     changes = draw(values, flip.how)
     apply(values, changes)

@@ -107,8 +107,7 @@ class Certificate:
         world = self._world
         known, state = self._known
         if known != batch.step:
-            msg = f"step {batch.step} is committed, and what is known of the state is of step {known}"
-            raise InternalError(msg)
+            raise InternalError(f"step {batch.step} is committed, and what is known of the state is of step {known}")
         committed = [number for number in sorted(batch.owners) if number not in lost]
         ids = digest_of_ids((number, batch.slices[number].astype("<i8").tobytes()) for number in committed)
         figures = digest_of_figures(self._replica.figures())

@@ -67,15 +67,13 @@ class Checking:
         if not altered or self._policy == "warn":
             return False
         if self._policy == "stop":
-            msg = f"a message between workers was altered on its way in step {step}"
-            raise MessageAltered(msg)
+            raise MessageAltered(f"a message between workers was altered on its way in step {step}")
         self._times_redone = self._times_redone + 1 if step == self._found_at else 1
         if self._times_redone > _MOST_TIMES_REDONE:
-            msg = (
+            raise MessageAltered(
                 f"messages between workers were altered in step {step} whenever it was done, {self._times_redone} times: that is no soft "
                 "error; look at the memory and the network of those who are named"
             )
-            raise MessageAltered(msg)
         self._found_at, self.altered = step, True
         return True
 

@@ -141,8 +141,9 @@ class Watch:
 
     def _read_compared(self, step: int, said: GuardVote, *, differ: bool) -> bool:
         if differ and self._policy == "stop":
-            msg = f"the replicas differ before step {step}: a worker computed wrong bits, or its weights were changed by hand"
-            raise ReplicasDiffer(msg)
+            raise ReplicasDiffer(
+                f"the replicas differ before step {step}: a worker computed wrong bits, or its weights were changed by hand"
+            )
         if said.odd is not None and said.odd.largest >= 0 and self._verdict is None:
             # Several had the same wrong state, or one of them made all wrong: that tells nobody who it was.
             self._verdict = () if said.odd.differs else (said.odd.largest,)
@@ -161,11 +162,10 @@ class Watch:
     def _check_is_soft(self, step: int) -> None:
         self._times_back += 1
         if step == self._differed_at or self._times_back > _MOST_TIMES_BACK:
-            msg = (
+            raise ReplicasDiffer(
                 f"the replicas differ before step {step}, once more after all had gone back to step {self._went_back_to}: that is no soft "
                 "error; look for a worker that computes otherwise than the others"
             )
-            raise ReplicasDiffer(msg)
         self._differed_at = step
 
     def _say_who_differs(self, step: int) -> None:

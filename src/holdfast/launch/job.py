@@ -376,8 +376,7 @@ def _check_writable(folder: Path, option: str) -> None:
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
-        msg = f"{option} {folder} cannot be written: {error.strerror}"
-        raise ConfigError(msg) from error
+        raise ConfigError(f"{option} {folder} cannot be written: {error.strerror}") from error
 
 
 def _refuse(message: str) -> NoReturn:

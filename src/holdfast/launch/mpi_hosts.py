@@ -79,8 +79,9 @@ def shared_folder(job: Job) -> Path | None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        msg = f"--{'run' if job.run_dir else 'checkpoint'}-dir {folder} cannot be made: {error.strerror}"
-        raise ConfigError(msg) from error
+        raise ConfigError(
+            f"--{'run' if job.run_dir else 'checkpoint'}-dir {folder} cannot be made: {error.strerror}"
+        ) from error
     return folder
 
 

@@ -174,5 +174,4 @@ def _check_may_cut(fault: Fault, names: Sequence[str]) -> None:
 
 
 def _refuse(fault: Fault, why: str) -> NoReturn:
-    msg = f"--inject {fault.to_spec()}: {why}"
-    raise ConfigError(msg)
+    raise ConfigError(f"--inject {fault.to_spec()}: {why}")

@@ -16,8 +16,9 @@ def split_address(url: str) -> tuple[str, int]:
     """
     host, _, port = url.removeprefix("holdfast://").rpartition(":")
     if not url.startswith("holdfast://") or not host or not port.isdigit() or not 0 < int(port) < 65536:
-        msg = f"--rdzv must be holdfast://HOST:PORT, the address of the first node, or etcd://HOST:PORT[,HOST:PORT...]/JOB, got {url!r}"
-        raise ConfigError(msg)
+        raise ConfigError(
+            f"--rdzv must be holdfast://HOST:PORT, the address of the first node, or etcd://HOST:PORT[,HOST:PORT...]/JOB, got {url!r}"
+        )
     return host.strip("[]"), int(port)
 
 
@@ -28,30 +29,32 @@ def check_nodes(job: Job) -> None:
         ConfigError: if not.
     """
     if job.nnodes < 1:
-        msg = f"--nnodes must be at least 1, got {job.nnodes}"
-        raise ConfigError(msg)
+        raise ConfigError(f"--nnodes must be at least 1, got {job.nnodes}")
     if not 0.5 <= job.node_timeout_s <= 3600:
-        msg = f"--node-timeout must be between 0.5 and 3600 seconds, got {job.node_timeout_s:g}"
-        raise ConfigError(msg)
+        raise ConfigError(f"--node-timeout must be between 0.5 and 3600 seconds, got {job.node_timeout_s:g}")
     if job.nnodes == 1 and not job.rdzv:
         if job.node_rank:
-            msg = f"--node-rank must be 0 with one node, got {job.node_rank}"
-            raise ConfigError(msg)
+            raise ConfigError(f"--node-rank must be 0 with one node, got {job.node_rank}")
         return
     if not job.fabric.survives_node_loss:
-        msg = f"--nnodes and --rdzv need --fabric gloo, got {job.settings.fabric}; with ulfm mpirun reaches the nodes, see docs/nodes.md"
-        raise ConfigError(msg)
+        raise ConfigError(
+            f"--nnodes and --rdzv need --fabric gloo, got {job.settings.fabric}; with ulfm mpirun reaches the nodes, see docs/nodes.md"
+        )
     if job.nnodes > 1 and job.stragglers == "rebalance":
-        msg = "--stragglers rebalance works on one node: each launcher knows only how fast its own workers are; take warn or replace"
-        raise ConfigError(msg)
+        raise ConfigError(
+            "--stragglers rebalance works on one node: each launcher knows only how fast its own workers are; take warn or replace"
+        )
     if not 0 <= job.node_rank < job.nnodes:
-        msg = f"--node-rank must be from 0 to {job.nnodes - 1} (--nnodes {job.nnodes}), got {job.node_rank}"
-        raise ConfigError(msg)
+        raise ConfigError(
+            f"--node-rank must be from 0 to {job.nnodes - 1} (--nnodes {job.nnodes}), got {job.node_rank}"
+        )
     if not job.rdzv:
-        msg = "--nnodes needs --rdzv: where do the nodes meet? For instance holdfast://HOST:29400, the address of the first node"
-        raise ConfigError(msg)
+        raise ConfigError(
+            "--nnodes needs --rdzv: where do the nodes meet? For instance holdfast://HOST:29400, the address of the first node"
+        )
     if not job.rdzv.startswith("etcd://"):
         host, _ = split_address(job.rdzv)
         if host not in _LOOPBACK and not job.settings.token:
-            msg = "--rdzv beyond this machine needs a secret that all nodes share: --rdzv-token, or HOLDFAST_TOKEN"
-            raise ConfigError(msg)
+            raise ConfigError(
+                "--rdzv beyond this machine needs a secret that all nodes share: --rdzv-token, or HOLDFAST_TOKEN"
+            )

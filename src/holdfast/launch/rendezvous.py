@@ -208,8 +208,9 @@ class Meeting:
             except StoreLost as error:
                 if time.monotonic() > ends_s:
                     what = "it" if self._job.rdzv.startswith("etcd://") else "the first launcher, which hosts it"
-                    msg = f"{error}; node {self._me} waited {self._job.rdzv_timeout_s:g} s (--rdzv-timeout) for {what}"
-                    raise ConfigError(msg) from error
+                    raise ConfigError(
+                        f"{error}; node {self._me} waited {self._job.rdzv_timeout_s:g} s (--rdzv-timeout) for {what}"
+                    ) from error
             time.sleep(_RETRY_S)
 
     # -- coming together
@@ -245,8 +246,9 @@ class Meeting:
         theirs = self.read("about")
         for name, value in alike.items():
             if theirs.get(name) != value:
-                msg = f"node {self._me} was started with {name} {value!r}, the others with {theirs.get(name)!r}: give all nodes the same"
-                raise ConfigError(msg)
+                raise ConfigError(
+                    f"node {self._me} was started with {name} {value!r}, the others with {theirs.get(name)!r}: give all nodes the same"
+                )
 
     def _take_seat(self) -> None:
         """Become the launcher of this node; one that was here before must be gone, or its lease run out."""
@@ -263,8 +265,9 @@ class Meeting:
             self.store.wait(lambda: self.there().get(self._me), patience_s)
             if there := self.there().get(self._me):
                 holder = self.read(f"seat/{self._me}/{there.seat}")
-                msg = f"node {self._me} has a launcher already, {holder}: give each node a --node-rank of its own"
-                raise ConfigError(msg)
+                raise ConfigError(
+                    f"node {self._me} has a launcher already, {holder}: give each node a --node-rank of its own"
+                )
 
     def _meet(self) -> dict[int, int]:
         """Wait until all launchers are there, unless the job has begun; return the seats of those it began with.
@@ -281,7 +284,6 @@ class Meeting:
         seats = self.store.wait(ready, self._job.rdzv_timeout_s)
         if seats is None:
             missing = ", ".join(str(node) for node in range(self._job.nnodes) if node not in self.there())
-            msg = f"node {missing} did not come within {self._job.rdzv_timeout_s:g} s (--rdzv-timeout)"
-            raise ConfigError(msg)
+            raise ConfigError(f"node {missing} did not come within {self._job.rdzv_timeout_s:g} s (--rdzv-timeout)")
         self.store.create("start/0", seats)
         return {int(node): seat for node, seat in self.read("start/0").items()}

@@ -95,5 +95,6 @@ def _make(parent: Path) -> TemporaryFolder:
     try:
         return TemporaryFolder.make(f"{_PREFIX}{os.getpid()}-", parent)
     except OSError as error:
-        msg = f"cannot make a folder for the run in {parent}: {error.strerror}; free space there, or set TMPDIR to another folder"
-        raise ConfigError(msg) from error
+        raise ConfigError(
+            f"cannot make a folder for the run in {parent}: {error.strerror}; free space there, or set TMPDIR to another folder"
+        ) from error

@@ -413,8 +413,9 @@ def _show_life(settings: Settings, rank: int) -> None:
         _note_pair(run_dir, rank, os.getpid(), os.getppid())
         show_life(beacon_path(run_dir, rank), settings.pulse_every_s)
     except OSError as error:
-        msg = f"cannot write to {run_dir}: {error.strerror}; free space there, or set TMPDIR to another folder"
-        raise ConfigError(msg) from error
+        raise ConfigError(
+            f"cannot write to {run_dir}: {error.strerror}; free space there, or set TMPDIR to another folder"
+        ) from error
 
 
 def _set_torchrun_variables(settings: Settings) -> None:

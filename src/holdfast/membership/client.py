@@ -51,8 +51,9 @@ class HubStore(Mirror):
         except StoreLost as error:
             self.close()
             if self._refused:
-                msg = f"the store at {address} refused us for {self._refused}: --rdzv-token (HOLDFAST_TOKEN) must be what its launcher was given"
-                raise ConfigError(msg) from error
+                raise ConfigError(
+                    f"the store at {address} refused us for {self._refused}: --rdzv-token (HOLDFAST_TOKEN) must be what its launcher was given"
+                ) from error
             raise
 
     @property
@@ -189,13 +190,11 @@ class HubStore(Mirror):
 def _connect(address: str) -> socket.socket:
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:
-        msg = f"the address of the store must be HOST:PORT, got {address!r}"
-        raise ConfigError(msg)
+        raise ConfigError(f"the address of the store must be HOST:PORT, got {address!r}")
     try:
         connection = socket.create_connection((host.strip("[]"), int(port)), timeout=patience_s(LEASE_S))
     except OSError as error:
-        msg = f"there is no store at {address}: {error.strerror or error}"
-        raise StoreLost(msg) from error
+        raise StoreLost(f"there is no store at {address}: {error.strerror or error}") from error
     connection.settimeout(None)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return connection

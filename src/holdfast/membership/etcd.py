@@ -63,8 +63,7 @@ class EtcdStore(Mirror):
 
     def __init__(self, where: str, token: str, job: str, *, lease_s: float = LEASE_S) -> None:
         if not job:
-            msg = f"the name of the job is missing: etcd://{where}/JOB"
-            raise ConfigError(msg)
+            raise ConfigError(f"the name of the job is missing: etcd://{where}/JOB")
         self._where = where.rpartition("@")[2]
         self._prefix = f"holdfast/{job}/"
         self._lease_s = lease_s
@@ -95,13 +94,13 @@ class EtcdStore(Mirror):
                 why: Exception = error
             except Refused as error:
                 self._line.drop()
-                msg = f"etcd at {self._where} refuses us: {error}; a user stands before @ in --rdzv, the password is --rdzv-token (HOLDFAST_TOKEN)"
-                raise ConfigError(msg) from error
+                raise ConfigError(
+                    f"etcd at {self._where} refuses us: {error}; a user stands before @ in --rdzv, the password is --rdzv-token (HOLDFAST_TOKEN)"
+                ) from error
             else:
                 return
         self._line.drop()
-        msg = f"there is no etcd at {self._where}: {why}"
-        raise StoreLost(msg) from why
+        raise StoreLost(f"there is no etcd at {self._where}: {why}") from why
 
     @property
     def own_address(self) -> str:

@@ -136,8 +136,7 @@ class Line:
         except FAILURES as error:
             self.drop()
             self._cluster.give_up(self._member)
-            msg = f"{self._member[0]}:{self._member[1]}: {error}"
-            raise Unavailable(msg) from error
+            raise Unavailable(f"{self._member[0]}:{self._member[1]}: {error}") from error
         return answer
 
     def drop(self) -> None:
@@ -157,8 +156,7 @@ def _address(host: str) -> tuple[str, int]:
     if host.endswith("]") or not colon:
         name, port = host, str(_PORT)
     if not name or not port.isdecimal() or not 0 < int(port) < 65536:
-        msg = f"the store must be etcd://[USER@]HOST:PORT[,HOST:PORT...]/JOB, got {host!r} for HOST:PORT"
-        raise ConfigError(msg)
+        raise ConfigError(f"the store must be etcd://[USER@]HOST:PORT[,HOST:PORT...]/JOB, got {host!r} for HOST:PORT")
     return name.strip("[]"), int(port)
 
 

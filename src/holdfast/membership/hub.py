@@ -153,8 +153,9 @@ class Hub:
             self._server = self._loop.run_until_complete(asyncio.start_server(self._meet, host, port))
         except OSError as error:
             self._loop.close()
-            msg = f"cannot listen on {host}:{port}: {error.strerror or error}; choose another port, or an address of this machine"
-            raise ConfigError(msg) from error
+            raise ConfigError(
+                f"cannot listen on {host}:{port}: {error.strerror or error}; choose another port, or an address of this machine"
+            ) from error
         self.port: int = self._server.sockets[0].getsockname()[1]
         self.address = f"{host}:{self.port}"
         self._thread = threading.Thread(target=self._run, name="holdfast-hub", daemon=True)
@@ -284,11 +285,9 @@ class Hub:
     def _act(self, client: _Client, request: dict[str, Any]) -> bool:
         op, key, value, job = request["op"], request["key"], request.get("value", ""), client.job
         if type(key) is not str or len(key.encode()) > MAX_KEY_BYTES:
-            msg = f"a key must be a string of at most {MAX_KEY_BYTES} bytes"
-            raise ValueError(msg)
+            raise ValueError(f"a key must be a string of at most {MAX_KEY_BYTES} bytes")
         if op not in ("put", "create", "delete") or type(value) is not str or len(value.encode()) > MAX_VALUE_BYTES:
-            msg = f"{op!r:.20} is no request, or its value is no string of at most {MAX_VALUE_BYTES} bytes"
-            raise ValueError(msg)
+            raise ValueError(f"{op!r:.20} is no request, or its value is no string of at most {MAX_VALUE_BYTES} bytes")
         if op == "delete":
             for gone in [name for name in job.items if name == key or (key.endswith("/") and name.startswith(key))]:
                 job.change(gone, None)
@@ -296,8 +295,7 @@ class Hub:
         if op == "create" and key in job.items:
             return False
         if len(job.items) >= _MAX_KEYS and key not in job.items:
-            msg = f"the store is full: it holds {_MAX_KEYS} keys"
-            raise ValueError(msg)
+            raise ValueError(f"the store is full: it holds {_MAX_KEYS} keys")
         job.change(key, value, client if request.get("leased") is True else None)
         return True
 

@@ -26,5 +26,4 @@ def open_store(url: str, token: str, *, lease_s: float = LEASE_S) -> Store:
         return HubStore(where, token, job)
     if kind == "etcd":
         return EtcdStore(where, token, job, lease_s=lease_s)
-    msg = f"the store must be holdfast://HOST:PORT/JOB or etcd://HOST:PORT[,HOST:PORT...]/JOB, got {url!r}"
-    raise ConfigError(msg)
+    raise ConfigError(f"the store must be holdfast://HOST:PORT/JOB or etcd://HOST:PORT[,HOST:PORT...]/JOB, got {url!r}")

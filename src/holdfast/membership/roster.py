@@ -117,11 +117,9 @@ class Roster:
         if version == self._seen:
             return
         if revoker := self.store.get(f"g/{self.generation}/revoked"):
-            msg = f"worker {revoker} has revoked generation {self.generation}"
-            raise PeerFailed(msg)
+            raise PeerFailed(f"worker {revoker} has revoked generation {self.generation}")
         if dead := self.dead():
-            msg = f"workers {list(dead)} are dead"
-            raise PeerFailed(msg)
+            raise PeerFailed(f"workers {list(dead)} are dead")
         self._seen = version
 
     def dead(self) -> tuple[int, ...]:
@@ -195,8 +193,7 @@ class Roster:
             return None
         votes = {int(rank): Vote(**json.loads(vote)) for rank, vote in said.items() if rank != "decision"}
         if mixed := sorted(rank for rank, vote in votes.items() if vote.act != act):
-            msg = f"worker {self.rank} is in {act}, workers {mixed} are not, in act {prefix}"
-            raise InternalError(msg)
+            raise InternalError(f"worker {self.rank} is in {act}, workers {mixed} are not, in act {prefix}")
         if act == "agree":
             return json.dumps(not dead and all(vote.flag for vote in votes.values()))
         alive = {rank: vote for rank, vote in votes.items() if rank not in dead}
@@ -230,5 +227,6 @@ class Roster:
             self._stop(generation, members)
 
     def _stop(self, generation: int, members: str) -> NoReturn:
-        msg = f"worker {self.rank} was voted out: generation {generation} is {members}; it was cut off, or too slow to answer, and must stop"
-        raise VotedOut(msg)
+        raise VotedOut(
+            f"worker {self.rank} was voted out: generation {generation} is {members}; it was cut off, or too slow to answer, and must stop"
+        )

@@ -227,8 +227,8 @@ def check_size(key: str, value: str) -> None:
     try:
         sizes = len(key.encode()), len(value.encode())
     except UnicodeEncodeError as error:
-        msg = f"{key!r:.80} or its value is no text that can be stored: {error.reason}"
-        raise ConfigError(msg) from error
+        raise ConfigError(f"{key!r:.80} or its value is no text that can be stored: {error.reason}") from error
     if sizes[0] > MAX_KEY_BYTES or sizes[1] > MAX_VALUE_BYTES:
-        msg = f"{key!r:.80} with {len(value)} characters is too large for the store; keys may have {MAX_KEY_BYTES} bytes, values {MAX_VALUE_BYTES}"
-        raise ConfigError(msg)
+        raise ConfigError(
+            f"{key!r:.80} with {len(value)} characters is too large for the store; keys may have {MAX_KEY_BYTES} bytes, values {MAX_VALUE_BYTES}"
+        )

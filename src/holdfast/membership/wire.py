@@ -62,8 +62,7 @@ class Lines:
         self._pieces.append(piece)
         self._size += len(piece)
         if self._size > self.limit_bytes:
-            msg = f"a line has more than {self.limit_bytes} bytes"
-            raise ValueError(msg)
+            raise ValueError(f"a line has more than {self.limit_bytes} bytes")
 
 
 def dump(message: dict[str, Any]) -> bytes:
@@ -80,9 +79,7 @@ def parse(line: bytes) -> dict[str, Any]:
     try:
         message = json.loads(line)
     except RecursionError as error:
-        msg = "a message is nested too deeply"
-        raise ValueError(msg) from error
+        raise ValueError("a message is nested too deeply") from error
     if type(message) is not dict:
-        msg = f"a message must be an object, got {message!r:.80}"
-        raise ValueError(msg)
+        raise ValueError(f"a message must be an object, got {message!r:.80}")
     return message

@@ -76,8 +76,9 @@ class Evaluation:
         if not self.averaged:
             return held.model
         if held.average is None:
-            msg = "step.evaluate(averaged=True) needs an average: give the session one, as average=lambda module: AveragedModel(module)"
-            raise ScriptError(msg)
+            raise ScriptError(
+                "step.evaluate(averaged=True) needs an average: give the session one, as average=lambda module: AveragedModel(module)"
+            )
         return held.average.module
 
     @contextlib.contextmanager

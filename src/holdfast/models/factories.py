@@ -69,5 +69,6 @@ class Makers:
 
 def _check(made: object, kind: type, who: str) -> None:
     if not isinstance(made, kind):
-        msg = f"{who} must return a {kind.__module__.removesuffix('.optimizer')}.{kind.__name__}, got {type(made).__name__}"
-        raise ConfigError(msg)
+        raise ConfigError(
+            f"{who} must return a {kind.__module__.removesuffix('.optimizer')}.{kind.__name__}, got {type(made).__name__}"
+        )

@@ -55,8 +55,9 @@ class Rows:
         self._parameters = list(part.model.parameters())
         if types := {p.dtype for p in self._parameters} - {row.dtype}:
             others = ", ".join(sorted(str(t).removeprefix("torch.") for t in {row.dtype, *types}))
-            msg = f"mirror_every above 1 needs parameters of one type of number in each part of the model, got {others}"
-            raise ConfigError(msg)
+            raise ConfigError(
+                f"mirror_every above 1 needs parameters of one type of number in each part of the model, got {others}"
+            )
         self._of_optimizer: dict[str, torch.Tensor] = {}
 
     def of_parameters(self) -> torch.Tensor:

@@ -89,8 +89,9 @@ class Buckets:
         else:  # the figures need another type than the gradients beside them
             layouts.append(Bucket((), figures, 0, dtype, device))
         if len({b.device for b in layouts}) > 1:
-            msg = f"all parameters must be on one device, got {', '.join(sorted({str(b.device) for b in layouts}))}"
-            raise ConfigError(msg)
+            raise ConfigError(
+                f"all parameters must be on one device, got {', '.join(sorted({str(b.device) for b in layouts}))}"
+            )
         self.layouts: tuple[Bucket, ...] = _place(layouts, checked=checked)
         self.size_bytes = self.layouts[-1].span.end
         self.parameters: tuple[nn.Parameter, ...] = tuple(p for _, p in named)
@@ -172,8 +173,9 @@ class Buckets:
             ScriptError: if more than :data:`MAX_METRICS` figures were logged.
         """
         if len(metrics) > MAX_METRICS:
-            msg = f"at most {MAX_METRICS} figures can be logged in a step, got {len(metrics)}: {', '.join(metrics)}"
-            raise ScriptError(msg)
+            raise ScriptError(
+                f"at most {MAX_METRICS} figures can be logged in a step, got {len(metrics)}: {', '.join(metrics)}"
+            )
         figures = term[self.layouts[-1].figures_at :]
         figures[: 2 * MAX_METRICS].fill_(_NOTHING)
         for i, name in enumerate(_slots(metrics)):
@@ -364,11 +366,10 @@ class StepBuffers:
     def _check_constants(self) -> None:
         for (path, module, name, buffer), version in zip(self._constants, self._versions, strict=True):
             if version_of(buffer) != version or buffers_of(module)[name] is not buffer:
-                msg = (
+                raise ScriptError(
                     f"the forward pass changed the buffer {path} of {buffer.numel()} numbers; buffers of more than "
                     f"{self.MAX_NUMEL} must stay constant during a step, because they are not averaged"
                 )
-                raise ScriptError(msg)
 
 
 def _copy(into: list[torch.Tensor], values: list[torch.Tensor]) -> None:
@@ -393,8 +394,9 @@ def _views(bucket: Bucket, flat: torch.Tensor) -> list[torch.Tensor]:
 
 def _check_dense(place: _Place, gradient: torch.Tensor) -> None:
     if gradient.is_sparse:
-        msg = f"the gradient of {place.name} is sparse; only dense gradients can be summed: use sparse=False"
-        raise ScriptError(msg)
+        raise ScriptError(
+            f"the gradient of {place.name} is sparse; only dense gradients can be summed: use sparse=False"
+        )
 
 
 def _slots(names: Mapping[str, object]) -> list[str]:

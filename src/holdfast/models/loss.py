@@ -26,8 +26,7 @@ def loss_of(loss: Loss, output: torch.Tensor, targets: Sequence[Any]) -> tuple[t
     made = loss(output, *targets)
     value, more = made if isinstance(made, tuple) else (made, {})
     if not isinstance(value, torch.Tensor) or value.numel() != 1:
-        msg = "the loss must return a scalar, the mean over the slice that it is given"
-        raise ScriptError(msg)
+        raise ScriptError("the loss must return a scalar, the mean over the slice that it is given")
     for name in more:
         check_name(name)
     return value, {name: figure for name, figure in more.items() if name != "loss"}
@@ -42,8 +41,9 @@ def check_name(name: str) -> None:
     try:
         name.encode()
     except UnicodeEncodeError as error:
-        msg = f"a figure must have a name that can be written as UTF-8: {name!r} has a lone surrogate"
-        raise ConfigError(msg) from error
+        raise ConfigError(
+            f"a figure must have a name that can be written as UTF-8: {name!r} has a lone surrogate"
+        ) from error
 
 
 def figure_of(value: torch.Tensor | float) -> torch.Tensor | float:
@@ -59,7 +59,6 @@ def checked(inputs: Any) -> Sequence[Any]:
     """
     if isinstance(inputs, list | tuple) and len(inputs) > 0 and isinstance(inputs[0], torch.Tensor):
         return inputs
-    msg = (
+    raise ScriptError(
         f"step.compute and step.evaluate need a dataset of tuples, the model's input first, got {type(inputs).__name__}"
     )
-    raise ScriptError(msg)

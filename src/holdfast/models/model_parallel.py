@@ -101,8 +101,9 @@ class Split:
             ConfigError: if nobody can have them for itself, because copies are made of those that all have.
         """
         if self.holdings.shape.lazy and len(here) > 1:
-            msg = f"{target} cannot be altered where all workers are one process and mirror_every is above 1; leave mirror_every out"
-            raise ConfigError(msg)
+            raise ConfigError(
+                f"{target} cannot be altered where all workers are one process and mirror_every is above 1; leave mirror_every out"
+            )
         found: dict[str, torch.Tensor] = {}
         for part in self.holdings.now.held_by((rank,)):
             tensors = self.holdings.held[part].tensors_of(target, rank, self._holders(part, here))
@@ -236,8 +237,9 @@ class Split:
         """
         mine = self.shared_state().keys()
         if mine != state.keys() - {"parts"}:
-            msg = f"the checkpoint holds {', '.join(sorted(state))}; this session has {', '.join(sorted(mine | {'parts'}))}"
-            raise CheckpointError(msg)
+            raise CheckpointError(
+                f"the checkpoint holds {', '.join(sorted(state))}; this session has {', '.join(sorted(mine | {'parts'}))}"
+            )
         for name, thing in self._shared().items():
             thing.load_state_dict(clone(state[name]))
 
@@ -320,8 +322,9 @@ class Pipelined(Split):
     def _build(self, part: int) -> Stage:
         module = self._model.build(part, self._settings.seed)
         if not any(p.requires_grad for p in module.parameters()):
-            msg = f"stage {part} of the Pipeline has no parameters that are trained: make it a part of a stage that has some"
-            raise ConfigError(msg)
+            raise ConfigError(
+                f"stage {part} of the Pipeline has no parameters that are trained: make it a part of a stage that has some"
+            )
         if self.holdings.shape.lazy:  # backups are made of rows
             self._rows[part] = in_row(list(module.parameters()))
         stage = self._makers.part(
@@ -379,8 +382,9 @@ class Pipelined(Split):
         """
         super().load_shared_state(state)
         if state["stages"] != self._model.parts:
-            msg = f"the checkpoint holds {state['stages']} stages, this Pipeline has {self._model.parts}: go on with as many"
-            raise CheckpointError(msg)
+            raise CheckpointError(
+                f"the checkpoint holds {state['stages']} stages, this Pipeline has {self._model.parts}: go on with as many"
+            )
 
     def _count(self, comm: Communicator) -> None:
         held = self.holdings.held

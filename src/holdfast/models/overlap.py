@@ -45,8 +45,7 @@ def check_eager(optimizer: torch.optim.Optimizer, *, scaler: Any, clip_grad_norm
         more = " with hooks, or a step of its own" if type(optimizer) in updating_each_alone() else ""
         needs = f"only of plain {kinds} it is known that they update each parameter alone, got {type(optimizer).__name__}{more}"
     if needs:
-        msg = f"update eager runs the optimizer before all sums are there, and {needs}: use update lazy"
-        raise ConfigError(msg)
+        raise ConfigError(f"update eager runs the optimizer before all sums are there, and {needs}: use update lazy")
 
 
 class UndoCopy:

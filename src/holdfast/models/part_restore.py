@@ -42,8 +42,9 @@ class Restorer:
         """
         found = self._in_memory(part) or self._on_disk(part) or self._at_beginning(part)
         if found is None:
-            msg = f"part {part} of the model is lost with its holders, and there is no checkpoint: the job must begin again"
-            raise StateLost(msg)
+            raise StateLost(
+                f"part {part} of the model is lost with its holders, and there is no checkpoint: the job must begin again"
+            )
         source, restored = found
         if self._world.settings.mirror_optimizer == "reset":
             restored.state["optimizer"]["state"] = {}

@@ -50,8 +50,7 @@ def take(comm: Communicator, giver: int) -> dict[str, Any]:
     told = torch.empty(len(packed.pieces) * DIGEST_BYTES, dtype=torch.uint8)
     comm.swap([], [(source, piece) for piece in (*packed.pieces, told)])
     if not torch.equal(digests(packed.pieces), told):
-        msg = f"the part of the model that worker {giver} gave came damaged"
-        raise CheckpointError(msg)
+        raise CheckpointError(f"the part of the model that worker {giver} gave came damaged")
     packed.unpack()
     state: dict[str, Any] = unflatten(tensors, header["skeleton"])
     return state

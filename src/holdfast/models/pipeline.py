@@ -245,8 +245,9 @@ class Stages:
         metrics = {"loss": loss.detach(), **more}
         names = tuple(metrics)
         if self._work.figures not in ((), names):
-            msg = f"every micro-batch must log the same figures: {', '.join(names)}, and before {', '.join(self._work.figures)}"
-            raise ScriptError(msg)
+            raise ScriptError(
+                f"every micro-batch must log the same figures: {', '.join(names)}, and before {', '.join(self._work.figures)}"
+            )
         self._work.figures = names
         return loss, metrics
 
@@ -262,8 +263,9 @@ class Stages:
             passed.output.backward(self._take(batch, number, part + 1, part, back=True))
         if passed.given is not None:
             if passed.given.grad is None:
-                msg = f"what stage {part} of a Pipeline returns does not depend on what it is given, so no gradient goes back to stage {part - 1}"
-                raise ScriptError(msg)
+                raise ScriptError(
+                    f"what stage {part} of a Pipeline returns does not depend on what it is given, so no gradient goes back to stage {part - 1}"
+                )
             self._give(batch, number, part, part - 1, passed.given.grad, back=True)
         stage.buckets.collect(passed.terms)
         for due in self._faults.flips("gradients", batch.step, rank):
@@ -331,8 +333,8 @@ def chain_of(homes: Homes, batch: MiniBatch, number: int) -> tuple[int, ...]:
 
 def _check_output(output: Any, part: int) -> None:
     if not isinstance(output, torch.Tensor):
-        msg = f"a stage must return one tensor, stage {part} returned {type(output).__name__}"
-        raise ScriptError(msg)
+        raise ScriptError(f"a stage must return one tensor, stage {part} returned {type(output).__name__}")
     if not output.requires_grad:
-        msg = f"what stage {part} of a Pipeline returns does not depend on its parameters as far as autograd knows: a detach or no_grad?"
-        raise ScriptError(msg)
+        raise ScriptError(
+            f"what stage {part} of a Pipeline returns does not depend on its parameters as far as autograd knows: a detach or no_grad?"
+        )

@@ -72,8 +72,9 @@ class Replica:
     ) -> None:
         mine = {id(p) for p in model.parameters()}
         if any(id(p) not in mine for group in optimizer.param_groups for p in group["params"]):
-            msg = "the optimizer holds parameters that are not the model's; give the session the model they belong to"
-            raise ConfigError(msg)
+            raise ConfigError(
+                "the optimizer holds parameters that are not the model's; give the session the model they belong to"
+            )
         self.model = model
         self.optimizer = optimizer
         self._scheduler = scheduler
@@ -469,14 +470,14 @@ class Replica:
         parts = self._parts()
         transient = self._transient()
         if parts.keys() | {"transient"} != state.keys() or transient.keys() != state["transient"].keys():
-            msg = f"the checkpoint holds {', '.join(sorted(state))}; this session has {', '.join(sorted(parts))}"
-            raise CheckpointError(msg)
+            raise CheckpointError(
+                f"the checkpoint holds {', '.join(sorted(state))}; this session has {', '.join(sorted(parts))}"
+            )
         for name, thing in parts.items():
             try:
                 thing.load_state_dict(state[name] if keeps else clone(state[name]))
             except (RuntimeError, ValueError, KeyError) as error:
-                msg = f"the checkpoint's {name} does not fit this session's: {error}"
-                raise CheckpointError(msg) from error
+                raise CheckpointError(f"the checkpoint's {name} does not fit this session's: {error}") from error
 
         for name, buffer in transient.items():
             buffer.copy_(state["transient"][name])

@@ -109,8 +109,7 @@ class Holdings:
     def _restore(self, comm: Communicator, this: Restoration, restore: Restore | None) -> None:
         """Take part in restoring a part: one does, and gives it to all who are to hold it."""
         if restore is None:
-            msg = f"nobody holds part {this.part} of the model, and it is not to be restored"
-            raise InternalError(msg)
+            raise InternalError(f"nobody holds part {this.part} of the model, and it is not to be restored")
         if this.restorer in comm.here:
             state = restore(this.part)
             if {this.restorer, *this.takers} & set(comm.here) & set(self._next_homes.holders(this.part)):

@@ -111,8 +111,9 @@ class Shards(Split):
             StateLost: if they were given away since: nobody has them any more as they were.
         """
         if self._given_away:
-            msg = "a shard of the model is lost with its holders, and there is no checkpoint: the job must begin again"
-            raise StateLost(msg)
+            raise StateLost(
+                "a shard of the model is lost with its holders, and there is no checkpoint: the job must begin again"
+            )
         super().make_equal(comm)
 
     # -- a step
@@ -240,8 +241,9 @@ class Shards(Split):
         """
         super().load_shared_state(state)
         if state["shards"] != len(self._shards):
-            msg = f"the checkpoint holds {state['shards']} shards, this session has {len(self._shards)}: give Sharded(model, shards={state['shards']})"
-            raise CheckpointError(msg)
+            raise CheckpointError(
+                f"the checkpoint holds {state['shards']} shards, this session has {len(self._shards)}: give Sharded(model, shards={state['shards']})"
+            )
         for name, buffer in self._model.named_buffers():
             buffer.copy_(state["buffers"][name])
 

@@ -106,8 +106,7 @@ class Tried:
         """
         shapes = [[(x.shape, x.dtype) if isinstance(x, torch.Tensor) else type(x) for x in slice_] for slice_ in inputs]
         if self.shapes not in (None, shapes) or len({x.shape[1:] for x, *_ in inputs}) > 1:
-            msg = "samples of one slice have another shape than those of another, or of another step"
-            raise CannotSplitError(msg)
+            raise CannotSplitError("samples of one slice have another shape than those of another, or of another step")
         self.shapes = shapes
 
     def add(self, at_once_s: float, one_by_one_s: float, *, same: bool) -> None:
@@ -199,25 +198,20 @@ class AtOnce:
         """
         ways = _ways(totals)
         if any(times > 1 for times in ways.values()):
-            msg = "a parameter has a part in the loss besides its layer's, as in a penalty"
-            raise CannotSplitError(msg)
+            raise CannotSplitError("a parameter has a part in the loss besides its layer's, as in a penalty")
         if {getattr(node, "variable", None) for node in ways} != self._trained:
-            msg = "what has a part in the loss is not what was to be trained at first"
-            raise CannotSplitError(msg)
+            raise CannotSplitError("what has a part in the loss is not what was to be trained at first")
 
     def _compute(self, slices: Sequence[Slice], forward: Forward, loss: Loss) -> None:
         sizes = [slice_.samples for slice_ in slices]
         if [len(slice_.inputs[0]) for slice_ in slices] != sizes:
-            msg = "what goes into the model has no row for each sample"
-            raise CannotSplitError(msg)
+            raise CannotSplitError("what goes into the model has no row for each sample")
         if any(map(_has_hooks, self._replica.buckets.parameters)):
-            msg = "a parameter has a hook"
-            raise CannotSplitError(msg)
+            raise CannotSplitError("a parameter has a hook")
         with _Watch(self._layers, sum(sizes)) as watch, _script():
             outputs = forward(torch.cat([slice_.inputs[0] for slice_ in slices]))
         if not isinstance(outputs, torch.Tensor) or len(outputs) != sum(sizes):
-            msg = "what comes out of the model has no row for each sample"
-            raise CannotSplitError(msg)
+            raise CannotSplitError("what comes out of the model has no row for each sample")
         totals = []
         for output, slice_ in zip(outputs.split(sizes), slices, strict=True):
             with _script():
@@ -228,8 +222,7 @@ class AtOnce:
         with _script():
             gradients = torch.autograd.grad(totals, [watch.edges[layer] for layer in self._layers], allow_unused=True)
         if any(gradient is None for gradient in gradients):
-            msg = "the output of a layer has no part in the loss, or is changed in place"
-            raise CannotSplitError(msg)
+            raise CannotSplitError("the output of a layer has no part in the loss, or is changed in place")
         places = [dict(self._replica.buckets.by_parameter(slice_.terms)) for slice_ in slices]
         with torch.no_grad(), _script():
             for layer, gradient in zip(self._layers, gradients, strict=True):
@@ -251,8 +244,9 @@ def _own_of(layer: nn.Module) -> Own:
     own = dict(layer.named_parameters(recurse=False))
     weight, bias = own.pop("weight", None), own.pop("bias", None)
     if own or weight is None:
-        msg = f"one {type(layer).__name__} has {', '.join(own) or 'nothing'} in the place of a weight and a bias"
-        raise CannotSplitError(msg)
+        raise CannotSplitError(
+            f"one {type(layer).__name__} has {', '.join(own) or 'nothing'} in the place of a weight and a bias"
+        )
     return weight, bias
 
 
@@ -274,8 +268,9 @@ def _script() -> Iterator[None]:
     except CannotSplitError:
         raise
     except Exception as error:
-        msg = f"with all at once it raises {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-        raise CannotSplitError(msg) from error
+        raise CannotSplitError(
+            f"with all at once it raises {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+        ) from error
 
 
 def _ways(totals: Sequence[torch.Tensor]) -> Counter[Node]:
@@ -317,17 +312,13 @@ class _Watch:
     def _note(self, layer: nn.Module, given: tuple[Any, ...], output: torch.Tensor) -> None:
         name = type(layer).__name__
         if layer in self.given:
-            msg = f"one {name} is used more than once"
-            raise CannotSplitError(msg)
+            raise CannotSplitError(f"one {name} is used more than once")
         if any(now is not before for now, before in zip(_own_of(layer), self._layers[layer], strict=True)):
-            msg = f"one {name} has got another weight or bias"
-            raise CannotSplitError(msg)
+            raise CannotSplitError(f"one {name} has got another weight or bias")
         if len(given) != 1 or len(given[0]) != self._rows or len(output) != self._rows:
-            msg = f"one {name} is given something else than a row for each sample"
-            raise CannotSplitError(msg)
+            raise CannotSplitError(f"one {name} is given something else than a row for each sample")
         if not output.requires_grad or {output.dtype, *(p.dtype for p in layer.parameters())} != {output.dtype}:
-            msg = f"one {name} gives another type of number than it has, or nothing that is trained"
-            raise CannotSplitError(msg)
+            raise CannotSplitError(f"one {name} gives another type of number than it has, or nothing that is trained")
         self.given[layer] = given[0].detach()
         self.edges[layer] = get_gradient_edge(output)
 
@@ -335,8 +326,7 @@ class _Watch:
         for handle in self._handles:
             handle.remove()
         if kind is None and len(self.given) < len(self._layers):
-            msg = "not every layer is used"
-            raise CannotSplitError(msg)
+            raise CannotSplitError("not every layer is used")
 
 
 # -- layers
@@ -353,14 +343,13 @@ def _layers_of(model: nn.Module) -> dict[nn.Module, Own]:
     for name, module in model.named_modules():
         mine = [p for p in module.parameters(recurse=False) if p.requires_grad]
         if mine and getattr(module, "max_norm", None) is not None:
-            msg = f"{name or 'the model'} changes its weights on the way forward, for max_norm"
-            raise CannotSplitError(msg)
+            raise CannotSplitError(f"{name or 'the model'} changes its weights on the way forward, for max_norm")
         if mine and type(module) not in GRADIENTS:
-            msg = f"{name or 'the model'} is a {type(module).__name__}; those that are known are {', '.join(kind.__name__ for kind in GRADIENTS)}"
-            raise CannotSplitError(msg)
+            raise CannotSplitError(
+                f"{name or 'the model'} is a {type(module).__name__}; those that are known are {', '.join(kind.__name__ for kind in GRADIENTS)}"
+            )
         if seen.intersection(mine):
-            msg = f"{name} shares a parameter with another layer"
-            raise CannotSplitError(msg)
+            raise CannotSplitError(f"{name} shares a parameter with another layer")
         seen.update(mine)
         if mine:
             layers[module] = _own_of(module)

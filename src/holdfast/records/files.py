@@ -72,8 +72,7 @@ class FileRecorder:
         try:
             self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
         except OSError as error:
-            msg = f"cannot write records to {path}: {error.strerror}"
-            raise ConfigError(msg) from error
+            raise ConfigError(f"cannot write records to {path}: {error.strerror}") from error
         self._reserved = self._size = os.fstat(self._file).st_size
         with contextlib.suppress(OSError):  # the first record meets the same error, and says so
             self._reserve(0)
@@ -154,11 +153,11 @@ def load_events(directory: Path) -> list[Record]:
         try:
             records.append(_checked(record_from_dict(json.loads(line))))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            msg = f"{path}, line {number}: not a record of this version of Holdfast ({error})"
-            raise ConfigError(msg) from error
+            raise ConfigError(f"{path}, line {number}: not a record of this version of Holdfast ({error})") from error
         except RecursionError as error:
-            msg = f"{path}, line {number}: not a record of this version of Holdfast (its brackets are nested too deep)"
-            raise ConfigError(msg) from error
+            raise ConfigError(
+                f"{path}, line {number}: not a record of this version of Holdfast (its brackets are nested too deep)"
+            ) from error
     return sorted(records, key=lambda r: r.t_s)
 
 
@@ -167,8 +166,7 @@ def _checked(record: Record) -> Record:
     for name, kinds in (("t_s", (int, float)), ("step", (int,)), ("rank", (int,))):
         value = getattr(record, name, 0)
         if not isinstance(value, kinds):
-            msg = f"{name} is {value!r}, no number"
-            raise TypeError(msg)
+            raise TypeError(f"{name} is {value!r}, no number")
     return record
 
 

@@ -40,8 +40,7 @@ class Shape:
         """Check the numbers."""
         for name in ("parts", "chains", "copies"):
             if getattr(self, name) < 1:
-                msg = f"{name} of a split model must be at least 1, got {getattr(self, name)}"
-                raise ConfigError(msg)
+                raise ConfigError(f"{name} of a split model must be at least 1, got {getattr(self, name)}")
 
     def chains_of(self, workers: int) -> int:
         """Return how many chains ``workers`` can make; one is made by however few there are."""

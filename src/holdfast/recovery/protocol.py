@@ -126,8 +126,9 @@ class Protocol:
 
     def __init__(self, strategy: Strategy, num_buckets: int, *, split: bool = False) -> None:
         if num_buckets < 0 or (num_buckets == 0 and not split):
-            msg = f"a step must have at least 1 bucket, or none where the model is split, got {num_buckets}"
-            raise InternalError(msg)
+            raise InternalError(
+                f"a step must have at least 1 bucket, or none where the model is split, got {num_buckets}"
+            )
         self._strategy = strategy
         self._split = split
         self._num_buckets = num_buckets
@@ -261,8 +262,7 @@ class Protocol:
     def _recover(self) -> list[Action]:
         waits = self._state in (State.SUM, State.CLOSE, Line.SHARE, State.ACT)
         if not waits and not (self._split and self._state is State.COMPUTE):  # there, stages wait for each other
-            msg = f"no sum can fail in state {self._state.name}"
-            raise InternalError(msg)
+            raise InternalError(f"no sum can fail in state {self._state.name}")
         self._known, self._orders = None, ()
         return self._regroup(Line.REVOKE)
 
@@ -327,11 +327,13 @@ class Protocol:
         assert self._known is not None
         others = {p.completed for r, p in self._known.progress.items() if r not in newcomers}
         if not others:
-            msg = f"only newcomers are left, {list(newcomers)}: nobody has the state of training, but as it was saved"
-            raise JobError(msg)
+            raise JobError(
+                f"only newcomers are left, {list(newcomers)}: nobody has the state of training, but as it was saved"
+            )
         if len(others) != 1 or min(others) < 0 or min(others) % self._sums:
-            msg = f"newcomers {list(newcomers)} were admitted by workers that were not all between the same steps: {self._known}"
-            raise InternalError(msg)
+            raise InternalError(
+                f"newcomers {list(newcomers)} were admitted by workers that were not all between the same steps: {self._known}"
+            )
         return min(others) // self._sums
 
     def _next_order(self) -> list[Action]:
@@ -362,8 +364,7 @@ class Protocol:
                 case ContinueStep():
                     return self._sum_next()
                 case _:
-                    msg = f"a strategy may not order {order}"
-                    raise InternalError(msg)
+                    raise InternalError(f"a strategy may not order {order}")
         return self._enter(State.GATE, Agree(flag=True)) if self._stopping else self._compute()
 
     def _after_act(self, event: Event) -> list[Action]:
@@ -378,6 +379,5 @@ class Protocol:
             case ActDone():
                 pass
             case _:
-                msg = f"{event} does not answer an order of the strategy"
-                raise InternalError(msg)
+                raise InternalError(f"{event} does not answer an order of the strategy")
         return self._next_order()

@@ -58,8 +58,7 @@ def strategy_class(name: str) -> type[Strategy]:
         return _checked(name, getattr(importlib.import_module(module), attribute))
     found = [point for point in _offered() if point.name == name]
     if not found:
-        msg = f"strategy must be one of {', '.join(strategy_names())}, got {name!r}"
-        raise ConfigError(msg)
+        raise ConfigError(f"strategy must be one of {', '.join(strategy_names())}, got {name!r}")
     return _checked(name, found[0].load())
 
 
@@ -68,8 +67,9 @@ def _checked(name: str, kind: Any) -> type[Strategy]:
 
     if isinstance(kind, type) and issubclass(kind, Strategy) and isinstance(getattr(kind, "exact", None), bool):
         return kind
-    msg = f"the entry point {name!r} of {GROUP} must name a subclass of holdfast.recovery.Strategy that says whether it is exact, got {kind!r}"
-    raise ConfigError(msg)
+    raise ConfigError(
+        f"the entry point {name!r} of {GROUP} must name a subclass of holdfast.recovery.Strategy that says whether it is exact, got {kind!r}"
+    )
 
 
 def make_strategy(name: str, *, min_workers: int = 1) -> Strategy:

@@ -100,8 +100,7 @@ class View:
         top, low = max(completed.values()), min(completed.values())
         loading = low == LOADING
         if not loading and top - low > 1:
-            msg = f"survivors are {top - low} sums apart, which cannot be: {completed}"
-            raise InternalError(msg)
+            raise InternalError(f"survivors are {top - low} sums apart, which cannot be: {completed}")
         step, next_sum = divmod(top, event.num_buckets + 1)
         return cls(
             top=top,

@@ -59,8 +59,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name not in _WHERE:
-        msg = f"module 'holdfast.report' has no attribute {name!r}"
-        raise AttributeError(msg)
+        raise AttributeError(f"module 'holdfast.report' has no attribute {name!r}")
     value = getattr(importlib.import_module(f"holdfast.report.{_WHERE[name]}"), name)
     globals()[name] = value
     return value

@@ -30,13 +30,15 @@ def read_losses(directory: Path, metric: str = "loss") -> tuple[dict[str, Any], 
         events = [json.loads(line) for line in (directory / "events.jsonl").read_text().splitlines()]
     except (OSError, ValueError) as error:
         why = f"{Path(error.filename).name}: {error.strerror}" if isinstance(error, OSError) else error
-        msg = f"{directory} must hold report.json and events.jsonl of a run (holdfast run --report {directory}): {why}"
-        raise ConfigError(msg) from error
+        raise ConfigError(
+            f"{directory} must hold report.json and events.jsonl of a run (holdfast run --report {directory}): {why}"
+        ) from error
     found = {event["step"]: event["metrics"].get(metric) for event in events if event["event"] == "StepCommitted"}
     losses = [found[step] for step in sorted(found)]
     if not losses or any(loss is None for loss in losses):
-        msg = f"the run in {directory} must have logged {metric} in every step, to be compared: step.log({metric}=...)"
-        raise ConfigError(msg)
+        raise ConfigError(
+            f"the run in {directory} must have logged {metric} in every step, to be compared: step.log({metric}=...)"
+        )
     return report, losses
 
 
@@ -63,8 +65,9 @@ def cost_against(
     base, wanted = read_losses(undisturbed, metric)
     for name in _ALIKE:
         if report[name] != base[name]:
-            msg = f"the run in {undisturbed} has {name} {base[name]}, this one {report[name]}: compare runs of the same job"
-            raise ConfigError(msg)
+            raise ConfigError(
+                f"the run in {undisturbed} has {name} {base[name]}, this one {report[name]}: compare runs of the same job"
+            )
     struck = min((failure["step"] for failure in report["failures"] if failure["step"] is not None), default=0)
     about: dict[str, Any] = {"undisturbed": str(undisturbed), "iterations": None, "levels": [], "censored": 0}
     for window in windows:

@@ -91,8 +91,7 @@ def kept_in(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        msg = f"cannot write figures to {folder}: {error.strerror}"
-        raise ConfigError(msg) from error
+        raise ConfigError(f"cannot write figures to {folder}: {error.strerror}") from error
     finally:
         _folder.reset(token)
 
@@ -154,8 +153,9 @@ def canvas(height_in: float) -> Iterator[Canvas]:
         import matplotlib as mpl
         from matplotlib.figure import Figure
     except ImportError as error:
-        msg = "a page needs jinja2 and matplotlib; install them with: pip install 'holdfast[report]'"
-        raise ConfigError(msg) from error
+        raise ConfigError(
+            "a page needs jinja2 and matplotlib; install them with: pip install 'holdfast[report]'"
+        ) from error
     # A user's own matplotlibrc must not change the page.
     style: Any = {k: v for k, v in mpl.rcParamsDefault.items() if "backend" not in k} | _STYLE
     with mpl.rc_context(style):

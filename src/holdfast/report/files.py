@@ -86,8 +86,7 @@ def load_report(directory: Path) -> dict[str, Any]:
     """
     path = directory / "report.json"
     if not path.is_file():
-        msg = f"there is no report.json in {directory}; `holdfast run --report {directory} ...` writes one"
-        raise ConfigError(msg)
+        raise ConfigError(f"there is no report.json in {directory}; `holdfast run --report {directory} ...` writes one")
     return checked_report(read_json(path), str(path))
 
 
@@ -99,16 +98,13 @@ def load_results(directory: Path) -> dict[str, Any]:
     """
     path = directory / "results.json"
     if not path.is_file():
-        msg = f"there is no results.json in {directory}; `holdfast demo --out {directory}` writes one"
-        raise ConfigError(msg)
+        raise ConfigError(f"there is no results.json in {directory}; `holdfast demo --out {directory}` writes one")
     results = read_json(path)
     if not isinstance(results, dict) or not isinstance(results.get("rows"), list) or not results["rows"]:
-        msg = f"{path} is not the results of a demo: it must be an object with a list of rows"
-        raise ConfigError(msg)
+        raise ConfigError(f"{path} is not the results of a demo: it must be an object with a list of rows")
     for number, row in enumerate(results["rows"]):
         if "name" not in checked_report(row, f"{path}, row {number}"):
-            msg = f"{path}, row {number}: a row of a demo must have a name"
-            raise ConfigError(msg)
+            raise ConfigError(f"{path}, row {number}: a row of a demo must have a name")
     return results
 
 
@@ -120,8 +116,7 @@ def check_keys(results: Mapping[str, Any], needed: Mapping[str, type], where: st
     """
     for key, kind in needed.items():
         if not isinstance(results.get(key), kind):
-            msg = f"{where}: {key!r} is missing or of the wrong type"
-            raise ConfigError(msg)
+            raise ConfigError(f"{where}: {key!r} is missing or of the wrong type")
 
 
 def checked_report(report: Any, where: str) -> dict[str, Any]:
@@ -131,15 +126,12 @@ def checked_report(report: Any, where: str) -> dict[str, Any]:
         ConfigError: if not; the message names ``where`` and the first thing that is wrong.
     """
     if not isinstance(report, dict):
-        msg = f"{where} is not a run report: it must be an object, got {type(report).__name__}"
-        raise ConfigError(msg)
+        raise ConfigError(f"{where} is not a run report: it must be an object, got {type(report).__name__}")
     if report.get("schema") != SCHEMA:
-        msg = f"{where}: schema must be {SCHEMA}, got {report.get('schema')!r}"
-        raise ConfigError(msg)
+        raise ConfigError(f"{where}: schema must be {SCHEMA}, got {report.get('schema')!r}")
     for key, kind in _SHAPE.items():
         if not isinstance(report.get(key), kind):
-            msg = f"{where} is not a run report: {key!r} is missing or of the wrong type"
-            raise ConfigError(msg)
+            raise ConfigError(f"{where} is not a run report: {key!r} is missing or of the wrong type")
     return report
 
 
@@ -152,8 +144,7 @@ def read_json(path: Path) -> Any:
     try:
         return json.loads(path.read_text())
     except (OSError, ValueError) as error:
-        msg = f"{path} cannot be read: {error}"
-        raise ConfigError(msg) from error
+        raise ConfigError(f"{path} cannot be read: {error}") from error
 
 
 def _write(path: Path, text: str) -> None:
@@ -164,5 +155,4 @@ def _write(path: Path, text: str) -> None:
         draft.write_text(text)
         draft.replace(path)
     except OSError as error:
-        msg = f"cannot write {path}: {error.strerror}"
-        raise ConfigError(msg) from error
+        raise ConfigError(f"cannot write {path}: {error.strerror}") from error

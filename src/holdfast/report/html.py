@@ -99,14 +99,14 @@ def write_page(directory: Path) -> Path:
     except ConfigError:
         raise
     except (AttributeError, IndexError, KeyError, TypeError, ValueError, UndefinedError) as error:
-        msg = f"the files in {directory} are not as Holdfast writes them, {type(error).__name__}: {str(error).partition(chr(10))[0]}; was one of them edited, or cut?"
-        raise ConfigError(msg) from error
+        raise ConfigError(
+            f"the files in {directory} are not as Holdfast writes them, {type(error).__name__}: {str(error).partition(chr(10))[0]}; was one of them edited, or cut?"
+        ) from error
     path = directory / "index.html"
     try:
         path.write_text(page)
     except OSError as error:
-        msg = f"cannot write {path}: {error.strerror}"
-        raise ConfigError(msg) from error
+        raise ConfigError(f"cannot write {path}: {error.strerror}") from error
     return path
 
 

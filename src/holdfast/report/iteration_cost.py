@@ -32,8 +32,7 @@ def trailing_mean(losses: ArrayLike, window: int) -> Numbers:
     """
     values = np.asarray(losses, dtype=np.float64)
     if window < 1:
-        msg = f"window must be at least 1, got {window}"
-        raise ConfigError(msg)
+        raise ConfigError(f"window must be at least 1, got {window}")
     first = [values[:end].mean() for end in range(1, min(window, len(values) + 1))]
     rest = sliding_window_view(values, window).mean(axis=1) if len(values) >= window else []
     return np.array([*first, *rest])
@@ -116,11 +115,10 @@ def levels(losses: ArrayLike, window: int = 1, count: int = 7, begin: int = 0) -
         if means[at] < lowest[at - 1] and falls[at - window] and falls[at]
     ]
     if not usable:
-        msg = (
+        raise ConfigError(
             f"what is measured falls nowhere after iteration {begin} by {TIMES_NOISE:g} times its noise over {window} iterations; "
             f"give a wider window or a run that still converges"
         )
-        raise ConfigError(msg)
     places = np.array(usable)
     wanted = np.linspace(usable[0], usable[-1], count + 1)[1:]
     nearest = sorted({usable[int(np.abs(places - place).argmin())] for place in wanted})
@@ -162,8 +160,9 @@ def iteration_cost(disturbed: ArrayLike, undisturbed: ArrayLike, at: Sequence[fl
     mine, theirs = trailing_mean(disturbed, window), trailing_mean(undisturbed, window)
     counts = [(float(crossing(mine, level)), float(crossing(theirs, level))) for level in at]
     if not counts or not all(math.isfinite(count) for _, count in counts):
-        msg = f"the undisturbed run must reach every level; it ends at {theirs.min():.6g}, the levels are {list(at)}"
-        raise ConfigError(msg)
+        raise ConfigError(
+            f"the undisturbed run must reach every level; it ends at {theirs.min():.6g}, the levels are {list(at)}"
+        )
     end = len(mine) - 1.0
     costs = [min(count, end) - base for count, base in counts]
     return IterationCost(iterations=sum(costs) / len(costs), censored=sum(math.isinf(count) for count, _ in counts))

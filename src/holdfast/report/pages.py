@@ -51,5 +51,6 @@ def _find(place: str, path: Path) -> Draw:
     except ModuleNotFoundError as error:
         if not f"{module}.".startswith(f"{error.name}."):  # something that the lab itself needs
             raise
-        msg = f"{path} was written by the lab, which draws its page and is not installed; install it with: pip install 'holdfast[lab]'"
-        raise ConfigError(msg) from error
+        raise ConfigError(
+            f"{path} was written by the lab, which draws its page and is not installed; install it with: pip install 'holdfast[lab]'"
+        ) from error

@@ -21,8 +21,9 @@ def environment(*folders: Path) -> Environment:
     try:
         from jinja2 import Environment, FileSystemLoader, StrictUndefined
     except ImportError as error:
-        msg = "a page needs jinja2 and matplotlib; install them with: pip install 'holdfast[report]'"
-        raise ConfigError(msg) from error
+        raise ConfigError(
+            "a page needs jinja2 and matplotlib; install them with: pip install 'holdfast[report]'"
+        ) from error
     environment = Environment(
         loader=FileSystemLoader([Path(__file__).parent, *folders]),
         autoescape=True,

@@ -44,8 +44,7 @@ class Pipeline:
         self.averaged: nn.Module | None = None
         """The whole model with the average of its weights, once training is over, if the session keeps one."""
         if not self._stages:
-            msg = "a Pipeline must have at least 1 stage, got none"
-            raise ConfigError(msg)
+            raise ConfigError("a Pipeline must have at least 1 stage, got none")
 
     @property
     def parts(self) -> int:
@@ -101,8 +100,9 @@ class Sharded:
     def __init__(self, model: nn.Module, shards: int = 0) -> None:
         count = sum(1 for _ in model.parameters())
         if shards < 0 or shards > count:
-            msg = f"shards must be from 1 to {count}, the tensors of parameters of the model, or 0, got {shards}"
-            raise ConfigError(msg)
+            raise ConfigError(
+                f"shards must be from 1 to {count}, the tensors of parameters of the model, or 0, got {shards}"
+            )
         self.module = model
         self.averaged: nn.Module | None = None
         """A copy of the model with the average of its weights, once training is over, if the session keeps one."""
@@ -116,8 +116,9 @@ class Sharded:
         """
         named = list(self.module.named_parameters())
         if shards > len(named):
-            msg = f"{shards} workers cannot each hold a shard of {len(named)} tensors of parameters: give Sharded(model, shards={len(named)})"
-            raise ConfigError(msg)
+            raise ConfigError(
+                f"{shards} workers cannot each hold a shard of {len(named)} tensors of parameters: give Sharded(model, shards={len(named)})"
+            )
         total = sum(p.numel() for _, p in named)
         groups: list[list[str]] = [[] for _ in range(shards)]
         seen = 0
@@ -139,10 +140,9 @@ def check_on_cpu(module: nn.Module, what: str) -> None:
     """
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if tensor.device.type != "cpu":
-            msg = (
+            raise ConfigError(
                 f"{what} must be in the memory of the CPU, got {name} on {tensor.device}: move it there with .to('cpu')"
             )
-            raise ConfigError(msg)
 
 
 def _made(stage: Callable[[], nn.Module] | nn.Module, seed: int) -> nn.Module:
@@ -151,6 +151,5 @@ def _made(stage: Callable[[], nn.Module] | nn.Module, seed: int) -> nn.Module:
     with seeded(seed):
         made: Any = stage()
     if not isinstance(made, nn.Module):
-        msg = f"a stage must be an nn.Module or a function that makes one, got {type(made).__name__}"
-        raise ScriptError(msg)
+        raise ScriptError(f"a stage must be an nn.Module or a function that makes one, got {type(made).__name__}")
     return made

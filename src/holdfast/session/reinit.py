@@ -42,8 +42,7 @@ def reinit(main: Callable[[], T]) -> T:
         ScriptError: if it is called inside itself, or ``main`` does not let the exception through.
     """
     if application.is_built_by_reinit:
-        msg = "holdfast.reinit was called inside holdfast.reinit: call it once, around the whole script"
-        raise ScriptError(msg)
+        raise ScriptError("holdfast.reinit was called inside holdfast.reinit: call it once, around the whole script")
     generators = generator_states()
     application.is_built_by_reinit = True
     try:
@@ -64,5 +63,6 @@ def reinit(main: Callable[[], T]) -> T:
 
 def _check_let_through() -> None:
     if application.world is not None:
-        msg = "main caught holdfast's Unwind and ended as if training were over: let BaseException through, as `except Exception` does"
-        raise ScriptError(msg)
+        raise ScriptError(
+            "main caught holdfast's Unwind and ended as if training were over: let BaseException through, as `except Exception` does"
+        )

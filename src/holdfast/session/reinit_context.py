@@ -72,15 +72,14 @@ def note_session(settings: Settings, *, is_split: bool) -> None:
     if not strategy_class(settings.strategy).rebuilds:
         return
     if not application.is_built_by_reinit:
-        msg = "strategy reinit builds the application again by calling main: put the script into a function and end it with holdfast.reinit(main)"
-        raise ScriptError(msg)
+        raise ScriptError(
+            "strategy reinit builds the application again by calling main: put the script into a function and end it with holdfast.reinit(main)"
+        )
     if is_split and settings.reinit_from != "checkpoint":
-        msg = (
+        raise ConfigError(
             f"reinit_from must be checkpoint for a model that is split, got {settings.reinit_from}: a snapshot at the fault "
             "would lack the parts of the dead"
         )
-        raise ConfigError(msg)
     if application.has_session:
-        msg = "strategy reinit goes with one holdfast.Session in main, and this is the second"
-        raise ScriptError(msg)
+        raise ScriptError("strategy reinit goes with one holdfast.Session in main, and this is the second")
     application.has_session = True

@@ -99,8 +99,7 @@ class Session:
         **settings: Any,
     ) -> None:
         if schedule not in ("step", "epoch"):
-            msg = f"schedule must be 'step' or 'epoch', got {schedule!r}"
-            raise ConfigError(msg)
+            raise ConfigError(f"schedule must be 'step' or 'epoch', got {schedule!r}")
         self._settings = Settings.from_env(**settings)
         self._replica = _make_body(
             model,
@@ -130,8 +129,7 @@ class Session:
         """
         for name, thing in things.items():
             if not (hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")):
-                msg = f"{name} must have state_dict and load_state_dict, got {type(thing).__name__}"
-                raise ConfigError(msg)
+                raise ConfigError(f"{name} must have state_dict and load_state_dict, got {type(thing).__name__}")
             self._replica.registered[name] = thing
 
     def steps(
@@ -170,19 +168,20 @@ class Session:
         _check_arguments(dataset, batch_size, epochs, num_workers=num_workers, prefetch_factor=prefetch_factor)
         self.check_finished()
         if self._replica.is_split and self._world is not None and self._world.loop > 0:
-            msg = "a model that is split is trained in one call of session.steps, which ends with the whole of it at every worker: ask for all epochs at once"
-            raise ScriptError(msg)
+            raise ScriptError(
+                "a model that is split is trained in one call of session.steps, which ends with the whole of it at every worker: ask for all epochs at once"
+            )
         if self._settings.slices > max(batch_size, MOST_WORKERS):
-            msg = f"slices must be at most {MOST_WORKERS}, or batch_size if that is more, got {self._settings.slices}"
-            raise ConfigError(msg)
+            raise ConfigError(
+                f"slices must be at most {MOST_WORKERS}, or batch_size if that is more, got {self._settings.slices}"
+            )
         world = self._connect()
         world.slices = world.slices or self._choose_slices(world, batch_size)
         plan = self._plan(world, len(dataset), batch_size, epochs, shuffle=shuffle, drop_last=drop_last)
         if not plan.epoch_samples:
-            msg = (
+            raise ConfigError(
                 f"drop_last leaves nothing: batch_size must be at most len(dataset) ({len(dataset)}), got {batch_size}"
             )
-            raise ConfigError(msg)
         if application.looks is not None:
             return application.looks(self._replica, plan, dataset, collate)
         if self._settings.faults:
@@ -227,8 +226,7 @@ class Session:
             ConfigError: if a name cannot be written down.
         """
         if self._training or self._world is None:
-            msg = "session.log is for after training; inside the loop over the slices use step.log"
-            raise ScriptError(msg)
+            raise ScriptError("session.log is for after training; inside the loop over the slices use step.log")
         for name in metrics:
             check_name(name)
         world = self._world
@@ -285,8 +283,7 @@ class Session:
             ScriptError: if one was.
         """
         if self._training:
-            msg = f"training was left at step {self.step} before its end; to end it early call step.stop()"
-            raise ScriptError(msg)
+            raise ScriptError(f"training was left at step {self.step} before its end; to end it early call step.stop()")
 
     # -- setting up
 
@@ -320,8 +317,9 @@ class Session:
         )
         real = not isinstance(comm, VirtualCommunicator)
         if real and self._replica.device.type != "cpu":
-            msg = "workers sum tensors in the memory of the CPU; the model is on another device: move it to 'cpu'"
-            raise ConfigError(msg)
+            raise ConfigError(
+                "workers sum tensors in the memory of the CPU; the model is on another device: move it to 'cpu'"
+            )
         if real and not settings.run_dir:
             exits.end_job_on_errors(at_exit)
         if real:
@@ -411,11 +409,13 @@ def _make_body(
     kind = type(model).__name__
     if not isinstance(model, Pipeline | Sharded):
         if not isinstance(optimizer, optim.Optimizer):
-            msg = f"optimizer must be a torch.optim.Optimizer of the model's parameters, got {type(optimizer).__name__}"
-            raise ConfigError(msg)
+            raise ConfigError(
+                f"optimizer must be a torch.optim.Optimizer of the model's parameters, got {type(optimizer).__name__}"
+            )
         if average is not None and not isinstance(average, AveragedModel):
-            msg = f"average must be a torch.optim.swa_utils.AveragedModel of the model, got {type(average).__name__}"
-            raise ConfigError(msg)
+            raise ConfigError(
+                f"average must be a torch.optim.swa_utils.AveragedModel of the model, got {type(average).__name__}"
+            )
         if settings.update == "eager":
             check_eager(optimizer, scaler=scaler, clip_grad_norm=clip_grad_norm)
         return Replica(
@@ -430,14 +430,15 @@ def _make_body(
             average=average,
         )
     if settings.update == "eager":
-        msg = f"update eager needs a model that every worker has all of, got a {kind}: use update lazy"
-        raise ConfigError(msg)
+        raise ConfigError(f"update eager needs a model that every worker has all of, got a {kind}: use update lazy")
     if isinstance(optimizer, optim.Optimizer):
-        msg = f"a {kind} needs a function that makes an optimizer from the parameters of a part, as lambda p: torch.optim.Adam(p); got an optimizer"
-        raise ConfigError(msg)
+        raise ConfigError(
+            f"a {kind} needs a function that makes an optimizer from the parameters of a part, as lambda p: torch.optim.Adam(p); got an optimizer"
+        )
     if isinstance(average, nn.Module):
-        msg = f"a {kind} needs a function that makes an average of the weights of a part, as lambda module: AveragedModel(module); got an average"
-        raise ConfigError(msg)
+        raise ConfigError(
+            f"a {kind} needs a function that makes an average of the weights of a part, as lambda module: AveragedModel(module); got an average"
+        )
     makers = Makers(
         optimizer=optimizer,
         scheduler=scheduler,
@@ -460,5 +461,4 @@ def _check_arguments(dataset: Any, batch_size: int, epochs: int, *, num_workers:
         ("prefetch_factor", prefetch_factor, 1),
     ):
         if value < least:
-            msg = f"{name} must be at least {least}, got {value}"
-            raise ConfigError(msg)
+            raise ConfigError(f"{name} must be at least {least}, got {value}")

@@ -114,8 +114,7 @@ class Step:
             self._current = number
             yield inputs
             if "loss" not in self._metrics:
-                msg = f"slice {number} of step {self.number} ended without step.backward(loss)"
-                raise ScriptError(msg)
+                raise ScriptError(f"slice {number} of step {self.number} ended without step.backward(loss)")
             self._work.end_slice(self._batch, number, self._metrics)
             self._pending.pop(0)
             self._current = -1
@@ -135,11 +134,11 @@ class Step:
         """
         self._check_in_slice("backward")
         if "loss" in self._metrics:
-            msg = f"step.backward was called twice for slice {self._current} of step {self.number}: add the losses up"
-            raise ScriptError(msg)
+            raise ScriptError(
+                f"step.backward was called twice for slice {self._current} of step {self.number}: add the losses up"
+            )
         if loss.numel() != 1:
-            msg = f"the loss must be a scalar, the mean over the slice, got shape {tuple(loss.shape)}"
-            raise ScriptError(msg)
+            raise ScriptError(f"the loss must be a scalar, the mean over the slice, got shape {tuple(loss.shape)}")
         self._metrics["loss"] = loss.detach()
         self._work.backward(loss, self._batch, self._current)
 
@@ -181,8 +180,7 @@ class Step:
             ScriptError: if it is called within the loop over the slices, or the loss is no scalar.
         """
         if self._current >= 0:
-            msg = "step.compute computes all slices: call it in the place of `for ... in step`"
-            raise ScriptError(msg)
+            raise ScriptError("step.compute computes all slices: call it in the place of `for ... in step`")
         with self._work.at_once(self._batch, tuple(self._pending), forward, loss) as done:
             self._pending = [number for number in self._pending if number not in done]
             for inputs in self:
@@ -202,13 +200,13 @@ class Step:
             ScriptError: if it left one out.
         """
         if self._pending:
-            msg = f"slice {self._pending[0]} of step {self.number} was not computed: loop over the whole step"
-            raise ScriptError(msg)
+            raise ScriptError(
+                f"slice {self._pending[0]} of step {self.number} was not computed: loop over the whole step"
+            )
 
     def _check_in_slice(self, name: str) -> None:
         if self._current < 0:
-            msg = f"step.{name} must be called inside `for ... in step`, once a slice is there"
-            raise ScriptError(msg)
+            raise ScriptError(f"step.{name} must be called inside `for ... in step`, once a slice is there")
 
 
 class StagedStep(Step):
@@ -228,8 +226,9 @@ class StagedStep(Step):
         self._check_in_slice("")
 
     def _check_in_slice(self, name: str) -> NoReturn:
-        msg = "the slices of a Pipeline's step go through the stages of several workers: call step.compute()"
-        raise ScriptError(msg)
+        raise ScriptError(
+            "the slices of a Pipeline's step go through the stages of several workers: call step.compute()"
+        )
 
     def compute(self, forward: Forward | None = None, loss: Loss | None = None) -> None:
         """Take the slices forward and back through the stages that this worker holds.
@@ -244,11 +243,9 @@ class StagedStep(Step):
             ScriptError: if it is called twice, with an argument, or the stages or the loss are not what they must be.
         """
         if forward is not None or loss is not None:
-            msg = "a Pipeline has its stages and its loss: call step.compute() without them"
-            raise ScriptError(msg)
+            raise ScriptError("a Pipeline has its stages and its loss: call step.compute() without them")
         if self._computed:
-            msg = f"step.compute was called twice in step {self.number}"
-            raise ScriptError(msg)
+            raise ScriptError(f"step.compute was called twice in step {self.number}")
         self._computed = True
         if self.failure is None:
             self._try(lambda: self._stages.compute(self._batch))
@@ -287,5 +284,4 @@ class StagedStep(Step):
             ScriptError: if it did not.
         """
         if not self._computed:
-            msg = f"step {self.number} was not computed: call step.compute()"
-            raise ScriptError(msg)
+            raise ScriptError(f"step {self.number} was not computed: call step.compute()")

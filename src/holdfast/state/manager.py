@@ -90,11 +90,10 @@ class Keeper:
         """
         old = self._checkpoints.steps() if self._named and not ours else []
         if old:
-            msg = (
+            raise ConfigError(
                 f"checkpoint_dir {self.url} already holds a run up to step {max(old)}: "
                 "go on with it (--resume), or name an empty directory"
             )
-            raise ConfigError(msg)
 
     # -- when
 
@@ -194,11 +193,10 @@ class Keeper:
         if self._begun == (step, generation):
             return
         if distinct and len(writers) > 1 and self._settings.checkpoint_format == "dcp":
-            msg = (
+            raise ConfigError(
                 "checkpoint_format dcp can be written by one worker only, and the parts of this model are held by "
                 f"{len(writers)}; choose safetensors, npz or hdf5"
             )
-            raise ConfigError(msg)
         self._begun = (step, generation)
         if self.adaptive is not None:
             self.adaptive.began(time.monotonic())

@@ -139,8 +139,7 @@ def compare_kinds(world: World) -> None:
     if found is None:
         return
     if _refuses(world.settings):
-        msg = f"{found.what}: their bits would differ; {found.advice}, or allow it with --kinds any"
-        raise ConfigError(msg)
+        raise ConfigError(f"{found.what}: their bits would differ; {found.advice}, or allow it with --kinds any")
     _give_up(world, found, aloud=world.is_lead)
 
 

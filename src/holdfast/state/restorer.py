@@ -310,8 +310,9 @@ class Beginning:
             world.link = info.get("link", GENESIS)
         if not self.belongs_to_later_loop:
             if info["order"] != world.settings.order:
-                msg = f"the checkpoint was made with order={info['order']}, and this run has {world.settings.order}"
-                raise ConfigError(msg)
+                raise ConfigError(
+                    f"the checkpoint was made with order={info['order']}, and this run has {world.settings.order}"
+                )
             self._place.restore(info, loaded.state["ledger"], keep_slices=world.settings.slices > 0)
             if "changes" in info:
                 self._requests.go_on_from(info["changes"])

@@ -61,8 +61,7 @@ def take_state(comm: Communicator, newcomers: Sequence[int]) -> tuple[Any, dict[
     comm.swap([], [(comm.processes.index((giver,)), data) for giver, sent in coming.items() for data in sent])
     for giver, pieces in theirs.items():
         if not torch.equal(digests(pieces), told[giver]):
-            msg = f"the state that worker {giver} gave came damaged"
-            raise CheckpointError(msg)
+            raise CheckpointError(f"the state that worker {giver} gave came damaged")
     packed.unpack()
     return unflatten(tensors, header["skeleton"]), header["info"]
 
@@ -166,6 +165,5 @@ def _share_header(comm: Communicator, newcomers: Sequence[int], header: bytes) -
     """Return the header of the lowest giver."""
     shared = share_bytes(comm, header, _givers(comm, newcomers)[0])
     if not shared:
-        msg = "nobody is left who has the state"
-        raise PeerFailed(msg)
+        raise PeerFailed("nobody is left who has the state")
     return shared

@@ -102,8 +102,7 @@ def _alteration(map_: Path | None, partly: bool, options: dict[str, Any]) -> Alt
 
     for name, given in (("--map", map_), ("--partly", partly)):
         if given:
-            msg = f"{name} goes with --replay; give a record, or leave it out"
-            raise ConfigError(msg)
+            raise ConfigError(f"{name} goes with --replay; give a record, or leave it out")
     fields = {option.removeprefix("--"): name for name, option in _OPTIONS.items()}
     return Alteration(**{fields.get(name, name): value for name, value in options.items()})
 
@@ -114,8 +113,9 @@ def _replay(record: Path, map_: Path | None, partly: bool, options: dict[str, An
 
     for name, value in options.items():
         if value and value != _DEFAULTS.get(name):
-            msg = f"--replay does what the record says, and --{name} would draw something else; leave one of them out"
-            raise ConfigError(msg)
+            raise ConfigError(
+                f"--replay does what the record says, and --{name} would draw something else; leave one of them out"
+            )
     paths = {} if map_ is None else parse_map(read_file(map_))
     return Replay(parse_record(read_file(record)), paths, partly)
 

@@ -42,8 +42,7 @@ def simulate(
 
     file = read_scenario(scenario)
     if repetitions is not None and repetitions < 2:
-        msg = f"--repetitions must be at least 2: one history has no interval; got {repetitions}"
-        raise ConfigError(msg)
+        raise ConfigError(f"--repetitions must be at least 2: one history has no interval; got {repetitions}")
     repetitions = repetitions or file.repetitions
     seed = file.seed if seed is None else seed
     from holdfast_lab.simulate.comparing import compare

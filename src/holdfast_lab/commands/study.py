@@ -46,12 +46,12 @@ def study(
         _list(as_json=as_json)
         return 0
     if name not in STUDIES:
-        msg = f"the study must be one of {', '.join(STUDIES)}, got {name!r}; holdfast study --list says what they are"
-        raise ConfigError(msg)
+        raise ConfigError(
+            f"the study must be one of {', '.join(STUDIES)}, got {name!r}; holdfast study --list says what they are"
+        )
     out = out or Path(f"study-{name}")
     if out.exists() and not out.is_dir():
-        msg = f"--out must be a directory, or nothing yet, got {str(out)!r}, which is a file"
-        raise ConfigError(msg)
+        raise ConfigError(f"--out must be a directory, or nothing yet, got {str(out)!r}, which is a file")
     options = Options(
         out=out,
         data=data,

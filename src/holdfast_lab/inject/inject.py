@@ -102,14 +102,15 @@ def inject(
         CheckpointError: if the file cannot be read or altered.
     """
     if out is not None and in_place:
-        msg = "an altered copy (-o) and --in-place exclude each other; leave one of them out"
-        raise ConfigError(msg)
+        raise ConfigError("an altered copy (-o) and --in-place exclude each other; leave one of them out")
     if out is None and not in_place and not dry_run:
-        msg = f"say where the alterations go: -o OUT for an altered copy, or --in-place to alter {target} itself"
-        raise ConfigError(msg)
+        raise ConfigError(
+            f"say where the alterations go: -o OUT for an altered copy, or --in-place to alter {target} itself"
+        )
     if record is not None and record.exists():
-        msg = f"{record} is there already, and may be needed to take something back; name another file for the record"
-        raise ConfigError(msg)
+        raise ConfigError(
+            f"{record} is there already, and may be needed to take something back; name another file for the record"
+        )
     to_copy = None if dry_run else out
     with opened(target, write=in_place and not dry_run) if to_copy is None else copied(target, to_copy) as values:
         part = _part(target, values, at)
@@ -135,8 +136,7 @@ def inject(
 def _part(target: Target, values: FileValues, at: Sequence[str]) -> Values:
     if not values.places:
         why = f": {values.skipped[0].path} {values.skipped[0].why}" if values.skipped else ""
-        msg = f"{target} holds nothing that can be altered{why}"
-        raise ConfigError(msg)
+        raise ConfigError(f"{target} holds nothing that can be altered{why}")
     if not at:
         return values
     numbers = {place.path: number for number, place in enumerate(values.places)}
@@ -148,11 +148,10 @@ def _changes(values: Values, what: Alteration | Replay) -> Replayed:
         return Replayed(draw(values, what), (), 0)
     found = replay(values, what.record, what.paths)
     if found.missing and not what.partly:
-        msg = (
+        raise ConfigError(
             f"tensors of the record are not here: {', '.join(found.missing[:8])}{', ...' if len(found.missing) > 8 else ''}; "
             "name them in --map, or leave them out with --partly"
         )
-        raise ConfigError(msg)
     return found
 
 
@@ -161,5 +160,4 @@ def _write(path: Path, record: Record) -> None:
         with path.open("x", encoding="utf-8") as file:
             file.write("".join(lines(record)))
     except OSError as error:
-        msg = f"cannot write the record {path}: {error.strerror or error}"
-        raise ConfigError(msg) from error
+        raise ConfigError(f"cannot write the record {path}: {error.strerror or error}") from error

@@ -41,8 +41,7 @@ def page_of(results: dict[str, Any], path: Path) -> str:
     needed |= {"known": list, "map": list, "question": dict} if results["simulated"] == "plan" else {}
     where = f"{path} is not the results of a simulation"
     if results["simulated"] not in KINDS:
-        msg = f"{where}: 'simulated' is missing or of the wrong type"
-        raise ConfigError(msg)
+        raise ConfigError(f"{where}: 'simulated' is missing or of the wrong type")
     check_keys(results, needed, where)
     return render_simulated(results)
 

@@ -206,8 +206,7 @@ class _Facts:
 
 def _needs_workers(run: MeasuredRun | None) -> int:
     if run is None:
-        msg = "--workers is missing: how many workers compute?"
-        raise ConfigError(msg)
+        raise ConfigError("--workers is missing: how many workers compute?")
     return run.workers
 
 
@@ -217,8 +216,7 @@ def _mtbf_node_s(facts: _Facts, workers: int, per_node: int) -> float:
     if len(found) != 1:
         options = "--mtbf (of the whole job), --mtbf-node (of one machine), --mtbf-worker (of one worker)"
         hint = "; if you do not know it, begin with --mtbf-node 264d, which is Llama 3's rate" if not found else ""
-        msg = f"give one of {options}{hint}"
-        raise ConfigError(msg)
+        raise ConfigError(f"give one of {options}{hint}")
     name, value = found[0]
     check_range(f"--{name.removesuffix('_s').replace('_', '-')}", value, 0, above=True)
     scale = {"mtbf_s": -(-workers // per_node), "mtbf_node_s": 1, "mtbf_worker_s": 1 / per_node}[name]

@@ -42,8 +42,7 @@ def check_range(name: str, value: float, least: float, *, above: bool = False, m
     if not low or not value <= most:
         floor = f"more than {least:g}" if above else f"at least {least:g}"
         ceiling = "" if most == math.inf else f" and at most {most:g}"
-        msg = f"{name} must be {floor}{ceiling}, got {_shown(value)}"
-        raise ConfigError(msg)
+        raise ConfigError(f"{name} must be {floor}{ceiling}, got {_shown(value)}")
 
 
 def check_mtbf(mtbf_s: float) -> None:
@@ -53,8 +52,9 @@ def check_mtbf(mtbf_s: float) -> None:
         ConfigError: if there is less than a millisecond.
     """
     if mtbf_s < _SHORTEST_S:
-        msg = f"a failure every {mtbf_s:g} s leaves no time for anything; is the mean time between failures right?"
-        raise ConfigError(msg)
+        raise ConfigError(
+            f"a failure every {mtbf_s:g} s leaves no time for anything; is the mean time between failures right?"
+        )
 
 
 def _shown(value: float) -> str:
@@ -71,5 +71,4 @@ def check_choice(name: str, value: str, allowed: Sequence[str]) -> None:
         ConfigError: if it is not.
     """
     if value not in allowed:
-        msg = f"{name} must be one of {', '.join(allowed)}, got {value!r}"
-        raise ConfigError(msg)
+        raise ConfigError(f"{name} must be one of {', '.join(allowed)}, got {value!r}")

@@ -35,8 +35,7 @@ class Cluster:
         for name, least in (("workers", 1), ("spares", 0), ("workers_per_node", 1), ("nodes_per_rack", 1)):
             value = getattr(self, name)
             if type(value) is not int:
-                msg = f"{name} must be a whole number, got {value!r}"
-                raise ConfigError(msg)
+                raise ConfigError(f"{name} must be a whole number, got {value!r}")
             check_range(name, value, least, most=10_000_000)
 
     @property

@@ -81,8 +81,9 @@ class Costs:
                 check_range(one.name, value, 0, most=LONGEST_S)
         members = [number for number, _ in self.steps_s]
         if members != sorted(set(members)) or any(number < 1 for number in members):
-            msg = f"steps_s must be pairs (members, seconds) with members growing from 1, got members {members}"
-            raise ConfigError(msg)
+            raise ConfigError(
+                f"steps_s must be pairs (members, seconds) with members growing from 1, got members {members}"
+            )
         for number, seconds in self.steps_s:
             check_range(f"steps_s of {number} members", seconds, 0, above=True, most=LONGEST_S)
 

@@ -96,8 +96,7 @@ class Source:
         check_choice("level", self.level, LEVELS)
         check_range("age_s", self.age_s, 0, most=LONGEST_S)
         if not self.lifetime.mean_s > 0:
-            msg = f"the mean lifetime of a {self.level} must be more than 0, got {self.lifetime.mean_s:g}"
-            raise ConfigError(msg)
+            raise ConfigError(f"the mean lifetime of a {self.level} must be more than 0, got {self.lifetime.mean_s:g}")
 
 
 @dataclass(frozen=True, slots=True)

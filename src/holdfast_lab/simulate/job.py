@@ -67,8 +67,9 @@ class Job:
         check_choice("reinit_from", self.reinit_from, ("snapshot", "checkpoint"))
         check_choice("update", self.update, UPDATES)
         if self.update == "eager" and self.model != "replicated":
-            msg = f"update eager needs a model that every worker has all of, got model {self.model}: use update lazy"
-            raise ConfigError(msg)
+            raise ConfigError(
+                f"update eager needs a model that every worker has all of, got model {self.model}: use update lazy"
+            )
         check_range("save_every", self.save_every, 0, most=10**9)
         for name, most in _MOST.items():
             if getattr(self, name) is not None:
@@ -76,5 +77,4 @@ class Job:
         if self.horizon_s is not None:
             check_range("horizon_s", self.horizon_s, 0, above=True, most=LONGEST_S)
         if self.steps is None and self.horizon_s is None:
-            msg = "a job needs steps, horizon_s, or both: otherwise it never ends"
-            raise ConfigError(msg)
+            raise ConfigError("a job needs steps, horizon_s, or both: otherwise it never ends")

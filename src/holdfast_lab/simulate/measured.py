@@ -75,11 +75,11 @@ def read_measured(directory: Path) -> MeasuredRun:
         costs = dict(_costs(report, records))
         workers = int(report["workers"]["started"])
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        msg = f"{directory / 'report.json'} is not the report of a run: {error!r}"
-        raise ConfigError(msg) from error
+        raise ConfigError(f"{directory / 'report.json'} is not the report of a run: {error!r}") from error
     if "step_s" not in costs or workers < 1:
-        msg = f"{directory / 'report.json'} has no time of a step: too few steps were committed to measure one"
-        raise ConfigError(msg)
+        raise ConfigError(
+            f"{directory / 'report.json'} has no time of a step: too few steps were committed to measure one"
+        )
     return MeasuredRun(directory, workers, costs)
 
 
@@ -167,17 +167,13 @@ def _median(name: str, what: str, values: Sequence[float]) -> Iterable[tuple[str
 
 def _load_report(path: Path) -> Mapping[str, Any]:
     if not path.is_file():
-        msg = f"there is no {path}; `holdfast run --report {path.parent} ...` writes it"
-        raise ConfigError(msg)
+        raise ConfigError(f"there is no {path}; `holdfast run --report {path.parent} ...` writes it")
     try:
         report = json.loads(path.read_text())
     except (OSError, ValueError) as error:
-        msg = f"{path} cannot be read: {error}"
-        raise ConfigError(msg) from error
+        raise ConfigError(f"{path} cannot be read: {error}") from error
     except RecursionError as error:
-        msg = f"{path} cannot be read: its brackets are nested too deep"
-        raise ConfigError(msg) from error
+        raise ConfigError(f"{path} cannot be read: its brackets are nested too deep") from error
     if not isinstance(report, dict):
-        msg = f"{path} is not the report of a run: it must be an object"
-        raise ConfigError(msg)
+        raise ConfigError(f"{path} is not the report of a run: it must be an object")
     return report

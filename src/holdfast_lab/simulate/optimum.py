@@ -50,8 +50,7 @@ def best_interval(
     if most is None:
         most = max(1, int(scenario.horizon_s / scenario.full_step_s))
     if not 1 <= least <= most:
-        msg = f"the steps between two checkpoints must be from 1 to {most}, got least {least}"
-        raise ConfigError(msg)
+        raise ConfigError(f"the steps between two checkpoints must be from 1 to {most}, got least {least}")
     tried: dict[int, Estimate] = {}
 
     def goodput(every: int) -> float:

@@ -164,8 +164,7 @@ class Estimate(NamedTuple):
         """
         number = len(values)
         if number < 2:
-            msg = f"an interval needs at least 2 repetitions, got {number}"
-            raise ConfigError(msg)
+            raise ConfigError(f"an interval needs at least 2 repetitions, got {number}")
         mean = float(values.mean())
         half = _student(number - 1) * float(values.std(ddof=1)) / math.sqrt(number)
         return cls(mean, mean - half, mean + half, number)

@@ -174,8 +174,7 @@ class Recovery:
             case ApplyStep():
                 return StepApplied()
             case ComputeStep() | SumBucket() | CloseStep() | Leave():
-                msg = f"{order} is no part of a recovery"
-                raise InternalError(msg)
+                raise InternalError(f"{order} is no part of a recovery")
             case _:
                 return ActDone()
 

@@ -61,12 +61,12 @@ def _watched_s(path: Path, span_s: float | None, last_s: float) -> float:
         ConfigError: if nothing was given, or less than there is in the file.
     """
     if span_s is None:
-        msg = f"{path} does not say how long its machines were watched: give span_s, at least {last_s:g} s, when the last of its events is"
-        raise ConfigError(msg)
+        raise ConfigError(
+            f"{path} does not say how long its machines were watched: give span_s, at least {last_s:g} s, when the last of its events is"
+        )
     check_range("span_s", span_s, 0, above=True, most=LONGEST_S)
     if span_s < last_s:
-        msg = f"span_s must be at least {last_s:g} s, when the last event of {path} is, got {span_s:g} s"
-        raise ConfigError(msg)
+        raise ConfigError(f"span_s must be at least {last_s:g} s, when the last event of {path} is, got {span_s:g} s")
     return span_s
 
 
@@ -107,8 +107,7 @@ def open_text(path: Path) -> io.TextIOBase:
             with zipfile.ZipFile(io.BytesIO(data)) as archive:
                 data = archive.read(archive.namelist()[0])
     except (OSError, EOFError, IndexError, RuntimeError, *_DAMAGED) as error:  # zipfile raises bare RuntimeErrors, too
-        msg = f"{path} cannot be read: {error}"
-        raise ConfigError(msg) from error
+        raise ConfigError(f"{path} cannot be read: {error}") from error
     return io.StringIO(data.decode("utf-8", errors="replace"), newline="")
 
 
@@ -127,11 +126,11 @@ def read_infinitehbd(path: Path, units: int = 400) -> Read:
                 for e in events
             ]
         except (ValueError, KeyError, TypeError) as error:
-            msg = f"{path} is not a list of fault starts and ends: {error!r}"
-            raise ConfigError(msg) from error
+            raise ConfigError(f"{path} is not a list of fault starts and ends: {error!r}") from error
         except RecursionError as error:
-            msg = f"{path} is not a list of fault starts and ends: its brackets are nested too deep"
-            raise ConfigError(msg) from error
+            raise ConfigError(
+                f"{path} is not a list of fault starts and ends: its brackets are nested too deep"
+            ) from error
     numbers: dict[str, int] = {}
     begun: dict[tuple[str, str], list[float]] = {}
     spells: list[Spell] = []
@@ -145,8 +144,7 @@ def read_infinitehbd(path: Path, units: int = 400) -> Read:
             spells.append(Spell(number, waiting.pop(0), at_s))
     spells += [Spell(numbers[node], at_s, span_s) for (node, _), waiting in begun.items() for at_s in waiting]
     if units < len(numbers):
-        msg = f"units must be at least the {len(numbers)} servers that failed, got {units}"
-        raise ConfigError(msg)
+        raise ConfigError(f"units must be at least the {len(numbers)} servers that failed, got {units}")
     return Read(tuple(spells), units, span_s)
 
 
@@ -196,11 +194,9 @@ def read_spot(path: Path, span_s: float | None = None) -> Read:
             at_ms, what, name = _three(line, "milliseconds,add|remove,name")
             next_s = _time(at_ms) / 1000
             if what not in ("add", "remove") or (what == "add") is (name in places):
-                msg = f"{what} {name}: add who is not there, remove who is"
-                raise ValueError(msg)
+                raise ValueError(f"{what} {name}: add who is not there, remove who is")
             if next_s < at_s:
-                msg = "time goes back"
-                raise ValueError(msg)
+                raise ValueError("time goes back")
         except ValueError as error:
             raise _bad_line(path, number, error) from error
         at_s = next_s
@@ -226,8 +222,7 @@ def read_sizes(path: Path) -> Read:
             day, time, count = _three(line, "date, time, machines")
             sizes.append((datetime.fromisoformat(f"{day} {time}"), int(count)))
             if sizes[-1][1] < 0:
-                msg = f"{count} machines"
-                raise ValueError(msg)
+                raise ValueError(f"{count} machines")
         except ValueError as error:
             raise _bad_line(path, number, error) from error
         if len(sizes) > 1 and sizes[-1][0] < sizes[-2][0]:
@@ -336,8 +331,7 @@ def _american(text: str) -> datetime:
 def _time(text: str) -> float:
     time = float(text)
     if not math.isfinite(time):
-        msg = f"{text!r} is not a time"
-        raise ValueError(msg)
+        raise ValueError(f"{text!r} is not a time")
     return time
 
 
@@ -346,8 +340,7 @@ def _three(line: str, form: str) -> list[str]:
     parts = [part.strip() for part in line.split(",")]
     if len(parts) != 3:
         shown = line.strip()
-        msg = f"it must be {form}, got {shown[:60] + '...' * (len(shown) > 60)!r}"
-        raise ValueError(msg)
+        raise ValueError(f"it must be {form}, got {shown[:60] + '...' * (len(shown) > 60)!r}")
     return parts
 
 
@@ -366,8 +359,7 @@ def _rows(path: Path, columns: tuple[str, ...]) -> Iterator[tuple[int, dict[str,
         reader = csv.DictReader(file)
         try:
             if missing := [name for name in columns if name not in (reader.fieldnames or ())]:
-                msg = f"{path} has no column {', '.join(missing)}"
-                raise ConfigError(msg)
+                raise ConfigError(f"{path} has no column {', '.join(missing)}")
             for row in reader:
                 if all(row[name] is not None for name in columns):
                     yield reader.line_num, row

@@ -73,8 +73,9 @@ def replay(records: Iterable[Record], *, min_workers: int = 1) -> tuple[Replayed
             case Recovered(generation=generation) if generation not in told:
                 told.add(generation)
                 if not strategy or not buckets:
-                    msg = "the records say nothing of a start, or that the model was split: who held what, they do not say"
-                    raise ConfigError(msg)
+                    raise ConfigError(
+                        "the records say nothing of a start, or that the model was split: who held what, they do not say"
+                    )
                 if record.decision != "heal":
                     replayed.append(_decide_again(record, seen, strategy, buckets, min_workers))
                 seen = []

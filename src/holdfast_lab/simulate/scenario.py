@@ -37,11 +37,11 @@ class Scenario:
         check_range("min_workers", self.job.min_workers, 1, most=self.cluster.total)
         check_range("start_workers", self.quorum, 1, most=self.cluster.total)
         if self.job.start_workers is not None and self.job.start_workers < self.job.min_workers:
-            msg = f"start_workers must be at least min_workers, {self.job.min_workers}, got {self.job.start_workers}"
-            raise ConfigError(msg)
+            raise ConfigError(
+                f"start_workers must be at least min_workers, {self.job.min_workers}, got {self.job.start_workers}"
+            )
         if not self.full_step_s > 0:
-            msg = "a step must take some time: give slice_s, sum_s or steps_s of the costs"
-            raise ConfigError(msg)
+            raise ConfigError("a step must take some time: give slice_s, sum_s or steps_s of the costs")
 
     @property
     def quorum(self) -> int:

@@ -38,23 +38,25 @@ def _every(value: object, info: ValidationInfo) -> int | float | str:
         try:
             return float(parse_seconds(value, _named(info)))
         except ConfigError as error:
-            msg = f"save_every must be a number of steps, a time such as 20min, or one of {', '.join(EVERY)}; got {value!r}"
-            raise ConfigError(msg) from error
+            raise ConfigError(
+                f"save_every must be a number of steps, a time such as 20min, or one of {', '.join(EVERY)}; got {value!r}"
+            ) from error
     if isinstance(value, str) or (type(value) is int and value >= 0):
         return value
-    msg = f"save_every must be a number of steps, a time such as 20min, or one of {', '.join(EVERY)}; got {value!r}"
-    raise ConfigError(msg)
+    raise ConfigError(
+        f"save_every must be a number of steps, a time such as 20min, or one of {', '.join(EVERY)}; got {value!r}"
+    )
 
 
 def _pairs(value: object, info: ValidationInfo) -> tuple[tuple[int, float], ...]:
     """Return pairs of a number of members and seconds."""
     if not isinstance(value, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in value):
-        msg = f"{_named(info)} must be pairs of members and seconds, such as [[4, '1s'], [8, '600ms']]; got {value!r}"
-        raise ConfigError(msg)
+        raise ConfigError(
+            f"{_named(info)} must be pairs of members and seconds, such as [[4, '1s'], [8, '600ms']]; got {value!r}"
+        )
     for members, _ in value:
         if type(members) is not int:
-            msg = f"{_named(info)} must begin each pair with a whole number of members, got {members!r}"
-            raise ConfigError(msg)
+            raise ConfigError(f"{_named(info)} must begin each pair with a whole number of members, got {members!r}")
     return tuple((members, parse_seconds(seconds, _named(info))) for members, seconds in value)
 
 
@@ -214,8 +216,9 @@ class File(Table):
     @model_validator(mode="after")
     def _has_one_reason(self) -> File:
         if (self.failures is None) == (self.trace is None):
-            msg = "there must be either [[failures]] or [trace]: what fails, and when; failures = [] if nothing does"
-            raise ConfigError(msg)
+            raise ConfigError(
+                "there must be either [[failures]] or [trace]: what fails, and when; failures = [] if nothing does"
+            )
         return self
 
 

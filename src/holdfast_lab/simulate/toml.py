@@ -78,24 +78,19 @@ def read_scenario(path: Path) -> ScenarioFile:
     try:
         table = tomllib.loads(path.read_text())
     except OSError as error:
-        msg = f"cannot read {path}: {error.strerror}"
-        raise ConfigError(msg) from error
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
     except ValueError as error:
-        msg = f"{path} is not TOML: {error}"
-        raise ConfigError(msg) from error
+        raise ConfigError(f"{path} is not TOML: {error}") from error
     except RecursionError as error:
-        msg = f"{path} is not TOML: its brackets are nested too deep"
-        raise ConfigError(msg) from error
+        raise ConfigError(f"{path} is not TOML: its brackets are nested too deep") from error
     try:
         file = File.model_validate(table)
     except ValidationError as error:
-        msg = f"{path}: {_first_complaint(error)}"
-        raise ConfigError(msg) from error
+        raise ConfigError(f"{path}: {_first_complaint(error)}") from error
     try:
         return _made(file, path.parent)
     except ConfigError as error:
-        msg = f"{path}: {error}"
-        raise ConfigError(msg) from error
+        raise ConfigError(f"{path}: {error}") from error
 
 
 # -- what the tables make
@@ -106,8 +101,9 @@ def _made(file: File, folder: Path) -> ScenarioFile:
     settings = [_setting(file, strategy, down, folder) for strategy in file.strategies]
     names = [setting.name for setting in settings]
     if double := sorted({name for name in names if names.count(name) > 1}):
-        msg = f"two strategies are called {double[0]!r}; give each a name of its own, such as {{strategy = ..., name = ...}}"
-        raise ConfigError(msg)
+        raise ConfigError(
+            f"two strategies are called {double[0]!r}; give each a name of its own, such as {{strategy = ..., name = ...}}"
+        )
     return ScenarioFile(title=file.title, repetitions=file.repetitions, seed=file.seed, settings=tuple(settings))
 
 
@@ -120,11 +116,11 @@ def _setting(file: File, strategy: StrategyTable, down: Down, folder: Path) -> S
     cluster = Cluster(**given)
     policies = file.job.given(*_NOT_OF_JOB) | strategy.given(*_NOT_OF_JOB)
     if file.job.steps is None and file.job.work_s is None and file.job.horizon_s is None:
-        msg = "[job] needs steps, work_s (as time that they take undisturbed) or horizon_s: otherwise it never ends"
-        raise ConfigError(msg)
+        raise ConfigError(
+            "[job] needs steps, work_s (as time that they take undisturbed) or horizon_s: otherwise it never ends"
+        )
     if file.job.steps is not None and file.job.work_s is not None:
-        msg = "[job] has both steps and work_s, which say the same; leave one out"
-        raise ConfigError(msg)
+        raise ConfigError("[job] has both steps and work_s, which say the same; leave one out")
     policies.setdefault("horizon_s", None if file.job.steps else _ENDLESS_S)
     job = Job(strategy=strategy.strategy, **policies)
     scenario = _with_costs(file.costs, cluster, job, down, folder)
@@ -140,8 +136,9 @@ def _steps(work_s: float, step_s: float) -> int:
     """Return how many steps take so long."""
     check_range("work_s", work_s, 0, most=LONGEST_S)
     if work_s > MOST_STEPS * step_s:
-        msg = f"work_s is more than {MOST_STEPS:g} steps of {step_s:g} s, which are not simulated; is the time of a step right?"
-        raise ConfigError(msg)
+        raise ConfigError(
+            f"work_s is more than {MOST_STEPS:g} steps of {step_s:g} s, which are not simulated; is the time of a step right?"
+        )
     return max(1, round(work_s / step_s))
 
 
@@ -153,8 +150,7 @@ def _with_costs(table: CostsTable, cluster: Cluster, job: Job, down: Down, folde
     given = table.given("from_report", "step_s", *OF_STORAGE)
     says_step = {"slice_s", "steps_s"} & set(given)
     if table.step_s is not None and says_step:
-        msg = f"[costs] has both step_s and {says_step.pop()}, which say the same; leave one out"
-        raise ConfigError(msg)
+        raise ConfigError(f"[costs] has both step_s and {says_step.pop()}, which say the same; leave one out")
     step_s = table.step_s if says_step or table.step_s is not None else measured.get("step_s")
     others = {n: value for n, value in measured.items() if n not in ("step_s", "state_bytes")} | given
     speeds = {name: value for name in OF_STORAGE if (value := getattr(table, name)) is not None}
@@ -162,10 +158,9 @@ def _with_costs(table: CostsTable, cluster: Cluster, job: Job, down: Down, folde
         others = {name: value for name, value in others.items() if name in given or name not in SAVING}
         speeds.setdefault("state_bytes", measured.get("state_bytes", -1.0))
         if speeds["state_bytes"] < 0 or "write_bytes_per_s" not in speeds:
-            msg = (
+            raise ConfigError(
                 f"[costs] has {', '.join(speeds)}: what a checkpoint takes needs both state_bytes and write_bytes_per_s"
             )
-            raise ConfigError(msg)
         costs = Costs.of_storage(**speeds, **others)
     else:
         costs = Costs(**others)
@@ -190,8 +185,7 @@ def of_step(cluster: Cluster, job: Job, costs: Costs, down: Down, step_s: float 
     probe = Scenario(cluster, job, _replaced(costs, slice_s=1.0), down)
     compute, sums = step_parts_s(probe.cluster, probe.job, probe.costs)
     if step_s <= sums[-1]:
-        msg = f"step_s must be more than what its sums take, {sums[-1]:g} s, got {step_s:g}"
-        raise ConfigError(msg)
+        raise ConfigError(f"step_s must be more than what its sums take, {sums[-1]:g} s, got {step_s:g}")
     return Scenario(cluster, job, _replaced(costs, slice_s=float((step_s - sums[-1]) / compute[-1])), down)
 
 
@@ -207,8 +201,9 @@ def _down(file: File, folder: Path) -> Down:
     cluster = Cluster(**file.cluster.given("spares"))  # failures are counted of those that work
     levels = {table.level for table in file.failures or ()}
     if _WHOLE_JOB in levels and "rack" in levels:
-        msg = "[[failures]] are of level job and of level rack: one of them only, because to the simulator a job is a rack with all in it"
-        raise ConfigError(msg)
+        raise ConfigError(
+            "[[failures]] are of level job and of level rack: one of them only, because to the simulator a job is a rack with all in it"
+        )
     failures = Failures(tuple(_source(number, table, cluster) for number, table in enumerate(file.failures or (), 1)))
     check_mtbf(failures.mtbf_s(cluster))
     return failures
@@ -225,12 +220,12 @@ def _source(number: int, table: SourceTable, cluster: Cluster) -> Source:
     repair = Constant(0.0) if table.repair is None else _times(table.repair, f"repair of {where}")
     if table.count is None:
         if table.span_s is not None or table.units is not None:
-            msg = f"{where} has span_s or units, which belong to count: so many failures, of so many units, in such a time"
-            raise ConfigError(msg)
+            raise ConfigError(
+                f"{where} has span_s or units, which belong to count: so many failures, of so many units, in such a time"
+            )
         return Source(level, _times(table, where), repair, table.age_s)
     if table.span_s is None or table.mean_s is not None:
-        msg = f"{where} has a count: it needs span_s, the time in which they were counted, and no mean_s"
-        raise ConfigError(msg)
+        raise ConfigError(f"{where} has a count: it needs span_s, the time in which they were counted, and no mean_s")
     counted = Failures.of_count(
         table.count, span_s=table.span_s, units=units or cluster.units(level), level=level, repair=repair
     )
@@ -239,18 +234,17 @@ def _source(number: int, table: SourceTable, cluster: Cluster) -> Source:
 
 def _times(table: TimesTable, where: str) -> Distribution:
     if table.mean_s is None:
-        msg = f"{where} needs mean_s, or a count of failures and span_s; a repair needs mean_s"
-        raise ConfigError(msg)
+        raise ConfigError(f"{where} needs mean_s, or a count of failures and span_s; a repair needs mean_s")
     shape = {name: value for name in _SHAPES if (value := getattr(table, name)) is not None}
     try:
         return make_distribution(table.distribution, table.mean_s, **shape)
     except TypeError as error:
         takes = ", ".join(_TAKES.get(table.distribution, ())) or "nothing"
-        msg = f"{where}: besides mean_s, {table.distribution} takes {takes}; got {', '.join(shape) or 'nothing'}"
-        raise ConfigError(msg) from error
+        raise ConfigError(
+            f"{where}: besides mean_s, {table.distribution} takes {takes}; got {', '.join(shape) or 'nothing'}"
+        ) from error
     except ConfigError as error:
-        msg = f"{where}: {error}"
-        raise ConfigError(msg) from error
+        raise ConfigError(f"{where}: {error}") from error
 
 
 _SHAPES = ("shape", "sigma", "early_s", "early_shape", "wear_s", "wear_shape")

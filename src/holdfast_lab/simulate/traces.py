@@ -53,11 +53,10 @@ class Trace:
         check_range("span_s", self.span_s, 0, above=True, most=LONGEST_S)
         for unit, start_s, end_s in self.spells:
             if not 0 <= unit < self.units or not 0 <= start_s <= end_s:
-                msg = (
+                raise ConfigError(
                     f"an outage must be of one of {self.units} units and end after it begins, "
                     f"got unit {unit} from {start_s:g} s to {end_s:g} s"
                 )
-                raise ConfigError(msg)
 
     def draw(self, cluster: Cluster, horizon_s: float, seed: tuple[int, int]) -> Outages:
         """Return the outages that begin before ``horizon_s``; who is down at the begin is so from 0 on."""
@@ -147,13 +146,11 @@ def read_trace(
     _check_choices(kind, list(choices), takes)
     read = reader(Path(path), **choices)
     if not read.spells:
-        msg = f"{path} holds no outage" + (f" where {choices}" if choices else "")
-        raise ConfigError(msg)
+        raise ConfigError(f"{path} holds no outage" + (f" where {choices}" if choices else ""))
     return Trace(read.spells, read.units, read.span_s, level, replayed, f"{kind} {Path(path).name}")
 
 
 def _check_choices(kind: str, given: Sequence[str], takes: Sequence[str]) -> None:
     if odd := sorted(set(given) - set(takes)):
         allowed = f"takes {', '.join(takes)}" if takes else "takes nothing else"
-        msg = f"a trace of kind {kind} {allowed}, got {', '.join(odd)}"
-        raise ConfigError(msg)
+        raise ConfigError(f"a trace of kind {kind} {allowed}, got {', '.join(odd)}")

@@ -86,13 +86,11 @@ def _plain(value: object) -> str:
 def _parse(value: object, name: str, units: Mapping[str, float], what: str, help_text: str) -> float:
     found = re.fullmatch(rf"({_NUMBER})\s*([A-Za-z/]*)", _plain(value))
     if found is None or (found[2] and found[2] not in units):
-        msg = f"{name} must be {what}: {help_text}; got {value!r}"
-        raise ConfigError(msg)
+        raise ConfigError(f"{name} must be {what}: {help_text}; got {value!r}")
     return _finite(float(found[1]) * units.get(found[2], 1.0), value, name, what, help_text)
 
 
 def _finite(number: float, value: object, name: str, what: str, help_text: str) -> float:
     if not math.isfinite(number):
-        msg = f"{name} must be {what}: {help_text}; got {value!r}"
-        raise ConfigError(msg)
+        raise ConfigError(f"{name} must be {what}: {help_text}; got {value!r}")
     return number

@@ -205,8 +205,7 @@ def check_parts(only: Sequence[str], known: Collection[str]) -> None:
     """
     for name in only:
         if name not in known:
-            msg = f"--only must be one of {', '.join(known)}, got {name!r}"
-            raise ConfigError(msg)
+            raise ConfigError(f"--only must be one of {', '.join(known)}, got {name!r}")
 
 
 def parts_left_out(only: Sequence[str], known: Collection[str]) -> list[str]:
@@ -358,8 +357,9 @@ class Journal:
         if not entries:
             return {}
         if entries[0] != self._head:
-            msg = f"{path} belongs to {_difference(entries[0], self._head)}; give another --out, or remove {self._out}"
-            raise ConfigError(msg)
+            raise ConfigError(
+                f"{path} belongs to {_difference(entries[0], self._head)}; give another --out, or remove {self._out}"
+            )
         self.took_s |= {entry["task"]: entry["took_s"] for entry in entries[1:] if "took_s" in entry}
         return {entry["task"]: entry["rows"] for entry in entries[1:]}
 
@@ -377,8 +377,9 @@ class Journal:
                 file.write(json.dumps({"task": key, "rows": list(rows), "took_s": round(took_s, 3)}) + "\n")
             self.took_s[key] = took_s
         except OSError as error:
-            msg = f"cannot write {path}: {error.strerror}; give a directory that can be written with --out"
-            raise ConfigError(msg) from error
+            raise ConfigError(
+                f"cannot write {path}: {error.strerror}; give a directory that can be written with --out"
+            ) from error
 
     def finish(self, results: Mapping[str, Any]) -> None:
         """Write ``results.json``."""

@@ -264,11 +264,13 @@ class _Running:
         cell, number = call.progress.cell, call.number
         outcome = found.pop("outcome", None)
         if outcome not in OUTCOMES:
-            msg = f"the outcome of a trial must be one of {', '.join(OUTCOMES)}, cell {cell.name!r} gave {outcome!r}"
-            raise InternalError(msg)
+            raise InternalError(
+                f"the outcome of a trial must be one of {', '.join(OUTCOMES)}, cell {cell.name!r} gave {outcome!r}"
+            )
         if taken := found.keys() & {*COLUMNS, *cell.settings}:
-            msg = f"trials of cell {cell.name!r} return what the table has already: {', '.join(sorted(taken))}"
-            raise InternalError(msg)
+            raise InternalError(
+                f"trials of cell {cell.name!r} return what the table has already: {', '.join(sorted(taken))}"
+            )
         self._table.add(
             cell.name, number, seed_of(self._campaign.seed, cell.name, number), outcome, as_json(found), seconds
         )

@@ -47,14 +47,12 @@ class Stop:
 
     def __post_init__(self) -> None:
         if not 0 <= self.width <= 1:
-            msg = f"width must be from 0 to 1, got {self.width}: half of an interval of a share"
-            raise ConfigError(msg)
+            raise ConfigError(f"width must be from 0 to 1, got {self.width}: half of an interval of a share")
         if not (self.batch >= 1 and 1 <= self.least <= self.most):
-            msg = (
+            raise ConfigError(
                 "batch must be at least 1, and least from 1 to most, "
                 f"got batch = {self.batch}, least = {self.least}, most = {self.most}"
             )
-            raise ConfigError(msg)
 
     def is_enough(self, outcomes: Sequence[str]) -> bool:
         """Return whether these first trials say enough."""
@@ -105,8 +103,7 @@ class Campaign:
         """
         twice = [name for name, count in Counter(cell.name for cell in self.cells).items() if count > 1]
         if twice:
-            msg = f"cells of a campaign must have different names, got twice: {', '.join(twice)}"
-            raise ConfigError(msg)
+            raise ConfigError(f"cells of a campaign must have different names, got twice: {', '.join(twice)}")
         return [Cell(cell.name, json.loads(json.dumps(dict(cell.settings), allow_nan=False))) for cell in self.cells]
 
 
@@ -145,8 +142,7 @@ def check_alone(campaign: Campaign, cell: Cell, trials: int = 3) -> None:
         for name in alone[seed] | after:
             values = [as_json(found.get(name)) for found in (alone[seed], after)]
             if values[0] != values[1]:
-                msg = (
+                raise InternalError(
                     f"trial {seeds.index(seed)} of cell {cell.name!r} depends on those before it in its process: "
                     f"{name} is {values[0]} alone, {values[1]} after others"
                 )
-                raise InternalError(msg)

@@ -74,8 +74,7 @@ class Table:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
-                msg = f"{path} is in use by another process; wait for it, or give another file"
-                raise ConfigError(msg) from error
+                raise ConfigError(f"{path} is in use by another process; wait for it, or give another file") from error
             # Closed before the lock's file is: closing any file of this name drops SQLite's own locks on it.
             self._base = opened.enter_context(contextlib.closing(sqlite3.connect(path, isolation_level=None)))
             if not _is_empty(self._base):
@@ -104,8 +103,7 @@ class Table:
             old = _flat(_pairs(self._base, "settings"), {name: old_cells[name] for name in known})
             difference = differing(old, _flat(settings, known))
             if difference:
-                msg = f"{self._path} holds another campaign: {difference}; give another file, or remove it"
-                raise ConfigError(msg)
+                raise ConfigError(f"{self._path} holds another campaign: {difference}; give another file, or remove it")
             added = [(name, json.dumps(value)) for name, value in cells.items() if name not in known]
             self._base.executemany("INSERT INTO cells VALUES (?, ?)", added)
 
@@ -146,8 +144,7 @@ def each_row(path: Path, cell: str | None = None) -> Iterator[Row]:
         ConfigError: if the file is not there, or holds no campaign.
     """
     if not path.is_file():
-        msg = f"{path} is not there; it is made by the study that fills it"
-        raise ConfigError(msg)
+        raise ConfigError(f"{path} is not there; it is made by the study that fills it")
     with _told(path), contextlib.closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as base:
         _check_ours(base, path)
         cells = _pairs(base, "cells")
@@ -168,8 +165,7 @@ def _is_empty(base: sqlite3.Connection) -> bool:
 
 def _check_ours(base: sqlite3.Connection, path: Path) -> None:
     if base.execute("PRAGMA application_id").fetchone()[0] != _APPLICATION:
-        msg = f"{path} is a database of something else; give another file"
-        raise ConfigError(msg)
+        raise ConfigError(f"{path} is a database of something else; give another file")
 
 
 def _pairs(base: sqlite3.Connection, table: str) -> dict[str, Any]:
@@ -182,11 +178,10 @@ def _told(path: Path) -> Iterator[None]:
     try:
         yield
     except sqlite3.OperationalError as error:
-        msg = f"cannot use {path}: {error}; every row before is in it: mend that, and start again"
-        raise ConfigError(msg) from error
+        raise ConfigError(
+            f"cannot use {path}: {error}; every row before is in it: mend that, and start again"
+        ) from error
     except sqlite3.DatabaseError as error:
-        msg = f"{path} holds no campaign: {error}; give another file"
-        raise ConfigError(msg) from error
+        raise ConfigError(f"{path} holds no campaign: {error}; give another file") from error
     except OSError as error:
-        msg = f"cannot use {path}: {error.strerror}; give a file that can be written"
-        raise ConfigError(msg) from error
+        raise ConfigError(f"cannot use {path}: {error.strerror}; give a file that can be written") from error

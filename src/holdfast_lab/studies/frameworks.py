@@ -144,11 +144,9 @@ class _Started:
         try:
             code = self.process.wait(timeout_s)
         except subprocess.TimeoutExpired as error:
-            msg = f"was not done after {timeout_s:g} s"
-            raise WorkerFailed(msg) from error
+            raise WorkerFailed(f"was not done after {timeout_s:g} s") from error
         if code < 0:
-            msg = f"was ended by {signal.Signals(-code).name}"
-            raise WorkerFailed(msg, code)
+            raise WorkerFailed(f"was ended by {signal.Signals(-code).name}", code)
         if code:
             raise WorkerFailed(_last_error(self.errors_path.read_text(errors="replace")))
 

@@ -158,8 +158,7 @@ class Workers:
 
     def __init__(self, count: int | None = None, preload: Sequence[str] = ()) -> None:
         if count is not None and count < 1:
-            msg = f"there must be at least 1 process, got {count}"
-            raise ConfigError(msg)
+            raise ConfigError(f"there must be at least 1 process, got {count}")
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([__name__, *preload])
         count = len(os.sched_getaffinity(0)) if count is None else count
@@ -213,8 +212,9 @@ class Workers:
                     worker.give(number, None, run, value)
                 for answer in self.wait():
                     if answer.ended:
-                        msg = f"a process of the study died ({answer.ended}); start it again, it goes on where it was"
-                        raise JobError(msg)
+                        raise JobError(
+                            f"a process of the study died ({answer.ended}); start it again, it goes on where it was"
+                        )
                     if answer.error is not None:
                         raise answer.error
                     found[answer.key] = answer.value

@@ -74,8 +74,9 @@ class Rehearsal:
             ConfigError: if the training has too few steps for that.
         """
         if steps // 2 <= self.every:
-            msg = f"a training must have more than {2 * self.every + 1} steps, twice --mirror-every, to be rehearsed, got {steps}: give it more, or a smaller --mirror-every"
-            raise ConfigError(msg)
+            raise ConfigError(
+                f"a training must have more than {2 * self.every + 1} steps, twice --mirror-every, to be rehearsed, got {steps}: give it more, or a smaller --mirror-every"
+            )
         rng = random.Random(f"rehearsal {self.seed}")
         return [(rng.randrange(self.workers), rng.randrange(self.every, steps // 2)) for _ in range(self.failures)]
 
@@ -111,8 +112,7 @@ def rehearse(this: Rehearsal, say: Say) -> list[Tried]:
         ConfigError: if the training fails, or its loss cannot be told from its noise after any of the failures.
     """
     if not this.script.is_file():
-        msg = f"there is no script {str(this.script)!r}"
-        raise ConfigError(msg)
+        raise ConfigError(f"there is no script {str(this.script)!r}")
     with tempfile.TemporaryDirectory(prefix="holdfast-rehearsal-") as name:
         folder = Path(name)
         undisturbed = folder / "undisturbed"
@@ -126,8 +126,9 @@ def rehearse(this: Rehearsal, say: Say) -> list[Tried]:
             ]
             told = [cost for cost in costs if cost["iterations"] is not None]
             if not told:
-                msg = "the loss falls nowhere after the failures by more than chance; give more --failures, a longer training, or one that still learns"
-                raise ConfigError(msg)
+                raise ConfigError(
+                    "the loss falls nowhere after the failures by more than chance; give more --failures, a longer training, or one that still learns"
+                )
             iterations = tuple(cost["iterations"] for cost in told)
             tried.append(Tried(options=way, costs=iterations, censored=sum(cost["censored"] for cost in told)))
     return sorted(tried, key=lambda one: one.cost)
@@ -166,7 +167,8 @@ def _run(this: Rehearsal, folder: Path, *words: str) -> dict[str, Any]:
         lines = [line for line in said.read().decode(errors="replace").splitlines() if line.strip()]
     if code != 0:
         how = f"was not done after {this.limit_s:g} s" if code is None else f"ended with {code}"
-        msg = f"a run of {this.script} {how}: {(lines or ['it said nothing'])[-1]}; try it: holdfast {' '.join(command[3:])}"
-        raise ConfigError(msg)
+        raise ConfigError(
+            f"a run of {this.script} {how}: {(lines or ['it said nothing'])[-1]}; try it: holdfast {' '.join(command[3:])}"
+        )
     report: dict[str, Any] = json.loads((folder / "report.json").read_text())
     return report

@@ -68,7 +68,6 @@ def _place(fault: Fault) -> tuple[int, int]:
         return fault.step, 0 if fault.bucket is None else fault.bucket + 1
     if fault.kind == "kill" and fault.phase == "optimizer":
         return fault.step + 1, 0
-    msg = (
+    raise ConfigError(
         f"{fault.to_spec()}: with all slices at once there are only kills in forward, backward, allreduce and optimizer"
     )
-    raise ConfigError(msg)

@@ -133,16 +133,18 @@ class Batched:
     ) -> None:
         self._settings = Settings(**settings)
         if self._settings.strategy not in STRATEGIES:
-            msg = f"strategy must be one of {', '.join(STRATEGIES)} where all slices are computed at once, got {self._settings.strategy}"
-            raise ConfigError(msg)
+            raise ConfigError(
+                f"strategy must be one of {', '.join(STRATEGIES)} where all slices are computed at once, got {self._settings.strategy}"
+            )
         self.model, self.optimizer = model, optimizer
         self._buckets = Buckets(model, self._settings.bucket_bytes)
         self.members = tuple(range(self._settings.workers + self._settings.spares))
         """Who is alive."""
         self._changes = {change.step: change for change in changes}
         if len(self._changes) < len(changes):
-            msg = f"there may be one change before a step, got {len(changes)} of {len(self._changes)} steps; put those of a step together"
-            raise ConfigError(msg)
+            raise ConfigError(
+                f"there may be one change before a step, got {len(changes)} of {len(self._changes)} steps; put those of a step together"
+            )
         self._faults = faults_by_step(self._settings, self.members, len(self._buckets))
         self._fired: set[int] = set()
         self.step = 0
@@ -251,8 +253,7 @@ class Batched:
                 self._decide("stop", 0)
                 self._stopped = True
             case _:
-                msg = f"{order} is not for training with all slices at once"
-                raise InternalError(msg)
+                raise InternalError(f"{order} is not for training with all slices at once")
         return ActDone()
 
     # -- who is there
@@ -277,8 +278,7 @@ class Batched:
         self.members = tuple(sorted({*self.members, *join} - self._dead - set(leave)))
         self._dead.clear()
         if not self.members:
-            msg = f"every worker has died in step {self.step}"
-            raise JobError(msg)
+            raise JobError(f"every worker has died in step {self.step}")
         if self._change:
             self._decide("grow" if join else "leave", 0)
         self._met = not self._change
@@ -301,8 +301,9 @@ class Batched:
 
     def _check_enough(self) -> None:
         if self._stopped:
-            msg = f"{len(self.members)} of at least {self._settings.min_workers} workers are left in step {self.step}"
-            raise TooFewWorkers(msg)
+            raise TooFewWorkers(
+                f"{len(self.members)} of at least {self._settings.min_workers} workers are left in step {self.step}"
+            )
 
     # -- a step
 
@@ -404,8 +405,7 @@ class Batched:
         Raises:
             ConfigError: always.
         """
-        msg = "training with all slices at once cannot be stopped from inside a step; give fewer epochs"
-        raise ConfigError(msg)
+        raise ConfigError("training with all slices at once cannot be stopped from inside a step; give fewer epochs")
 
     @property
     def _is_whole(self) -> bool:

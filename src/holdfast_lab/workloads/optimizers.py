@@ -24,5 +24,4 @@ def make_optimizer(name: str, parameters: Iterable[torch.nn.Parameter]) -> torch
         case "adam":
             return torch.optim.Adam(parameters, lr=1e-3)
         case _:
-            msg = f"optimizer must be one of {', '.join(OPTIMIZERS)}, got {name!r}"
-            raise ConfigError(msg)
+            raise ConfigError(f"optimizer must be one of {', '.join(OPTIMIZERS)}, got {name!r}")

@@ -42,8 +42,7 @@ def refuse(path: Path, what: str, cause: BaseException | None = None) -> NoRetur
     Raises:
         CheckpointError: always.
     """
-    msg = f"{path} {what}"
-    raise CheckpointError(msg) from cause
+    raise CheckpointError(f"{path} {what}") from cause
 
 
 def damaged(path: Path, what: str, cause: BaseException | None = None) -> NoReturn:
@@ -52,8 +51,7 @@ def damaged(path: Path, what: str, cause: BaseException | None = None) -> NoRetu
     Raises:
         CheckpointCorrupt: always.
     """
-    msg = f"{path} {what}"
-    raise CheckpointCorrupt(msg) from cause
+    raise CheckpointCorrupt(f"{path} {what}") from cause
 
 
 def not_a(kind: str, path: Path, why: str, cause: BaseException | None = None) -> NoReturn:

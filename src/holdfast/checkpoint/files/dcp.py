@@ -36,11 +36,10 @@ class Dcp(TensorWriter):
     def lay_out(self, folder: Path, stem: str, tensors: Mapping[str, torch.Tensor]) -> Layout:
         """Write everything, values too; the names of the files are torch's."""
         if stem != _FIRST:
-            msg = (
+            raise CheckpointError(
                 f"the dcp format can be written by one writer only, and this is {stem}: let the first write all "
                 "(parts=1), or choose the format safetensors"
             )
-            raise CheckpointError(msg)
         archives = _save(folder, {key: _alone(tensor) for key, tensor in tensors.items()})
         with (folder / _FILE).open("rb") as file:
             places = {key: (_FILE, _find_values(file, *archives[key], tensors[key])) for key in tensors}
@@ -87,11 +86,10 @@ def _find_values(file: IO[bytes], start: int, size_bytes: int, tensor: torch.Ten
         offset = int(start + member.header_offset + 30 + name_bytes + extra_bytes)
         if _are_at(file, offset, tensor_bytes(tensor)):
             return offset
-    msg = (
+    raise CheckpointError(
         f"torch {torch.__version__} writes the dcp format in a way that is not known here: the values of a tensor were "
         "not found in its archive; choose the format safetensors, or another version of torch"
     )
-    raise CheckpointError(msg)
 
 
 def _are_at(file: IO[bytes], offset: int, data: memoryview) -> bool:

@@ -150,11 +150,10 @@ def _properties(h5py: Any) -> tuple[Any, Any]:
 def _add(h5py: Any, file: Any, name: str, tensor: torch.Tensor, properties: tuple[Any, Any]) -> int:
     """Make a data set; return the place of its values, any if it has none."""
     if tensor.dim() > _MAX_DIMENSIONS:
-        msg = (
+        raise CheckpointError(
             f"the hdf5 format cannot hold tensor {name!r}: it has {tensor.dim()} dimensions, and HDF5 allows "
             f"{_MAX_DIMENSIONS}; reshape it, or choose the format safetensors"
         )
-        raise CheckpointError(msg)
     dtype = h5py.h5t.py_create(numpy_dtype(tensor.dtype), logical=True)
     space = h5py.h5s.create_simple(tuple(tensor.shape))
     # Not file.create_dataset(): for a scalar it forgets that memory is to be set aside now.
@@ -319,7 +318,6 @@ def _read(dataset: Any, entry: Entry) -> torch.Tensor:
 
     values = np.asarray(dataset[()])
     if values.shape != entry.shape:
-        msg = "it changed while it was read"
-        raise ValueError(msg)
+        raise ValueError("it changed while it was read")
     native = np.ascontiguousarray(values, dtype=values.dtype.newbyteorder("="))
     return torch.from_numpy(native).view(entry.dtype).reshape(entry.shape)

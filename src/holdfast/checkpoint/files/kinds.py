@@ -59,15 +59,14 @@ def open_foreign(path: str | Path) -> Iterator[Source]:
         )
     reader = READERS.get(path.suffix.lower())
     if reader is None:
-        msg = f"{path} is no file that can be read; its name must end with one of {', '.join(KINDS)}"
-        raise ConfigError(msg)
+        raise ConfigError(f"{path} is no file that can be read; its name must end with one of {', '.join(KINDS)}")
     if not path.is_file():
-        msg = f"there is no file {path}" if not path.exists() else f"{path} is not a plain file; give a file"
-        raise ConfigError(msg)
+        raise ConfigError(
+            f"there is no file {path}" if not path.exists() else f"{path} is not a plain file; give a file"
+        )
     with ExitStack() as stack:
         try:
             source = reader.open(path, stack)
         except OSError as error:
-            msg = f"cannot read {path}: {error.strerror or error}"
-            raise CheckpointError(msg) from error
+            raise CheckpointError(f"cannot read {path}: {error.strerror or error}") from error
         yield source

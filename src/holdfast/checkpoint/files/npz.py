@@ -174,11 +174,10 @@ def _member(key: str, tensor: torch.Tensor) -> _Member:
     plain = escaped(key)
     name = (plain.removesuffix(".npy") + "%2Enpy" if plain.endswith(".npy") else plain).encode() + b".npy"
     if len(name) > _MAX_16:
-        msg = (
+        raise CheckpointError(
             f"the npz format cannot hold tensor {key:.80}...: its name has {len(name)} bytes, and a ZIP archive allows "
             f"{_MAX_16}; shorten the keys in the state, or choose the format safetensors"
         )
-        raise CheckpointError(msg)
     header = _npy_header(tensor)
     crc = zlib.crc32(tensor_bytes(tensor), zlib.crc32(header))
     return _Member(name, header, len(header) + tensor.nbytes, crc)
@@ -267,15 +266,13 @@ def _header(file: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
     """
     version = np.lib.format.read_magic(file)
     if version not in _READ_HEADER:
-        msg = f"version {version} of its header is not read; known are 1.0 and 2.0"
-        raise ValueError(msg)
+        raise ValueError(f"version {version} of its header is not read; known are 1.0 and 2.0")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of old files; and a hostile header may hold anything that Python warns of
         try:
             shape, is_fortran, dtype = _READ_HEADER[version](file)
         except Exception as error:  # numpy has Python parse it, which can raise anything
-            msg = f"its header cannot be read: {type(error).__name__}: {error}"
-            raise ValueError(msg) from error
+            raise ValueError(f"its header cannot be read: {type(error).__name__}: {error}") from error
     return shape, bool(is_fortran), dtype
 
 

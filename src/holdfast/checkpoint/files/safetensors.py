@@ -120,8 +120,7 @@ def _parse(path: Path, text: bytes) -> dict[str, Any]:
         fields = dict(pairs)
         if len(fields) < len(pairs):
             names = [name for name, _ in pairs]
-            msg = f"the key {next(n for n in fields if names.count(n) > 1)!r:.80} stands in it twice"
-            raise ValueError(msg)
+            raise ValueError(f"the key {next(n for n in fields if names.count(n) > 1)!r:.80} stands in it twice")
         return fields
 
     try:

@@ -130,8 +130,7 @@ def _plain(value: Any, left: list[int], on_tensor: Callable[[torch.Tensor], torc
     """Return a state without what torch alone has, such as ``torch.Size``; counts, so that it ends."""
     left[0] -= 1
     if left[0] < 0:
-        msg = f"it holds more than {_MAX_VALUES} values beside its tensors; save them as tensors"
-        raise CheckpointError(msg)
+        raise CheckpointError(f"it holds more than {_MAX_VALUES} values beside its tensors; save them as tensors")
     if isinstance(value, torch.Size):
         return tuple(value)
     if on_tensor is not None and isinstance(value, torch.Tensor):

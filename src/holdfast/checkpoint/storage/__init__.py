@@ -122,8 +122,7 @@ def open_storage(url: str | Path) -> Storage:
         ConfigError: if the URL is empty, or its kind unknown or not installed.
     """
     if not str(url):
-        msg = "the place of checkpoints must be a directory or an URL such as s3://bucket/run, got ''"
-        raise ConfigError(msg)
+        raise ConfigError("the place of checkpoints must be a directory or an URL such as s3://bucket/run, got ''")
     if is_remote(url):
         from holdfast.checkpoint.storage.remote import RemoteStorage
 

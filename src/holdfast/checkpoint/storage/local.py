@@ -53,16 +53,16 @@ class LocalStorage:
         except OSError as error:
             if folder and error.errno in (errno.ENOTDIR, errno.ELOOP):
                 return []  # a stray file that is named like a folder must not hide the others
-            msg = f"cannot list the checkpoints in {self._root / folder}: {error.strerror}; give a directory that this user may read"
-            raise CheckpointError(msg) from error
+            raise CheckpointError(
+                f"cannot list the checkpoints in {self._root / folder}: {error.strerror}; give a directory that this user may read"
+            ) from error
 
     def read(self, path: str) -> bytes | None:
         """See :meth:`Storage.read`."""
         try:
             with self.reader(path) as reader:
                 if reader.size_bytes > MAX_BYTES:
-                    msg = f"{path} has {reader.size_bytes} bytes, at most {MAX_BYTES} are allowed"
-                    raise CheckpointCorrupt(msg)
+                    raise CheckpointCorrupt(f"{path} has {reader.size_bytes} bytes, at most {MAX_BYTES} are allowed")
                 data = bytearray(reader.size_bytes)
                 return bytes(data[: reader.read_into(0, memoryview(data))])
         except CheckpointCorrupt as error:
@@ -82,8 +82,7 @@ class LocalStorage:
         try:
             status = os.fstat(number)
             if not stat.S_ISREG(status.st_mode):
-                msg = f"{whole.name} is not a plain file"
-                raise CheckpointCorrupt(msg)
+                raise CheckpointCorrupt(f"{whole.name} is not a plain file")
             yield LocalReader(whole, number, status.st_size)
         finally:
             os.close(number)
@@ -131,8 +130,9 @@ class LocalStorage:
         except FileNotFoundError:
             found = b""
         if found != data:
-            msg = f"the file system says that {whole} was written, and it was not; choose a directory on another one"
-            raise CheckpointError(msg)
+            raise CheckpointError(
+                f"the file system says that {whole} was written, and it was not; choose a directory on another one"
+            )
 
     def remove(self, path: str) -> None:
         """See :meth:`Storage.remove`."""
@@ -178,10 +178,10 @@ def _read_errors(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         if error.errno in _UNREADABLE:
-            msg = f"{path.name} cannot be read: {error.strerror}"
-            raise CheckpointCorrupt(msg) from error
-        msg = f"cannot read {path}: {error.strerror or error}; {_ADVICE.get(error.errno or 0, 'try again')}"
-        raise CheckpointError(msg) from error
+            raise CheckpointCorrupt(f"{path.name} cannot be read: {error.strerror}") from error
+        raise CheckpointError(
+            f"cannot read {path}: {error.strerror or error}; {_ADVICE.get(error.errno or 0, 'try again')}"
+        ) from error
 
 
 @contextmanager
@@ -191,8 +191,9 @@ def explained(doing: str, path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         advice = _ADVICE.get(error.errno or 0, "see to it that the directory can be written")
-        msg = f"cannot {doing} {path}: {error.strerror or error}. The checkpoints that were complete are untouched; {advice}"
-        raise CheckpointError(msg) from error
+        raise CheckpointError(
+            f"cannot {doing} {path}: {error.strerror or error}. The checkpoints that were complete are untouched; {advice}"
+        ) from error
 
 
 def _make_dir(path: Path) -> None:

@@ -54,13 +54,13 @@ class Objects:
         try:
             from obstore.exceptions import BaseError
         except ImportError as error:
-            msg = f"checkpoints at {url} need the package obstore: pip install 'holdfast[cluster]'"
-            raise ConfigError(msg) from error
+            raise ConfigError(
+                f"checkpoints at {url} need the package obstore: pip install 'holdfast[cluster]'"
+            ) from error
         try:
             self._opened = self._open(folder.strip("/"))
         except (BaseError, ValueError) as error:
-            msg = f"checkpoints cannot be kept at {url}: {line_of(error)}"
-            raise ConfigError(msg) from error
+            raise ConfigError(f"checkpoints cannot be kept at {url}: {line_of(error)}") from error
 
     def children(self, folder: str) -> list[str]:
         """Return the names directly in a folder, as they are now: never from a cache."""
@@ -123,8 +123,9 @@ class Objects:
         global _process
         _process = _process or os.getpid()
         if _process != os.getpid():
-            msg = "obstore cannot be used in a process that was forked from one that used it; start processes by spawn"
-            raise RuntimeError(msg)
+            raise RuntimeError(
+                "obstore cannot be used in a process that was forked from one that used it; start processes by spawn"
+            )
         return self._opened
 
 

@@ -40,8 +40,7 @@ class S3Objects(Objects):
     def __init__(self, url: str) -> None:
         bucket, _, folder = url.partition("://")[2].partition("/")
         if not re.fullmatch(r"[A-Za-z0-9._:-]+", bucket):
-            msg = f"a place in S3 must have the form s3://bucket/folder, got s3://{bucket}/{folder}"
-            raise ConfigError(msg)
+            raise ConfigError(f"a place in S3 must have the form s3://bucket/folder, got s3://{bucket}/{folder}")
         self._endpoint = _endpoint()
         super().__init__(f"s3://{bucket}/{folder}")
 
@@ -82,7 +81,6 @@ def _endpoint() -> str:
         url = os.environ.get(name, "")
         if url:
             if not re.fullmatch(r"https?://[^/\s]+(/\S*)?", url):
-                msg = f"{name} must be an URL such as https://s3.example.org, got {url!r}"
-                raise ConfigError(msg)
+                raise ConfigError(f"{name} must be an URL such as https://s3.example.org, got {url!r}")
             return url.rstrip("/")
     return ""

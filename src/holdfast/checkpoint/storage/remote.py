@@ -66,8 +66,7 @@ class RemoteStorage:
         with suppress(_NotThere):  # asked for its size, a bucket that is missing looks like an object that is
             size = self._ask("read", path, self._objects.size, path)
             if size > MAX_BYTES:
-                msg = f"{path} has {size} bytes, at most {MAX_BYTES} are allowed"
-                raise CheckpointCorrupt(msg)
+                raise CheckpointCorrupt(f"{path} has {size} bytes, at most {MAX_BYTES} are allowed")
         try:
             return self._ask("read", path, self._objects.get, path)
         except _NotThere:
@@ -80,8 +79,7 @@ class RemoteStorage:
             size = self._ask("read", path, self._objects.size, path)
             yield RemoteReader(lambda start, end: self._read_range(path, start, end), size)
         except _NotThere as error:
-            msg = f"{path.rpartition('/')[2]} cannot be read: it is not there"
-            raise CheckpointCorrupt(msg) from error
+            raise CheckpointCorrupt(f"{path.rpartition('/')[2]} cannot be read: it is not there") from error
 
     def _read_range(self, path: str, start: int, end: int) -> Any:
         return self._ask("read", path, self._objects.get_range, path, start, end, size_bytes=end - start)
@@ -100,8 +98,7 @@ class RemoteStorage:
         """See :meth:`Storage.store`. The temporary directory is gone afterwards, also when it fails."""
         prepared, staging = self._staging()
         if staging is None or prepared != folder:
-            msg = f"store() of {folder!r} without prepare() in the same thread"
-            raise CheckpointError(msg)
+            raise CheckpointError(f"store() of {folder!r} without prepare() in the same thread")
         local = staging.path
         try:
             with explained("send files from", local):
@@ -115,16 +112,18 @@ class RemoteStorage:
         self._ask("write", path, self._objects.upload, local, path, size_bytes=size_bytes)
         found = self._ask("read", path, self._objects.size, path)
         if found != size_bytes:
-            msg = f"cannot write {self._url}/{path}: {size_bytes} bytes were sent, {found} are there; look at that storage"
-            raise CheckpointError(msg)
+            raise CheckpointError(
+                f"cannot write {self._url}/{path}: {size_bytes} bytes were sent, {found} are there; look at that storage"
+            )
 
     def put(self, path: str, data: bytes) -> None:
         """See :meth:`Storage.put`."""
         self._give_up_staging(path)
         self._ask("write", path, self._objects.put, path, data, size_bytes=len(data))
         if self.read(path) != data:
-            msg = f"the storage says that {self._url}/{path} was written, and it was not; choose another one"
-            raise CheckpointError(msg)
+            raise CheckpointError(
+                f"the storage says that {self._url}/{path} was written, and it was not; choose another one"
+            )
 
     def remove(self, path: str) -> None:
         """See :meth:`Storage.remove`."""
@@ -162,10 +161,10 @@ class RemoteStorage:
         except Exception as error:
             why = self._objects.explain(error)
             if why is None:
-                msg = f"cannot {doing} {where}: there is no such object, folder or bucket"
-                raise _NotThere(msg) from error
-            msg = f"cannot {doing} {where}: {why}" + (f". {_UNTOUCHED}" if doing == "write" else "")
-            raise CheckpointError(msg) from error
+                raise _NotThere(f"cannot {doing} {where}: there is no such object, folder or bucket") from error
+            raise CheckpointError(
+                f"cannot {doing} {where}: {why}" + (f". {_UNTOUCHED}" if doing == "write" else "")
+            ) from error
 
 
 class _NotThere(CheckpointError):
@@ -227,8 +226,7 @@ def within(limit_s: float, do: Callable[..., _Result], *args: Any) -> _Result:
     except TimeoutError:
         if answer.done():
             raise
-        msg = f"there was no answer within {limit_s:g} s"
-        raise TimeoutError(msg) from None
+        raise TimeoutError(f"there was no answer within {limit_s:g} s") from None
 
 
 def _open(url: str) -> Objects:
@@ -238,11 +236,10 @@ def _open(url: str) -> Objects:
 
         return S3Objects(url)
     if scheme not in ("gs", "az", "memory"):
-        msg = (
+        raise ConfigError(
             f"checkpoints cannot be kept at {_without_password(url)}: give a directory, or an URL that begins with s3://, "
             "gs://, az:// or memory://; these need the package obstore: pip install 'holdfast[cluster]'"
         )
-        raise ConfigError(msg)
     return Objects(url)
 
 

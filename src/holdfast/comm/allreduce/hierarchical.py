@@ -136,11 +136,13 @@ class HostsSum:
         self._words[self._me, 3] = span.length
         self._comm.allgather(self._words[self._me], self._heard)
         if not torch.equal(self._heard[:, :3], self._words[:, :3]):
-            msg = f"not everybody was heard from at phase {self._words[0, 2]}: {self._heard[:, :3].tolist()}"
-            raise PeerFailed(msg)
+            raise PeerFailed(
+                f"not everybody was heard from at phase {self._words[0, 2]}: {self._heard[:, :3].tolist()}"
+            )
         if (self._heard[:, 3] != span.length).any():
-            msg = f"the workers sum vectors of different lengths, in the order of ranks {self._heard[:, 3].tolist()}"
-            raise ScriptError(msg)
+            raise ScriptError(
+                f"the workers sum vectors of different lengths, in the order of ranks {self._heard[:, 3].tolist()}"
+            )
 
     # -- who adds what, and who tells whom
 

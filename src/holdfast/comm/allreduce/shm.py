@@ -197,12 +197,10 @@ class SharedSum:
         if len(set(lengths)) > 1 or len(set(kinds)) > 1:
             self._meet()  # nobody may write its next words before all have seen these
         if len(set(lengths)) > 1:
-            msg = f"the workers sum vectors of different lengths, in the order of ranks {lengths}"
-            raise ScriptError(msg)
+            raise ScriptError(f"the workers sum vectors of different lengths, in the order of ranks {lengths}")
         if len(set(kinds)) > 1:
             names = ", ".join(_kind_name(kind) for kind in kinds)
-            msg = f"the workers sum vectors of different kinds, in the order of ranks {names}"
-            raise ScriptError(msg)
+            raise ScriptError(f"the workers sum vectors of different kinds, in the order of ranks {names}")
 
     def maximum(self, values: Sequence[int]) -> list[int] | None:
         """Return the maximum of each integer over all members, None if there are no words to carry it.
@@ -256,8 +254,7 @@ class SharedSum:
         if not ORDERED_STORES:
             self._comm.barrier()
         if (self._words[:, 2] < self._phase).any() or (self._words[:, :2] != self._known).any():
-            msg = f"not everybody is at phase {self._phase}: {self._words[:, :3].tolist()}"
-            raise PeerFailed(msg)
+            raise PeerFailed(f"not everybody is at phase {self._phase}: {self._words[:, :3].tolist()}")
 
 
 # ---------------------------------------------------------------------------------------------
@@ -358,8 +355,9 @@ class Introduction:
         said = [int(ready), host_id(), os.getpid(), self._incarnation, result, *fds]
         width, largest, smallest = self.comm.maximum([len(said), self.size_bytes, -self.size_bytes])
         if largest != -smallest:
-            msg = f"the workers want memory for vectors of different lengths, of {-smallest} to {largest} bytes"
-            raise ScriptError(msg)
+            raise ScriptError(
+                f"the workers want memory for vectors of different lengths, of {-smallest} to {largest} bytes"
+            )
         row = torch.tensor(said + [-1] * (width - len(said)), dtype=torch.int64)
         rows = torch.empty(len(self.comm.processes), width, dtype=torch.int64)
         self.comm.allgather(row, rows)

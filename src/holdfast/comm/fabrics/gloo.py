@@ -29,8 +29,9 @@ class Gloo(Fabric):
         from holdfast.membership import open_store
 
         if not endpoint.store or endpoint.rank < 0:
-            msg = "the gloo fabric needs a launcher, which says who the workers are: start with `holdfast run --fabric gloo -n 4 SCRIPT`"
-            raise ConfigError(msg)
+            raise ConfigError(
+                "the gloo fabric needs a launcher, which says who the workers are: start with `holdfast run --fabric gloo -n 4 SCRIPT`"
+            )
         world = range(endpoint.workers) if endpoint.ranks is None else endpoint.ranks
         store = open_store(endpoint.store, endpoint.token)
         return C10dCommunicator(store, endpoint.rank, world if endpoint.rank in world else None)

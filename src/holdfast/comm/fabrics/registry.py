@@ -61,11 +61,11 @@ def make_fabric(name: str) -> Fabric:
     else:
         found = [point for point in _offered() if point.name == name]
         if not found:
-            msg = f"fabric must be one of {', '.join(fabric_names())}, got {name!r}"
-            raise ConfigError(msg)
+            raise ConfigError(f"fabric must be one of {', '.join(fabric_names())}, got {name!r}")
         kind = found[0].load()
     if not (isinstance(kind, type) and issubclass(kind, Fabric)):
-        msg = f"the entry point {name!r} of {GROUP} must name a subclass of holdfast.comm.fabrics.base.Fabric, got {kind!r}"
-        raise ConfigError(msg)
+        raise ConfigError(
+            f"the entry point {name!r} of {GROUP} must name a subclass of holdfast.comm.fabrics.base.Fabric, got {kind!r}"
+        )
     made: Fabric = kind()
     return made

@@ -72,6 +72,7 @@ def find_mpirun() -> str:
         *(["mpi4py"] if importlib.util.find_spec("mpi4py") is None else []),
     ]
     if found is None or missing:
-        msg = f"MPI is not installed (no {' and no '.join(missing)}): pip install 'holdfast[mpi]', or run with --fabric virtual"
-        raise ConfigError(msg)
+        raise ConfigError(
+            f"MPI is not installed (no {' and no '.join(missing)}): pip install 'holdfast[mpi]', or run with --fabric virtual"
+        )
     return found

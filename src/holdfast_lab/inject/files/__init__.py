@@ -73,8 +73,7 @@ def copied(target: Target, out: Path) -> Iterator[FileValues]:
     with ExitStack() as stack:
         if target.step is None:
             if out.exists():
-                msg = f"{out} is there already; name a new file, or remove it"
-                raise ConfigError(msg)
+                raise ConfigError(f"{out} is there already; name a new file, or remove it")
             draft = out.with_name(f"{out.name}.{secrets.token_hex(4)}.tmp")
             stack.callback(draft.unlink, missing_ok=True)
             _copy(target.path, draft)
@@ -90,8 +89,9 @@ def copied(target: Target, out: Path) -> Iterator[FileValues]:
         manifest = read_manifest(target.path, target.step)
         folder = root / step_folder(target.step)
         if out.is_file() or folder.exists():
-            msg = f"{out if out.is_file() else folder} is there already; name another directory, or remove it"
-            raise ConfigError(msg)
+            raise ConfigError(
+                f"{out if out.is_file() else folder} is there already; name another directory, or remove it"
+            )
         done = stack.enter_context(ExitStack())
         done.callback(shutil.rmtree, folder, ignore_errors=True)
         for name in manifest.files:
@@ -114,8 +114,9 @@ def _foreign(path: Path, named: Path, stack: ExitStack, *, write: bool) -> FileV
 
         if kind not in READERS:
             known = ", ".join(name for name in READERS if name not in _HDF5_KINDS)
-            msg = f"{named} is no file that can be altered; it must be HDF5, or its name end with one of {known}"
-            raise ConfigError(msg)
+            raise ConfigError(
+                f"{named} is no file that can be altered; it must be HDF5, or its name end with one of {known}"
+            )
         reader = READERS[kind]
     located = reader.locate(path, stack)
     return FileValues(kind.removeprefix("."), located, [path], stack, write=write, archives=reader.is_zip)

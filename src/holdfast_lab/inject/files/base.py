@@ -207,10 +207,9 @@ class Bytes:
         with explained(self._path):
             done = sum(map(os.pwrite, repeat(self._number), values, at.tolist()))
         if done < new.nbytes:
-            msg = (
+            raise CheckpointError(
                 f"{self._path} took {done} of {new.nbytes} bytes that were to be altered; see whether the disk is full"
             )
-            raise CheckpointError(msg)
 
     def get(self, offset: int, size_bytes: int) -> NDArray[np.uint8]:
         """Return some bytes.
@@ -253,8 +252,7 @@ class Bytes:
         os.close(self._number)
 
     def _refuse(self, end: int) -> NoReturn:
-        msg = f"{self._path} is damaged: it ends before byte {end}, where values should be"
-        raise CheckpointCorrupt(msg)
+        raise CheckpointCorrupt(f"{self._path} is damaged: it ends before byte {end}, where values should be")
 
 
 def _apart(at: Index) -> tuple[Index, list[Index]]:
@@ -312,5 +310,4 @@ def explained(path: Path) -> Iterator[None]:
             errno.EROFS: "copy it to a disk that may be written, with -o",
             errno.ENOSPC: "free some space",
         }.get(error.errno or 0, "see to it that it can be read and written")
-        msg = f"cannot alter {path}: {error.strerror or error}; {advice}"
-        raise CheckpointError(msg) from error
+        raise CheckpointError(f"cannot alter {path}: {error.strerror or error}; {advice}") from error

@@ -93,31 +93,26 @@ class CheckpointValues(FileValues):
 def find_checkpoint(text: str) -> Target:
     """Return what is meant by a path; see :func:`holdfast_lab.inject.files.find`."""
     if is_remote(text):
-        msg = f"{text} must be on this machine to be altered; fetch it first"
-        raise ConfigError(msg)
+        raise ConfigError(f"{text} must be on this machine to be altered; fetch it first")
     path = Path(text.removeprefix("file://"))
     if path.name == MANIFEST_NAME or (path.is_dir() and (path.parent / MANIFEST_NAME).is_file()):
         path = path.parent
     if not path.exists():
-        msg = f"there is no {str(path)!r}; name a checkpoint, a directory of checkpoints, or a file"
-        raise ConfigError(msg)
+        raise ConfigError(f"there is no {str(path)!r}; name a checkpoint, a directory of checkpoints, or a file")
     if not path.is_dir():
         return Target(path)
     if (path / MANIFEST_NAME).exists():
         step = step_of(path.resolve().name)
         if step is None:
-            msg = (
+            raise ConfigError(
                 f"{path} holds a checkpoint under another name than that of its step; call it step-00000020 for step 20"
             )
-            raise ConfigError(msg)
         return Target(path.resolve().parent if path.name in ("", "..") else path.parent, step)
     if (path / ".metadata").exists():
-        msg = (
+        raise ConfigError(
             f"{path} is a folder of torch.distributed.checkpoint without a manifest.json of holdfast; its index is a pickle, "
             "which is not read: save it as .safetensors"
         )
-        raise ConfigError(msg)
     if not (complete := steps(path)):
-        msg = f"there is no complete checkpoint in {path}; name a directory that has one, or a file"
-        raise CheckpointMissing(msg)
+        raise CheckpointMissing(f"there is no complete checkpoint in {path}; name a directory that has one, or a file")
     return Target(path, complete[-1])

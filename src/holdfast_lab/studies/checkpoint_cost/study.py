@@ -338,8 +338,7 @@ def _chosen(options: Options) -> tuple[str, ...]:
 
 def _models(options: Options) -> tuple[str, ...]:
     if options.model and options.model not in MODELS:
-        msg = f"--network must be one of {', '.join(MODELS)}, got {options.model!r}"
-        raise ConfigError(msg)
+        raise ConfigError(f"--network must be one of {', '.join(MODELS)}, got {options.model!r}")
     if options.model:
         return (options.model,)
     return ("resnet50",) if options.quick else NETWORKS

@@ -83,14 +83,11 @@ def _check(options: Options) -> None:
     """
     check_parts(options.only, ONLY)
     if options.data is not None and not options.data.is_dir():
-        msg = f"--data must be a directory, got {str(options.data)!r}, which is none"
-        raise ConfigError(msg)
+        raise ConfigError(f"--data must be a directory, got {str(options.data)!r}, which is none")
     if options.repetitions == 1:
-        msg = "--repetitions must be at least 2 for the study of exactness, got 1: one run has no spread"
-        raise ConfigError(msg)
+        raise ConfigError("--repetitions must be at least 2 for the study of exactness, got 1: one run has no spread")
     if options.model not in ("", *NETWORKS):
-        msg = f"--network must be one of {', '.join(NETWORKS)}, got {options.model!r}"
-        raise ConfigError(msg)
+        raise ConfigError(f"--network must be one of {', '.join(NETWORKS)}, got {options.model!r}")
 
 
 def _jobs(options: Options) -> int:

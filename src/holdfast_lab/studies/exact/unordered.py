@@ -27,8 +27,7 @@ def sum_unordered(session: Session, add: Callable[[torch.Tensor], None]) -> None
     """
     world, replica = session._connect(), session._replica
     if not isinstance(replica, Replica):
-        msg = "the session's model is split: only sums of a whole one can be made in any order"
-        raise ConfigError(msg)
+        raise ConfigError("the session's model is split: only sums of a whole one can be made in any order")
     world.sum = _UnorderedSum(world.comm, replica.size_bytes, add)
 
 

@@ -89,8 +89,9 @@ def _check(options: Options) -> None:
     check_parts(options.only, ONLY)
     for option, given in (("--network", options.model), ("--data", options.data)):
         if given:
-            msg = f"{option} is not for the study of the guard, which has small networks of its own on digits; got {str(given)!r}"
-            raise ConfigError(msg)
+            raise ConfigError(
+                f"{option} is not for the study of the guard, which has small networks of its own on digits; got {str(given)!r}"
+            )
 
 
 def _parts(options: Options) -> list[Part]:

@@ -115,8 +115,7 @@ def _struck(ended: Ended) -> Row:
     """Return which bit of what was flipped."""
     altered = ended.of("ValuesAltered")
     if not altered:
-        msg = "the flip of a trial did not strike"
-        raise InternalError(msg)
+        raise InternalError("the flip of a trial did not strike")
     (value,) = altered[0].values
     return {"bit": value["bit"], "path": value["path"], "before": value["before"], "after": value["after"]}
 
@@ -129,8 +128,7 @@ def _class(ended: Ended, undisturbed: Ended) -> str:
 
 def _check(ended: Ended) -> None:
     if ended.error or not ended.finite:
-        msg = f"a training that nothing disturbed failed: {ended.error or 'its loss is not finite'}"
-        raise InternalError(msg)
+        raise InternalError(f"a training that nothing disturbed failed: {ended.error or 'its loss is not finite'}")
 
 
 # ---------------------------------------------------------------------------------------------

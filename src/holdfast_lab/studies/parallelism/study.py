@@ -410,6 +410,5 @@ def _chosen(
 ) -> tuple[str, ...]:
     for name in wanted:
         if name not in known:
-            msg = f"{option} must be one of {', '.join(known)}, got {name!r}"
-            raise ConfigError(msg)
+            raise ConfigError(f"{option} must be one of {', '.join(known)}, got {name!r}")
     return tuple(dict.fromkeys(wanted)) or tuple(default or known)

@@ -109,19 +109,20 @@ def _networks(options: Options) -> list[Network]:
     """
     check_parts(options.only, ONLY)
     if options.data is not None and not options.data.is_dir():
-        msg = f"--data must be a directory, got {str(options.data)!r}, which is none"
-        raise ConfigError(msg)
+        raise ConfigError(f"--data must be a directory, got {str(options.data)!r}, which is none")
     if options.repetitions == 1:
-        msg = "--repetitions must be at least 2 for the study of resilience, got 1: one training says nothing of how far it is off"
-        raise ConfigError(msg)
+        raise ConfigError(
+            "--repetitions must be at least 2 for the study of resilience, got 1: one training says nothing of how far it is off"
+        )
     chosen = QUICK if options.quick else (*INSIDE, *(READ if options.data else ()))
     if options.data and options.model and not options.quick:
         chosen += WIDE
     found = [network for network in chosen if options.model in ("", network.name)]
     if not found:
         names = ", ".join(network.name for network in chosen)
-        msg = f"--network must be one of {names}{'' if options.data else ' (more with --data)'}, got {options.model!r}"
-        raise ConfigError(msg)
+        raise ConfigError(
+            f"--network must be one of {names}{'' if options.data else ' (more with --data)'}, got {options.model!r}"
+        )
     return found
 
 

@@ -114,8 +114,7 @@ def check_rate(c: float) -> None:
         ConfigError: if it is not.
     """
     if not 0 < c < 1:
-        msg = f"the rate c must be between 0 and 1, got {c}; a program whose c is 1 or more has no bound"
-        raise ConfigError(msg)
+        raise ConfigError(f"the rate c must be between 0 and 1, got {c}; a program whose c is 1 or more has no bound")
 
 
 # ---------------------------------------------------------------------------------------------
@@ -155,8 +154,9 @@ def fit_rate(distances: ArrayLike) -> Rate:
     values = np.asarray(distances, dtype=np.float64)
     used = values[: _above_floor(values)]
     if len(used) < 4:
-        msg = f"a rate needs at least 4 distances that fall, got {len(used)} of {len(values)}; measure a longer run"
-        raise ConfigError(msg)
+        raise ConfigError(
+            f"a rate needs at least 4 distances that fall, got {len(used)} of {len(values)}; measure a longer run"
+        )
     logs, steps = np.log(used), np.arange(len(used), dtype=np.float64)
     slope, offset = np.polyfit(steps, logs, 1)
     residuals = logs - offset - slope * steps
@@ -286,8 +286,9 @@ class Beside:
     def at(self, iteration: int) -> State:
         """Return x(iteration)."""
         if iteration < self._iteration:
-            msg = f"iteration {iteration} was asked for after {self._iteration}; keep the run to go back in it"
-            raise ConfigError(msg)
+            raise ConfigError(
+                f"iteration {iteration} was asked for after {self._iteration}; keep the run to go back in it"
+            )
         for passed in range(self._iteration, iteration):
             self._program.iterate(self._state, passed)
         self._iteration = iteration

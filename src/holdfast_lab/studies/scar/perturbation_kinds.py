@@ -61,8 +61,7 @@ def some_blocks(program: Program, share: float, rng: np.random.Generator) -> Ten
         rng: Draws them.
     """
     if not 0 <= share <= 1:
-        msg = f"the share of the blocks must be from 0 to 1, got {share}"
-        raise ConfigError(msg)
+        raise ConfigError(f"the share of the blocks must be from 0 to 1, got {share}")
     return torch.from_numpy(np.sort(rng.permutation(program.blocks)[: round(share * program.blocks)]))
 
 
@@ -81,8 +80,9 @@ def _numbers(state: State, program: Program) -> Tensor:
     """Return the parameters if they are numbers to add to."""
     values = parameters(program, state)
     if not values.is_floating_point():
-        msg = f"{program.name} counts in {values.dtype}: nothing can be added to it or rounded; reset blocks instead"
-        raise ConfigError(msg)
+        raise ConfigError(
+            f"{program.name} counts in {values.dtype}: nothing can be added to it or rounded; reset blocks instead"
+        )
     return values
 
 
@@ -159,8 +159,7 @@ class BitFlip:
         values, rng = parameters(program, state), drawn(self._seed, iteration)
         bits = 8 * values.element_size()
         if self._bit is not None and not 0 <= self._bit < bits:
-            msg = f"bit must be from 0 to {bits - 1} in {values.dtype}, got {self._bit}"
-            raise ConfigError(msg)
+            raise ConfigError(f"bit must be from 0 to {bits - 1} in {values.dtype}, got {self._bit}")
         row, column = (int(rng.integers(length)) for length in values.shape)
         bit = int(rng.integers(bits)) if self._bit is None else self._bit
         alike = values[row].view(SAME_WIDTH[values.element_size()])
@@ -225,8 +224,7 @@ class Stale:
 
     def __init__(self, when: When, steps: int, share: float, seed: int) -> None:
         if steps < 1:
-            msg = f"steps must be at least 1, got {steps}"
-            raise ConfigError(msg)
+            raise ConfigError(f"steps must be at least 1, got {steps}")
         self._when, self._share, self._seed = when, share, seed
         self._past: deque[Rows] = deque(maxlen=steps + 1)
 
@@ -253,8 +251,7 @@ class LostUpdate:
 
     def __init__(self, when: When, share: float, seed: int, part: float = 1.0) -> None:
         if not 0 <= part <= 1:
-            msg = f"part of the update must be from 0 to 1, got {part}"
-            raise ConfigError(msg)
+            raise ConfigError(f"part of the update must be from 0 to 1, got {part}")
         self._when, self._share, self._seed, self._part = when, share, seed, part
         self._before: Rows | None = None
 
@@ -286,8 +283,7 @@ class Asynchronous:
 
     def __init__(self, share: float, delay: int, seed: int) -> None:
         if delay < 1:
-            msg = f"delay must be at least 1, got {delay}"
-            raise ConfigError(msg)
+            raise ConfigError(f"delay must be at least 1, got {delay}")
         self._share, self._delay, self._seed = share, delay, seed
         self._before: Rows | None = None
         self._age: Tensor | None = None

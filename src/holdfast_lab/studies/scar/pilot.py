@@ -76,8 +76,9 @@ def _levels(runs: Sequence[Sequence[float]], course: Course) -> tuple[list[float
         # A level that another seed does not reach would measure the seed.
         if found := [level for level in reached if all(math.isfinite(kappa(run, level, window)) for run in runs)]:
             return found, window
-    msg = f"{course.name}: no level of the loss is reached with every seed; run the pilot for more iterations"
-    raise ConfigError(msg)
+    raise ConfigError(
+        f"{course.name}: no level of the loss is reached with every seed; run the pilot for more iterations"
+    )
 
 
 def _watched(program: Program, course: Course) -> tuple[list[float], Tensor]:

@@ -96,11 +96,9 @@ class _Plan:
 
     def __init__(self, options: Options) -> None:
         if options.model:
-            msg = f"--network is not for this study, got {options.model!r}; choose programs with --only"
-            raise ConfigError(msg)
+            raise ConfigError(f"--network is not for this study, got {options.model!r}; choose programs with --only")
         if options.data is not None and not options.data.is_dir():
-            msg = f"--data must be a directory, got {str(options.data)!r}, which is none"
-            raise ConfigError(msg)
+            raise ConfigError(f"--data must be a directory, got {str(options.data)!r}, which is none")
         self._options = options
         self._workers = Workers(preload=[__name__])
         self.entries = self._chosen()
@@ -111,11 +109,9 @@ class _Plan:
         for name in wanted:
             if name not in known:
                 names = ", ".join(f"'{each}'" if " " in each else each for each in known)
-                msg = f"--only must be one of {names}, got {name!r}"
-                raise ConfigError(msg)
+                raise ConfigError(f"--only must be one of {names}, got {name!r}")
             if known[name].from_files and self._options.data is None:
-                msg = f"{name} is run on data from files: say in which directory they are, with --data DIR"
-                raise ConfigError(msg)
+                raise ConfigError(f"{name} is run on data from files: say in which directory they are, with --data DIR")
         if wanted:
             return [entry for entry in ENTRIES if entry.name in wanted]
         if self._options.quick:
@@ -278,8 +274,7 @@ def _at_rate(course: Course, known: Sequence[Row]) -> Course:
     name = course.name.removesuffix(AT_BEST)
     rates = [row["rate"] for row in known if row["part"] == "rate" and row["program"] == name and row.get("best")]
     if not rates:
-        msg = "no best learning rate is known: the sweep could not be run"
-        raise ConfigError(msg)
+        raise ConfigError("no best learning rate is known: the sweep could not be run")
     return replace(course, make=partial(course.make, learning_rate=rates[0]))
 
 

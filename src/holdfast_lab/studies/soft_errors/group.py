@@ -82,12 +82,12 @@ class Group:
         self._limit_s = max(_LEAST_S, _TIMES * (time.monotonic() - begun_s))
         if self.undisturbed and [one["ended_with"] for one in found] != [o["ended_with"] for o in self.undisturbed]:
             self.end()
-            msg = f"a group that was made anew from its files does not compute the same bits: {self.setup}"
-            raise InternalError(msg)
+            raise InternalError(
+                f"a group that was made anew from its files does not compute the same bits: {self.setup}"
+            )
         if not all(one["finite"] for one in found):
             self.end()
-            msg = f"the undisturbed training has a loss or a weight that is not finite: {self.setup}"
-            raise GroupFailed(msg)
+            raise GroupFailed(f"the undisturbed training has a loss or a weight that is not finite: {self.setup}")
         self.undisturbed = found
 
     def ask(self, orders: Sequence[Disturbance | None]) -> list[dict[str, Any]]:
@@ -108,8 +108,7 @@ class Group:
         except (BrokenPipeError, ConnectionResetError) as error:  # a process died idle
             ended = self._ended()
             self.end()
-            msg = f"a process of the group died: {ended}"
-            raise GroupFailed(msg) from error
+            raise GroupFailed(f"a process of the group died: {ended}") from error
         return self._answers(self._limit_s)
 
     def end(self) -> None:

@@ -61,17 +61,15 @@ class Setup:
 
     def __post_init__(self) -> None:
         if self.platform not in PLATFORMS:
-            msg = f"the platform must be one of {', '.join(PLATFORMS)}, got {self.platform!r}"
-            raise ConfigError(msg)
+            raise ConfigError(f"the platform must be one of {', '.join(PLATFORMS)}, got {self.platform!r}")
         if self.processes < 1 or self.stages < 1 or self.processes % self.stages:
-            msg = f"processes must be a multiple of the stages, got {self.processes} and {self.stages}"
-            raise ConfigError(msg)
+            raise ConfigError(f"processes must be a multiple of the stages, got {self.processes} and {self.stages}")
         if self.batch % (self.replicas * (self.microbatches if self.stages > 1 else 1)):
-            msg = f"{self.replicas} replicas cannot divide a batch of {self.batch} samples evenly"
-            raise ConfigError(msg)
+            raise ConfigError(f"{self.replicas} replicas cannot divide a batch of {self.batch} samples evenly")
         if self.restart < 1 or self.epochs < 1:
-            msg = f"there must be at least 1 epoch before the restart and 1 after it, got {self.restart} and {self.epochs}"
-            raise ConfigError(msg)
+            raise ConfigError(
+                f"there must be at least 1 epoch before the restart and 1 after it, got {self.restart} and {self.epochs}"
+            )
 
     @property
     def replicas(self) -> int:

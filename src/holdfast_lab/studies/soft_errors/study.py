@@ -106,8 +106,7 @@ class _Plan:
         known = PLATFORMS if options.quick else (*PLATFORMS, *EXPERIMENTS)
         check_parts(options.only, known)
         if options.model and options.model not in NETWORKS:
-            msg = f"--network must be one of {', '.join(NETWORKS)}, got {options.model!r}"
-            raise ConfigError(msg)
+            raise ConfigError(f"--network must be one of {', '.join(NETWORKS)}, got {options.model!r}")
         standing = QUICK_PLATFORMS if options.quick else PLATFORMS
         self.platforms = _named(options.only, PLATFORMS) or standing
         self.experiments = (QUICK,) if options.quick else _named(options.only, EXPERIMENTS) or EXPERIMENTS
@@ -143,8 +142,9 @@ class _Plan:
             design = experiments(self.base, self.platforms, self.processes, self.others)
             parts = {name: pairs for experiment, name, pairs in design if experiment in self.experiments}
         if not parts:
-            msg = f"--only {' --only '.join(self._options.only)} leaves nothing to do: all but crossed is done under {DDP}, add --only {DDP}"
-            raise ConfigError(msg)
+            raise ConfigError(
+                f"--only {' --only '.join(self._options.only)} leaves nothing to do: all but crossed is done under {DDP}, add --only {DDP}"
+            )
         tasks = [Task(name, partial(self._campaign, name, pairs)) for name, pairs in parts.items()]
         every = [pair for pairs in parts.values() for pair in pairs]
         if pair := pair_for([pair for pair in every if pair[1].network in SMALL]):
@@ -238,5 +238,4 @@ def _found_in(data: Path) -> str:
         except DataMissing:
             continue
         return name
-    msg = f"--data must be a directory with the files of one of {', '.join(_FROM_FILES)}, got {data}"
-    raise ConfigError(msg)
+    raise ConfigError(f"--data must be a directory with the files of one of {', '.join(_FROM_FILES)}, got {data}")

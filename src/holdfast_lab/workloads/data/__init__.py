@@ -118,8 +118,7 @@ def load_dataset(
             missing (:class:`DataMissing`) or damaged.
     """
     if name not in _ENTRIES:
-        msg = f"dataset must be one of {', '.join(DATASETS)}, got {name!r}"
-        raise ConfigError(msg)
+        raise ConfigError(f"dataset must be one of {', '.join(DATASETS)}, got {name!r}")
     entry = _ENTRIES[name]
     given = {"size": size, "channels": channels, "vocabulary": vocabulary, "block": block}
     _check(name, entry, {"limit": limit, "test_limit": test_limit, **given})
@@ -129,8 +128,7 @@ def load_dataset(
     if not entry.from_files:
         dataset = entry.load(**options)
     elif data is None:
-        msg = f"the dataset {name} is read from files: say in which directory they are"
-        raise DataMissing(msg)
+        raise DataMissing(f"the dataset {name} is read from files: say in which directory they are")
     else:
         dataset = entry.load(data, **options)
     # What is not wanted goes first: scaled up, all of it might not fit in memory.
@@ -173,17 +171,16 @@ def _check(name: str, entry: _Entry, given: dict[str, int | None]) -> None:
         if value is None:
             continue
         if value < 1:
-            msg = f"{option} must be at least 1, got {value}"
-            raise ConfigError(msg)
+            raise ConfigError(f"{option} must be at least 1, got {value}")
         if _ONLY_FOR.get(option, entry.kind) != entry.kind:
-            msg = f"{option} is for {_ONLY_FOR[option]}, but the dataset {name} is {entry.kind}: leave it out"
-            raise ConfigError(msg)
+            raise ConfigError(
+                f"{option} is for {_ONLY_FOR[option]}, but the dataset {name} is {entry.kind}: leave it out"
+            )
 
 
 def _scaled(part: Part, size: int | None, channels: int | None) -> Part:
     if isinstance(part, TensorDataset):
         return resize(part, size, channels) if size or channels else part
     if channels not in (None, 3) and isinstance(part, ImageFiles):
-        msg = f"channels must be 3, as the images have, got {channels}"
-        raise ConfigError(msg)
+        raise ConfigError(f"channels must be 3, as the images have, got {channels}")
     return part

@@ -105,8 +105,9 @@ def find_folder(data: Path, folders: Sequence[str], patterns: Sequence[str], tit
         if any(next(folder.glob(pattern), None) for pattern in patterns):
             return folder
     problem = f"is not in {data}" if data.is_dir() else f"is looked for in {data}, which is no directory"
-    msg = f"{title} {problem}: expected {' or '.join(patterns)}, there or in {' or '.join(folders)}. It is at {where}"
-    raise DataMissing(msg)
+    raise DataMissing(
+        f"{title} {problem}: expected {' or '.join(patterns)}, there or in {' or '.join(folders)}. It is at {where}"
+    )
 
 
 @contextmanager
@@ -120,15 +121,14 @@ def opened(path: Path, where: str = "") -> Iterator[IO[bytes]]:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
             yield cast("IO[bytes]", file)
     except FileNotFoundError:
-        msg = f"{path} does not exist" + (f". It is at {where}" if where else "")
-        raise DataMissing(msg) from None
+        raise DataMissing(f"{path} does not exist" + (f". It is at {where}" if where else "")) from None
     except EOFError:
-        msg = f"{path} is cut short: its compressed data ends too early. Copy or download it again"
-        raise ConfigError(msg) from None
+        raise ConfigError(
+            f"{path} is cut short: its compressed data ends too early. Copy or download it again"
+        ) from None
     except (OSError, zlib.error) as error:
         kind = " as a gzip file" if path.suffix == ".gz" else ""
-        msg = f"cannot read {path}{kind}: {error}"
-        raise ConfigError(msg) from error
+        raise ConfigError(f"cannot read {path}{kind}: {error}") from error
 
 
 def read_up_to(file: IO[bytes], count: int) -> bytes:
@@ -160,13 +160,11 @@ def parse_numbers(file: IO[bytes], path: Path, **options: Any) -> npt.NDArray[An
     try:
         first = next(lines)
     except StopIteration:
-        msg = f"{path} holds no row of numbers"
-        raise ConfigError(msg) from None
+        raise ConfigError(f"{path} holds no row of numbers") from None
     try:
         return np.loadtxt(_chain(first, lines), ndmin=2, **options)
     except ValueError as error:  # numpy names the row, the column and what stands there
-        msg = f"{path} is not the table that was expected: {str(error).splitlines()[0]}"
-        raise ConfigError(msg) from error
+        raise ConfigError(f"{path} is not the table that was expected: {str(error).splitlines()[0]}") from error
 
 
 def _chain(first: bytes, rest: Iterator[bytes]) -> Iterator[str]:
@@ -180,8 +178,7 @@ def check_range(path: Path, what: str, values: npt.NDArray[Any], low: float, hig
     wrong = np.flatnonzero(~((values >= low) & (values <= high)))
     if wrong.size:
         row = int(wrong[0])
-        msg = f"{path}: {what} must be from {low:g} to {high:g}, row {row + 1} has {values[row]:g}"
-        raise ConfigError(msg)
+        raise ConfigError(f"{path}: {what} must be from {low:g} to {high:g}, row {row + 1} has {values[row]:g}")
 
 
 def held_out(count: int, share: float, seed: int, source: object) -> tuple[torch.Tensor, torch.Tensor]:
@@ -193,8 +190,7 @@ def held_out(count: int, share: float, seed: int, source: object) -> tuple[torch
         ConfigError: if there is no sample left to train on; the line names ``source``.
     """
     if count < 2:
-        msg = f"{source} has {count} samples, at least 2 are needed: one to train on, one to test with"
-        raise ConfigError(msg)
+        raise ConfigError(f"{source} has {count} samples, at least 2 are needed: one to train on, one to test with")
     order = torch.from_numpy(np.random.default_rng(seed).permutation(count))
     tested = max(1, round(count * share))
     return order[tested:], order[:tested]

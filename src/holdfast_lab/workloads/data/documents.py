@@ -113,8 +113,9 @@ def newsgroups(data: Path, *, vocabulary: int | None = None, seed: int = 0) -> D
     train, test = (_posts(folder / name) for name in names)
     if set(train.classes) != set(test.classes):
         odd = sorted(set(train.classes) ^ set(test.classes))[0]
-        msg = f"{folder}: {' and '.join(names)} must have posts of the same groups, {odd} is in one alone. It is at {_NEWSGROUPS_AT}"
-        raise ConfigError(msg)
+        raise ConfigError(
+            f"{folder}: {' and '.join(names)} must have posts of the same groups, {odd} is in one alone. It is at {_NEWSGROUPS_AT}"
+        )
     return _dataset(
         "20 Newsgroups", folder, "published split", _shuffled(train, seed), _shuffled(test, seed), vocabulary
     )
@@ -157,10 +158,9 @@ def reuters(data: Path, *, vocabulary: int | None = None) -> Dataset:
             texts[part].append((topic, text))
     common = {topic for topic, _ in texts["TRAIN"]} & {topic for topic, _ in texts["TEST"]}
     if not common:
-        msg = (
+        raise ConfigError(
             f"{folder} holds no topic with documents of both parts: are all files reut2-000.sgm to reut2-021.sgm there?"
         )
-        raise ConfigError(msg)
     kept = {part: [(topic, text) for topic, text in found if topic in common] for part, found in texts.items()}
     train, test = (_Raw([text for _, text in found], [topic for topic, _ in found]) for found in kept.values())
     return _dataset("Reuters-21578", folder, "published split ModApte, single topics", train, test, vocabulary)
@@ -178,8 +178,9 @@ def _sgml_files(folder: Path) -> Iterator[tuple[Path, bytes]]:
         with tarfile.open(path) as archive:
             yield from _members(archive, path)
     except (tarfile.TarError, lzma.LZMAError, zlib.error, EOFError, OSError) as error:
-        msg = f"cannot read {path} as a packed archive: {error}. Copy or download it again, it is at {_REUTERS_AT}"
-        raise ConfigError(msg) from error
+        raise ConfigError(
+            f"cannot read {path} as a packed archive: {error}. Copy or download it again, it is at {_REUTERS_AT}"
+        ) from error
 
 
 def _members(archive: tarfile.TarFile, path: Path) -> Iterator[tuple[Path, bytes]]:
@@ -188,8 +189,7 @@ def _members(archive: tarfile.TarFile, path: Path) -> Iterator[tuple[Path, bytes
         if not (member.isfile() and inside.match(_REUTERS_FILES[0])):
             continue
         if member.size > _MEMBER_BYTES:
-            msg = f"{inside} claims {member.size} bytes, at most {_MEMBER_BYTES} are read"
-            raise ConfigError(msg)
+            raise ConfigError(f"{inside} claims {member.size} bytes, at most {_MEMBER_BYTES} are read")
         file = archive.extractfile(member)
         assert file is not None, "isfile() said that it is one"
         yield inside, file.read()
@@ -200,8 +200,9 @@ def _articles(path: Path, content: str) -> Iterator[tuple[str, str, str]]:
     begun = content.count("<REUTERS ")
     found = _DOCUMENT.findall(content)
     if begun == 0 or begun != len(found):
-        msg = f"{path} has {begun} documents of which {len(found)} end: it is cut short, or another file. It is at {_REUTERS_AT}"
-        raise ConfigError(msg)
+        raise ConfigError(
+            f"{path} has {begun} documents of which {len(found)} end: it is cut short, or another file. It is at {_REUTERS_AT}"
+        )
     for head, body in found:
         part = re.search(r'LEWISSPLIT="(TRAIN|TEST)"', head)
         topics = re.findall(r"<D>(.*?)</D>", "".join(_TOPICS.findall(body)))
@@ -242,11 +243,10 @@ def generated_documents(
     """
     words = 1000 if vocabulary is None else vocabulary
     if documents < 2 or min(topics, words) < 1 or not min(length, topic_spread, word_spread) > 0:
-        msg = (
+        raise ConfigError(
             "documents need at least 2 documents, 1 topic and 1 word, and length and spreads above 0, got "
             f"{documents}, {topics}, {words}, {length:g}, {topic_spread:g} and {word_spread:g}"
         )
-        raise ConfigError(msg)
     rng = np.random.default_rng(seed)
     word_shares = rng.dirichlet(np.full(words, word_spread), topics)
     topic_shares = rng.dirichlet(np.full(topics, topic_spread), documents)
@@ -277,8 +277,9 @@ def _dataset(title: str, folder: Path, split: str, train: _Raw, test: _Raw, voca
     words = [[Counter(_WORD.findall(text.lower())) for text in part.texts] for part in (train, test)]
     names = _vocabulary(words[0], size)
     if not names:
-        msg = f"{folder} holds no word that is in at most half of the training documents: these are not the texts of {title}"
-        raise ConfigError(msg)
+        raise ConfigError(
+            f"{folder} holds no word that is in at most half of the training documents: these are not the texts of {title}"
+        )
     number = {word: place for place, word in enumerate(names)}
     classes = {name: place for place, name in enumerate(sorted(set(train.classes)))}
     parts = [

@@ -65,11 +65,9 @@ class ImageFiles(torch.utils.data.Dataset[tuple[torch.Tensor, torch.Tensor]]):
             with Image.open(path) as file:
                 square = ImageOps.fit(file.convert("RGB"), (self.size, self.size), Image.Resampling.BILINEAR, _BORDER)
         except FileNotFoundError:
-            msg = f"{path} does not exist any more"
-            raise ConfigError(msg) from None
+            raise ConfigError(f"{path} does not exist any more") from None
         except (OSError, SyntaxError, Image.DecompressionBombError) as error:  # Pillow's words for damaged files
-            msg = f"cannot decode {path}: {error}"
-            raise ConfigError(msg) from error
+            raise ConfigError(f"cannot decode {path}: {error}") from error
         return torch.from_numpy(np.asarray(square, np.float32) / np.float32(255)).permute(2, 0, 1).contiguous()
 
 
@@ -86,8 +84,9 @@ def imagenet(data: Path, *, size: int | None = None, seed: int = 0) -> Dataset:
             the folders of the two parts differ.
     """
     if importlib.util.find_spec("PIL") is None:
-        msg = "the images of ImageNet are decoded by Pillow, which is not installed: pip install 'holdfast[lab]'"
-        raise ConfigError(msg)
+        raise ConfigError(
+            "the images of ImageNet are decoded by Pillow, which is not installed: pip install 'holdfast[lab]'"
+        )
     folder = find_folder(
         data,
         ("imagenet", "ILSVRC/Data/CLS-LOC"),
@@ -113,17 +112,15 @@ def _part(folder: Path, classes: list[str], size: int, seed: int) -> ImageFiles:
     found = sorted(place.name for place in folder.iterdir() if place.is_dir()) if folder.is_dir() else []
     if found != classes:
         odd = sorted(set(found) ^ set(classes))
-        msg = (
+        raise ConfigError(
             f"{folder} must have the {len(classes)} folders of train, one a class, and has {len(found)} (first that differs: "
             f"{odd[0]}); the validation images come in one folder: sort them into their classes first"
         )
-        raise ConfigError(msg)
     files, labels = [], []
     for label, name in enumerate(classes):
         images = sorted(file for file in (folder / name).iterdir() if file.suffix.lower() in _ENDINGS)
         if not images:
-            msg = f"{folder / name} holds no image: expected *{', *'.join(sorted(_ENDINGS))}"
-            raise ConfigError(msg)
+            raise ConfigError(f"{folder / name} holds no image: expected *{', *'.join(sorted(_ENDINGS))}")
         files += images
         labels += [label] * len(images)
     order = np.random.default_rng(seed).permutation(len(files)).tolist()

@@ -63,8 +63,7 @@ def _digits_table() -> npt.NDArray[np.float64]:
     """
     package = importlib.util.find_spec("sklearn")
     if package is None or package.origin is None:
-        msg = "the dataset digits comes with scikit-learn: pip install 'holdfast[lab]'"
-        raise ConfigError(msg)
+        raise ConfigError("the dataset digits comes with scikit-learn: pip install 'holdfast[lab]'")
     file = Path(package.origin).parent / "datasets" / "data" / "digits.csv.gz"
     if file.is_file():
         return np.loadtxt(file, delimiter=",")
@@ -95,8 +94,7 @@ def _idx_dataset(title: str, data: Path, folders: Sequence[str], where: str) -> 
     folder = find_folder(data, folders, ("train-images-idx3-ubyte", "train-images-idx3-ubyte.gz"), title, where)
     parts = [_images_and_labels(folder, name, where) for name in ("train", "t10k")]
     if parts[0].tensors[0].shape[1:] != parts[1].tensors[0].shape[1:]:
-        msg = f"{folder}: the images of train and t10k must be of one size: they are of different datasets"
-        raise ConfigError(msg)
+        raise ConfigError(f"{folder}: the images of train and t10k must be of one size: they are of different datasets")
     return _dataset(title, f"read from {folder}", "published split", *parts, num_classes=10)
 
 
@@ -107,8 +105,7 @@ def _images_and_labels(folder: Path, name: str, where: str) -> TensorDataset:
     images = read_idx(images_path, dimensions=3, where=where)
     labels = read_idx(labels_path, dimensions=1, where=where)
     if len(images) != len(labels):
-        msg = f"{images_path} holds {len(images)} images, but {labels_path} holds {len(labels)} labels"
-        raise ConfigError(msg)
+        raise ConfigError(f"{images_path} holds {len(images)} images, but {labels_path} holds {len(labels)} labels")
     check_range(labels_path, "a label", labels, 0, 9)
     return TensorDataset(_pixels(images[:, np.newaxis]), torch.from_numpy(labels.astype(np.int64)))
 
@@ -137,18 +134,17 @@ def read_idx(path: Path, *, dimensions: int, where: str = "") -> npt.NDArray[np.
     with opened(path, where) as file:
         head = file.read(size)
         if head[:4] != magic:
-            msg = f"{path} is not an idx file: it starts with {head[:4].hex(' ')}, expected {magic.hex(' ')}"
-            raise ConfigError(msg)
+            raise ConfigError(
+                f"{path} is not an idx file: it starts with {head[:4].hex(' ')}, expected {magic.hex(' ')}"
+            )
         if len(head) < size:
-            msg = f"{path} is cut short: its header has {len(head)} bytes, expected {size}"
-            raise ConfigError(msg)
+            raise ConfigError(f"{path} is cut short: its header has {len(head)} bytes, expected {size}")
         shape = struct.unpack_from(f">{dimensions}I", head, 4)
         expected = math.prod(shape)
         content = read_up_to(file, expected + 1)  # one more shows what is too long, and checks the sum of a gzip file
     if len(content) != expected:
         held = len(content) if len(content) < expected else f"more than {expected}"
-        msg = f"{path} holds {held} bytes of data, expected {expected} for shape {shape}"
-        raise ConfigError(msg)
+        raise ConfigError(f"{path} holds {held} bytes of data, expected {expected} for shape {shape}")
     return np.frombuffer(content, np.uint8).reshape(shape)
 
 
@@ -187,8 +183,9 @@ def _cifar(
     except ConfigError:
         there, name = pickled
         if any((place / name).is_file() for place in (data, data / there)):
-            msg = f"{data} holds the pickled version of {title}; nothing is unpickled here: take the binary version, {where}"
-            raise ConfigError(msg) from None
+            raise ConfigError(
+                f"{data} holds the pickled version of {title}; nothing is unpickled here: take the binary version, {where}"
+            ) from None
         raise
     parts = [_cifar_part([folder / name for name in names], classes, where) for names in (train, [test])]
     return _dataset(title, f"read from {folder}", "published split", *parts, num_classes=classes)
@@ -203,8 +200,9 @@ def _cifar_part(paths: Sequence[Path], classes: int, where: str) -> TensorDatase
         with opened(path, where) as file:
             content = file.read()
         if not content or len(content) % record:
-            msg = f"{path} holds {len(content)} bytes, expected whole records of {record}: it is cut short, or another file. It is at {where}"
-            raise ConfigError(msg)
+            raise ConfigError(
+                f"{path} holds {len(content)} bytes, expected whole records of {record}: it is cut short, or another file. It is at {where}"
+            )
         table = np.frombuffer(content, np.uint8).reshape(-1, record)
         check_range(path, "a label", table[:, num_labels - 1], 0, classes - 1)
         tables.append(table)
@@ -230,15 +228,15 @@ def resize(
     """
     images, *labels = part.tensors
     if mode not in ("bilinear", "nearest"):
-        msg = f"mode must be bilinear or nearest, got {mode!r}"
-        raise ConfigError(msg)
+        raise ConfigError(f"mode must be bilinear or nearest, got {mode!r}")
     if size is not None and images.shape[2:] != (size, size):
         smooth = {"align_corners": False} if mode == "bilinear" else {}
         images = F.interpolate(images, size=(size, size), mode=mode, **smooth)
     if channels is not None and channels != images.shape[1]:
         if images.shape[1] != 1:
-            msg = f"channels must be {images.shape[1]}, as the images have, got {channels}: only a single channel can be repeated"
-            raise ConfigError(msg)
+            raise ConfigError(
+                f"channels must be {images.shape[1]}, as the images have, got {channels}: only a single channel can be repeated"
+            )
         images = images.expand(-1, channels, -1, -1)
     return TensorDataset(images, *labels)
 

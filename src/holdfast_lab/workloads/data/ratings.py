@@ -84,8 +84,9 @@ def _movielens_rows(path: Path) -> Triples:
     elif path.name.startswith("ratings.csv"):
         with opened(path) as file:
             if not file.readline(100).startswith(b"userId,movieId,rating"):
-                msg = f"{path} must start with the line userId,movieId,rating,timestamp. It is at {_MOVIELENS_AT}"
-                raise ConfigError(msg)
+                raise ConfigError(
+                    f"{path} must start with the line userId,movieId,rating,timestamp. It is at {_MOVIELENS_AT}"
+                )
             rows = parse_numbers(file, path, delimiter=",", **options)
     else:
         rows = read_numbers(path, **options)
@@ -132,11 +133,10 @@ def _jester_table(table: npt.NDArray[np.float64], path: Path) -> _Found:
     wrong = np.flatnonzero(table[:, 0] != rated.sum(1))
     if wrong.size:
         row = int(wrong[0])
-        msg = (
+        raise ConfigError(
             f"{path}: row {row + 1} says that {table[row, 0]:g} jokes were rated, and has {rated[row].sum()} values: "
             f"expected first the number of rated jokes, then a column a joke, {_NOT_RATED} for none"
         )
-        raise ConfigError(msg)
     for worst in (values.max(1, initial=0, where=rated), values.min(1, initial=0, where=rated)):
         check_range(path, "a rating", worst, -10, 10)
     users, items = np.nonzero(rated)
@@ -151,16 +151,16 @@ def _jester_zip(path: Path) -> list[_Found]:
                 raise ConfigError(_xls(f"{path}: {', '.join(file.namelist()[:3])}"))
             return [_jester_member(file, name, path) for name in names]
     except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError) as error:
-        msg = f"cannot read {path} as a zip file: {error}. Copy or download it again, it is at {_JESTER_AT}"
-        raise ConfigError(msg) from error
+        raise ConfigError(
+            f"cannot read {path} as a zip file: {error}. Copy or download it again, it is at {_JESTER_AT}"
+        ) from error
 
 
 def _jester_member(archive: zipfile.ZipFile, name: str, path: Path) -> _Found:
     inside = path / name
     size = archive.getinfo(name).file_size
     if size > _MOST_BYTES:
-        msg = f"{inside} claims {size} bytes, at most {_MOST_BYTES} are read"
-        raise ConfigError(msg)
+        raise ConfigError(f"{inside} claims {size} bytes, at most {_MOST_BYTES} are read")
     with archive.open(name) as member:  # ends after file_size bytes, whatever the packed data hold
         if name.endswith(".csv"):
             return _jester_table(parse_numbers(member, inside, delimiter=","), inside)
@@ -177,8 +177,9 @@ def _jester_triples(rows: Triples, path: Path) -> _Found:
 def _one_below_the_other(found: Sequence[_Found], folder: Path) -> _Found:
     widths = sorted({items for _, (_, items) in found})
     if len(widths) != 1:
-        msg = f"the files in {folder} have {' and '.join(map(str, widths))} jokes: keep those of one dataset there"
-        raise ConfigError(msg)
+        raise ConfigError(
+            f"the files in {folder} have {' and '.join(map(str, widths))} jokes: keep those of one dataset there"
+        )
     users = 0
     for rows, (more, _) in found:
         rows[:, 0] += users
@@ -210,11 +211,10 @@ def generated_ratings(
     """
     seen = round(users * items * density)
     if min(users, items, rank) < 1 or not 0 < density <= 1 or not noise >= 0 or seen < 2:
-        msg = (
+        raise ConfigError(
             f"ratings need users, items and rank of at least 1, density above 0 and at most 1 that leaves two values, and noise of at "
             f"least 0, got {users}, {items}, {rank}, {density:g} and {noise:g}"
         )
-        raise ConfigError(msg)
     rng = np.random.default_rng(seed)
     left, right = (rng.standard_normal((count, rank)) for count in (users, items))
     who, what = np.divmod(rng.choice(users * items, seen, replace=False), items)

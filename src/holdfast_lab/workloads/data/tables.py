@@ -37,8 +37,9 @@ def covertype(data: Path, *, seed: int = 0) -> Dataset:
     path = data if data.is_file() else _choose(find_folder(data, ("covtype", "covertype"), _FILES, "CoverType", _WHERE))
     table = read_numbers(path, delimiter=",", dtype=np.int32)
     if table.shape[1] != _FEATURES + 1:
-        msg = f"{path} has {table.shape[1]} columns, expected {_FEATURES} features and the class. It is at {_WHERE}"
-        raise ConfigError(msg)
+        raise ConfigError(
+            f"{path} has {table.shape[1]} columns, expected {_FEATURES} features and the class. It is at {_WHERE}"
+        )
     check_range(path, "a class", table[:, -1], 1, _CLASSES)
     if len(table) == _ALL_ROWS:
         order = torch.arange(_ALL_ROWS)

@@ -39,17 +39,15 @@ def shakespeare(data: Path, *, block: int | None = None) -> Dataset:
     try:
         text = content.decode()
     except UnicodeDecodeError as error:
-        msg = f"{path} is not a text in UTF-8: {error}"
-        raise ConfigError(msg) from error
+        raise ConfigError(f"{path} is not a text in UTF-8: {error}") from error
     points = np.frombuffer(text.encode("utf-32-le"), np.uint32)
     alphabet, tokens = np.unique(points, return_inverse=True)
     cut = round(len(tokens) * _TRAINING_SHARE)
     train, test = (_blocks(part.astype(np.int64), length) for part in (tokens[:cut], tokens[cut:]))
     if not (len(train) and len(test)):
-        msg = (
+        raise ConfigError(
             f"{path} has {len(tokens)} characters: the last tenth must hold a block of {length} and one character more"
         )
-        raise ConfigError(msg)
     return Dataset(
         title="Shakespeare" if path.name == "input.txt" else path.name,
         kind="text",

@@ -46,17 +46,14 @@ def make_program(name: str, data: Path | None = None, seed: int = 0, **options: 
         ConfigError: if there is no such program, it takes no such option, or the files are missing or damaged.
     """
     if name not in _MADE_BY:
-        msg = f"program must be one of {', '.join(PROGRAMS)}, got {name!r}"
-        raise ConfigError(msg)
+        raise ConfigError(f"program must be one of {', '.join(PROGRAMS)}, got {name!r}")
     if seed < 0:
-        msg = f"seed must be at least 0, got {seed}"
-        raise ConfigError(msg)
+        raise ConfigError(f"seed must be at least 0, got {seed}")
     module, function = _MADE_BY[name]
     make = getattr(import_module(f"{__name__}.{module}"), function)
     parameters = inspect.signature(make).parameters.values()
     known = [parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY]
     for option in options:
         if option not in known:
-            msg = f"options of {name} are: {', '.join(known) or 'none'}; got {option!r}"
-            raise ConfigError(msg)
+            raise ConfigError(f"options of {name} are: {', '.join(known) or 'none'}; got {option!r}")
     return cast("Program", make(name, data, seed, **options))

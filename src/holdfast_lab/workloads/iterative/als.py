@@ -122,11 +122,11 @@ class Factorisation:
         self, name: str, seed: int, problem: Problem, *, rank: int, penalty: float, first: str = "users"
     ) -> None:
         if first not in ("users", "items"):
-            msg = f"first must be users or items, got {first!r}; solve the larger factor first to have little to save"
-            raise ConfigError(msg)
+            raise ConfigError(
+                f"first must be users or items, got {first!r}; solve the larger factor first to have little to save"
+            )
         if rank < 1 or not penalty > 0:
-            msg = f"rank must be at least 1 and penalty above 0, got {rank} and {penalty:g}"
-            raise ConfigError(msg)
+            raise ConfigError(f"rank must be at least 1 and penalty above 0, got {rank} and {penalty:g}")
         self.name, self.seed, self.problem = name, seed, problem
         self.rank, self.penalty = rank, penalty
         self.blocks = problem.num_users + problem.num_items

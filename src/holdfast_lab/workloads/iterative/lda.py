@@ -55,15 +55,13 @@ def load_corpus(dataset: str, data: Path | None, documents: int, vocabulary: int
         ConfigError: if the dataset is not of documents, cannot be read, or has no such document.
     """
     if documents < 1 or longest < 1:
-        msg = f"documents and longest must be at least 1, got {documents} and {longest}"
-        raise ConfigError(msg)
+        raise ConfigError(f"documents and longest must be at least 1, got {documents} and {longest}")
     loaded = load_dataset(dataset, data, vocabulary=vocabulary)  # refuses a vocabulary for what has no words
     numbers, words = cast("Documents", loaded.train).tokens()
     lengths = numbers.bincount(minlength=len(loaded.train))
     kept = ((lengths >= 1) & (lengths <= longest)).nonzero().flatten()[:documents]
     if not len(kept):
-        msg = f"no document of {dataset} has from 1 to {longest} tokens: longest must be greater"
-        raise ConfigError(msg)
+        raise ConfigError(f"no document of {dataset} has from 1 to {longest} tokens: longest must be greater")
     offsets = np.concatenate([[0], lengths[kept].cumsum(0).numpy()])
     return Corpus(offsets, words[torch.isin(numbers, kept)].to(torch.int32).numpy(), loaded.shape[0])
 
@@ -90,10 +88,9 @@ class Lda:
 
     def __init__(self, name: str, seed: int, corpus: Corpus, *, topics: int, alpha: float, beta: float) -> None:
         if not (2 <= topics <= _MOST_TOPICS and alpha > 0 and beta > 0):
-            msg = (
+            raise ConfigError(
                 f"topics must be from 2 to {_MOST_TOPICS}, alpha and beta above 0, got {topics}, {alpha:g} and {beta:g}"
             )
-            raise ConfigError(msg)
         _compiled(_sweep)  # without numba nothing goes: say so now
         self.name, self.seed = name, seed
         self.corpus, self.topics = corpus, topics
@@ -233,8 +230,9 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     try:
         import numba
     except ImportError:
-        msg = "latent Dirichlet allocation is compiled by numba, which is not installed: pip install 'holdfast[lab]'"
-        raise ConfigError(msg) from None
+        raise ConfigError(
+            "latent Dirichlet allocation is compiled by numba, which is not installed: pip install 'holdfast[lab]'"
+        ) from None
     return cast("Callable[..., Any]", numba.njit(cache=True)(function))
 
 

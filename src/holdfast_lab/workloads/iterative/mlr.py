@@ -163,11 +163,10 @@ class Logistic:
         evaluated: int = EVALUATED,
     ) -> None:
         if not learning_rate > 0 or batch < 1 or evaluated < 1:
-            msg = (
+            raise ConfigError(
                 "learning_rate must be above 0, batch and evaluated at least 1, "
                 f"got {learning_rate:g}, {batch} and {evaluated}"
             )
-            raise ConfigError(msg)
         self.name, self.seed = name, seed
         self.learning_rate, self.batch = learning_rate, batch
         self.train, self.test = train, test

@@ -126,11 +126,10 @@ class Network:
         blocks: Blocks,
     ) -> None:
         if batch < 1 or evaluated < 1 or not optimizer.rate > 0 or blocks not in get_args(Blocks):
-            msg = (
+            raise ConfigError(
                 "batch and evaluated must be at least 1, learning_rate above 0, blocks one of "
                 f"{', '.join(get_args(Blocks))}, got {batch}, {evaluated}, {optimizer.rate:g} and {blocks!r}"
             )
-            raise ConfigError(msg)
         self.name, self.seed, self.optimizer = name, seed, optimizer
         self.train, self.test = (cast("TensorDataset", part) for part in dataset)
         self._batch, self._evaluated = batch, self.train[:evaluated]

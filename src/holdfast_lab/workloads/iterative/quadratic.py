@@ -47,14 +47,14 @@ class Quadratic:
         noise: float = 0.0,
     ) -> None:
         if dimension < 2 or width < 1 or dimension % width:
-            msg = f"dimension must be at least 2 and a multiple of width, got dimension {dimension} and width {width}"
-            raise ConfigError(msg)
+            raise ConfigError(
+                f"dimension must be at least 2 and a multiple of width, got dimension {dimension} and width {width}"
+            )
         if not condition >= 1 or not 0 < learning_rate < 2 or not noise >= 0:
-            msg = (
+            raise ConfigError(
                 "condition must be at least 1, learning_rate above 0 and below 2, noise at least 0, "
                 f"got {condition:g}, {learning_rate:g} and {noise:g}"
             )
-            raise ConfigError(msg)
         rng = np.random.default_rng((seed, 0))
         eigenvalues = torch.from_numpy(np.geomspace(1 / condition, 1, dimension))
         basis = np.linalg.qr(rng.standard_normal((dimension, dimension)))[0] if rotated else np.eye(dimension)

@@ -83,19 +83,16 @@ def layout(name: str, num_classes: int | None = None, *, image: Image | None = N
         ConfigError: as there.
     """
     if name not in _NETWORKS:
-        msg = f"model must be one of {', '.join(MODELS)}, got {name!r}"
-        raise ConfigError(msg)
+        raise ConfigError(f"model must be one of {', '.join(MODELS)}, got {name!r}")
     network = _NETWORKS[name]
     _check_options(name, network, options)
     classes = network.num_classes if num_classes is None else num_classes
     if classes < 1:
-        msg = f"num_classes must be at least 1, got {classes}"
-        raise ConfigError(msg)
+        raise ConfigError(f"num_classes must be at least 1, got {classes}")
     if network.image:
         return network.make(classes, _checked(name, network, image or network.image), **options)
     if image is not None:
-        msg = f"{name} reads text: leave image out, got {image}"
-        raise ConfigError(msg)
+        raise ConfigError(f"{name} reads text: leave image out, got {image}")
     return network.make(classes, **options)
 
 
@@ -104,12 +101,10 @@ def _check_options(name: str, network: _Network, options: dict[str, Any]) -> Non
     known = [parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY]
     for option in options:
         if option not in known:
-            msg = f"options of {name} are: {', '.join(known) or 'none'}; got {option!r}"
-            raise ConfigError(msg)
+            raise ConfigError(f"options of {name} are: {', '.join(known) or 'none'}; got {option!r}")
 
 
 def _checked(name: str, network: _Network, image: Image) -> Image:
     if len(image) != 2 or image[0] < 1 or image[1] < network.least_side:
-        msg = f"image of {name} must be (channels, side), at least (1, {network.least_side}), got {image}"
-        raise ConfigError(msg)
+        raise ConfigError(f"image of {name} must be (channels, side), at least (1, {network.least_side}), got {image}")
     return image

@@ -42,14 +42,11 @@ def gpt(
     """
     for name, value in {"context": context, "layers": layers, "heads": heads, "width": width}.items():
         if value < 1:
-            msg = f"{name} must be at least 1, got {value}"
-            raise ConfigError(msg)
+            raise ConfigError(f"{name} must be at least 1, got {value}")
     if width % heads:
-        msg = f"width must be a multiple of heads ({heads}), got {width}"
-        raise ConfigError(msg)
+        raise ConfigError(f"width must be a multiple of heads ({heads}), got {width}")
     if not 0 <= dropout < 1:
-        msg = f"dropout must be at least 0 and below 1, got {dropout}"
-        raise ConfigError(msg)
+        raise ConfigError(f"dropout must be at least 0 and below 1, got {dropout}")
     std = _STD / math.sqrt(2 * layers)
     blocks = (
         Block("embedding", partial(Embedding, num_classes, context, width, dropout)),
@@ -81,8 +78,9 @@ class Embedding(nn.Module):
         """Take numbers of characters, ``(samples, places)``."""
         places, context = x.shape[1], len(self.places)
         if places > context:
-            msg = f"a text must not be longer than the context of the network ({context}), got {places} characters"
-            raise ConfigError(msg)
+            raise ConfigError(
+                f"a text must not be longer than the context of the network ({context}), got {places} characters"
+            )
         return self.dropout(F.embedding(x, self.characters) + self.places[:places])  # type: ignore[no-any-return]
 
 

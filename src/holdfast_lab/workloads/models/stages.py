@@ -72,8 +72,7 @@ def make_stage(
     """
     parts = split(layout(name, num_classes, image=image, **options), n, by=by)
     if not 0 <= index < n:
-        msg = f"index must be between 0 and {n - 1} (there are {n} stages), got {index}"
-        raise ConfigError(msg)
+        raise ConfigError(f"index must be between 0 and {n - 1} (there are {n} stages), got {index}")
     return build(parts[index], seed=seed, device=device)
 
 
@@ -85,8 +84,7 @@ def split(network: Layout, n: int, *, by: str | Sequence[float] = "parameters") 
     """
     count = len(network.blocks)
     if not 1 <= n <= count:
-        msg = f"n must be between 1 and the number of blocks ({count}), got {n}"
-        raise ConfigError(msg)
+        raise ConfigError(f"n must be between 1 and the number of blocks ({count}), got {n}")
     return [network.blocks[start:end] for start, end in pairwise(_cuts(costs(network, by), n))]
 
 
@@ -101,11 +99,11 @@ def costs(network: Layout, by: str | Sequence[float]) -> list[float]:
     if by == "operations":
         return _operations(network)
     if isinstance(by, str):
-        msg = f"by must be one of {', '.join(BALANCES)}, or a number for each block, got {by!r}"
-        raise ConfigError(msg)
+        raise ConfigError(f"by must be one of {', '.join(BALANCES)}, or a number for each block, got {by!r}")
     if len(by) != len(network.blocks) or not all(0 <= cost < math.inf for cost in by):
-        msg = f"by must have a finite number, 0 or more, for each of the {len(network.blocks)} blocks, got {list(by)}"
-        raise ConfigError(msg)
+        raise ConfigError(
+            f"by must have a finite number, 0 or more, for each of the {len(network.blocks)} blocks, got {list(by)}"
+        )
     return list(by)
 
 

@@ -198,8 +198,7 @@ def _bottleneck(channels: int, width: int, stride: int) -> nn.Module:
 
 def _check_width(width: int) -> None:
     if width < 1:
-        msg = f"width must be at least 1, got {width}"
-        raise ConfigError(msg)
+        raise ConfigError(f"width must be at least 1, got {width}")
 
 
 def _vgg_convolution(channels: int, width: int, *, pooled: bool) -> nn.Module:

@@ -339,8 +339,7 @@ def _ports(rendezvous: str, rank: int, world_size: int) -> list[int]:
     end_s = time.monotonic() + 120.0
     while not all(path.exists() for path in paths):
         if time.monotonic() > end_s:
-            msg = "another rank did not start within two minutes"
-            raise TimeoutError(msg)
+            raise TimeoutError("another rank did not start within two minutes")
         time.sleep(0.05)
     return [int(path.read_text()) for path in paths]
 

@@ -141,8 +141,9 @@ class Training:
         try:
             return self._train()
         except (ReplicasDiffer, MessageAltered) as error:
-            msg = f"a trial is void: the session's guard stopped the training ({error}); it must be off"
-            raise InternalError(msg) from error
+            raise InternalError(
+                f"a trial is void: the session's guard stopped the training ({error}); it must be off"
+            ) from error
 
     def check_unguarded(self) -> None:
         """Check that nobody has healed what was altered.
@@ -151,8 +152,9 @@ class Training:
             InternalError: if somebody has.
         """
         if healed := self._records.recovered:
-            msg = f"a trial is void: the session's guard healed what was altered, in step {healed[0].step}; it must be off"
-            raise InternalError(msg)
+            raise InternalError(
+                f"a trial is void: the session's guard healed what was altered, in step {healed[0].step}; it must be off"
+            )
 
     def _train(self) -> float:
         platform = self.platform
