@@ -33,6 +33,7 @@ from holdfast.comm import Communicator, connect
 from holdfast.comm.allreduce import adding
 from holdfast.engine.loop import Run
 from holdfast.models.replicated import Replica
+from holdfast.models.runner import Reach
 from holdfast.testing.counting import CountingCommunicator
 
 VARIANTS = {"protected": "unprotected", "unprotected": "protected", "any order": "protected"}
@@ -65,10 +66,9 @@ class Unprotected(Run):
 class Forgetful(Replica):
     """Remembers nothing of a step's beginning but the buffers, which slices start from."""
 
-    def begin_step(self) -> None:
+    def begin_step(self, reach: Reach) -> None:
         """Only make room."""
-        self._reset()
-        self.buckets.buffers.begin_step()
+        self.begin()
 
 
 def own_term_first(rank: int) -> Any:

@@ -10,11 +10,11 @@ from torch.nn.utils import prune
 from torch.utils.data import TensorDataset
 
 import holdfast
-from holdfast.engine import executor as attempts
 from holdfast.engine.scribe import Scribe
 from holdfast.errors import ScriptError
 from holdfast.faults.plan import FaultPlan, parse
 from holdfast.models import slice_batching as at_once
+from holdfast.models import slice_runner
 from holdfast.models.slice_batching import TRIALS, Tried
 
 SAMPLES, EPOCHS, SIDE, WORDS = 96, 3, 6, 11
@@ -384,7 +384,7 @@ def test_a_penalty_that_begins_later_counts(seen):
 
 
 def test_without_the_comparison_the_bits_are_others(seen, monkeypatch):
-    monkeypatch.setattr(attempts, "has_bits", lambda *_: True)
+    monkeypatch.setattr(slice_runner, "has_bits", lambda *_: True)
 
     got = train(made(Mixing))
 

@@ -19,9 +19,9 @@ from holdfast.errors import CheckpointError, ConfigError, PeerFailed, ScriptErro
 from holdfast.faults.plan import FaultPlan, parse
 from holdfast.faults.process import PlannedFaults
 from holdfast.launch.control import append
-from holdfast.models.model_parallel import Pipelined
-from holdfast.models.pipeline import Stages
+from holdfast.models.pipeline import Pipelined
 from holdfast.models.pipeline_scaler import Stage
+from holdfast.models.stages import Stages
 from holdfast.records.files import read_run
 from holdfast.records.paths import requests_path
 from holdfast.records.types import PartRestored, Recovered, RunStarted

@@ -11,6 +11,7 @@ from jobs import ROOT, holdfast
 from torch import nn
 from train_broken import BREAKS, train
 
+from holdfast import Session, Sharded
 from holdfast.doctor.checks import Found, examine
 from holdfast.doctor.findings import Seen, blame
 from holdfast.doctor.layers import usual_subjects
@@ -157,8 +158,9 @@ def test_doctor_says_why_a_script_cannot_be_looked_at(tmp_path):
 def test_a_script_that_is_not_there_and_a_model_that_is_split_are_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"there is no script 'no\.py'"):
         ask(Path("no.py"), (), workers=4, timeout_s=60)
+    split = Session(Sharded(nn.Linear(2, 2)), lambda p: torch.optim.SGD(p, lr=0.1), workers=2)
     with pytest.raises(ConfigError, match="this one is split"):
-        next(Look(tmp_path / "s.pt")(None, None, None, None))
+        next(Look(tmp_path / "s.pt")(split._replica, None, None, None))
 
 
 # -- layers by themselves

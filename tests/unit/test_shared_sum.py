@@ -23,9 +23,10 @@ from holdfast.comm.allreduce.shm import SharedSum
 from holdfast.comm.memory import Segment, open_segment
 from holdfast.data.plan import Cursor, MiniBatch
 from holdfast.errors import PeerFailed
-from holdfast.models import replicated as replicas
+from holdfast.models import part as parts
 from holdfast.models.gradients import Buckets
 from holdfast.models.replicated import Replica
+from holdfast.models.step_gradients import StepGradients
 
 SPAN = Span(0, 1000, torch.float32)
 
@@ -149,11 +150,11 @@ BATCH = MiniBatch(step=0, epoch=0, slices=((0, 1),), owners={0: 0}, full_size=2,
 def compute(replica, memory):
     """Fill ``memory`` with the term of the only slice, which is its own sum."""
     source = torch.Generator().manual_seed(1)
-    replica.begin_step()
-    replica.begin_slice(lambda row: memory)
+    replica.begin()
+    replica.gradients.begin_slice(lambda row: memory)
     loss = replica.model(torch.randn(2, 6, generator=source)).square().mean()
     replica.backward(loss, 2, None)
-    replica.end_slice(0, {"loss": loss.detach()}, 2)
+    replica.gradients.end_slice(0, {"loss": loss.detach()}, 2)
 
 
 def apply(replica, result):
@@ -205,7 +206,7 @@ def test_optimizers_leave_the_sum_alone_and_get_the_same_bits(name):
 
 @pytest.mark.parametrize("name", ["nesterov", "unknown", "hook"])
 def test_an_optimizer_that_writes_needs_a_copy_of_its_own(name, monkeypatch):
-    monkeypatch.setattr(replicas, "may_write_gradients", lambda optimizer: False)
+    monkeypatch.setattr(parts, "may_write_gradients", lambda optimizer: False)
 
     ended, _, is_unchanged = applied_to_shared_memory(*WRITERS[name])
 
@@ -259,14 +260,14 @@ def test_after_a_step_no_parameter_keeps_a_gradient():
 
 
 def test_a_gradient_from_elsewhere_is_not_added_to(monkeypatch):
-    begin_slice = Replica.begin_slice
+    begin_slice = StepGradients.begin_slice
 
     def leave_one(self, room):
-        for parameter in self.model.parameters():
+        for parameter in self._buckets.parameters:
             parameter.grad = torch.full_like(parameter, 1e3)
         begin_slice(self, room)
 
-    monkeypatch.setattr(Replica, "begin_slice", leave_one)
+    monkeypatch.setattr(StepGradients, "begin_slice", leave_one)
 
     assert train("mlp", "sgd", workers=4)[1] == reference.train("mlp", "sgd")
 

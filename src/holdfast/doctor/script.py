@@ -22,7 +22,7 @@ from holdfast.doctor.checks import differing, examine, thread_counts, threads_se
 from holdfast.doctor.findings import Seen
 from holdfast.doctor.target import Subject, digests_of, is_at_odd_place
 from holdfast.errors import ConfigError
-from holdfast.models.replicated import Replica
+from holdfast.models.trainable import Trainable
 from holdfast.models.training_state import model_tensors
 from holdfast.session.step import ONE_BY_ONE, Step
 from holdfast.torch_private import tree_flatten, tree_map
@@ -51,22 +51,23 @@ class Look:
         self._inputs: Any = None
         self._loss = torch.zeros(())
 
-    def __call__(self, body: Any, plan: Plan, dataset: Any, collate: Any) -> Iterator[Step]:
+    def __call__(self, body: Trainable, plan: Plan, dataset: Any, collate: Any) -> Iterator[Step]:
         """Yield the first step, in one way after another, and end the script.
 
         Raises:
             ConfigError: if the model is split.
             Looked: in the end.
         """
-        if not isinstance(body, Replica):
+        whole = body.whole
+        if whole is None:
             raise ConfigError(
                 "holdfast doctor looks at a model that every worker has all of, and this one is split: give its stages, whole, to a Session without Pipeline or Sharded"
             )
         batch = Batches(plan).mini_batch(0, Cursor(epoch=plan.first_epoch, offset=0), plan.world)
         assert batch is not None, "a plan has a first step"
-        self._model, self._plan, self._dataset, self._collate = body.model, plan, dataset, collate
+        self._model, self._plan, self._dataset, self._collate = whole.model, plan, dataset, collate
         self._number = min(batch.owners)
-        self._buffers = {name: value.clone() for name, value in body.model.named_buffers()}
+        self._buffers = {name: value.clone() for name, value in whole.model.named_buffers()}
         self.seen.parameters, self.seen.samples = body.numel, len(batch.slices[self._number])
         self._meet_other_process(batch)
         try:

@@ -17,10 +17,7 @@ from holdfast.engine.regroup import Status
 from holdfast.engine.scribe import Scribe
 from holdfast.errors import InternalError, StateLost, Unwind
 from holdfast.integrity.sdc_guard import Watch
-from holdfast.models.model_parallel import Pipelined, Split
-from holdfast.models.part_restore import Restorer
-from holdfast.models.replicated import Replica
-from holdfast.models.sharded import Shards
+from holdfast.models.trainable import Trainable
 from holdfast.recovery.messages import (
     ActDone,
     Action,
@@ -63,7 +60,7 @@ class Acts:
     def __init__(
         self,
         world: World,
-        replica: Replica | Pipelined | Shards,
+        replica: Trainable,
         status: Status,
         scribe: Scribe,
         recovery: Recovering,
@@ -109,7 +106,7 @@ class Acts:
             case Rehome(restores=restores):
                 self._rehome(restores=restores)
             case Settle():
-                self._parts.settle()
+                self._replica.settle()
             case TakeChanges():
                 self._recovery.end()
                 self._requests.take()
@@ -123,12 +120,6 @@ class Acts:
             case _:
                 raise InternalError(f"unknown order {order}")
         return ActDone()
-
-    @property
-    def _parts(self) -> Split:
-        """The model, of which workers hold parts."""
-        assert isinstance(self._replica, Split)
-        return self._replica
 
     # -- the step in progress
 
@@ -156,9 +147,8 @@ class Acts:
 
     def _rehome(self, *, restores: bool) -> None:
         self._world.reach("rehome")
-        restore = Restorer(self._world, self._parts, self._scribe).restore if restores else None
         try:
-            self._parts.rehome(restore)
+            self._replica.rehome(restores=restores)
         except StateLost as lost:
             self._begin_job_again(lost)
 
@@ -177,7 +167,7 @@ class Acts:
         self.discard()
         self._forget_stop()
         status.save_due = False
-        lost = self._parts.lost(world.comm.members) if self._replica.is_split else ()
+        lost = self._replica.lost(world.comm.members)
         went_back = self._beginning.load(trained=status.announced or self._is_newcomer)
         if lost and world.is_lead:
             what = f"{'parts' if len(lost) > 1 else 'part'} {', '.join(map(str, lost))} of the model"

@@ -10,7 +10,7 @@ from holdfast.data.ledger import Account
 from holdfast.models.overlap import Spent
 from holdfast.recovery.messages import NO_NOTE, Note
 
-if TYPE_CHECKING:  # the torch.distributed backend needs the flags below, and none of these
+if TYPE_CHECKING:  # the torch.distributed backend needs none of these
     from holdfast.checkpoint import Loaded
     from holdfast.clock import Clock
     from holdfast.comm import Communicator, OrderedSum

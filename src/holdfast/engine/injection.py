@@ -8,14 +8,11 @@ from typing import Any
 
 from holdfast.comm import VirtualCommunicator
 from holdfast.engine.context import World
-from holdfast.engine.flips import module_names, weights
 from holdfast.errors import ConfigError
 from holdfast.faults.names import chosen
 from holdfast.faults.plan import FLIP, SPLIT_PHASES, Fault, FaultPlan
 from holdfast.faults.process import Injector, PlannedFaults, ask_launcher, strike
-from holdfast.models.model_parallel import Pipelined, Split
-from holdfast.models.replicated import Replica
-from holdfast.models.sharded import Shards
+from holdfast.models.trainable import Trainable
 from holdfast.records.paths import strike_path
 from holdfast.records.types import FaultFired, ValuesAltered
 
@@ -70,7 +67,7 @@ def make_faults(world: World) -> Injector:
     return PlannedFaults(plan, fail, announce, tell)
 
 
-def check_faults(planned: str, replica: Replica | Pipelined | Shards, end: int) -> None:
+def check_faults(planned: str, replica: Trainable, end: int) -> None:
     """Look whether planned faults lie inside the run, and find what they are to alter.
 
     Args:
@@ -90,30 +87,28 @@ def check_faults(planned: str, replica: Replica | Pipelined | Shards, end: int) 
             raise ConfigError(f"--inject {fault.to_spec()}: {error}") from error
 
 
-def _check_place(fault: Fault, replica: Replica | Pipelined | Shards) -> None:
+def _check_place(fault: Fault, replica: Trainable) -> None:
     if fault.flip is None:
-        if fault.phase in SPLIT_PHASES and not replica.is_split:
+        if fault.phase in SPLIT_PHASES and replica.is_replicated:
             raise ConfigError(
                 f"the phases {', '.join(SPLIT_PHASES)} are those of a model that is split, and this one is not"
             )
-        if fault.slice is not None and not isinstance(replica, Pipelined):
+        if fault.slice is not None and not replica.has_stages:
             raise ConfigError(
                 "slice says between which two hand-overs of a Pipeline it strikes, and this model is none: leave it out"
             )
-        if fault.phase == "mirror" and not (isinstance(replica, Split) and replica.holdings.shape.lazy):
+        if fault.phase == "mirror" and not replica.sends_copies:
             raise ConfigError(
                 "copies are sent, phase=mirror, with --strategy partial and --mirror-every above 1; a mirror works in phase=allreduce"
             )
         return
-    if fault.flip.target == "handover" and not isinstance(replica, Pipelined):
+    if fault.flip.target == "handover" and not replica.has_stages:
         raise ConfigError(
             "target handover is what a stage of a Pipeline gives to the next, and this model has no stages"
         )
-    if isinstance(replica, Replica):  # of others it is known who holds what when they have met
-        if fault.flip.target in ("weights", "gradients"):
-            chosen(weights(replica.model), fault.flip.at)
-        elif fault.flip.target == "activations":
-            chosen(module_names(replica.model), fault.flip.at)
+    named = replica.named(fault.flip.target)
+    if named is not None:
+        chosen(named, fault.flip.at)
 
 
 def reach_point(world: World, name: str) -> None:

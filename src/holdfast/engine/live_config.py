@@ -19,12 +19,12 @@ from holdfast.comm import share_bytes
 from holdfast.data.position import Place
 from holdfast.engine.context import World
 from holdfast.errors import ConfigError
-from holdfast.models.model_parallel import Split
-from holdfast.models.replicated import Replica
+from holdfast.models.trainable import Trainable
 from holdfast.options import MAX_REQUEST, request_in
 from holdfast.records.paths import requests_path
 from holdfast.records.types import SettingChanged
-from holdfast.recovery import Strategy, make_strategy, strategy_class, strategy_names
+from holdfast.recovery import Strategy, make_strategy
+from holdfast.recovery.registry import strategy_class, strategy_names
 
 _MOST_RANKS = 1 << 20
 
@@ -40,7 +40,7 @@ class Requests:
     """
 
     def __init__(
-        self, world: World, replica: Replica | Split, place: Place, set_strategy: Callable[[Strategy], None]
+        self, world: World, replica: Trainable, place: Place, set_strategy: Callable[[Strategy], None]
     ) -> None:
         self._world = world
         self._replica = replica
@@ -142,7 +142,7 @@ class Requests:
 
     def _why_not(self, strategy: str) -> str:
         """Return why a strategy cannot be gone on with, "" if it can."""
-        if self._replica.kind in strategy_class(strategy).refused:
+        if not self._replica.supports(strategy):
             return "is not there for a model that is split"
         if self._world.settings.mirror_every > 1:
             return "does not go with --mirror-every above 1, which only partial can go on from"

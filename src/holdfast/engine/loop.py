@@ -9,7 +9,7 @@ from collections.abc import Generator, Iterator
 from typing import NoReturn
 
 from holdfast.checkpoint.writer import Outcome
-from holdfast.comm import OrderedSum, VirtualCommunicator
+from holdfast.comm import OrderedSum
 from holdfast.data.ledger import Account
 from holdfast.data.loader import Source
 from holdfast.data.plan import MiniBatch, Plan
@@ -25,7 +25,6 @@ from holdfast.engine.scribe import Scribe
 from holdfast.engine.vote import CommitVote, Spread
 from holdfast.errors import (
     CheckpointError,
-    ConfigError,
     InternalError,
     PeerFailed,
     StoreLost,
@@ -34,10 +33,8 @@ from holdfast.errors import (
 from holdfast.integrity.certificate import Certificate
 from holdfast.integrity.hash_chain import GENESIS
 from holdfast.integrity.sdc_guard import Watch
-from holdfast.models.model_parallel import Pipelined, Split
-from holdfast.models.replicated import Replica
-from holdfast.models.sharded import Shards
-from holdfast.recovery import Protocol, make_strategy, strategy_class
+from holdfast.models.trainable import Trainable
+from holdfast.recovery import Protocol, make_strategy
 from holdfast.recovery.messages import (
     Action,
     Admitted,
@@ -84,7 +81,7 @@ class Run:
     def __init__(
         self,
         world: World,
-        replica: Replica | Pipelined | Shards,
+        replica: Trainable,
         plan: Plan,
         source: Source,
         *,
@@ -92,18 +89,11 @@ class Run:
     ) -> None:
         self._world = world
         self._replica = replica
-        strategy_class(world.settings.strategy).check(replica.kind)
-        if world.settings.guard == "heal" and replica.is_split:
-            raise ConfigError(
-                "guard heal needs a model that every worker has all of; of one that is split nobody keeps a state in memory: use stop or warn"
-            )
-        if world.settings.update == "eager" and isinstance(replica, Replica):
-            replica.update_eagerly(world.clock, world.spent, beside=not isinstance(world.comm, VirtualCommunicator))
+        replica.check(world.settings)
         strategy = make_strategy(world.settings.strategy, min_workers=world.settings.min_workers)
-        self._protocol = Protocol(strategy, replica.num_buckets, split=replica.is_split)
-        if isinstance(replica, Split):
-            replica.connect(world)
+        self._protocol = Protocol(strategy, replica.num_buckets, split=not replica.is_replicated)
         self._scribe = Scribe(world)
+        replica.begin_loop(world, self._scribe)
         self._fingerprint = replica.fingerprint(world.comm, world.settings)
         self._watch = Watch(world, replica, self._fingerprint, self._scribe)
         self._sum = self._get_sum()
@@ -213,9 +203,9 @@ class Run:
 
     def _try(self, order: Action) -> Event:
         match order:
-            case SumBucket(step=step, bucket=bucket):
+            case SumBucket(bucket=bucket):
                 self._recovery.end()
-                self._attempts.sum_bucket(step, bucket)
+                self._attempts.sum_bucket(bucket)
                 return BucketSummed()
             case CloseStep(step=step):
                 return StepClosed() if self._close(step) else CorruptionSeen()
@@ -242,8 +232,9 @@ class Run:
                 self._status.heard |= Note.LEAVE
             if not (self._status.heard or self._status.outcome == "gave-up"):
                 return batch
-            # Where the script stops it, too, it is done.
-            if self._status.heard == Note.LEAVE and self._status.outcome == "done":
+            if (
+                self._status.heard == Note.LEAVE and self._status.outcome == "done"
+            ):  # where the script stops it too, it is done
                 self._status.outcome = "stopped"
             if self._status.outcome == "stopped":
                 self._beginning.save()
@@ -259,7 +250,7 @@ class Run:
             if self._certificate is not None:
                 self._certificate.begin(step)
             return attempt
-        if isinstance(self._replica, Split) and not self._beginning.belongs_to_later_loop:
+        if not self._beginning.belongs_to_later_loop:
             self._replica.finish()
         return None
 
@@ -283,8 +274,11 @@ class Run:
 
     def _vote(self, step: int) -> CommitVote:
         """Return what this worker says of the step, which it is ready to close."""
-        world = self._world
-        asked, parts = world.asked, world.parts  # read once: a signal may come meanwhile
+        world, asked, parts = (
+            self._world,
+            self._world.asked,
+            self._world.parts,
+        )  # read once: a signal may come meanwhile
         return CommitVote(
             guard=self._watch.fill(step, is_last=self._place.is_last(self._attempts.in_progress())),
             parts=self._fingerprint.parts,
@@ -311,17 +305,15 @@ class Run:
         self._scribe.mark("optimizer")
         world.reach("optimizer", step)
         lost = replica.missing_slices(batch)
-        workers = {rank for number, rank in batch.owners.items() if number not in lost}
-        if isinstance(replica, Pipelined):
-            workers = replica.computing(batch)
+        workers = replica.computing(batch, lost)
         link = None if self._certificate is None else self._certificate.commit(batch, lost)
-        world.metrics = replica.apply(batch, list(self._attempts.names))
+        world.metrics = replica.apply(batch, self._attempts.names)
         samples = self._place.commit(batch, lost)
         self._attempts.batch, world.step, world.snapshot = None, step + 1, None
         self._scribe.committed(batch, samples, len(workers), lost, link)
         self._beginning.keep_after_step()
         if world.keeper.is_due(world.step) or self._status.save_due:
-            if replica.is_split and self._recovery.now is not None:
+            if not replica.is_replicated and self._recovery.now is not None:
                 world.keeper.put_off(world.step)  # parts have homes among the dead: all save when they have new ones
             else:
                 self._beginning.save()
@@ -367,7 +359,7 @@ class Run:
                 f"{lost}; this worker cannot take part in agreements any more, so it ends as if it had died"
             )
             kill_self()
-        if not has_begun or self._replica.is_split:  # one alone has not all of it
+        if not has_begun or not self._replica.is_replicated:  # one alone has not all of it
             raise lost
         self._acts.discard()
         with turn(run_dir):
@@ -385,16 +377,12 @@ class Run:
 
     def _leave(self) -> None:
         world, replica = self._world, self._replica
-        if isinstance(replica, Split):
-            replica.leave()
+        replica.leave()
         if self._status.outcome == "left":
             self._scribe.left()
             raise SystemExit(0)
         self._recovery.end()
-        if isinstance(replica, Split):
-            self._scribe.held(replica.memory())
-        elif isinstance(replica, Replica) and replica.eager is not None:
-            self._scribe.updated_eagerly(replica.eager)
+        self._scribe.summed_up(replica.summary)
         if self._certificate is not None:
             self._scribe.hashed(world.step, world.link, self._certificate.hash_end())
         self._scribe.finished(self._status.outcome, replica.sha256s(world.comm.here), self.account())

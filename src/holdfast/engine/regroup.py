@@ -12,7 +12,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
-from holdfast.engine.context import World
 from holdfast.errors import PeerFailed
 from holdfast.recovery.messages import (
     NO_NOTE,
@@ -34,14 +33,13 @@ from holdfast.recovery.regroup import Line, line_after
 
 if TYPE_CHECKING:
     from holdfast.comm import Communicator
+    from holdfast.engine.context import World
     from holdfast.engine.executor import Attempts
     from holdfast.engine.recovery_log import Recovering
     from holdfast.engine.scribe import Scribe
     from holdfast.integrity.certificate import Certificate
     from holdfast.integrity.sdc_guard import Watch
-    from holdfast.models.model_parallel import Pipelined
-    from holdfast.models.replicated import Replica
-    from holdfast.models.sharded import Shards
+    from holdfast.models.trainable import Trainable
 
 Known = TypeVar("Known")
 
@@ -92,7 +90,7 @@ class Status:
     """What a training loop has heard and not acted on yet, and how it will end.
 
     Args:
-        heard: Notes of closing sums; a worker that missed one hears them while progress is shared.
+        heard: Flags of closing sums; a worker that missed one hears them while progress is shared.
         save_due: A checkpoint was asked for; since a step was closed until the next one is stable.
         outcome: ``"done"``, ``"stopped"`` (on request), ``"gave-up"`` (too few workers) or ``"left"`` (the others continue).
         announced: The loop's first step was begun, and its start written down.
@@ -121,7 +119,7 @@ class Regroup:
     def __init__(
         self,
         world: World,
-        replica: Replica | Pipelined | Shards,
+        replica: Trainable,
         status: Status,
         scribe: Scribe,
         recovery: Recovering,
@@ -188,7 +186,7 @@ class Regroup:
 
     def _share(self, mine: Progress) -> ProgressKnown:
         heard = 0 if self._certificate is None else self._certificate.heard
-        flagged = dataclasses.replace(mine, flags=self._notes(), heard=heard)
+        flagged = dataclasses.replace(mine, flags=self._flags(), heard=heard)
         known = self._world.comm.share_progress(flagged)
         if self._certificate is not None and self._attempts.batch is not None:
             self._certificate.learn(self._world.step, known, self._replica.num_buckets)
@@ -196,19 +194,18 @@ class Regroup:
             self._hear(other.flags)
         return ProgressKnown(known, self._replica.num_buckets)
 
-    def _notes(self) -> Note:
-        """Return what this worker tells with its progress: what it has heard, and where it stands."""
+    def _flags(self) -> Note:
         return (
             self._status.heard
             | Note.SAVE.when(self._status.save_due)
             | Note.CALM.when(self._recovery.is_calm)
-            | Note.LOST.when(self._replica.is_lost(self._world.comm.members))
+            | Note.LOST.when(bool(self._replica.lost(self._world.comm.members)))
             | Note.CORRUPT.when(self._watch.corrupt)
             | Note.ALTERED.when(self._watch.altered)
         )
 
-    def _hear(self, notes: Note) -> None:
+    def _hear(self, flags: Note) -> None:
         """Take over what another worker has heard. A change is met for once; CALM, LOST and ALTERED are for the strategy."""
-        self._status.heard |= notes & VOTED & ~Note.CHANGE
-        self._status.save_due |= bool(notes & Note.SAVE)
-        self._watch.corrupt |= bool(notes & Note.CORRUPT)
+        self._status.heard |= flags & VOTED
+        self._status.save_due |= bool(flags & Note.SAVE)
+        self._watch.corrupt |= bool(flags & Note.CORRUPT)

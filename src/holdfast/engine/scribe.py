@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,9 +14,7 @@ from holdfast.comm.connect import chosen
 from holdfast.data.ledger import Account
 from holdfast.data.plan import MiniBatch, Plan
 from holdfast.engine.context import Rebuilding, World
-from holdfast.integrity.certificate import Link
-from holdfast.integrity.state_hashes import Hashed
-from holdfast.models.overlap import Eager
+from holdfast.integrity.certified import Hashed, Link
 from holdfast.models.slice_batching import Tried
 from holdfast.records.types import (
     CheckpointSaved,
@@ -26,7 +24,6 @@ from holdfast.records.types import (
     Finished,
     Left,
     PartRestored,
-    PartsHeld,
     Record,
     Recovered,
     Reinitialised,
@@ -35,7 +32,6 @@ from holdfast.records.types import (
     SlicesTried,
     StateHashed,
     StepCommitted,
-    UpdatedEagerly,
 )
 
 
@@ -268,11 +264,6 @@ class Scribe:
         if is_training:
             self.warn(f"what was found in step {found_at} came again with the same bits: it is the training itself")
 
-    def held(self, held: Mapping[str, Any]) -> None:
-        """Training ends; what this worker has of a split model is what :class:`PartsHeld` asks for."""
-        world = self._world
-        world.recorder.write(PartsHeld(t_s=world.clock.now_s(), rank=world.comm.here[0], step=world.step, **held))
-
     def slices_tried(self, tried: Tried) -> None:
         """It is known whether slices of some sizes go through the model at once."""
         world = self._world
@@ -287,11 +278,12 @@ class Scribe:
         )
         world.recorder.write(record)
 
-    def updated_eagerly(self, eager: Eager) -> None:
-        """Training ends; what it took to update buckets before their step was closed."""
+    def summed_up(self, summary: Callable[..., Record | None]) -> None:
+        """Training ends; what is to be said of the model is what ``summary`` makes of time, rank and step."""
         world = self._world
-        spent: dict[str, Any] = dataclasses.asdict(eager.spent) | {"copy_bytes": eager.size_bytes}
-        world.recorder.write(UpdatedEagerly(t_s=world.clock.now_s(), rank=world.comm.here[0], step=world.step, **spent))
+        record = summary(t_s=world.clock.now_s(), rank=world.comm.here[0], step=world.step)
+        if record is not None:
+            world.recorder.write(record)
 
     def left(self) -> None:
         """This worker leaves the others."""

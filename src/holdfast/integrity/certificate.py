@@ -10,41 +10,16 @@ few integers more. Who missed that sum, and goes on with the step because others
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from holdfast.data.plan import MiniBatch
 from holdfast.engine.context import World
 from holdfast.engine.vote import Spread
 from holdfast.errors import InternalError
+from holdfast.integrity.certified import Hashed, Link
 from holdfast.integrity.hash_chain import WHOLE_EVERY, digest_of_figures, digest_of_ids, digest_of_parts, link_of
-from holdfast.integrity.state_hashes import Fingerprint, Hashed
-from holdfast.models.replicated import Replica
+from holdfast.integrity.state_hashes import Fingerprint
+from holdfast.models.trainable import Trainable
 from holdfast.recovery.messages import Progress
-
-if TYPE_CHECKING:
-    from holdfast.models.model_parallel import Pipelined
-    from holdfast.models.sharded import Shards
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Link:
-    """What was certified of a step; as :class:`~holdfast.records.types.StepCommitted` has it.
-
-    Args:
-        before: The link before.
-        whole: The whole state was hashed.
-        tensors: Then, digests of all tensors that this worker has.
-    """
-
-    before: str
-    link: str
-    ids: str
-    figures: str
-    state: str
-    where: str
-    whole: bool
-    tensors: list[Hashed]
 
 
 class Certificate:
@@ -56,7 +31,7 @@ class Certificate:
         fingerprint: Of the state before each step.
     """
 
-    def __init__(self, world: World, replica: Replica | Pipelined | Shards, fingerprint: Fingerprint) -> None:
+    def __init__(self, world: World, replica: Trainable, fingerprint: Fingerprint) -> None:
         self._world = world
         self._replica = replica
         self._fingerprint = fingerprint

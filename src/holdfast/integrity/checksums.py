@@ -7,32 +7,13 @@ step in progress back and do it again.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
-from holdfast.comm import SUM
+from holdfast.comm.allreduce.checksums import NO_WORKER
 from holdfast.engine.context import World
 from holdfast.engine.scribe import Scribe
 from holdfast.errors import MessageAltered
 
 _MOST_TIMES_REDONE = 3
 """A step that is done again more often because messages of it are altered is no soft error."""
-
-_NOBODYS = -1
-
-
-def note_altered(found: dict[str, int], what: str, owners: Mapping[int, int], number: int) -> None:
-    """Note a finding of a sum.
-
-    Args:
-        found: All of the step, :attr:`World.altered`.
-        what: What was summed, or handed over.
-        owners: Who gave each slice.
-        number: The slice for which it was altered, or ``SUM``.
-    """
-    if number == SUM:
-        found[f"the sum of {what}"] = _NOBODYS
-    else:
-        found[f"{what} of slice {number}"] = owners[number]
 
 
 class Checking:
@@ -92,5 +73,5 @@ class Checking:
     def _write_down(self) -> None:
         found = self._world.altered
         if found:
-            self._scribe.corruption_found("message", list(found), sorted({*found.values()} - {_NOBODYS}))
+            self._scribe.corruption_found("message", list(found), sorted({*found.values()} - {NO_WORKER}))
             found.clear()

@@ -9,7 +9,7 @@ from holdfast.engine.context import World
 from holdfast.engine.scribe import Scribe
 from holdfast.integrity.fingerprint import LONGEST_ROTATION, WINDOW_BYTES, RotatingDigest
 from holdfast.integrity.ranges import Finding, Ranges
-from holdfast.models.replicated import Replica
+from holdfast.models.part import Part
 
 _NOTHING = 0
 _IS_TRAINING = 1
@@ -27,14 +27,14 @@ class Ranging:
 
     Args:
         world: Who is there.
-        replica: What is looked at.
+        part: What is looked at.
         digest: Says which window is that of a step.
         scribe: Writes down what is found.
     """
 
-    def __init__(self, world: World, replica: Replica, digest: RotatingDigest, scribe: Scribe) -> None:
+    def __init__(self, world: World, part: Part, digest: RotatingDigest, scribe: Scribe) -> None:
         self._world = world
-        self._replica = replica
+        self._part = part
         self._digest = digest
         self._scribe = scribe
         self._ranges = Ranges()
@@ -43,11 +43,11 @@ class Ranging:
         self._gone_back_for: tuple[int, Finding | None] = (-1, None)
         self.is_training = False
         """Whether what all went back for came again, with the same bits."""
-        total = sum(layout.gradients_end * layout.dtype.itemsize for layout in replica.buckets.layouts)
+        total = sum(layout.gradients_end * layout.dtype.itemsize for layout in part.buckets.layouts)
         room = max(WINDOW_BYTES, -(-total // LONGEST_ROTATION))
         self._windows = [
             (bucket, start, min(start + room // layout.dtype.itemsize, layout.gradients_end))
-            for bucket, layout in enumerate(replica.buckets.layouts)
+            for bucket, layout in enumerate(part.buckets.layouts)
             for start in range(0, layout.gradients_end, room // layout.dtype.itemsize)
         ]
 
@@ -57,7 +57,7 @@ class Ranging:
         What comes again with the same bits, when its step is done again, is not said to be a finding; nor what is found after
         all went back in vain, because something is found wherever a training diverges.
         """
-        self._replica.wait_updated()
+        self._part.wait_updated()
         self._finding = next((finding for finding in self._findings(step) if finding is not None), None)
         if self._finding is None:
             return _NOTHING
@@ -90,14 +90,14 @@ class Ranging:
 
     def _findings(self, step: int) -> Iterator[Finding | None]:
         kinds = {"loss", "gradients"}
-        loss = self._replica.loss()
+        loss = self._part.gradients.loss()
         if loss is not None:
             yield self._ranges.look("loss", "loss", (loss,))
         for piece, tensor in self._digest.values(step):
             if tensor.dim() and tensor.numel() > 1:
                 kinds.add(piece.key or "weights")
                 yield self._ranges.look_at(piece.key or "weights", piece.path, tensor)
-        if self._windows and not self._replica.scales_loss:  # a scaler tries what is too large, and skips such steps
+        if self._windows and not self._part.scales_loss:  # a scaler tries what is too large, and skips such steps
             yield self._look_at_gradients(step)
         self._ranges.count_step(kinds)
 
@@ -105,7 +105,5 @@ class Ranging:
         comm = self._world.comm
         turn = step * len(comm.members) + comm.members.index(comm.here[0])
         bucket, start, stop = self._windows[turn % len(self._windows)]
-        found = self._ranges.look_at("gradients", f"bucket {bucket}", self._replica.sums[bucket][start:stop])
-        return found and dataclasses.replace(
-            found, where=f"gradients of {self._replica.buckets.name_at(bucket, start)}"
-        )
+        found = self._ranges.look_at("gradients", f"bucket {bucket}", self._part.gradients.sums[bucket][start:stop])
+        return found and dataclasses.replace(found, where=f"gradients of {self._part.buckets.name_at(bucket, start)}")

@@ -19,13 +19,12 @@ from holdfast.engine.scribe import Scribe
 from holdfast.engine.vote import GuardVote, Spread
 from holdfast.errors import ReplicasDiffer
 from holdfast.integrity.checksums import Checking
-from holdfast.integrity.fingerprint import HALVES, RotatingDigest
+from holdfast.integrity.fingerprint import HALVES
 from holdfast.integrity.range_check import Ranging
 from holdfast.integrity.recompute_check import Computed
-from holdfast.integrity.state_hashes import Fingerprint, WholeFingerprint
+from holdfast.integrity.state_hashes import Fingerprint
 from holdfast.models.gradients import MAX_METRICS
-from holdfast.models.model_parallel import Split
-from holdfast.models.replicated import Replica
+from holdfast.models.trainable import Trainable
 
 _SHORTEST_ROTATION = 32
 """Steps between two states that are kept, at least: of a small model it would cost more to copy than to train."""
@@ -61,19 +60,17 @@ class Watch:
         scribe: Writes down what is found.
     """
 
-    def __init__(self, world: World, replica: Replica | Split, fingerprint: Fingerprint, scribe: Scribe) -> None:
+    def __init__(self, world: World, replica: Trainable, fingerprint: Fingerprint, scribe: Scribe) -> None:
         self._world = world
-        self._replica = replica
+        self._whole = replica.whole
         self._fingerprint = fingerprint
         self._scribe = scribe
         self._policy = world.settings.guard
         self._heals = self._policy == "heal"
-        self._digest: RotatingDigest | None = None
         self._ranging: Ranging | None = None
-        if isinstance(replica, Replica) and isinstance(fingerprint, WholeFingerprint):
-            self._digest = fingerprint.digest
-            if self._policy in ("warn", "heal"):
-                self._ranging = Ranging(world, replica, fingerprint.digest, scribe)
+        self._digest = fingerprint.digest
+        if self._whole is not None and self._digest is not None and self._policy in ("warn", "heal"):
+            self._ranging = Ranging(world, self._whole, self._digest, scribe)
         self._checking = Checking(world, scribe)
         self._warned: set[tuple[str, ...]] = set()
         self.corrupt = False
@@ -101,10 +98,10 @@ class Watch:
 
     def note_computed(self, batch: MiniBatch) -> None:
         """Hear that the slices of a step are computed here."""
-        if not (self._heals and isinstance(self._replica, Replica)):
+        if not self._heals or self._whole is None:
             return
-        for number, terms in self._replica.terms.items():
-            figures = terms.flat[-1][self._replica.buckets.layouts[-1].figures_at :][: 2 * MAX_METRICS]
+        for number, terms in self._whole.gradients.terms.items():
+            figures = terms.flat[-1][self._whole.buckets.layouts[-1].figures_at :][: 2 * MAX_METRICS]
             differs = self._computed.note(batch.step, number, (terms.flat[0], figures))
             if differs and self._verdict is None:
                 self._odd.add(batch.owners[number])

@@ -8,36 +8,16 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import xxhash
 
 from holdfast.comm import Communicator
 from holdfast.config import Settings
 from holdfast.engine.vote import Spread
+from holdfast.integrity.certified import Hashed
 from holdfast.integrity.fingerprint import EVERYTHING, HALVES, LONGEST_ROTATION, Digests, RotatingDigest, raw
 from holdfast.integrity.hash_chain import WHOLE_EVERY, digest_of_tensors
-
-if TYPE_CHECKING:
-    from holdfast.models.replicated import Replica
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Hashed:
-    """Digests of all tensors of a part, as one worker has it; as :class:`~holdfast.records.types.StateHashed` has them.
-
-    Args:
-        rank: Who.
-        tensors: Digests by path.
-        part: Which, -1 where the model is not split.
-        parts: How many there are, 0 where it is not.
-    """
-
-    rank: int
-    tensors: dict[str, str]
-    part: int = -1
-    parts: int = 0
+from holdfast.models.part import Part
 
 
 class Fingerprint(ABC):
@@ -50,6 +30,8 @@ class Fingerprint(ABC):
 
     def __init__(self, comm: Communicator, settings: Settings) -> None:
         self._comm = comm
+        self.digest: RotatingDigest | None = None
+        """Of the state that all have; None where workers hold parts."""
         self._is_compared = settings.guard != "off"
         self._is_certified = settings.certificate
         self.replicas: Spread | None = None
@@ -120,23 +102,23 @@ class WholeFingerprint(Fingerprint):
     """The fingerprint where everybody has all of the state, so that all know what the others hash without being told.
 
     Args:
-        replica: The model, with its optimizer.
+        whole: The model, with its optimizer.
         comm: The living.
         settings: Of the job.
     """
 
-    def __init__(self, replica: Replica, comm: Communicator, settings: Settings) -> None:
+    def __init__(self, whole: Part, comm: Communicator, settings: Settings) -> None:
         super().__init__(comm, settings)
-        self._replica = replica
-        self.digest = RotatingDigest(
-            replica.model,
-            replica.optimizer,
+        self._whole = whole
+        self.digest: RotatingDigest = RotatingDigest(
+            whole.model,
+            whole.optimizer,
             LONGEST_ROTATION if settings.guard in ("warn", "heal") else 0,
-            buffers=replica.beside() if self._is_certified else (),
+            buffers=whole.beside() if self._is_certified else (),
         )
 
     def _windows(self, step: int) -> Mapping[int, Digests]:
-        return self._replica.own.of_each(self._comm.here, lambda: self.digest.take(step))
+        return self._whole.own.of_each(self._comm.here, lambda: self.digest.take(step))
 
     def _certify(self, digests: Mapping[int, int]) -> None:
         self.state = f"{digests[min(digests)]:016x}"
@@ -155,13 +137,13 @@ class WholeFingerprint(Fingerprint):
 
     def remember_buffers(self) -> None:
         """See :meth:`Fingerprint.remember_buffers`."""
-        self._replica.buckets.buffers.begin_step()
+        self._whole.buckets.buffers.begin_step()
 
     def compare_all(self) -> None:
         """See :meth:`Fingerprint.compare_all`."""
         self.is_of_all = True
-        self._replica.wait_updated()
-        numbers = self._replica.own.of_each(self._comm.here, lambda: self.digest.of_step(EVERYTHING))
+        self._whole.wait_updated()
+        numbers = self._whole.own.of_each(self._comm.here, lambda: self.digest.of_step(EVERYTHING))
         self.replicas = Spread.of(numbers.values())
 
     def compared(self, step: int, half: str = "") -> tuple[str, ...]:
@@ -172,12 +154,12 @@ class WholeFingerprint(Fingerprint):
 
     def of_halves(self, step: int) -> dict[str, dict[int, int]]:
         """See :meth:`Fingerprint.of_halves`."""
-        self._replica.wait_updated()
+        self._whole.wait_updated()
         window = EVERYTHING if self.is_of_all else step
         return {half: self._of_half(window, half) for half in HALVES}
 
     def _of_half(self, window: int, half: str) -> dict[int, int]:
-        return self._replica.own.of_each(self._comm.here, lambda: self.digest.of_step(window, (half,)))
+        return self._whole.own.of_each(self._comm.here, lambda: self.digest.of_step(window, (half,)))
 
 
 def hash_tensors(digest: RotatingDigest) -> dict[str, str]:

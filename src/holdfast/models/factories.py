@@ -11,9 +11,9 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from holdfast.errors import ConfigError
-from holdfast.models.replicated import Replica
+from holdfast.models.part import Part
 
-_Part = TypeVar("_Part", bound=Replica)
+_Kind = TypeVar("_Kind", bound=Part)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,16 +35,16 @@ class Makers:
     bucket_bytes: int
 
     def part(
-        self, kind: type[_Part], what: str, module: nn.Module, *, clip_grad_norm: float | None, checked: bool
-    ) -> _Part:
+        self, kind: type[_Kind], what: str, module: nn.Module, *, clip_grad_norm: float | None, checked: bool
+    ) -> _Kind:
         """Return a part that can be trained.
 
         Args:
             kind: Of it.
             what: It is called, in errors.
             module: Of the model.
-            clip_grad_norm: See :class:`Replica`.
-            checked: See :class:`Replica`.
+            clip_grad_norm: See :class:`Part`.
+            checked: See :class:`Part`.
 
         Raises:
             ConfigError: if a function makes something else than it should.

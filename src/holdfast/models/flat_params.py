@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from holdfast.errors import ConfigError
-from holdfast.models.replicated import Replica
+from holdfast.models.part import Part
 
 BLOCK_BYTES = 64
 """Parameters begin at multiples of it, as where torch makes them: a product of matrices may depend on where they lie."""
@@ -49,7 +49,7 @@ class Rows:
         ConfigError: if there are several types of number among them.
     """
 
-    def __init__(self, part: Replica, row: torch.Tensor) -> None:
+    def __init__(self, part: Part, row: torch.Tensor) -> None:
         self._part = part
         self._row = row
         self._parameters = list(part.model.parameters())

@@ -150,6 +150,11 @@ class Buckets:
                     view.copy_(gradient.detach())
         self.clear()
 
+    def put(self, terms: Terms, metrics: Mapping[str, torch.Tensor | float], samples: int) -> None:
+        """Move the gradients that parameters have, the buffers, and what a slice logged into ``terms``; see :meth:`put_figures`."""
+        self.collect(terms)
+        self.put_figures(terms.flat[-1], metrics, samples)
+
     def named(self, terms: Terms) -> dict[str, torch.Tensor]:
         """Return the gradients of a slice by the names of their parameters, where they lie."""
         places = (place for bucket in self.layouts for place in bucket.places)

@@ -1,8 +1,9 @@
-"""A model that is split over workers, as the training loop sees it; see :class:`~holdfast.models.replicated.Replica`."""
+"""What all models have in common that are split over workers: parts with homes."""
 
 from __future__ import annotations
 
 import hashlib
+from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -11,31 +12,23 @@ import torch
 from holdfast.checkpoint.parts import Wanted, all_but
 from holdfast.comm import Communicator, Mail
 from holdfast.config import Settings
-from holdfast.data.plan import MiniBatch
 from holdfast.engine.context import World
+from holdfast.engine.scribe import Scribe
 from holdfast.errors import CheckpointError, ConfigError
-from holdfast.integrity.hash_chain import in_order
-from holdfast.models.evaluation import Evaluation
-from holdfast.models.factories import Makers
-from holdfast.models.flat_params import in_row
-from holdfast.models.loss import checked
+from holdfast.models.part import Part, Stateful
 from holdfast.models.part_hashes import PartFingerprint
-from holdfast.models.part_transfer import give, take
-from holdfast.models.pipeline import Reach, Stages, chain_of
-from holdfast.models.pipeline_scaler import Scaling, Stage
-from holdfast.models.replicated import Replica, Stateful
-from holdfast.models.resident_parts import Holdings, Restore
+from holdfast.models.part_restore import Restorer
+from holdfast.models.resident_parts import Build, Holdings
 from holdfast.models.standby import Backups
+from holdfast.models.trainable import Trainable
 from holdfast.models.training_state import clone, model_sha256
+from holdfast.records.types import PartsHeld
 from holdfast.recovery.placement import Homes, Shape, first_homes
-from holdfast.recovery.registry import strategy_class
-from holdfast.recovery.strategy import PIPELINE
-from holdfast.session.models import Pipeline
 from holdfast.state.transfer import take_lowest
 
 
-class Split:
-    """What all split models have in common: parts with homes, and their state.
+class Split(Trainable):
+    """A model of which workers hold parts; where they are, and their state.
 
     Args:
         shape: Of the homes.
@@ -44,40 +37,80 @@ class Split:
         scaler: A ``torch.amp.GradScaler`` for all parts, in the same state at all workers.
     """
 
-    is_split = True
-    kind: str
-
-    def __init__(self, shape: Shape, build: Callable[[int], Replica], drop: Callable[[int], None], scaler: Any) -> None:
+    def __init__(self, shape: Shape, build: Build, drop: Callable[[int], None], scaler: Any) -> None:
+        super().__init__()
         self._scaler = scaler
-        self.registered: dict[str, Stateful] = {}
-        self._before: dict[str, Any] = {}
+        self.parts = shape.parts
+        self.sends_copies = shape.lazy
         self.holdings = Holdings(shape, build, drop)
         self._world: World | None = None
+        self._scribe: Scribe | None = None
         self._sha256s = ("", "")
         self._whole = torch.nn.Module()
         self.backups: Backups | None = None
 
-    def connect(self, world: World) -> None:
-        """Meet the others."""
-        self._world = world
+    # -- capabilities
+
+    @property
+    def whole(self) -> Part | None:
+        """Return None: workers hold parts."""
+        return None
+
+    def check(self, settings: Settings) -> None:
+        """See :meth:`Trainable.check`."""
+        super().check(settings)
+        if settings.guard == "heal":
+            raise ConfigError(
+                "guard heal needs a model that every worker has all of; of one that is split nobody keeps a state in memory: use stop or warn"
+            )
+
+    def named(self, target: str) -> Mapping[str, object] | None:
+        """Return None: which worker holds what is known when they have met."""
+        return None
+
+    # -- a loop
+
+    def begin_loop(self, world: World, scribe: Scribe) -> None:
+        """See :meth:`Trainable.begin_loop`."""
+        self._world, self._scribe = world, scribe
+        self.backups = Backups(self.holdings, self._row_of, world, scribe.warn)
+
+    @abstractmethod
+    def _row_of(self, part: int) -> torch.Tensor:
+        """Return where the parameters of a part that is held here lie."""
 
     @property
     def _comm(self) -> Communicator:
         assert self._world is not None, "the model is not connected"
         return self._world.comm
 
+    def leave(self) -> None:
+        """End what goes on beside the loop: this worker is needed no more."""
+        if self.backups is not None:
+            self.backups.close()
+
+    def summary(self, *, t_s: float, rank: int, step: int) -> PartsHeld:
+        """Return what this worker has of the model in its memory."""
+        homes, here = self.holdings.now, self._comm.here
+        computes = sorted({part for _, part in homes.computed_by(here)})
+        mirrors = sorted(set(self.holdings.held) - set(computes))
+        return PartsHeld(
+            t_s=t_s,
+            rank=rank,
+            step=step,
+            computes=tuple(computes),
+            mirrors=tuple(mirrors),
+            backups=tuple(part for part, ranks in enumerate(homes.backups) if not set(ranks).isdisjoint(here)),
+            computes_bytes=self.holdings.bytes_of(computes),
+            mirrors_bytes=self.holdings.bytes_of(mirrors),
+            copies_bytes=0 if self.backups is None else self.backups.bytes_held(),
+        )
+
+    # -- what is compared and certified
+
     def fingerprint(self, comm: Communicator, settings: Settings) -> PartFingerprint:
-        """See :meth:`Replica.fingerprint`."""
+        """See :meth:`Trainable.fingerprint`."""
         return PartFingerprint(self, comm, settings)
-
-    def _remember(self) -> None:
-        """Remember what a step may change besides the parts."""
-        self._before = {name: clone(thing.state_dict()) for name, thing in self.registered.items()}
-
-    def _take_back(self) -> None:
-        for name, state in self._before.items():
-            self.registered[name].load_state_dict(clone(state))
-        self._before = {}
 
     # -- what may be altered
 
@@ -95,12 +128,12 @@ class Split:
                 held.own.rest(self._holders(part, here))
 
     def tensors_of(self, target: str, rank: int, here: Sequence[int]) -> dict[str, torch.Tensor]:
-        """Return the weights, or what the optimizer keeps, of the parts that a worker holds; see :meth:`Replica.tensors_of`.
+        """Return the weights, or what the optimizer keeps, of the parts that a worker holds; see :meth:`Trainable.tensors_of`.
 
         Raises:
-            ConfigError: if nobody can have them for itself, because copies are made of those that all have.
+            ConfigError: if no worker can have them for itself, because copies are made of those that all have.
         """
-        if self.holdings.shape.lazy and len(here) > 1:
+        if self.sends_copies and len(here) > 1:
             raise ConfigError(
                 f"{target} cannot be altered where all workers are one process and mirror_every is above 1; leave mirror_every out"
             )
@@ -135,16 +168,18 @@ class Split:
     # -- parts and their homes
 
     def lost(self, members: Sequence[int]) -> tuple[int, ...]:
-        """Return the parts that nobody among ``members`` holds; none as long as they have no homes."""
+        """See :meth:`Trainable.lost`."""
         return self.holdings.lost(members)
 
-    def is_lost(self, members: Sequence[int]) -> bool:
-        """Return whether nobody among ``members`` holds some part."""
-        return bool(self.lost(members))
-
-    def rehome(self, restore: Restore | None) -> int:
-        """See :meth:`Holdings.rehome`."""
-        return self.holdings.rehome(self._comm, restore)
+    def rehome(self, *, restores: bool) -> None:
+        """See :meth:`Trainable.rehome`."""
+        restore = None
+        if restores:
+            assert self._world is not None
+            assert self._scribe is not None
+            restorer = Restorer(self._world, self.holdings, self.backups, self.at_beginning, self._scribe)
+            restore = restorer.restore
+        self.holdings.rehome(self._comm, restore)
 
     def at_beginning(self, part: int) -> dict[str, Any] | None:
         """Return the state of a part as training began; None if it cannot be made any more."""
@@ -152,17 +187,12 @@ class Split:
 
     def exchange_backups(self, mail: Mail) -> None:
         """See :meth:`Backups.exchange`; nothing where holders have mirrors."""
-        if self.holdings.shape.lazy and self.backups is not None:
+        if self.sends_copies and self.backups is not None:
             assert self._world is not None
             self.backups.exchange(self._comm, mail, self._world.step)
 
-    def leave(self) -> None:
-        """End what goes on beside the loop: this worker is needed no more."""
-        if self.backups is not None:
-            self.backups.close()
-
     def settle(self) -> None:
-        """See :meth:`Holdings.settle`."""
+        """See :meth:`Trainable.settle`."""
         self.holdings.settle(self._comm.here)
 
     def make_equal(self, comm: Communicator) -> None:
@@ -170,7 +200,7 @@ class Split:
 
         Raises:
             CheckpointError: if it came damaged.
-            PeerFailed: if somebody died meanwhile.
+            PeerFailed: if a peer died meanwhile.
         """
         self.holdings.begin(comm.members, comm.here, None)
         self.holdings.make_equal(comm)
@@ -185,20 +215,6 @@ class Split:
     def take_homes(self, homes: Any) -> None:
         """Hear, as a newcomer that holds nothing yet, who holds which part."""
         self.holdings.homes = Homes.from_json(homes)
-
-    def memory(self) -> dict[str, Any]:
-        """Return what this worker has of the model in its memory, as :class:`~holdfast.records.types.PartsHeld` asks for it."""
-        homes, here = self.holdings.now, self._comm.here
-        computes = sorted({part for _, part in homes.computed_by(here)})
-        mirrors = sorted(set(self.holdings.held) - set(computes))
-        return {
-            "computes": tuple(computes),
-            "mirrors": tuple(mirrors),
-            "backups": tuple(part for part, ranks in enumerate(homes.backups) if not set(ranks).isdisjoint(here)),
-            "computes_bytes": self.holdings.bytes_of(computes),
-            "mirrors_bytes": self.holdings.bytes_of(mirrors),
-            "copies_bytes": 0 if self.backups is None else self.backups.bytes_held(),
-        }
 
     # -- the state as a whole
 
@@ -279,232 +295,3 @@ def shape_of(parts: int, chains: int, settings: Settings) -> Shape:
     """Return the shape of the homes: without a replica of the model, each part has a mirror, unless the user says otherwise."""
     copies = 1 + settings.mirror if settings.mirror >= 0 else 2
     return Shape(parts=parts, chains=chains, copies=copies, lazy=settings.mirror_every > 1)
-
-
-class Pipelined(Split):
-    """The stages of a pipeline that this worker holds.
-
-    Args:
-        model: What the user gave.
-        makers: Make what trains a stage.
-        scaler: A ``torch.amp.GradScaler``; see :class:`~holdfast.models.pipeline_scaler.Scaling`.
-        clip_grad_norm: Largest norm of the norms of the stages.
-        settings: Of the run.
-    """
-
-    num_buckets = 0
-    size_bytes = 64
-    kind = PIPELINE
-    device = torch.device("cpu")
-
-    def __init__(
-        self,
-        model: Pipeline,
-        makers: Makers,
-        scaler: Any,
-        clip_grad_norm: float | None,
-        settings: Settings,
-    ) -> None:
-        strategy_class(settings.strategy).check(PIPELINE)
-        model.check_devices()
-        self._model = model
-        self._makers = makers
-        self._clip_grad_norm = clip_grad_norm
-        self._settings = settings
-        self._rows: dict[int, torch.Tensor] = {}
-        self._scaling = None if scaler is None else Scaling(scaler)
-        shape = shape_of(model.parts, max(1, settings.workers // model.parts), settings)
-        super().__init__(shape, self._build, self._drop, scaler)
-        self._metrics: dict[str, float] = {}
-        self.numel = 0
-        """Numbers in the parameters of all stages."""
-
-    def _build(self, part: int) -> Stage:
-        module = self._model.build(part, self._settings.seed)
-        if not any(p.requires_grad for p in module.parameters()):
-            raise ConfigError(
-                f"stage {part} of the Pipeline has no parameters that are trained: make it a part of a stage that has some"
-            )
-        if self.holdings.shape.lazy:  # backups are made of rows
-            self._rows[part] = in_row(list(module.parameters()))
-        stage = self._makers.part(
-            Stage, "stage", module, clip_grad_norm=self._clip_grad_norm, checked=self._settings.guard_sums
-        )
-        stage.scaling = self._scaling
-        return stage
-
-    def _drop(self, part: int) -> None:
-        self._rows.pop(part, None)
-
-    def prefix(self, part: int) -> str:
-        """See :meth:`Split.prefix`."""
-        return f"{part}."
-
-    def _sha256s_now(self) -> tuple[str, str]:
-        """See :meth:`Split._sha256s_now`; who has a part counts its own."""
-        of_parts = "".join(sha256 for _, sha256 in sorted(self.holdings.sha256s().items()))
-        return model_sha256(self._whole), hashlib.sha256(of_parts.encode()).hexdigest()
-
-    def at_beginning(self, part: int) -> dict[str, Any] | None:
-        """See :meth:`Split.at_beginning`."""
-        return self._build(part).state_dict()
-
-    def connect(self, world: World) -> None:
-        """Meet the others."""
-        super().connect(world)
-        self._stages = Stages(
-            self._model, self.holdings, world.comm, self._settings, world.faults, world.altered, self._scaling
-        )
-        self.backups = Backups(self.holdings, self._rows.__getitem__, world)
-
-    # -- the size of the whole, of which each knows its own: learnt where all begin together
-
-    def make_equal(self, comm: Communicator) -> None:
-        """See :meth:`Split.make_equal`."""
-        super().make_equal(comm)
-        self._count(comm)
-
-    def load_state_dict(self, state: dict[str, Any], *, keeps: bool = False) -> None:
-        """See :meth:`Split.load_state_dict`; where there are parts in the state, all members load together."""
-        super().load_state_dict(state, keeps=keeps)
-        if "parts" in state:
-            self._count(self._comm)
-
-    def shared_state(self) -> dict[str, Any]:
-        """Return what all workers have."""
-        return super().shared_state() | {"stages": self._model.parts}
-
-    def load_shared_state(self, state: Mapping[str, Any]) -> None:
-        """Go back to what all workers have.
-
-        Raises:
-            CheckpointError: if the state is of other things than this session has, or of another number of stages.
-        """
-        super().load_shared_state(state)
-        if state["stages"] != self._model.parts:
-            raise CheckpointError(
-                f"the checkpoint holds {state['stages']} stages, this Pipeline has {self._model.parts}: go on with as many"
-            )
-
-    def _count(self, comm: Communicator) -> None:
-        held = self.holdings.held
-        self.numel = sum(comm.maximum([held[n].numel if n in held else 0 for n in range(self._model.parts)]))
-
-    def homes(self) -> Any:
-        """Return who holds which part, and the size of the whole, as plain JSON."""
-        return [self.numel, super().homes()]
-
-    def take_homes(self, homes: Any) -> None:
-        """Hear, as a newcomer, what :meth:`homes` returned."""
-        self.numel, of_parts = homes
-        super().take_homes(of_parts)
-
-    # -- a step
-
-    def begin_step(self) -> None:
-        """Forget the step before, and remember what a forward pass may change.
-
-        Raises:
-            PeerFailed: if somebody died.
-        """
-        for part in self.holdings.held.values():
-            part.begin_step()
-        self._remember()
-        self._stages.begin()
-        self.exchange_backups(self._stages.mail)
-
-    def compute(self, batch: MiniBatch, seed: int, fetch: Callable[[int], Any], reach: Reach) -> None:
-        """Compute the stages that are this worker's; see :meth:`Stages.compute`."""
-        self._stages.compute(batch, seed, fetch, reach)
-
-    def evaluate(
-        self,
-        sizes: Sequence[int],
-        load: Callable[[int], Any],
-        begin: Callable[[int, int], None],
-        *,
-        averaged: bool,
-    ) -> dict[str, float]:
-        """Return the figures of other samples; see :class:`~holdfast.models.evaluation.Evaluation`."""
-        evaluation = Evaluation(
-            model=self._model,
-            holdings=self.holdings,
-            comm=self._comm,
-            mail=self._stages.mail,
-            sizes=sizes,
-            load=lambda number: checked(load(number)),
-            begin=begin,
-            averaged=averaged,
-        )
-        return evaluation.figures()
-
-    def finish_step(self, batch: MiniBatch, reach: Reach) -> None:
-        """Sum the gradients; see :meth:`Stages.sum`."""
-        self._stages.sum(batch, reach)
-        self._metrics = self._stages.share_figures(batch)
-        self._stages.share_overflow()
-        if self._clip_grad_norm is not None:
-            self._stages.share_norms()
-
-    def discard_step(self) -> None:
-        """Take back all that the attempt changed."""
-        for part in self.holdings.held.values():
-            part.discard_step()
-        self._take_back()
-
-    def missing_slices(self, batch: MiniBatch) -> dict[int, tuple[int, ...]]:
-        """Return nothing: a step goes without no slice."""
-        return {}
-
-    def figures(self) -> list[float]:
-        """Return all figures of the step, which is computed."""
-        return in_order(self._metrics)
-
-    def apply(self, batch: MiniBatch, names: Sequence[str]) -> dict[str, float]:
-        """Run the optimizers, and return the figures of the step."""
-        for part in self.holdings.held.values():
-            part.apply(batch, (), self._metrics)
-        if self._scaling is not None:
-            self._scaling.update(self.device)
-        return self._metrics
-
-    def computing(self, batch: MiniBatch) -> set[int]:
-        """Return who computes a stage of some slice."""
-        homes = self.holdings.now
-        return {rank for number in batch.owners for rank in chain_of(homes, batch, number)}
-
-    def slices(self, batch: MiniBatch) -> list[int]:
-        """Return the slices of which some stage is computed here."""
-        homes = self.holdings.now
-        return [n for n in sorted(batch.owners) if set(chain_of(homes, batch, n)) & set(self._comm.here)]
-
-    def finish(self) -> None:
-        """Give every worker the whole model.
-
-        Raises:
-            PeerFailed: if somebody died.
-        """
-        comm, homes = self._comm, self.holdings.now
-        own = self.holdings.sha256s()
-        parts, sha256s = [], []
-        for part in range(self._model.parts):
-            giver = homes.holders(part)[0]
-            takers = [rank for rank in comm.members if rank not in homes.holders(part)]
-            if giver in comm.here:
-                state: dict[str, Any] = {"part": self.holdings.held[part].model_state(), "sha256": own[part]}
-                for taker in takers:
-                    if taker not in comm.here:
-                        give(comm, taker, state)
-            if part in self.holdings.held:
-                parts.append(self.holdings.held[part])
-                sha256s.append(own[part])
-            else:
-                state = take(comm, giver)
-                made = self._build(part)
-                made.load_model_state(state["part"])
-                parts.append(made)
-                sha256s.append(state["sha256"])
-        self._model.module = torch.nn.Sequential(*(part.model for part in parts))
-        averages = [part.average.module for part in parts if part.average is not None]
-        self._model.averaged = torch.nn.Sequential(*averages) if averages else None
-        self._note_sha256s(self._model.module, sha256s)

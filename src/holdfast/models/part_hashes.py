@@ -3,23 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from typing import Protocol, TypeVar
 from weakref import WeakKeyDictionary
 
+import torch
 from torch import nn
 
 from holdfast.comm import Communicator
 from holdfast.config import Settings
 from holdfast.engine.vote import Spread
+from holdfast.integrity.certified import Hashed
 from holdfast.integrity.fingerprint import Digests, RotatingDigest
 from holdfast.integrity.hash_chain import number_of_tensors
-from holdfast.integrity.state_hashes import Fingerprint, Hashed, hash_tensors
-from holdfast.models.replicated import Replica
-
-if TYPE_CHECKING:
-    from holdfast.models.model_parallel import Split
+from holdfast.integrity.state_hashes import Fingerprint, hash_tensors
+from holdfast.models.part import Part
+from holdfast.models.resident_parts import Holdings
 
 _Looked = TypeVar("_Looked")
+
+
+class InParts(Protocol):
+    """A split model, as far as it is hashed."""
+
+    holdings: Holdings
+
+    def prefix(self, part: int) -> str:
+        """Return what the names of a part's tensors begin with in the whole model."""
+        ...
+
+    def common_buffers(self) -> list[tuple[str, torch.Tensor]]:
+        """Return the buffers that all workers have, by name, as they were when the step in progress began; of each the same memory."""
+        ...
+
+    def remember_buffers(self) -> None:
+        """Let the buffers, where no step is in progress, count as those with which one begins."""
+        ...
 
 
 class PartFingerprint(Fingerprint):
@@ -34,12 +52,12 @@ class PartFingerprint(Fingerprint):
         settings: Of the job.
     """
 
-    def __init__(self, body: Split, comm: Communicator, settings: Settings) -> None:
+    def __init__(self, body: InParts, comm: Communicator, settings: Settings) -> None:
         super().__init__(comm, settings)
         self._body = body
         self._split = body.holdings.shape.parts
         self._parts = self._split + bool(body.common_buffers())
-        self._digests: WeakKeyDictionary[Replica, RotatingDigest] = WeakKeyDictionary()
+        self._digests: WeakKeyDictionary[Part, RotatingDigest] = WeakKeyDictionary()
 
     def _windows(self, step: int) -> Mapping[int, Digests]:
         part, number = self._place(step)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,8 +13,8 @@ from holdfast.engine.context import World
 from holdfast.engine.scribe import Scribe
 from holdfast.errors import CheckpointCorrupt, StateLost
 from holdfast.models.flat_params import BLOCK_BYTES
-from holdfast.models.model_parallel import Split
-from holdfast.models.standby import Restored
+from holdfast.models.resident_parts import Holdings
+from holdfast.models.standby import Backups, Restored
 from holdfast.models.training_state import clone
 
 _Found = tuple[str, Restored]
@@ -25,13 +26,24 @@ class Restorer:
 
     Args:
         world: Who is there.
-        model: Whose parts.
+        holdings: The parts that are held here.
+        backups: Of parts that others hold; None where there are none.
+        at_beginning: Returns the state of a part as training began; None if it cannot be made any more.
         scribe: Is told what was restored from what.
     """
 
-    def __init__(self, world: World, model: Split, scribe: Scribe) -> None:
+    def __init__(
+        self,
+        world: World,
+        holdings: Holdings,
+        backups: Backups | None,
+        at_beginning: Callable[[int], dict[str, Any] | None],
+        scribe: Scribe,
+    ) -> None:
         self._world = world
-        self._model = model
+        self._holdings = holdings
+        self._backups = backups
+        self._beginning = at_beginning
         self._scribe = scribe
 
     def restore(self, part: int) -> dict[str, Any]:
@@ -53,13 +65,13 @@ class Restorer:
         return restored.state
 
     def _in_memory(self, part: int) -> _Found | None:
-        backups = self._model.backups
+        backups = self._backups
         restored = None if backups is None else backups.restore(part, self._world.step, self._world.comm.here)
         return None if restored is None else ("backup", restored)
 
     def _on_disk(self, part: int) -> _Found | None:
         """Return the copy that a backup wrote, or what the newest checkpoint holds if that is not older."""
-        backups, step = self._model.backups, self._world.step
+        backups, step = self._backups, self._world.step
         restored = None if backups is None else backups.restore_written(part, step)
         if restored is None:
             return self._in_checkpoint(part)
@@ -77,7 +89,7 @@ class Restorer:
         return "checkpoint", self._of_one_age(loaded.state["replica"]["parts"][str(part)], self._world.step - step)
 
     def _at_beginning(self, part: int) -> _Found | None:
-        state = self._model.at_beginning(part)
+        state = self._beginning(part)
         return None if state is None else ("beginning", self._of_one_age(clone(state), self._world.step))
 
     @staticmethod
@@ -87,7 +99,7 @@ class Restorer:
 
     def _go_on_with_schedule(self, state: dict[str, Any]) -> None:
         """Let the part go on with the learning rate of the others: only its numbers are older than theirs."""
-        other = next(iter(self._model.holdings.held.values()), None)
+        other = next(iter(self._holdings.held.values()), None)
         if other is None:
             return
         if "scheduler" in state:

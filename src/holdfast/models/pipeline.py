@@ -1,340 +1,344 @@
-"""A step of a pipeline: micro-batches forward through the stages, then back, then the sums of each stage (GPipe).
-
-What makes it right when workers die: everything here lies between two closing sums of the whole world. A worker enters
-the closing sum only when it has the summed gradient of every stage that it holds, computing or not. So when the closing
-sum has returned to anybody, all have all that they need to apply the step, and otherwise all drop it.
-
-Nobody waits in a circle: all do what they do in the order of (micro-batch, stage), forward and then back, sending never
-waits, and what is received was sent earlier in that order.
-"""
+"""A pipeline: workers hold stages, and a slice goes through those of several workers."""
 
 from __future__ import annotations
 
-import functools
-import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+import dataclasses
+import hashlib
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
-from holdfast.comm import Communicator, Mail, OrderedSum, Subgroup, checksum
+from holdfast.comm import Communicator
 from holdfast.config import Settings
 from holdfast.data.plan import MiniBatch
+from holdfast.data.samples import check_dataset
 from holdfast.data.seeds import seed_slice
-from holdfast.engine.flips import watch
-from holdfast.errors import ScriptError
-from holdfast.faults.process import Injector
-from holdfast.integrity.checksums import note_altered
-from holdfast.models.gradients import Terms
-from holdfast.models.loss import checked, loss_of
-from holdfast.models.pipeline_scaler import Scaling
-from holdfast.models.resident_parts import Holdings
-from holdfast.recovery.placement import Homes
+from holdfast.engine.context import World
+from holdfast.engine.scribe import Scribe
+from holdfast.errors import CheckpointError, ConfigError, ScriptError
+from holdfast.integrity.hash_chain import in_order
+from holdfast.models.evaluation import Evaluation
+from holdfast.models.factories import Makers
+from holdfast.models.flat_params import in_row
+from holdfast.models.loss import checked
+from holdfast.models.model_parallel import Split, shape_of
+from holdfast.models.part_transfer import give, take
+from holdfast.models.pipeline_scaler import Scaling, Stage
+from holdfast.models.runner import Reach, Runner, StepContext
+from holdfast.models.stages import Stages, chain_of
+from holdfast.models.training_state import model_sha256
+from holdfast.recovery.registry import strategy_class
+from holdfast.recovery.strategy import PIPELINE
 from holdfast.session.models import Pipeline
+from holdfast.session.step import StagedStep, Step
 
-Reach = Callable[[str, int | None], None]
-"""Called at a phase, and bucket or slice, of the step, for faults that are due there."""
-
-
-@dataclass(slots=True)
-class _Passed:
-    """A micro-batch in a stage, between its way forward and its way back."""
-
-    given: torch.Tensor | None
-    output: torch.Tensor
-    terms: Terms
+_BESIDE = -2
+"""Where the numbers of micro-batches that are evaluated begin, and go down: slices have those from 0 on, what is outside of them -1."""
 
 
-@dataclass(slots=True)
-class _Work:
-    """What one attempt at a step has made here."""
-
-    passed: dict[tuple[int, int], _Passed] = field(default_factory=dict)
-    handed: dict[tuple[int, int, bool], list[torch.Tensor]] = field(default_factory=dict)
-    figures: tuple[str, ...] = ()
-
-
-class Stages:
-    """Computes the stages that this worker holds, and sums their gradients among all who hold them.
+class Pipelined(Split):
+    """The stages of a pipeline that this worker holds.
 
     Args:
         model: What the user gave.
-        holdings: Who holds what.
-        comm: The living.
+        makers: Make what trains a stage.
+        scaler: A ``torch.amp.GradScaler``; see :class:`~holdfast.models.pipeline_scaler.Scaling`.
+        clip_grad_norm: Largest norm of the norms of the stages.
         settings: Of the run.
-        faults: Flips what is planned.
-        altered: Where it is noted what did not arrive here as it was given; see :attr:`World.altered`.
-        scaling: Of the loss, if it is scaled.
     """
+
+    kind = PIPELINE
+    has_stages = True
+    num_buckets = 0
+    size_bytes = 64
+    device = torch.device("cpu")
 
     def __init__(
         self,
         model: Pipeline,
-        holdings: Holdings,
-        comm: Communicator,
+        makers: Makers,
+        scaler: Any,
+        clip_grad_norm: float | None,
         settings: Settings,
-        faults: Injector,
-        altered: dict[str, int],
-        scaling: Scaling | None,
     ) -> None:
+        strategy_class(settings.strategy).check(self.kind)
+        model.check_devices()
         self._model = model
-        self._holdings = holdings
-        self._comm = comm
+        self._makers = makers
+        self._clip_grad_norm = clip_grad_norm
         self._settings = settings
-        self._faults = faults
-        self._altered = altered
-        self._scaling = scaling
-        self.mail = Mail(comm, shared_bytes=settings.shared_bytes)
-        self._sums: dict[int, tuple[tuple[int, ...], OrderedSum]] = {}
-        self._work = _Work()
+        self._rows: dict[int, torch.Tensor] = {}
+        self._scaling = None if scaler is None else Scaling(scaler)
+        shape = shape_of(model.parts, max(1, settings.workers // model.parts), settings)
+        super().__init__(shape, self._build, self._drop, scaler)
+        self._metrics: dict[str, float] = {}
+        self.numel = 0
+        """Numbers in the parameters of all stages."""
 
-    def begin(self) -> None:
-        """Start anew; all members do."""
-        self._work = _Work()
-        self._sums = {part: known for part, known in self._sums.items() if part in self._holdings.held}
-        self.mail.begin()
-
-    def compute(self, batch: MiniBatch, seed: int, fetch: Callable[[int], Any], reach: Reach) -> None:
-        """Take the micro-batches of this worker's chains through its stages.
-
-        Args:
-            batch: Of the step.
-            seed: Of the job.
-            fetch: Returns the inputs of a slice.
-            reach: See :data:`Reach`.
-
-        Raises:
-            PeerFailed: if a peer died.
-            ScriptError: if the script's batches, stages or loss are not what they must be.
-        """
-        reach("handover", None)
-        for number, part in self._places(batch, back=False):
-            reach("handover", number)
-            self._forward(batch, seed, number, part, fetch)
-        reach("backward", None)
-        for number, part in self._places(batch, back=True):
-            self._backward(batch, number, part)
-
-    def sum(self, batch: MiniBatch, reach: Reach) -> None:
-        """Sum the gradients of every stage among its holders, the last stage first.
-
-        Raises:
-            PeerFailed: if a peer died.
-        """
-        homes = self._holdings.now
-        slices = sorted(batch.owners)
-        count = 0
-        sums = dict.fromkeys(self._comm.here, 0)  # of each worker so far
-        for part in reversed(self._holdings.held):
-            stage, adds = self._holdings.held[part], self._sum_of(part)
-            owners = {number: chain_of(homes, batch, number)[part] for number in slices}
-            for bucket, layout in enumerate(stage.buckets.layouts):
-                adds.seal(layout.span, len(stage.terms))
-                self._alter_message(batch.step, part, bucket, owners, sums)
-                mean = stage.mean(bucket, batch, slices, "survivors")
-                result = adds(
-                    layout.span,
-                    owners,
-                    rows=list(stage.terms),
-                    mean=mean,
-                    midway=lambda bucket=count: reach("allreduce", bucket),  # type: ignore[misc]
-                    altered=functools.partial(note_altered, self._altered, f"bucket {bucket} of stage {part}", owners),
-                )
-                stage.add_sum(result, slices)
-                count += 1
-
-    def _alter_message(
-        self, step: int, part: int, bucket: int, owners: Mapping[int, int], sums: dict[int, int]
-    ) -> None:
-        """Let flips strike what a worker gives to the sum of a bucket, which is so and so many of those that it takes part in."""
-        for rank in self._holdings.now.holders(part):
-            if rank not in sums:
-                continue
-            for due in self._faults.flips("message", step, rank, sums[rank]):
-                mine = {number for number, owner in owners.items() if owner == rank}
-                if message := self._holdings.held[part].message_of(bucket, mine):  # a mirror gives nothing
-                    self._faults.carry_out(due, message)
-            sums[rank] += 1
-
-    def share_figures(self, batch: MiniBatch) -> dict[str, float]:
-        """Return the figures of the step, which one who computes the last stage, of some slice, tells all others.
-
-        Before the step is closed: then all have them who may ever apply it.
-
-        Raises:
-            PeerFailed: if a peer died.
-        """
-        last = self._holdings.now.parts - 1
-        teller = chain_of(self._holdings.now, batch, min(batch.owners))[last]
-        if teller not in self._comm.here:
-            return dict(json.loads(self.mail.receive(teller).numpy().tobytes()))
-        stage = self._holdings.held[last]
-        figures = stage.buckets.read_metrics(stage.sums[-1], self._work.figures)
-        told = torch.frombuffer(bytearray(json.dumps(figures).encode()), dtype=torch.uint8)
-        self.mail.send([rank for rank in self._comm.members if rank not in self._comm.here], told)
-        return figures
-
-    def share_overflow(self) -> None:
-        """Let every worker know whether some stage has a gradient that is too large, if the loss is scaled: no stage steps then.
-
-        Raises:
-            PeerFailed: if a peer died.
-        """
-        if self._scaling is not None and self._scaling.is_enabled:
-            mine = any(stage.overflows() for stage in self._holdings.held.values())
-            self._scaling.skips = bool(self._comm.maximum((int(mine),))[0])
-
-    def share_norms(self) -> None:
-        """Let every stage know the norm of the gradient of all: the norm of the norms of the stages.
-
-        Raises:
-            PeerFailed: if a peer died.
-        """
-        held = self._holdings.held
-        mine = [held[part].norm() if part in held else 0.0 for part in range(self._holdings.now.parts)]
-        # Of numbers that are not negative the bits are in the order of the numbers, and NaN comes last.
-        bits = self._comm.maximum(torch.tensor(mine, dtype=torch.float64).abs().view(torch.int64).tolist())
-        norm = torch.linalg.vector_norm(torch.tensor(bits).view(torch.float64))
-        for stage in held.values():
-            stage.norm_of_all = norm
-
-    # -- one micro-batch in one stage
-
-    def _places(self, batch: MiniBatch, *, back: bool) -> Iterator[tuple[int, int]]:
-        """Yield the (slice, stage) that are computed here, in the order in which they are."""
-        homes, here = self._holdings.now, self._comm.here
-        stages = range(homes.parts)
-        for number in sorted(batch.owners):
-            chain = chain_of(homes, batch, number)
-            for part in reversed(stages) if back else stages:
-                if chain[part] in here:
-                    yield number, part
-
-    def _forward(self, batch: MiniBatch, seed: int, number: int, part: int, fetch: Callable[[int], Any]) -> None:
-        stage, last = self._holdings.held[part], part == self._holdings.now.parts - 1
-        targets: Sequence[Any] = ()
-        given = None
-        if part == 0 or last:
-            first, *targets = checked(fetch(number))
-        if part == 0:
-            inputs = first
-        else:
-            given = inputs = self._take(batch, number, part - 1, part, back=False).requires_grad_()
-        stage.buckets.buffers.lend()
-        seed_slice(seed, batch.step, number, part)
-        rank = chain_of(self._holdings.now, batch, number)[part]
-        stage.own.enter(rank)
-        with watch(stage.model, self._faults.flips("activations", batch.step, rank), self._faults, f"{part}."):
-            output = stage.model(inputs)
-        _check_output(output, part)
-        samples = len(batch.slices[number])
-        metrics: Mapping[str, Any] = {"loss": 0.0}
-        if last:
-            loss, metrics = self._loss(output, targets)
-            output = loss * samples
-        else:
-            self._give(batch, number, part, part + 1, output.detach(), back=False)
-        terms = stage.next_terms(self._room(part))
-        stage.buckets.put_figures(terms.flat[-1], metrics, samples)
-        stage.terms[number] = terms
-        self._work.passed[number, part] = _Passed(given, output, terms)
-
-    def _loss(self, output: torch.Tensor, targets: Sequence[Any]) -> tuple[torch.Tensor, dict[str, Any]]:
-        loss, more = loss_of(self._model.loss, output, targets)
-        metrics = {"loss": loss.detach(), **more}
-        names = tuple(metrics)
-        if self._work.figures not in ((), names):
-            raise ScriptError(
-                f"every micro-batch must log the same figures: {', '.join(names)}, and before {', '.join(self._work.figures)}"
+    def _build(self, part: int) -> Stage:
+        module = self._model.build(part, self._settings.seed)
+        if not any(p.requires_grad for p in module.parameters()):
+            raise ConfigError(
+                f"stage {part} of the Pipeline has no parameters that are trained: make it a part of a stage that has some"
             )
-        self._work.figures = names
-        return loss, metrics
-
-    def _backward(self, batch: MiniBatch, number: int, part: int) -> None:
-        stage, passed = self._holdings.held[part], self._work.passed.pop((number, part))
-        rank = chain_of(self._holdings.now, batch, number)[part]
-        stage.own.enter(rank)
-        stage.buckets.clear()
-        stage.buckets.aim(passed.terms)
-        if part == self._holdings.now.parts - 1:
-            (passed.output if self._scaling is None else self._scaling.scale(passed.output)).backward()
-        else:
-            passed.output.backward(self._take(batch, number, part + 1, part, back=True))
-        if passed.given is not None:
-            if passed.given.grad is None:
-                raise ScriptError(
-                    f"what stage {part} of a Pipeline returns does not depend on what it is given, so no gradient goes back to stage {part - 1}"
-                )
-            self._give(batch, number, part, part - 1, passed.given.grad, back=True)
-        stage.buckets.collect(passed.terms)
-        for due in self._faults.flips("gradients", batch.step, rank):
-            named = stage.buckets.named(passed.terms).items()
-            self._faults.carry_out(due, {f"{part}.{name}": gradient for name, gradient in named})
-
-    def _handed(self, step: int, rank: int, part: int, given: torch.Tensor) -> torch.Tensor:
-        """Return what is given to the next stage: the output, or what a flip makes of it on the way."""
-        for due in self._faults.flips("handover", step, rank):
-            given = given.clone()
-            self._faults.carry_out(due, {f"{part}.output": given})
-        return given
-
-    # -- between stages
-
-    def _give(self, batch: MiniBatch, number: int, part: int, to: int, data: torch.Tensor, *, back: bool) -> None:
-        chain = chain_of(self._holdings.now, batch, number)
-        messages = [data]
-        if self._settings.guard_sums:
-            messages.append(torch.tensor([checksum(data)]))
-        if not back:
-            messages[0] = self._handed(batch.step, chain[part], part, data)
-        if chain[to] in self._comm.here:
-            self._work.handed[number, to, back] = messages
-        else:
-            for message in messages:
-                self.mail.send(chain[to], message.contiguous())
-
-    def _take(self, batch: MiniBatch, number: int, source: int, part: int, *, back: bool) -> torch.Tensor:
-        giver = chain_of(self._holdings.now, batch, number)[source]
-        if giver in self._comm.here:
-            messages = self._work.handed.pop((number, part, back))
-        else:
-            messages = [self.mail.receive(giver) for _ in range(1 + self._settings.guard_sums)]
-        if self._settings.guard_sums and checksum(messages[0]) != int(messages[1]):
-            note_altered(self._altered, f"what stage {source} gave to stage {part}", {number: giver}, number)
-        return messages[0]
-
-    # -- memory
-
-    def _sum_of(self, part: int) -> OrderedSum:
-        """Return what adds the gradients of a stage, among those who hold it now."""
-        holders = self._holdings.now.holders(part)
-        known = self._sums.get(part)
-        if known is None or known[0] != holders:
-            size_bytes = self._holdings.held[part].buckets.size_bytes
-            made = OrderedSum(
-                Subgroup(self._comm, holders),
-                self._settings.order,
-                size_bytes,
-                shared_bytes=self._settings.shared_bytes,
-            )
-            known = self._sums[part] = (holders, made)
-            self._holdings.held[part].forget_room()
-        return known[1]
-
-    def _room(self, part: int) -> Callable[[int], torch.Tensor]:
-        return self._sum_of(part).room
-
-
-def chain_of(homes: Homes, batch: MiniBatch, number: int) -> tuple[int, ...]:
-    """Return who computes a slice: the chains have contiguous runs of them."""
-    return homes.chains[number * len(homes.chains) // len(batch.slices)]
-
-
-def _check_output(output: Any, part: int) -> None:
-    if not isinstance(output, torch.Tensor):
-        raise ScriptError(f"a stage must return one tensor, stage {part} returned {type(output).__name__}")
-    if not output.requires_grad:
-        raise ScriptError(
-            f"what stage {part} of a Pipeline returns does not depend on its parameters as far as autograd knows: a detach or no_grad?"
+        if self.sends_copies:  # backups are made of rows
+            self._rows[part] = in_row(list(module.parameters()))
+        stage = self._makers.part(
+            Stage, "stage", module, clip_grad_norm=self._clip_grad_norm, checked=self._settings.guard_sums
         )
+        stage.scaling = self._scaling
+        return stage
+
+    def _drop(self, part: int) -> None:
+        self._rows.pop(part, None)
+
+    def prefix(self, part: int) -> str:
+        """See :meth:`Split.prefix`."""
+        return f"{part}."
+
+    def _sha256s_now(self) -> tuple[str, str]:
+        """See :meth:`Split._sha256s_now`; who has a part counts its own."""
+        of_parts = "".join(sha256 for _, sha256 in sorted(self.holdings.sha256s().items()))
+        return model_sha256(self._whole), hashlib.sha256(of_parts.encode()).hexdigest()
+
+    def at_beginning(self, part: int) -> dict[str, Any] | None:
+        """See :meth:`Split.at_beginning`."""
+        return self._build(part).state_dict()
+
+    def _row_of(self, part: int) -> torch.Tensor:
+        return self._rows[part]
+
+    def begin_loop(self, world: World, scribe: Scribe) -> None:
+        """See :meth:`Trainable.begin_loop`."""
+        super().begin_loop(world, scribe)
+        self._stages = Stages(
+            self._model, self.holdings, world.comm, self._settings, world.faults, world.altered, self._scaling
+        )
+
+    def runner(self, context: StepContext) -> Runner:
+        """See :meth:`Trainable.runner`."""
+        return StageRunner(context, self)
+
+    # -- the size of the whole, of which each knows its own: learnt where all begin together
+
+    def make_equal(self, comm: Communicator) -> None:
+        """See :meth:`Split.make_equal`."""
+        super().make_equal(comm)
+        self._count(comm)
+
+    def load_state_dict(self, state: dict[str, Any], *, keeps: bool = False) -> None:
+        """See :meth:`Split.load_state_dict`; where there are parts in the state, all members load together."""
+        super().load_state_dict(state, keeps=keeps)
+        if "parts" in state:
+            self._count(self._comm)
+
+    def shared_state(self) -> dict[str, Any]:
+        """Return what all workers have."""
+        return super().shared_state() | {"stages": self._model.parts}
+
+    def load_shared_state(self, state: Mapping[str, Any]) -> None:
+        """Go back to what all workers have.
+
+        Raises:
+            CheckpointError: if the state is of other things than this session has, or of another number of stages.
+        """
+        super().load_shared_state(state)
+        if state["stages"] != self._model.parts:
+            raise CheckpointError(
+                f"the checkpoint holds {state['stages']} stages, this Pipeline has {self._model.parts}: go on with as many"
+            )
+
+    def _count(self, comm: Communicator) -> None:
+        held = self.holdings.held
+        self.numel = sum(comm.maximum([held[n].numel if n in held else 0 for n in range(self._model.parts)]))
+
+    def homes(self) -> Any:
+        """Return who holds which part, and the size of the whole, as plain JSON."""
+        return [self.numel, super().homes()]
+
+    def take_homes(self, homes: Any) -> None:
+        """Hear, as a newcomer, what :meth:`homes` returned."""
+        self.numel, of_parts = homes
+        super().take_homes(of_parts)
+
+    # -- a step
+
+    def slices(self, batch: MiniBatch, here: Sequence[int]) -> list[int]:
+        """Return the slices of which some stage is computed by workers ``here``."""
+        homes = self.holdings.now
+        return [n for n in sorted(batch.owners) if set(chain_of(homes, batch, n)) & set(here)]
+
+    def begin_step(self, reach: Reach) -> None:
+        """See :meth:`Trainable.begin_step`; hand-overs between stages are a part of the way forward."""
+        for part in self.holdings.held.values():
+            part.begin()
+        self._remember_registered()
+        self._stages.begin()
+        self.exchange_backups(self._stages.mail)
+
+    def compute_step(self, batch: MiniBatch, seed: int, fetch: Callable[[int], Any], reach: Reach) -> None:
+        """Compute the stages that are this worker's; see :meth:`Stages.compute`."""
+        self._stages.compute(batch, seed, fetch, reach)
+
+    def evaluate(
+        self,
+        sizes: Sequence[int],
+        load: Callable[[int], Any],
+        begin: Callable[[int, int], None],
+        *,
+        averaged: bool,
+    ) -> dict[str, float]:
+        """Return the figures of other samples; see :class:`~holdfast.models.evaluation.Evaluation`."""
+        evaluation = Evaluation(
+            model=self._model,
+            holdings=self.holdings,
+            comm=self._comm,
+            mail=self._stages.mail,
+            sizes=sizes,
+            load=lambda number: checked(load(number)),
+            begin=begin,
+            averaged=averaged,
+        )
+        return evaluation.figures()
+
+    def finish_step(self, batch: MiniBatch, reach: Reach) -> None:
+        """Sum the gradients; see :meth:`Stages.sum`."""
+        self._stages.sum(batch, reach)
+        self._metrics = self._stages.share_figures(batch)
+        self._stages.share_overflow()
+        if self._clip_grad_norm is not None:
+            self._stages.share_norms()
+
+    def discard_step(self) -> None:
+        """Take back all that the attempt changed."""
+        for part in self.holdings.held.values():
+            part.discard()
+        self._take_back_registered()
+
+    def missing_slices(self, batch: MiniBatch) -> dict[int, tuple[int, ...]]:
+        """Return nothing: a step goes without no slice."""
+        return {}
+
+    def figures(self) -> list[float]:
+        """Return all figures of the step, which is computed."""
+        return in_order(self._metrics)
+
+    def apply(self, batch: MiniBatch, names: Sequence[str]) -> dict[str, float]:
+        """Run the optimizers, and return the figures of the step."""
+        for part in self.holdings.held.values():
+            part.apply(batch, (), self._metrics)
+        if self._scaling is not None:
+            self._scaling.update(self.device)
+        return self._metrics
+
+    def computing(self, batch: MiniBatch, lost: Collection[int]) -> set[int]:
+        """Return the workers that compute a stage of some slice; none is lost."""
+        homes = self.holdings.now
+        return {rank for number in batch.owners for rank in chain_of(homes, batch, number)}
+
+    def finish(self) -> None:
+        """Give every worker the whole model.
+
+        Raises:
+            PeerFailed: if a peer died.
+        """
+        comm, homes = self._comm, self.holdings.now
+        own = self.holdings.sha256s()
+        parts, sha256s = [], []
+        for part in range(self._model.parts):
+            giver = homes.holders(part)[0]
+            takers = [rank for rank in comm.members if rank not in homes.holders(part)]
+            if giver in comm.here:
+                state: dict[str, Any] = {"part": self.holdings.held[part].model_state(), "sha256": own[part]}
+                for taker in takers:
+                    if taker not in comm.here:
+                        give(comm, taker, state)
+            if part in self.holdings.held:
+                parts.append(self.holdings.held[part])
+                sha256s.append(own[part])
+            else:
+                state = take(comm, giver)
+                made = self._build(part)
+                made.load_model_state(state["part"])
+                parts.append(made)
+                sha256s.append(state["sha256"])
+        self._model.module = torch.nn.Sequential(*(part.model for part in parts))
+        averages = [part.average.module for part in parts if part.average is not None]
+        self._model.averaged = torch.nn.Sequential(*averages) if averages else None
+        self._note_sha256s(self._model.module, sha256s)
+
+
+class StageRunner(Runner):
+    """Computes the stages of slices that this worker holds, and sums their gradients among all who hold them.
+
+    Args:
+        context: Of the loop.
+        pipelined: The model.
+    """
+
+    def __init__(self, context: StepContext, pipelined: Pipelined) -> None:
+        super().__init__(context, pipelined.rest)
+        self._pipelined = pipelined
+
+    @property
+    def _seed(self) -> int:
+        return self._context.place.plan.seed
+
+    def step(self, batch: MiniBatch, slices: list[int], attempt: int) -> Step:
+        """See :meth:`Runner.step`."""
+        return StagedStep(self, batch, slices, attempt)
+
+    def compute(self, batch: MiniBatch) -> None:
+        """Compute the stages that are this worker's.
+
+        Raises:
+            PeerFailed: if a peer died.
+        """
+
+        def fetch(number: int) -> Any:
+            self._world.beacon.mark("forward", batch.step, number, batch.slices[number])
+            return self._context.loading(self._seed, batch, number)
+
+        self._pipelined.compute_step(batch, self._seed, fetch, self._context.reach)
+        self.between_slices(batch)
+
+    def finish(self, batch: MiniBatch, attempt: Step) -> None:
+        """Sum the gradients of all stages, unless computing them ended early.
+
+        Raises:
+            PeerFailed: if a peer died.
+        """
+        if attempt.failure is not None:
+            raise attempt.failure
+        self._pipelined.finish_step(batch, self._context.reach)
+
+    def evaluate(self, batch: MiniBatch, dataset: Any, batch_size: int, *, averaged: bool) -> dict[str, float]:
+        """Return means over a dataset, with the stages as they are before the step.
+
+        Raises:
+            ConfigError: if the dataset has no length.
+            PeerFailed: if a peer died.
+            ScriptError: if an argument is not allowed.
+        """
+        check_dataset(dataset)
+        if batch_size < 1 or len(dataset) < 1:
+            raise ScriptError(
+                f"step.evaluate needs at least 1 sample and a batch_size of at least 1, got {len(dataset)} and {batch_size}"
+            )
+        source, seed = dataclasses.replace(self._context.source, dataset=dataset), self._seed
+        parts = np.array_split(np.arange(len(dataset)), range(batch_size, len(dataset), batch_size))
+
+        def begin(number: int, part: int) -> None:
+            self._context.scribe.mark("forward")  # this worker gets further
+            seed_slice(seed, batch.step, _BESIDE - number, part)
+
+        figures = self._pipelined.evaluate(
+            list(map(len, parts)),
+            lambda number: source.load(seed, batch.step, _BESIDE - number, parts[number]),
+            begin,
+            averaged=averaged,
+        )
+        self.between_slices(batch)
+        return figures

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from holdfast.models.replicated import Replica
+from holdfast.models.part import Part
 
 
 class Scaling:
@@ -50,7 +50,7 @@ class Scaling:
         self._scaler.update()
 
 
-class Stage(Replica):
+class Stage(Part):
     """A stage of a pipeline, whose gradients may be those of a loss that was scaled."""
 
     scaling: Scaling | None = None
@@ -59,7 +59,7 @@ class Stage(Replica):
         """Return the norm of the mean gradient in the sums, unscaled."""
         if self.scaling is None:
             return super().norm()
-        self.buckets.give_gradients(self.sums, private=True)
+        self.gradients.give(private=True)
         self.scaling.unscale(self._gradients())
         norm = float(nn.utils.get_total_norm(self._gradients()))
         self._drop_gradients()

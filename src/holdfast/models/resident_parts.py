@@ -10,12 +10,12 @@ import torch
 from holdfast.checkpoint.format import flatten
 from holdfast.comm import Communicator
 from holdfast.errors import InternalError
+from holdfast.models.part import Part
 from holdfast.models.part_transfer import give, take
-from holdfast.models.replicated import Replica
 from holdfast.models.training_state import clone
 from holdfast.recovery.placement import Homes, Restoration, Shape, first_homes, gifts, new_homes, restorations
 
-Build = Callable[[int], Replica]
+Build = Callable[[int], Part]
 Restore = Callable[[int], dict[str, Any]]
 """Returns the state of a part that nobody holds any more, as it was some steps ago."""
 
@@ -34,7 +34,7 @@ class Holdings:
         self._build = build
         self._drop = drop
         self.homes: Homes | None = None
-        self.held: dict[int, Replica] = {}
+        self.held: dict[int, Part] = {}
         self._next: Homes | None = None
         self._staged: dict[int, dict[str, Any]] = {}
 

@@ -19,13 +19,15 @@ from holdfast.comm import Communicator, Mail
 from holdfast.config import Settings
 from holdfast.data.plan import MiniBatch
 from holdfast.engine.context import World
+from holdfast.engine.scribe import Scribe
 from holdfast.errors import CheckpointError, StateLost
 from holdfast.models.factories import Makers
 from holdfast.models.flat_params import in_row, places
 from holdfast.models.model_parallel import Split, shape_of
 from holdfast.models.optimizers import may_write_gradients
-from holdfast.models.replicated import Replica
-from holdfast.models.standby import Backups
+from holdfast.models.part import Part
+from holdfast.models.runner import Reach, Runner, StepContext
+from holdfast.models.slice_runner import SliceRunner
 from holdfast.recovery.registry import strategy_class
 from holdfast.recovery.strategy import SHARDED
 from holdfast.session.models import Sharded, check_on_cpu
@@ -63,7 +65,7 @@ class Shards(Split):
         clip_grad_norm: float | None,
         settings: Settings,
     ) -> None:
-        strategy_class(settings.strategy).check(SHARDED)
+        strategy_class(settings.strategy).check(self.kind)
         check_on_cpu(model.module, "a Sharded model")
         self._given = model
         self._model = model.module
@@ -79,15 +81,21 @@ class Shards(Split):
         self.device = self.flow.device
         self.numel = self.flow.numel
 
-    def connect(self, world: World) -> None:
-        """Meet the others."""
-        super().connect(world)
+    def begin_loop(self, world: World, scribe: Scribe) -> None:
+        """See :meth:`Trainable.begin_loop`."""
+        super().begin_loop(world, scribe)
         self._mail = Mail(world.comm, shared_bytes=self._settings.shared_bytes)
-        self.backups = Backups(self.holdings, lambda part: self._shards[part].rows[0], world)
+
+    def runner(self, context: StepContext) -> Runner:
+        """See :meth:`Trainable.runner`."""
+        return SliceRunner(context, self, self.flow)
 
     # -- the shards that are held here
 
-    def _build(self, part: int) -> Replica:
+    def _row_of(self, part: int) -> torch.Tensor:
+        return self._shards[part].rows[0]
+
+    def _build(self, part: int) -> Part:
         """Return a shard with the parameters as they are at the beginning, or with memory for what comes."""
         shard = self._shards[part]
         if not shard.rows:
@@ -96,7 +104,7 @@ class Shards(Split):
                 in_row([p for p in mine if p.dtype == dtype]) for dtype in dict.fromkeys(p.dtype for p in mine)
             ]
         tree = _tree({name: self._parameters[name] for name in shard.names})
-        return self._makers.part(Replica, "shard", tree, clip_grad_norm=None, checked=False)
+        return self._makers.part(Part, "shard", tree, clip_grad_norm=None, checked=False)
 
     def _drop(self, part: int) -> None:
         self._shards[part].rows = []
@@ -107,7 +115,7 @@ class Shards(Split):
         """Begin with the shards as the script made them, the same at all who hold them.
 
         Raises:
-            PeerFailed: if somebody died.
+            PeerFailed: if a peer died.
             StateLost: if they were given away since: nobody has them any more as they were.
         """
         if self._given_away:
@@ -118,14 +126,15 @@ class Shards(Split):
 
     # -- a step
 
-    def begin_step(self) -> None:
-        """Lend what is held here, borrow what is not.
+    def slices(self, batch: MiniBatch, here: Sequence[int]) -> list[int]:
+        """See :meth:`Trainable.slices`."""
+        return [number for number, rank in batch.owners.items() if rank in here]
 
-        Raises:
-            PeerFailed: if somebody died.
-        """
-        self._remember()
-        self.flow.begin_step()  # before anything can fail: the step is taken back to here
+    def begin_step(self, reach: Reach) -> None:
+        """Lend what is held here, borrow what is not; see :meth:`Trainable.begin_step`."""
+        reach("handover", None)
+        self._remember_registered()
+        self.flow.begin()  # before anything can fail: the step is taken back to here
         self._given_away = True
         self._mail.begin()
         self.exchange_backups(self._mail)
@@ -157,8 +166,8 @@ class Shards(Split):
 
     def discard_step(self) -> None:
         """Take back all that the attempt changed."""
-        self.flow.discard_step()
-        self._take_back()
+        self.flow.discard()
+        self._take_back_registered()
         self._take_back_loans()
 
     def common_buffers(self) -> list[tuple[str, torch.Tensor]]:
@@ -172,11 +181,11 @@ class Shards(Split):
 
     def missing_slices(self, batch: MiniBatch) -> dict[int, tuple[int, ...]]:
         """Return the buckets that each lost slice is missing from."""
-        return self.flow.missing_slices(batch)
+        return self.flow.gradients.missing_slices(batch)
 
     def figures(self) -> list[float]:
         """Return all figures of the step, whose sums are known."""
-        return self.flow.figures()
+        return self.flow.gradients.figures()
 
     def apply(self, batch: MiniBatch, names: Sequence[str]) -> dict[str, float]:
         """Run the optimizers of the shards that are held here, and return the figures of the step."""
@@ -188,7 +197,7 @@ class Shards(Split):
         """Give every worker all parameters, for good.
 
         Raises:
-            PeerFailed: if somebody died.
+            PeerFailed: if a peer died.
         """
         self._mail.begin()
         self._borrow()
@@ -253,7 +262,7 @@ class Shards(Split):
         self._given_away = True
 
 
-class _Flow(Replica):
+class _Flow(Part):
     """The gradients of the whole model, which the optimizers of the held shards use.
 
     Args:
@@ -280,7 +289,7 @@ class _Flow(Replica):
         self._shards = shards
 
     @property
-    def _held(self) -> list[Replica]:
+    def _held(self) -> list[Part]:
         return list(self._shards.holdings.held.values())
 
     def _may_write(self) -> bool:

@@ -34,7 +34,7 @@ from holdfast.clock import Clock
 from holdfast.data.seeds import generator_states
 from holdfast.models.gradients import Terms
 from holdfast.models.loss import Forward, Loss, figure_of, loss_of
-from holdfast.models.replicated import Replica
+from holdfast.models.part import Part
 from holdfast.torch_private import gradient_hooks
 
 TRIALS = 3
@@ -124,12 +124,12 @@ class AtOnce:
     """Computes slices of a step in one pass, and knows for which that is good.
 
     Args:
-        replica: The model.
+        part: The model.
         clock: Where time comes from.
     """
 
-    def __init__(self, replica: Replica, clock: Clock) -> None:
-        self._replica = replica
+    def __init__(self, part: Part, clock: Clock) -> None:
+        self._part = part
         self._clock = clock
         self.took_s = 0.0
         """The last pass."""
@@ -138,14 +138,14 @@ class AtOnce:
         self._trained: set[nn.Parameter] = set()
         self._why_not = ""
         try:
-            self._layers = _layers_of(replica.model)
+            self._layers = _layers_of(part.model)
             self._trained = {p for own in self._layers.values() for p in own if p is not None and p.requires_grad}
         except CannotSplitError as error:
             self._why_not = str(error)
 
     def tried(self, sizes: Sequence[int]) -> Tried:
         """Return what is known of slices of so many samples."""
-        key = (torch.get_num_threads(), self._replica.model.training, *sizes)
+        key = (torch.get_num_threads(), self._part.model.training, *sizes)
         if key not in self._tried:
             self._tried[key] = Tried(tuple(sizes), why_not=self._why_not)
         return self._tried[key]
@@ -177,15 +177,15 @@ class AtOnce:
 
     def now_s(self, tried: Tried) -> float:
         """Return the time, once all is computed that was begun, where it is to be known how long it took."""
-        if not tried.is_over and self._replica.device.type != "cpu":
-            torch.accelerator.synchronize(self._replica.device)
+        if not tried.is_over and self._part.device.type != "cpu":
+            torch.accelerator.synchronize(self._part.device)
         return self._clock.now_s()
 
     def _torch_states(self) -> list[bytes]:
         """Return where torch's generators are: dropout begins to draw when its rate is no longer 0, which may be long after the trial."""
         states = [torch.get_rng_state()]
-        if self._replica.device.type == "cuda":
-            states.append(torch.cuda.get_rng_state(self._replica.device))
+        if self._part.device.type == "cuda":
+            states.append(torch.cuda.get_rng_state(self._part.device))
         return [state.numpy().tobytes() for state in states]
 
     def _check_ways(self, totals: Sequence[torch.Tensor]) -> None:
@@ -206,7 +206,7 @@ class AtOnce:
         sizes = [slice_.samples for slice_ in slices]
         if [len(slice_.inputs[0]) for slice_ in slices] != sizes:
             raise CannotSplitError("what goes into the model has no row for each sample")
-        if any(map(_has_hooks, self._replica.buckets.parameters)):
+        if any(map(_has_hooks, self._part.buckets.parameters)):
             raise CannotSplitError("a parameter has a hook")
         with _Watch(self._layers, sum(sizes)) as watch, _script():
             outputs = forward(torch.cat([slice_.inputs[0] for slice_ in slices]))
@@ -216,14 +216,14 @@ class AtOnce:
         for output, slice_ in zip(outputs.split(sizes), slices, strict=True):
             with _script():
                 value, more = loss_of(loss, output, slice_.inputs[1:])
-            totals.append(self._replica.total(value, slice_.samples))
+            totals.append(self._part.total(value, slice_.samples))
             slice_.figures = {name: figure_of(figure) for name, figure in {"loss": value, **more}.items()}
         self._check_ways(totals)
         with _script():
             gradients = torch.autograd.grad(totals, [watch.edges[layer] for layer in self._layers], allow_unused=True)
         if any(gradient is None for gradient in gradients):
             raise CannotSplitError("the output of a layer has no part in the loss, or is changed in place")
-        places = [dict(self._replica.buckets.by_parameter(slice_.terms)) for slice_ in slices]
+        places = [dict(self._part.buckets.by_parameter(slice_.terms)) for slice_ in slices]
         with torch.no_grad(), _script():
             for layer, gradient in zip(self._layers, gradients, strict=True):
                 given = watch.given[layer].split(sizes)
@@ -232,7 +232,7 @@ class AtOnce:
         for slice_, into in zip(slices, places, strict=True):
             for parameter, written in into.items():
                 parameter.grad = written
-            self._replica.put(slice_.terms, slice_.figures, slice_.samples)
+            self._part.buckets.put(slice_.terms, slice_.figures, slice_.samples)
 
 
 def _own_of(layer: nn.Module) -> Own:

@@ -23,7 +23,6 @@ from holdfast.checkpoint.format import flatten, unflatten
 from holdfast.checkpoint.priority import Running, Saved, Saving
 from holdfast.comm import Communicator, Mail
 from holdfast.engine.context import World
-from holdfast.engine.scribe import Scribe
 from holdfast.models.flat_params import Rows
 from holdfast.models.resident_parts import Holdings
 from holdfast.models.standby_files import Copies
@@ -82,9 +81,16 @@ class Backups:
         holdings: Who holds what.
         row_of: Returns where the parameters of a part that is held here lie.
         world: Says how, and whether they are written to the disk.
+        warn: Is told of damage, and of what could not be written.
     """
 
-    def __init__(self, holdings: Holdings, row_of: Callable[[int], torch.Tensor], world: World) -> None:
+    def __init__(
+        self,
+        holdings: Holdings,
+        row_of: Callable[[int], torch.Tensor],
+        world: World,
+        warn: Callable[[str], None],
+    ) -> None:
         settings = world.settings
         self._world = world
         self._holdings = holdings
@@ -99,7 +105,7 @@ class Backups:
             codec=settings.mirror_codec,
             seed=settings.seed,
         )
-        self._written = Copies(world, Scribe(world).warn)
+        self._written = Copies(world, warn)
         self._own: dict[int, tuple[Rows, Running, int]] = {}
         self._copies: dict[int, _Copy] = {}
         self._saved_with: Any = None

@@ -58,12 +58,12 @@ def take_over() -> World | None:
     return world
 
 
-def note_session(settings: Settings, *, is_split: bool) -> None:
+def note_session(settings: Settings, *, is_replicated: bool) -> None:
     """Make sure that the application can be built again with the session that it makes now.
 
     Args:
         settings: Of the session.
-        is_split: Its model is split.
+        is_replicated: Every worker holds all of its model.
 
     Raises:
         ConfigError: if the model is split, and nothing holds all of it at a fault.
@@ -75,7 +75,7 @@ def note_session(settings: Settings, *, is_split: bool) -> None:
         raise ScriptError(
             "strategy reinit builds the application again by calling main: put the script into a function and end it with holdfast.reinit(main)"
         )
-    if is_split and settings.reinit_from != "checkpoint":
+    if not is_replicated and settings.reinit_from != "checkpoint":
         raise ConfigError(
             f"reinit_from must be checkpoint for a model that is split, got {settings.reinit_from}: a snapshot at the fault "
             "would lack the parts of the dead"

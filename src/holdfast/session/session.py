@@ -28,12 +28,9 @@ from holdfast.engine.loop import Run
 from holdfast.errors import ConfigError, ScriptError
 from holdfast.faults import points
 from holdfast.faults.process import NoFaults
-from holdfast.models.factories import Makers
 from holdfast.models.loss import check_name
-from holdfast.models.model_parallel import Pipelined
-from holdfast.models.overlap import check_eager
-from holdfast.models.replicated import Replica, Stateful
-from holdfast.models.sharded import Shards
+from holdfast.models.part import Stateful
+from holdfast.models.trainables import make_trainable
 from holdfast.records.beacon import NoBeacon, connected_beacon, say_connecting
 from holdfast.records.files import FileRecorder, NoRecorder
 from holdfast.records.paths import records_path, stop_path
@@ -101,7 +98,7 @@ class Session:
         if schedule not in ("step", "epoch"):
             raise ConfigError(f"schedule must be 'step' or 'epoch', got {schedule!r}")
         self._settings = Settings.from_env(**settings)
-        self._replica = _make_body(
+        self._replica = make_trainable(
             model,
             optimizer,
             self._settings,
@@ -112,7 +109,7 @@ class Session:
             clip_grad_norm=clip_grad_norm,
         )
         application.makes_sessions = True
-        note_session(self._settings, is_split=self._replica.is_split)
+        note_session(self._settings, is_replicated=self._replica.is_replicated)
         self._total_steps = total_steps
         self._given_comm = comm
         self._world: World | None = None
@@ -167,7 +164,7 @@ class Session:
         """
         _check_arguments(dataset, batch_size, epochs, num_workers=num_workers, prefetch_factor=prefetch_factor)
         self.check_finished()
-        if self._replica.is_split and self._world is not None and self._world.loop > 0:
+        if not self._replica.is_replicated and self._world is not None and self._world.loop > 0:
             raise ScriptError(
                 "a model that is split is trained in one call of session.steps, which ends with the whole of it at every worker: ask for all epochs at once"
             )
@@ -388,67 +385,6 @@ def at_exit() -> None:
 def forget_sessions() -> None:
     """Forget the sessions of an application that was taken down: their loops are open, and will not be continued."""
     _sessions.clear()
-
-
-def _make_body(
-    model: nn.Module | Pipeline | Sharded,
-    optimizer: optim.Optimizer | Callable[[Any], optim.Optimizer],
-    settings: Settings,
-    *,
-    scheduler: Any,
-    schedule: str,
-    scaler: Any,
-    average: AveragedModel | Callable[[nn.Module], AveragedModel] | None,
-    clip_grad_norm: float | None,
-) -> Replica | Pipelined | Shards:
-    """Return what trains the model.
-
-    Raises:
-        ConfigError: if the arguments do not go together.
-    """
-    kind = type(model).__name__
-    if not isinstance(model, Pipeline | Sharded):
-        if not isinstance(optimizer, optim.Optimizer):
-            raise ConfigError(
-                f"optimizer must be a torch.optim.Optimizer of the model's parameters, got {type(optimizer).__name__}"
-            )
-        if average is not None and not isinstance(average, AveragedModel):
-            raise ConfigError(
-                f"average must be a torch.optim.swa_utils.AveragedModel of the model, got {type(average).__name__}"
-            )
-        if settings.update == "eager":
-            check_eager(optimizer, scaler=scaler, clip_grad_norm=clip_grad_norm)
-        return Replica(
-            model,
-            optimizer,
-            scheduler=scheduler,
-            schedule=schedule,
-            scaler=scaler,
-            clip_grad_norm=clip_grad_norm,
-            bucket_bytes=settings.bucket_bytes,
-            checked=settings.guard_sums,
-            average=average,
-        )
-    if settings.update == "eager":
-        raise ConfigError(f"update eager needs a model that every worker has all of, got a {kind}: use update lazy")
-    if isinstance(optimizer, optim.Optimizer):
-        raise ConfigError(
-            f"a {kind} needs a function that makes an optimizer from the parameters of a part, as lambda p: torch.optim.Adam(p); got an optimizer"
-        )
-    if isinstance(average, nn.Module):
-        raise ConfigError(
-            f"a {kind} needs a function that makes an average of the weights of a part, as lambda module: AveragedModel(module); got an average"
-        )
-    makers = Makers(
-        optimizer=optimizer,
-        scheduler=scheduler,
-        schedule=schedule,
-        average=average,
-        bucket_bytes=settings.bucket_bytes,
-    )
-    if isinstance(model, Sharded):
-        return Shards(model, makers, scaler, clip_grad_norm, settings)
-    return Pipelined(model, makers, scaler, clip_grad_norm, settings)
 
 
 def _check_arguments(dataset: Any, batch_size: int, epochs: int, *, num_workers: int, prefetch_factor: int) -> None:

@@ -15,7 +15,15 @@ from holdfast.models.loss import Forward, Loss, check_name, checked, figure_of, 
 _Made = TypeVar("_Made")
 
 
-class SliceWork(Protocol):
+class StepWork(Protocol):
+    """What the session does for any step."""
+
+    def ask_to_stop(self) -> None:
+        """Remember that training ends with this step."""
+        ...
+
+
+class SliceWork(StepWork, Protocol):
     """What the session does around each slice."""
 
     def begin_slice(self, batch: MiniBatch, number: int) -> Any:
@@ -40,17 +48,13 @@ class SliceWork(Protocol):
         """Return within what slices are computed, and which of them are already."""
         ...
 
-    def ask_to_stop(self) -> None:
-        """Remember that training ends with this step."""
-        ...
-
 
 ONE_BY_ONE: AbstractContextManager[Collection[int]] = nullcontext(())
 """What :meth:`SliceWork.at_once` returns where no slices are computed at once."""
 
 
-class StagedWork(SliceWork, Protocol):
-    """What the session does besides, for a model whose slices go through the stages of several workers."""
+class StagedWork(StepWork, Protocol):
+    """What the session does where slices go through the stages of several workers."""
 
     def compute(self, batch: MiniBatch) -> None:
         """Compute the stages that are this worker's."""
@@ -68,8 +72,14 @@ class Step:
     perhaps with more slices; nothing of the first attempt remains.
     """
 
+    _work: SliceWork
+
     def __init__(self, work: SliceWork, batch: MiniBatch, mine: list[int], attempt: int) -> None:
         self._work = work
+        self._begin(work, batch, mine, attempt)
+
+    def _begin(self, work: StepWork, batch: MiniBatch, mine: list[int], attempt: int) -> None:
+        self._ask_to_stop = work.ask_to_stop
         self._batch = batch
         self._mine = mine
         self._attempt = attempt
@@ -191,7 +201,7 @@ class Step:
 
     def stop(self) -> None:
         """End training once this step is committed, at every worker, whoever asked."""
-        self._work.ask_to_stop()
+        self._ask_to_stop()
 
     def check_computed(self) -> None:
         """Make sure that the script computed every slice.
@@ -213,7 +223,7 @@ class StagedStep(Step):
     """One step of a :class:`~holdfast.Pipeline`: its slices go through the stages of several workers."""
 
     def __init__(self, work: StagedWork, batch: MiniBatch, mine: list[int], attempt: int) -> None:
-        super().__init__(work, batch, mine, attempt)
+        self._begin(work, batch, mine, attempt)
         self._stages = work
         self._computed = False
 

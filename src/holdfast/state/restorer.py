@@ -22,8 +22,7 @@ from holdfast.errors import CheckpointCorrupt, CheckpointError, ConfigError
 from holdfast.integrity.hash_chain import GENESIS
 from holdfast.integrity.sdc_guard import Watch, WayBack
 from holdfast.integrity.snapshots import copied
-from holdfast.models.model_parallel import Split
-from holdfast.models.replicated import Replica
+from holdfast.models.trainable import Trainable
 from holdfast.models.training_state import clone
 from holdfast.recovery.registry import strategy_class
 from holdfast.state.platform_check import compare_kinds, compare_with_checkpoint
@@ -45,7 +44,7 @@ class Beginning:
     def __init__(
         self,
         world: World,
-        replica: Replica | Split,
+        replica: Trainable,
         place: Place,
         scribe: Scribe,
         requests: Requests,
@@ -130,7 +129,8 @@ class Beginning:
 
     def _load(self, *, trained: bool) -> None:
         world = self._world
-        if strategy_class(world.settings.strategy).rebuilds and self._load_snapshot():
+        strategy = strategy_class(world.settings.strategy)
+        if strategy.rebuilds and self._load_snapshot():
             return
         world.keeper.drop()
         # One looks and tells the others: two could find different steps. The number marks what is saved from here on.
@@ -148,9 +148,7 @@ class Beginning:
         if self._initial is not None:
             self._restore(self._initial)
         self._replica.make_equal(world.comm)
-        if (
-            strategy_class(world.settings.strategy).needs_checkpoint or self._replica.is_split
-        ):  # a part may be lost under any strategy
+        if strategy.needs_checkpoint or not self._replica.is_replicated:  # a part may be lost under any strategy
             self._initial = self._loaded(world.step, clone(self._state(self._replica.shared_state())), self._info())
 
     def take_snapshot(self, heard: int) -> None:
@@ -204,9 +202,9 @@ class Beginning:
         self._scribe.mark("checkpoint")
         writers = replica.writers(comm)
         mine = replica.state_dict() if comm.here in writers else {}
-        state = {"replica": mine} if replica.is_split and not world.is_lead else self._state(mine)
+        state = {"replica": mine} if not (replica.is_replicated or world.is_lead) else self._state(mine)
         world.keeper.begin(
-            world.step, state, self._info(), writers, comm.here, comm.generation, distinct=replica.is_split
+            world.step, state, self._info(), writers, comm.here, comm.generation, distinct=not replica.is_replicated
         )
 
     def save_alone(self) -> list[Outcome]:
@@ -283,7 +281,7 @@ class Beginning:
         """Return the newest step that this loop can go on from, -1 for none."""
         world = self._world
         if world.rebuilt:
-            found = world.keeper.newest(self._warn, keep=not self._replica.is_split)
+            found = world.keeper.newest(self._warn, keep=self._replica.is_replicated)
             return found if found >= 0 and world.keeper.info(found)["loop"] >= world.loop else -1
         if not trained and self._begun_from is not None:  # a death came between: some have loaded it, and some not
             return self._begun_from
@@ -292,7 +290,7 @@ class Beginning:
         if not trained and (world.loop > 0 or not world.settings.resume):
             world.keeper.check_empty(ours=world.loop > 0)
             return -1
-        found = world.keeper.newest(self._warn, keep=not self._replica.is_split)
+        found = world.keeper.newest(self._warn, keep=self._replica.is_replicated)
         if found < 0 and not trained:
             self._scribe.warn(f"there is no intact checkpoint in {world.keeper.url}: training starts at step 0")
         of_another_loop = trained and found >= 0 and world.keeper.info(found)["loop"] != world.loop

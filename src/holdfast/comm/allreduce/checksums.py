@@ -8,7 +8,7 @@ way; so bits are compared with bits, and there is neither a tolerance nor a fals
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,12 +24,30 @@ _WORKERS = 64
 SUM = -1
 """Stands, where a slice was altered, for the sum on its way back."""
 
+NO_WORKER = -1
+"""Stands, where a sum was altered, for the worker that gave it."""
+
 Altered = Callable[[int], None]
 """Called with the slice whose term is not what was given, or :data:`SUM`."""
 
 
 def nobody_listens(number: int) -> None:
     """Do nothing."""
+
+
+def note_altered(found: dict[str, int], what: str, owners: Mapping[int, int], number: int) -> None:
+    """Note a finding of a sum.
+
+    Args:
+        found: All of the step, by name, with the giver; :data:`NO_WORKER` for a sum.
+        what: What was summed, or handed over.
+        owners: Who gave each slice.
+        number: The slice for which it was altered, or :data:`SUM`.
+    """
+    if number == SUM:
+        found[f"the sum of {what}"] = NO_WORKER
+    else:
+        found[f"{what} of slice {number}"] = owners[number]
 
 
 def checksum(numbers: torch.Tensor) -> int:

@@ -9,7 +9,6 @@ import torch
 from holdfast.comm import Mean, OrderedSum, Span
 from holdfast.comm.base import Exchange
 from holdfast.errors import ConfigError
-from holdfast.models.replicated import Replica
 from holdfast.session.session import Session
 
 
@@ -26,7 +25,7 @@ def sum_unordered(session: Session, add: Callable[[torch.Tensor], None]) -> None
         ConfigError: if the session's model is split.
     """
     world, replica = session._connect(), session._replica
-    if not isinstance(replica, Replica):
+    if not replica.is_replicated:
         raise ConfigError("the session's model is split: only sums of a whole one can be made in any order")
     world.sum = _UnorderedSum(world.comm, replica.size_bytes, add)
 

@@ -1,0 +1,317 @@
+"""A module that is trained, with its optimizer: a whole model, or a part of one that is split."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.optim.swa_utils import AveragedModel
+
+from holdfast.data.plan import MiniBatch
+from holdfast.engine.flips import optimizer_state, weights
+from holdfast.errors import CheckpointError, ConfigError
+from holdfast.models.divergent import OwnStates
+from holdfast.models.gradients import Buckets, Terms
+from holdfast.models.optimizers import may_write_gradients
+from holdfast.models.step_gradients import StepGradients
+from holdfast.models.training_state import clone, model_tensors, state_sha256
+
+
+class Stateful(Protocol):
+    """Anything whose state can be taken and put back."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state."""
+        ...
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> Any:
+        """Go back to a state."""
+        ...
+
+
+class Part:
+    """A module with its optimizer and all that goes with it; what a step computes of it lies in :attr:`gradients`.
+
+    Args:
+        model: The module.
+        optimizer: Of the module's parameters.
+        scheduler: Stepped after the optimizer, once a step or once an epoch.
+        schedule: ``"step"`` or ``"epoch"``.
+        scaler: A ``torch.amp.GradScaler``; unscales after the sum.
+        clip_grad_norm: Largest norm of the summed, averaged gradient.
+        bucket_bytes: See :class:`~holdfast.models.gradients.Buckets`.
+        checked: See there, too.
+        average: Of the weights; updated after each step.
+
+    Raises:
+        ConfigError: if the optimizer holds parameters that are not the model's.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        scheduler: Any,
+        schedule: str,
+        scaler: Any,
+        clip_grad_norm: float | None,
+        bucket_bytes: int,
+        checked: bool = False,
+        average: AveragedModel | None = None,
+    ) -> None:
+        super().__init__()
+        mine = {id(p) for p in model.parameters()}
+        if any(id(p) not in mine for group in optimizer.param_groups for p in group["params"]):
+            raise ConfigError(
+                "the optimizer holds parameters that are not the model's; give the session the model they belong to"
+            )
+        self.model = model
+        self.optimizer = optimizer
+        self._scheduler = scheduler
+        self._schedule = schedule
+        self._scaler = scaler
+        self.average = average
+        self._clip_grad_norm = clip_grad_norm
+        self.buckets = Buckets(model, bucket_bytes, checked=checked)
+        self.num_buckets = len(self.buckets)
+        self.size_bytes = self.buckets.size_bytes
+        self.device = self.buckets.layouts[0].device
+        self.numel = sum(p.numel() for p in model.parameters())
+        self.own = OwnStates(model, optimizer)
+        self._rows: list[Terms] = []
+        self.gradients = StepGradients(self.buckets, self._rows)
+        """Of the step in progress."""
+        self.norm_of_all: torch.Tensor | None = None
+        """Norm of the gradient of the whole model, where this is a part of it."""
+
+    # -- a step
+
+    def begin(self) -> None:
+        """Begin a step: forget the one before, and remember what a forward pass may change."""
+        self._drop_step()
+        self.buckets.buffers.begin_step()
+
+    def discard(self) -> None:
+        """Take back all that the attempt at a step changed."""
+        self._drop_step()
+        self.buckets.buffers.rewind()
+
+    def _drop_step(self) -> None:
+        self.gradients = StepGradients(self.buckets, self._rows)
+        self.buckets.clear()
+
+    def forget_room(self) -> None:
+        """Hear that slices will have other memory than before."""
+        self._rows.clear()
+
+    def backward(self, loss: torch.Tensor, samples: int, midway: Callable[[], None] | None) -> None:
+        """Add up gradients of the *sum* over the slice, because slices may differ in size.
+
+        Args:
+            loss: Mean over the slice.
+            samples: Size of the slice.
+            midway: Called when half of the parameters have their gradient.
+        """
+        total = self.total(loss, samples)
+        if midway is None:
+            total.backward()
+            return
+        parameters = self.buckets.parameters
+        hook = parameters[len(parameters) // 2].register_post_accumulate_grad_hook(lambda _: midway())
+        total.backward()
+        hook.remove()
+
+    def total(self, loss: torch.Tensor, samples: int) -> torch.Tensor:
+        """Return what is differentiated: the sum over the slice, scaled if it is to be."""
+        total = loss * samples
+        return total if self._scaler is None else self._scaler.scale(total)
+
+    def add_sum(self, result: torch.Tensor, slices: Sequence[int]) -> None:
+        """Keep the sum of the next bucket, in which ``slices`` are."""
+        self.gradients.add_sum(result, slices)
+
+    def wait_updated(self) -> None:
+        """Return when no parameter is being updated any more: at once, where updates are made when a step is closed."""
+
+    @property
+    def scales_loss(self) -> bool:
+        """Whether gradients may be too large for their type: then the step is left out."""
+        return self._scaler is not None
+
+    def apply(
+        self, batch: MiniBatch, names: Sequence[str], known: Mapping[str, float] | None = None
+    ) -> dict[str, float]:
+        """Run the optimizer on the mean gradient, and return the figures of the step.
+
+        Args:
+            batch: The mini-batch of the step.
+            names: Of the figures that were logged here.
+            known: Figures that are known already, where they were not summed with these gradients.
+        """
+        self.gradients.take_buffers()
+        metrics = self.gradients.metrics(names) if known is None else dict(known)
+        self._update()
+        self._drop_step()
+        self._step_scheduler(batch, metrics)
+        self._update_average()
+        return metrics
+
+    def _update(self) -> None:
+        self.gradients.give(private=self._may_write())
+        self._optimize()
+
+    def _may_write(self) -> bool:
+        """Return whether what comes may write the gradients, which others may still read."""
+        return self._scaler is not None or self._clip_grad_norm is not None or may_write_gradients(self.optimizer)
+
+    def _optimize(self) -> None:
+        if self._scaler is not None and not self.gradients.terms:
+            # It sets itself up when it scales, and a worker without a slice had nothing to scale.
+            self._scaler.scale(torch.zeros((), device=self.device))
+        for more in self.own.each():
+            self._optimize_one(copy.deepcopy(self._scaler) if more else self._scaler)
+
+    def _optimize_one(self, scaler: Any) -> None:
+        if scaler is not None and not self._gradients():
+            return  # a scaler refuses what an optimizer takes for nothing to do
+        if scaler is not None and self._clip_grad_norm is not None:
+            scaler.unscale_(self.optimizer)
+        if self._clip_grad_norm is not None:
+            norm = self.norm_of_all
+            norm = nn.utils.get_total_norm(self._gradients()) if norm is None else norm
+            nn.utils.clip_grads_with_norm_(self.model.parameters(), self._clip_grad_norm, norm)
+        if scaler is None:
+            self.optimizer.step()
+        else:
+            scaler.step(self.optimizer)
+            scaler.update()
+
+    def _gradients(self) -> list[torch.Tensor]:
+        return [p.grad for p in self.model.parameters() if p.grad is not None]
+
+    def norm(self) -> float:
+        """Return the norm of the mean gradient in the sums."""
+        self.gradients.give(private=False)
+        norm = float(nn.utils.get_total_norm(self._gradients()))
+        self._drop_gradients()
+        return norm
+
+    def overflows(self) -> bool:
+        """Return whether a mean gradient in the sums is not a finite number."""
+        self.gradients.give(private=False)
+        found = any(not bool(gradient.isfinite().all()) for gradient in self._gradients())
+        self._drop_gradients()
+        return found
+
+    def _drop_gradients(self) -> None:
+        for i in range(self.num_buckets):
+            self.buckets.drop_gradients_of(i)
+
+    def _step_scheduler(self, batch: MiniBatch, metrics: dict[str, float]) -> None:
+        epoch_ended = batch.after.epoch != batch.epoch
+        if self._scheduler is None or (self._schedule == "epoch" and not epoch_ended):
+            return
+        if isinstance(self._scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+            if "loss" in metrics:  # not when forward lost every slice of the step
+                self._scheduler.step(metrics["loss"])
+        else:
+            self._scheduler.step()
+
+    def _update_average(self) -> None:
+        if self.average is not None:
+            self.average.update_parameters(self.model)
+
+    def set_learning_rate(self, value: float) -> None:
+        """Go on with another learning rate in all parameter groups; a scheduler goes on from it."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = value
+            if "initial_lr" in group:
+                group["initial_lr"] = value
+        if hasattr(self._scheduler, "base_lrs"):
+            self._scheduler.base_lrs = [value] * len(self._scheduler.base_lrs)
+
+    # -- the state as a whole
+
+    def tensors_of(self, target: str, rank: int, here: Sequence[int]) -> dict[str, torch.Tensor]:
+        """Return the weights, or what the optimizer keeps, by name, to be altered at one worker.
+
+        Args:
+            target: ``"weights"`` or ``"optimizer"``.
+            rank: The worker.
+            here: All workers that this process plays.
+        """
+        self.own.take(rank, here)
+        return weights(self.model) if target == "weights" else optimizer_state(self.model, self.optimizer)
+
+    def beside(self) -> list[tuple[str, torch.Tensor]]:
+        """Return what there is besides weights and the optimizer's state, by name, as it is when a step begins, not copied."""
+        average = () if self.average is None else model_tensors(self.average)
+        return [*self.buckets.buffers.beginning(), *((f"average/{name}", tensor) for name, tensor in average)]
+
+    def state_sha256(self) -> str:
+        """Return the sha256 of the model, of the average of its weights, and of its optimizer's state."""
+        return state_sha256(self.model, self.optimizer, self.average)
+
+    def model_state(self) -> dict[str, Any]:
+        """Return all of the model, and the average of its weights if there is one, and nothing else, not copied."""
+        average = {} if self.average is None else {"average": self.average.state_dict()}
+        return {"model": self.model.state_dict(), "transient": self._transient(), **average}
+
+    def load_model_state(self, state: dict[str, Any]) -> None:
+        """Take over what :meth:`model_state` returned elsewhere."""
+        self.own.forget()
+        self.model.load_state_dict(state["model"])
+        for name, buffer in self._transient().items():
+            buffer.copy_(state["transient"][name])
+        if self.average is not None:
+            self.average.load_state_dict(state["average"])
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return everything that a checkpoint must hold, not copied."""
+        return {name: thing.state_dict() for name, thing in self._stateful().items()} | {"transient": self._transient()}
+
+    def load_state_dict(self, state: dict[str, Any], *, keeps: bool = False) -> None:
+        """Go back to a state.
+
+        Args:
+            state: What :meth:`state_dict` returned.
+            keeps: Its tensors may become those of this part; otherwise they are copied.
+
+        Raises:
+            CheckpointError: if the state is of other things than this part has.
+        """
+        self.own.forget()
+        things = self._stateful()
+        transient = self._transient()
+        if things.keys() | {"transient"} != state.keys() or transient.keys() != state["transient"].keys():
+            raise CheckpointError(
+                f"the checkpoint holds {', '.join(sorted(state))}; this session has {', '.join(sorted(things))}"
+            )
+        for name, thing in things.items():
+            try:
+                thing.load_state_dict(state[name] if keeps else clone(state[name]))
+            except (RuntimeError, ValueError, KeyError) as error:
+                raise CheckpointError(f"the checkpoint's {name} does not fit this session's: {error}") from error
+
+        for name, buffer in transient.items():
+            buffer.copy_(state["transient"][name])
+
+    def _transient(self) -> dict[str, torch.Tensor]:
+        """Return the buffers that ``state_dict`` leaves out, because the model calls them not persistent."""
+        kept = self.model.state_dict().keys()
+        return {name: buffer for name, buffer in self.model.named_buffers() if name not in kept}
+
+    def _stateful(self) -> dict[str, Stateful]:
+        """Return what has a state, by the name that it has in a checkpoint."""
+        things: dict[str, Any] = {"model": self.model, "optimizer": self.optimizer}
+        if self._scheduler is not None:
+            things["scheduler"] = self._scheduler
+        if self._scaler is not None:
+            things["scaler"] = self._scaler
+        if self.average is not None:
+            things["average"] = self.average
+        return things

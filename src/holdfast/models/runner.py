@@ -1,0 +1,112 @@
+"""What computes and sums the steps of a training loop, whatever the model is: the interface, and what all kinds share."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from holdfast.comm import OrderedSum
+from holdfast.data.loader import Loading, Source
+from holdfast.data.plan import MiniBatch
+from holdfast.data.position import Place
+from holdfast.data.seeds import seed_slice
+from holdfast.engine.context import World
+from holdfast.engine.scribe import Scribe
+from holdfast.errors import InternalError
+from holdfast.recovery.messages import Note
+from holdfast.session.step import Step
+
+Reach = Callable[[str, int | None], None]
+"""Called at a phase, and bucket or slice, of the step in progress, for faults that are due there."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepContext:
+    """What a training loop gives to what computes its steps.
+
+    Args:
+        world: The workers.
+        place: Says how the data are seeded.
+        scribe: Is told where this worker is.
+        total: The sum of all workers.
+        source: Where inputs are from.
+        loading: Loads them.
+        reach: See :data:`Reach`.
+        reach_in_sum: Called with a step and a position among its sums, for faults that are due there.
+    """
+
+    world: World
+    place: Place
+    scribe: Scribe
+    total: OrderedSum
+    source: Source
+    loading: Loading
+    reach: Reach
+    reach_in_sum: Callable[[int, int], None]
+
+
+class Runner(ABC):
+    """Computes slices here, and sums them; :meth:`Trainable.runner` returns the right one.
+
+    Args:
+        context: Of the loop.
+        rest: See :meth:`Trainable.rest`.
+    """
+
+    def __init__(self, context: StepContext, rest: Callable[[Sequence[int]], None]) -> None:
+        self._context = context
+        self._world = context.world
+        self._rest = rest
+        self.names: dict[str, None] = {}
+        """Of the figures that the script logs."""
+
+    @abstractmethod
+    def step(self, batch: MiniBatch, slices: list[int], attempt: int) -> Step:
+        """Return what the script gets: the next attempt at a step, which is begun.
+
+        Args:
+            batch: Of the step.
+            slices: Those that are computed here.
+            attempt: How often in a row the step was begun before.
+        """
+
+    @abstractmethod
+    def finish(self, batch: MiniBatch, attempt: Step) -> None:
+        """Do what is left of an attempt that the script has computed.
+
+        Raises:
+            PeerFailed: if a peer died.
+        """
+
+    def sum_bucket(self, batch: MiniBatch, bucket: int) -> None:
+        """Sum the gradients of a bucket over all workers; there are :attr:`Trainable.num_buckets` of them.
+
+        Raises:
+            PeerFailed: if it did not complete here.
+        """
+        raise InternalError(f"bucket {bucket} of step {batch.step} is no sum of all workers")
+
+    def hand_over(self, batch: MiniBatch, bucket: int, source: int) -> None:
+        """Give a sum, and the slices that are in it, to the workers that lack it.
+
+        Args:
+            batch: Of the step.
+            bucket: Which sum.
+            source: A worker that has it.
+
+        Raises:
+            PeerFailed: if it did not complete here.
+        """
+        raise InternalError(
+            f"bucket {bucket} of step {batch.step} is no sum of all workers, so worker {source} has none to give"
+        )
+
+    def between_slices(self, batch: MiniBatch) -> None:
+        """Make what the script draws outside the slices independent of the slices that were computed here."""
+        self._rest(self._world.comm.here)
+        seed_slice(self._context.place.plan.seed, batch.step, -1)
+
+    def ask_to_stop(self) -> None:
+        """Remember that training ends with this step."""
+        self._world.asked |= Note.STOP

@@ -1,0 +1,184 @@
+"""Computing slices with the whole model, one by one or several at once, and the sums of their gradients."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from holdfast.data.plan import MiniBatch
+from holdfast.data.seeds import seed_slice
+from holdfast.engine.flips import NOT_WATCHED, watch
+from holdfast.errors import ScriptError
+from holdfast.models.loss import Forward, Loss, checked
+from holdfast.models.part import Part
+from holdfast.models.reducer import BucketReducer
+from holdfast.models.runner import Runner, StepContext
+from holdfast.models.slice_batching import AtOnce, Slice, has_bits
+from holdfast.models.trainable import Trainable
+from holdfast.session.step import Step
+
+
+class SliceRunner(Runner):
+    """Computes slices where each worker computes with the whole model.
+
+    Args:
+        context: Of the loop.
+        trainable: The model, as the loop sees it.
+        part: The whole model, with which slices are computed here.
+    """
+
+    def __init__(self, context: StepContext, trainable: Trainable, part: Part) -> None:
+        super().__init__(context, trainable.rest)
+        self._enter = trainable.enter
+        self._part = part
+        self._room = context.total.room
+        self._reducer = BucketReducer(context.total, part, context.world.faults, context.world.altered)
+        self._at_once = AtOnce(part, context.world.clock)
+        self._loaded: dict[int, Any] = {}
+        self._watched = NOT_WATCHED
+
+    def step(self, batch: MiniBatch, slices: list[int], attempt: int) -> Step:
+        """See :meth:`Runner.step`."""
+        self._loaded = {}
+        return Step(self, batch, slices, attempt)
+
+    # -- a slice
+
+    def begin_slice(self, batch: MiniBatch, number: int) -> Any:
+        """Make everything ready for the slice and return its inputs."""
+        ids, owner, faults = batch.slices[number], batch.owners[number], self._world.faults
+        self._world.beacon.mark("forward", batch.step, number, ids)
+        self._enter(owner)
+        self._part.gradients.begin_slice(self._room)
+        self._watched = watch(self._part.model, faults.flips("activations", batch.step, owner), faults)
+        return self._inputs(batch, number)
+
+    def _inputs(self, batch: MiniBatch, number: int) -> Any:
+        seed = self._context.place.plan.seed
+        if number not in self._loaded:
+            return self._context.loading(seed, batch, number)
+        seed_slice(seed, batch.step, number)
+        return self._loaded.pop(number)
+
+    def backward(self, loss: torch.Tensor, batch: MiniBatch, number: int) -> None:
+        """Compute the gradients of the slice."""
+        ids, owner, faults = batch.slices[number], batch.owners[number], self._world.faults
+        self._world.beacon.mark("backward", batch.step, number, ids)
+        is_due = faults.waits_for("backward", batch.step, owner)
+        midway = functools.partial(faults.reach, "backward", batch.step, owner) if is_due else None
+        self._part.backward(loss, len(ids), midway)
+
+    def end_slice(self, batch: MiniBatch, number: int, metrics: dict[str, torch.Tensor | float]) -> None:
+        """Take the gradients away."""
+        self._part.gradients.end_slice(number, metrics, len(batch.slices[number]))
+        self._watched.close()
+        self._end(batch, number, metrics)
+
+    def _end(self, batch: MiniBatch, number: int, metrics: dict[str, torch.Tensor | float]) -> None:
+        """Look at what a slice logged, and let flips strike what a worker has computed of it."""
+        gradients = self._part.gradients
+        if len(gradients.terms) > 1 and metrics.keys() != self.names.keys():
+            raise ScriptError(
+                f"every slice must log the same figures; slice {number} of step {batch.step} logged {', '.join(metrics)}, the one before {', '.join(self.names)}"
+            )
+        self.names = dict.fromkeys(metrics)
+        for due in self._world.faults.flips("gradients", batch.step, batch.owners[number]):
+            self._world.faults.carry_out(due, gradients.of_slice(number))
+
+    # -- several at once
+
+    @contextlib.contextmanager
+    def at_once(
+        self, batch: MiniBatch, numbers: Sequence[int], forward: Forward, loss: Loss
+    ) -> Iterator[Collection[int]]:
+        """Compute slices in one pass, where that is known to give each its bits.
+
+        Where it is not known yet, do that too, and compare it with what is computed one by one within this.
+
+        Yields:
+            Those that are computed: all or none.
+        """
+        if not self._may_go_at_once(batch, numbers):
+            yield ()
+            return
+        tried = self._at_once.tried([len(batch.slices[number]) for number in numbers])
+        is_known = tried.is_over
+        slices = [] if tried.why_not else self._load(batch, numbers)
+        is_made = bool(slices) and self._at_once.compute(tried, slices, forward, loss)
+        if is_made and is_known:
+            self._loaded = {}
+            for slice_ in slices:
+                self._part.gradients.terms[slice_.number] = slice_.terms
+                self._end(batch, slice_.number, slice_.figures)
+            yield numbers
+            return
+        copies = [[flat.clone() for flat in slice_.terms.flat] for slice_ in slices if is_made]
+        begun_s = self._at_once.now_s(tried)
+        yield ()
+        if is_made:
+            took_s = self._at_once.now_s(tried) - begun_s
+            tried.add(self._at_once.took_s, took_s, same=all(map(has_bits, slices, copies)))
+        if tried.is_over and tried.told != tried.why_not:
+            tried.told = tried.why_not
+            self._context.scribe.slices_tried(tried)
+
+    def _may_go_at_once(self, batch: MiniBatch, numbers: Sequence[int]) -> bool:
+        """Return whether nothing is to happen to one of the slices alone."""
+        faults, owners = self._world.faults, {batch.owners[number] for number in numbers}
+        strikes = any(
+            faults.waits_for("backward", batch.step, rank) or faults.flips("activations", batch.step, rank)
+            for rank in owners
+        )
+        return len(numbers) > 1 and not strikes and not self._part.own.differ
+
+    def _load(self, batch: MiniBatch, numbers: Sequence[int]) -> list[Slice]:
+        """Return slices with their inputs, which are not loaded again if they are computed one by one."""
+        gradients = self._part.gradients
+        self._loaded = {number: checked(self._inputs(batch, number)) for number in numbers}
+        self._world.beacon.mark("forward", batch.step, numbers[0], batch.slices[numbers[0]])
+        gradients.begin_slice(self._room)
+        first = len(gradients.terms)
+        rows = [gradients.row(first + i, self._room) for i in range(len(numbers))]
+        return [
+            Slice(number, inputs, len(batch.slices[number]), terms)
+            for (number, inputs), terms in zip(self._loaded.items(), rows, strict=True)
+        ]
+
+    # -- the sums of all workers
+
+    def finish(self, batch: MiniBatch, attempt: Step) -> None:
+        """Do nothing: all sums are those of all workers, and are ordered one by one."""
+
+    def sum_bucket(self, batch: MiniBatch, bucket: int) -> None:
+        """See :meth:`Runner.sum_bucket`."""
+        members = self._world.comm.members
+        self._context.scribe.mark("allreduce")
+        self._reducer.sum(
+            batch,
+            bucket,
+            {number: rank for number, rank in batch.owners.items() if rank in members},
+            givers=dict.fromkeys(self._world.comm.here, bucket),
+            name=f"bucket {bucket}",
+            rescale=self._world.settings.rescale,
+            midway=lambda: self._context.reach_in_sum(batch.step, bucket),
+        )
+
+    def hand_over(self, batch: MiniBatch, bucket: int, source: int) -> None:
+        """See :meth:`Runner.hand_over`."""
+        comm, gradients = self._world.comm, self._part.gradients
+        layout = self._part.buckets.layouts[bucket]
+        has_it = len(gradients.sums) > bucket
+        inside = torch.zeros(len(batch.slices), dtype=torch.uint8)
+        if has_it:
+            inside[list(gradients.summed_slices[bucket])] = 1
+        comm.broadcast(inside, source)
+        data = torch.empty(layout.length, dtype=layout.dtype, device=layout.device)
+        if has_it:  # a copy, because a broadcast writes, and others may still read the sum
+            data.copy_(gradients.sums[bucket])
+        comm.broadcast(data, source)
+        if not has_it:
+            self._part.add_sum(data, [int(i) for i in inside.nonzero()])

@@ -1,0 +1,322 @@
+"""A step of a pipeline: micro-batches forward through the stages, then back, then the sums of each stage (GPipe).
+
+What makes it right when workers die: everything here lies between two closing sums of the whole world. A worker enters
+the closing sum only when it has the summed gradient of every stage that it holds, computing or not. So when the closing
+sum has returned to anybody, all have all that they need to apply the step, and otherwise all drop it.
+
+Nobody waits in a circle: all do what they do in the order of (micro-batch, stage), forward and then back, sending never
+waits, and what is received was sent earlier in that order.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from holdfast.comm import Communicator, Mail, OrderedSum, Subgroup, checksum
+from holdfast.comm.allreduce.checksums import note_altered
+from holdfast.config import Settings
+from holdfast.data.plan import MiniBatch
+from holdfast.data.seeds import seed_slice
+from holdfast.engine.flips import watch
+from holdfast.errors import ScriptError
+from holdfast.faults.process import Injector
+from holdfast.models.gradients import Terms
+from holdfast.models.loss import checked, loss_of
+from holdfast.models.pipeline_scaler import Scaling
+from holdfast.models.reducer import BucketReducer
+from holdfast.models.resident_parts import Holdings
+from holdfast.models.runner import Reach
+from holdfast.recovery.placement import Homes
+from holdfast.session.models import Pipeline
+
+
+@dataclass(slots=True)
+class _Passed:
+    """A micro-batch in a stage, between its way forward and its way back."""
+
+    given: torch.Tensor | None
+    output: torch.Tensor
+    terms: Terms
+
+
+@dataclass(slots=True)
+class _Work:
+    """What one attempt at a step has made here."""
+
+    passed: dict[tuple[int, int], _Passed] = field(default_factory=dict)
+    handed: dict[tuple[int, int, bool], list[torch.Tensor]] = field(default_factory=dict)
+    figures: tuple[str, ...] = ()
+
+
+class Stages:
+    """Computes the stages that this worker holds, and sums their gradients among all who hold them.
+
+    Args:
+        model: What the user gave.
+        holdings: Who holds what.
+        comm: The living.
+        settings: Of the run.
+        faults: Flips what is planned.
+        altered: Where it is noted what did not arrive here as it was given; see :attr:`World.altered`.
+        scaling: Of the loss, if it is scaled.
+    """
+
+    def __init__(
+        self,
+        model: Pipeline,
+        holdings: Holdings,
+        comm: Communicator,
+        settings: Settings,
+        faults: Injector,
+        altered: dict[str, int],
+        scaling: Scaling | None,
+    ) -> None:
+        self._model = model
+        self._holdings = holdings
+        self._comm = comm
+        self._settings = settings
+        self._faults = faults
+        self._altered = altered
+        self._scaling = scaling
+        self.mail = Mail(comm, shared_bytes=settings.shared_bytes)
+        self._sums: dict[int, tuple[tuple[int, ...], OrderedSum]] = {}
+        self._work = _Work()
+
+    def begin(self) -> None:
+        """Start anew; all members do."""
+        self._work = _Work()
+        self._sums = {part: known for part, known in self._sums.items() if part in self._holdings.held}
+        self.mail.begin()
+
+    def compute(self, batch: MiniBatch, seed: int, fetch: Callable[[int], Any], reach: Reach) -> None:
+        """Take the micro-batches of this worker's chains through its stages.
+
+        Args:
+            batch: Of the step.
+            seed: Of the job.
+            fetch: Returns the inputs of a slice.
+            reach: See :data:`Reach`.
+
+        Raises:
+            PeerFailed: if a peer died.
+            ScriptError: if the script's batches, stages or loss are not what they must be.
+        """
+        reach("handover", None)
+        for number, part in self._places(batch, back=False):
+            reach("handover", number)
+            self._forward(batch, seed, number, part, fetch)
+        reach("backward", None)
+        for number, part in self._places(batch, back=True):
+            self._backward(batch, number, part)
+
+    def sum(self, batch: MiniBatch, reach: Reach) -> None:
+        """Sum the gradients of every stage among its holders, the last stage first.
+
+        Raises:
+            PeerFailed: if a peer died.
+        """
+        homes = self._holdings.now
+        count = 0
+        sums = dict.fromkeys(self._comm.here, 0)  # of each worker so far
+        for part in reversed(self._holdings.held):
+            stage = self._holdings.held[part]
+            reducer = BucketReducer(self._sum_of(part), stage, self._faults, self._altered)
+            owners = {number: chain_of(homes, batch, number)[part] for number in sorted(batch.owners)}
+            givers = [rank for rank in homes.holders(part) if rank in sums]
+            for bucket in range(stage.num_buckets):
+                reducer.sum(
+                    batch,
+                    bucket,
+                    owners,
+                    givers={rank: sums[rank] for rank in givers},
+                    name=f"bucket {bucket} of stage {part}",
+                    rescale="survivors",
+                    midway=functools.partial(reach, "allreduce", count),
+                )
+                sums |= {rank: sums[rank] + 1 for rank in givers}
+                count += 1
+
+    def share_figures(self, batch: MiniBatch) -> dict[str, float]:
+        """Return the figures of the step, which one who computes the last stage, of some slice, tells all others.
+
+        Before the step is closed: then all have them who may ever apply it.
+
+        Raises:
+            PeerFailed: if a peer died.
+        """
+        last = self._holdings.now.parts - 1
+        teller = chain_of(self._holdings.now, batch, min(batch.owners))[last]
+        if teller not in self._comm.here:
+            return dict(json.loads(self.mail.receive(teller).numpy().tobytes()))
+        stage = self._holdings.held[last]
+        figures = stage.gradients.metrics(self._work.figures)
+        told = torch.frombuffer(bytearray(json.dumps(figures).encode()), dtype=torch.uint8)
+        self.mail.send([rank for rank in self._comm.members if rank not in self._comm.here], told)
+        return figures
+
+    def share_overflow(self) -> None:
+        """Let every worker know whether some stage has a gradient that is too large, if the loss is scaled: no stage steps then.
+
+        Raises:
+            PeerFailed: if a peer died.
+        """
+        if self._scaling is not None and self._scaling.is_enabled:
+            mine = any(stage.overflows() for stage in self._holdings.held.values())
+            self._scaling.skips = bool(self._comm.maximum((int(mine),))[0])
+
+    def share_norms(self) -> None:
+        """Let every stage know the norm of the gradient of all: the norm of the norms of the stages.
+
+        Raises:
+            PeerFailed: if a peer died.
+        """
+        held = self._holdings.held
+        mine = [held[part].norm() if part in held else 0.0 for part in range(self._holdings.now.parts)]
+        # Of numbers that are not negative the bits are in the order of the numbers, and NaN comes last.
+        bits = self._comm.maximum(torch.tensor(mine, dtype=torch.float64).abs().view(torch.int64).tolist())
+        norm = torch.linalg.vector_norm(torch.tensor(bits).view(torch.float64))
+        for stage in held.values():
+            stage.norm_of_all = norm
+
+    # -- one micro-batch in one stage
+
+    def _places(self, batch: MiniBatch, *, back: bool) -> Iterator[tuple[int, int]]:
+        """Yield the (slice, stage) that are computed here, in the order in which they are."""
+        homes, here = self._holdings.now, self._comm.here
+        stages = range(homes.parts)
+        for number in sorted(batch.owners):
+            chain = chain_of(homes, batch, number)
+            for part in reversed(stages) if back else stages:
+                if chain[part] in here:
+                    yield number, part
+
+    def _forward(self, batch: MiniBatch, seed: int, number: int, part: int, fetch: Callable[[int], Any]) -> None:
+        stage, last = self._holdings.held[part], part == self._holdings.now.parts - 1
+        targets: Sequence[Any] = ()
+        given = None
+        if part == 0 or last:
+            first, *targets = checked(fetch(number))
+        if part == 0:
+            inputs = first
+        else:
+            given = inputs = self._take(batch, number, part - 1, part, back=False).requires_grad_()
+        stage.buckets.buffers.lend()
+        seed_slice(seed, batch.step, number, part)
+        rank = chain_of(self._holdings.now, batch, number)[part]
+        stage.own.enter(rank)
+        with watch(stage.model, self._faults.flips("activations", batch.step, rank), self._faults, f"{part}."):
+            output = stage.model(inputs)
+        _check_output(output, part)
+        samples = len(batch.slices[number])
+        metrics: Mapping[str, Any] = {"loss": 0.0}
+        if last:
+            loss, metrics = self._loss(output, targets)
+            output = loss * samples
+        else:
+            self._give(batch, number, part, part + 1, output.detach(), back=False)
+        terms = stage.gradients.next_terms(self._sum_of(part).room)
+        stage.buckets.put_figures(terms.flat[-1], metrics, samples)
+        stage.gradients.terms[number] = terms
+        self._work.passed[number, part] = _Passed(given, output, terms)
+
+    def _loss(self, output: torch.Tensor, targets: Sequence[Any]) -> tuple[torch.Tensor, dict[str, Any]]:
+        loss, more = loss_of(self._model.loss, output, targets)
+        metrics = {"loss": loss.detach(), **more}
+        names = tuple(metrics)
+        if self._work.figures not in ((), names):
+            raise ScriptError(
+                f"every micro-batch must log the same figures: {', '.join(names)}, and before {', '.join(self._work.figures)}"
+            )
+        self._work.figures = names
+        return loss, metrics
+
+    def _backward(self, batch: MiniBatch, number: int, part: int) -> None:
+        stage, passed = self._holdings.held[part], self._work.passed.pop((number, part))
+        rank = chain_of(self._holdings.now, batch, number)[part]
+        stage.own.enter(rank)
+        stage.buckets.clear()
+        stage.buckets.aim(passed.terms)
+        if part == self._holdings.now.parts - 1:
+            (passed.output if self._scaling is None else self._scaling.scale(passed.output)).backward()
+        else:
+            passed.output.backward(self._take(batch, number, part + 1, part, back=True))
+        if passed.given is not None:
+            if passed.given.grad is None:
+                raise ScriptError(
+                    f"what stage {part} of a Pipeline returns does not depend on what it is given, so no gradient goes back to stage {part - 1}"
+                )
+            self._give(batch, number, part, part - 1, passed.given.grad, back=True)
+        stage.buckets.collect(passed.terms)
+        for due in self._faults.flips("gradients", batch.step, rank):
+            named = stage.buckets.named(passed.terms).items()
+            self._faults.carry_out(due, {f"{part}.{name}": gradient for name, gradient in named})
+
+    def _handed(self, step: int, rank: int, part: int, given: torch.Tensor) -> torch.Tensor:
+        """Return what is given to the next stage: the output, or what a flip makes of it on the way."""
+        for due in self._faults.flips("handover", step, rank):
+            given = given.clone()
+            self._faults.carry_out(due, {f"{part}.output": given})
+        return given
+
+    # -- between stages
+
+    def _give(self, batch: MiniBatch, number: int, part: int, to: int, data: torch.Tensor, *, back: bool) -> None:
+        chain = chain_of(self._holdings.now, batch, number)
+        messages = [data]
+        if self._settings.guard_sums:
+            messages.append(torch.tensor([checksum(data)]))
+        if not back:
+            messages[0] = self._handed(batch.step, chain[part], part, data)
+        if chain[to] in self._comm.here:
+            self._work.handed[number, to, back] = messages
+        else:
+            for message in messages:
+                self.mail.send(chain[to], message.contiguous())
+
+    def _take(self, batch: MiniBatch, number: int, source: int, part: int, *, back: bool) -> torch.Tensor:
+        giver = chain_of(self._holdings.now, batch, number)[source]
+        if giver in self._comm.here:
+            messages = self._work.handed.pop((number, part, back))
+        else:
+            messages = [self.mail.receive(giver) for _ in range(1 + self._settings.guard_sums)]
+        if self._settings.guard_sums and checksum(messages[0]) != int(messages[1]):
+            note_altered(self._altered, f"what stage {source} gave to stage {part}", {number: giver}, number)
+        return messages[0]
+
+    # -- memory
+
+    def _sum_of(self, part: int) -> OrderedSum:
+        """Return what adds the gradients of a stage, among those who hold it now."""
+        holders = self._holdings.now.holders(part)
+        known = self._sums.get(part)
+        if known is None or known[0] != holders:
+            size_bytes = self._holdings.held[part].buckets.size_bytes
+            made = OrderedSum(
+                Subgroup(self._comm, holders),
+                self._settings.order,
+                size_bytes,
+                shared_bytes=self._settings.shared_bytes,
+            )
+            known = self._sums[part] = (holders, made)
+            self._holdings.held[part].forget_room()
+        return known[1]
+
+
+def chain_of(homes: Homes, batch: MiniBatch, number: int) -> tuple[int, ...]:
+    """Return who computes a slice: the chains have contiguous runs of them."""
+    return homes.chains[number * len(homes.chains) // len(batch.slices)]
+
+
+def _check_output(output: Any, part: int) -> None:
+    if not isinstance(output, torch.Tensor):
+        raise ScriptError(f"a stage must return one tensor, stage {part} returned {type(output).__name__}")
+    if not output.requires_grad:
+        raise ScriptError(
+            f"what stage {part} of a Pipeline returns does not depend on its parameters as far as autograd knows: a detach or no_grad?"
+        )

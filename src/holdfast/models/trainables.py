@@ -1,0 +1,80 @@
+"""Which :class:`~holdfast.models.trainable.Trainable` trains what a script gives: the only place that knows all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn, optim
+from torch.optim.swa_utils import AveragedModel
+
+from holdfast.config import Settings
+from holdfast.errors import ConfigError
+from holdfast.models.factories import Makers
+from holdfast.models.overlap import check_eager
+from holdfast.models.pipeline import Pipelined
+from holdfast.models.replicated import Replica
+from holdfast.models.sharded import Shards
+from holdfast.models.trainable import Trainable
+from holdfast.session.models import Pipeline, Sharded
+
+
+def make_trainable(
+    model: nn.Module | Pipeline | Sharded,
+    optimizer: optim.Optimizer | Callable[[Any], optim.Optimizer],
+    settings: Settings,
+    *,
+    scheduler: Any,
+    schedule: str,
+    scaler: Any,
+    average: AveragedModel | Callable[[nn.Module], AveragedModel] | None,
+    clip_grad_norm: float | None,
+) -> Trainable:
+    """Return the model as training loops see it; what the arguments are is said by :class:`~holdfast.session.session.Session`.
+
+    Raises:
+        ConfigError: if the arguments do not go together.
+    """
+    kind = type(model).__name__
+    if not isinstance(model, Pipeline | Sharded):
+        if not isinstance(optimizer, optim.Optimizer):
+            raise ConfigError(
+                f"optimizer must be a torch.optim.Optimizer of the model's parameters, got {type(optimizer).__name__}"
+            )
+        if average is not None and not isinstance(average, AveragedModel):
+            raise ConfigError(
+                f"average must be a torch.optim.swa_utils.AveragedModel of the model, got {type(average).__name__}"
+            )
+        if settings.update == "eager":
+            check_eager(optimizer, scaler=scaler, clip_grad_norm=clip_grad_norm)
+        return Replica(
+            model,
+            optimizer,
+            scheduler=scheduler,
+            schedule=schedule,
+            scaler=scaler,
+            clip_grad_norm=clip_grad_norm,
+            bucket_bytes=settings.bucket_bytes,
+            checked=settings.guard_sums,
+            average=average,
+        )
+    if settings.update == "eager":
+        raise ConfigError(f"update eager needs a model that every worker has all of, got a {kind}: use update lazy")
+    if isinstance(optimizer, optim.Optimizer):
+        raise ConfigError(
+            f"a {kind} needs a function that makes an optimizer from the parameters of a part, as lambda p: torch.optim.Adam(p); got an optimizer"
+        )
+    if isinstance(average, nn.Module):
+        raise ConfigError(
+            f"a {kind} needs a function that makes an average of the weights of a part, as lambda module: AveragedModel(module); got an average"
+        )
+    makers = Makers(
+        optimizer=optimizer,
+        scheduler=scheduler,
+        schedule=schedule,
+        average=average,
+        bucket_bytes=settings.bucket_bytes,
+    )
+    if isinstance(model, Sharded):
+        return Shards(model, makers, scaler, clip_grad_norm, settings)
+    return Pipelined(model, makers, scaler, clip_grad_norm, settings)
