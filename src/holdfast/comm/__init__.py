@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from holdfast.comm.allreduce.checksums import checksum
     from holdfast.comm.allreduce.ordered import SUM, Mean, OrderedSum, Span
     from holdfast.comm.base import Communicator, MessageCommunicator, share_bytes
-    from holdfast.comm.connect import connect
+    from holdfast.comm.connecting import connect
     from holdfast.comm.p2p import Mail
     from holdfast.comm.subgroup import Subgroup
     from holdfast.comm.virtual import VirtualCommunicator
@@ -31,7 +31,7 @@ _WHERE = {
     "Subgroup": "subgroup",
     "VirtualCommunicator": "virtual",
     "checksum": "allreduce.checksums",
-    "connect": "connect",
+    "connect": "connecting",
     "share_bytes": "base",
 }
 

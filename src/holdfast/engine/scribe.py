@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from holdfast.checkpoint.writer import Outcome
-from holdfast.comm.connect import chosen
+from holdfast.comm.connecting import chosen
 from holdfast.data.ledger import Account
 from holdfast.data.plan import MiniBatch, Plan
 from holdfast.engine.context import Rebuilding, World
