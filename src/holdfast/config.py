@@ -294,7 +294,7 @@ class Settings:
     checkpoint_dir: str = option(
         "",
         help="Where checkpoints are: a folder, or s3://bucket/run.",
-        manual="where checkpoints are: a folder, or `s3://bucket/run` and other URLs of fsspec; must hold none of another run",
+        manual="where checkpoints are: a folder, `s3://bucket/run`, `gs://bucket/run` or `az://container/run` (with `holdfast[cluster]`); must hold none of another run",
         group="checkpoints",
         metavar="URL",
     )

@@ -230,7 +230,7 @@ def test_without_numba_it_says_what_to_install(monkeypatch):
     lda._compiled.cache_clear()
     monkeypatch.setitem(sys.modules, "numba", None)
 
-    with pytest.raises(ConfigError, match=r"numba, which is not installed: pip install 'holdfast\[study\]'"):
+    with pytest.raises(ConfigError, match=r"numba, which is not installed: pip install 'holdfast\[lab\]'"):
         program()
 
 

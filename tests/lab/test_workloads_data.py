@@ -176,7 +176,7 @@ def test_digits_are_the_same_if_scikit_learn_moves_its_file(monkeypatch):
 def test_digits_without_scikit_learn_say_how_to_get_them(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
 
-    with pytest.raises(holdfast.ConfigError, match=r"pip install 'holdfast\[study\]'"):
+    with pytest.raises(holdfast.ConfigError, match=r"pip install 'holdfast\[lab\]'"):
         digits()
 
 
@@ -384,7 +384,7 @@ def test_imagenet_scales_the_middle_of_an_image(tmp_path):
 def test_imagenet_without_pillow_says_how_to_get_it(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "PIL", None)
 
-    with pytest.raises(holdfast.ConfigError, match=r"Pillow, which is not installed: pip install 'holdfast\[study\]'"):
+    with pytest.raises(holdfast.ConfigError, match=r"Pillow, which is not installed: pip install 'holdfast\[lab\]'"):
         load_dataset("imagenet", tmp_path)
 
 

@@ -52,7 +52,7 @@ MAY_IMPORT = {
     "faults": {"errors"},
     "data": {"errors"},
     "integrity": LOOP | {"data", "models", "engine"},
-    "models": LOOP | {"data", "integrity", "engine", "session.models", "session.step"},
+    "models": LOOP | {"data", "integrity", "engine", "state.transfer", "session.models", "session.step"},
     "state": LOOP | {"data", "integrity", "models", "engine"},
     "engine": LOOP | {"data", "integrity", "models", "state", "session"},
     "session": LOOP | {"data", "integrity", "models", "state", "engine"},

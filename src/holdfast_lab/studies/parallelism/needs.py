@@ -45,9 +45,11 @@ def model_checker() -> Checker | None:
         return None
     if str(tests) not in sys.path:
         sys.path.append(str(tests))
-    from model import broken
-    from model.explorer import World, explore
-
+    try:
+        from model import broken
+        from model.explorer import World, explore
+    except ModuleNotFoundError:
+        return None
     return Checker(explore, World, broken)
 
 
