@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -239,6 +240,29 @@ def test_the_runtime_imports_nothing_of_the_laboratory():
 )
 def test_the_check_above_can_fail(room, line):
     assert len(forbidden_imports(line, room)) == 1
+
+
+def rows_of_the_page() -> dict[str, set[str]]:
+    """Return what docs/architecture.md says that each room may import."""
+    text = (SOURCE.parent / "docs" / "architecture.md").read_text()
+    rows = {}
+    for name, cell in re.findall(r"^\| `([\w/.]+)` \|.*\| ([^|]+) \| [^|]+ \|$", text, flags=re.MULTILINE):
+        room = name.removesuffix(".py").rstrip("/").replace("holdfast_lab/", "lab.")
+        if room in MAY_IMPORT:
+            words = set(re.split(r"[,;] ", cell))
+            rows[room] = (words - {"base", "nothing"}) | (LOOP if "base" in words else set())
+    return rows
+
+
+def said_of(room: str) -> set[str]:
+    words = {name.removeprefix("holdfast.") for name in MAY_IMPORT[room]}
+    if room == "lab.studies":
+        words = {word for word in words if not word.startswith("lab.")} | {"all rooms above"}
+    return {"the public names of `holdfast`" if word == "holdfast" else word for word in words}
+
+
+def test_the_architecture_page_shows_the_same_table():
+    assert rows_of_the_page() == {room: said_of(room) for room in MAY_IMPORT}
 
 
 def module_of(path: Path) -> str:
