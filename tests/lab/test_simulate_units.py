@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.errors import ConfigError
-from holdfast.report.formatting import duration
+from holdfast_lab.pages.words import duration
 from holdfast_lab.simulate.units import parse_bytes, parse_seconds, parse_speed
 
 TIMES_S = {"us": 1e-6, "ms": 1e-3, "s": 1, "min": 60, "h": 3600, "d": 86400, "w": 7 * 86400, "y": 365.25 * 86400}

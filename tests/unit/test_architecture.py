@@ -109,7 +109,7 @@ MAY_IMPORT = {
         "holdfast.models",
         "holdfast.session.step",
     },
-    "lab.pages": {"holdfast.errors", "holdfast.report"},
+    "lab.pages": {"holdfast.errors", "holdfast.records", "holdfast.report"},
     "lab.studies": {
         "holdfast",
         "holdfast.errors",

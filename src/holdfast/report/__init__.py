@@ -11,30 +11,27 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from holdfast.report.build import build_report, demo_rows
-    from holdfast.report.figures import curves, timeline, trade_off
-    from holdfast.report.files import load_report, load_results, save_report, write_report, write_results
+    from holdfast.report.build import build_report
+    from holdfast.report.figures import curves, timeline
+    from holdfast.report.files import load_report, save_report, write_report, write_results
     from holdfast.report.formatting import headline
-    from holdfast.report.html import render_demo, render_run, write_page
-    from holdfast.report.table import demo_table, summary_lines
+    from holdfast.report.html import render_run, write_page
+    from holdfast.report.table import summary_lines
 
 _WHERE = {
-    "build_report": "build",
-    "demo_rows": "build",
-    "load_report": "files",
-    "load_results": "files",
-    "save_report": "files",
-    "write_report": "files",
-    "write_results": "files",
-    "curves": "figures",
-    "timeline": "figures",
-    "trade_off": "figures",
-    "render_demo": "html",
-    "render_run": "html",
-    "write_page": "html",
-    "demo_table": "table",
-    "summary_lines": "table",
-    "headline": "formatting",
+    "build_report": "holdfast.report.build",
+    "curves": "holdfast.report.figures",
+    "timeline": "holdfast.report.figures",
+    "load_report": "holdfast.report.files",
+    "save_report": "holdfast.report.files",
+    "write_report": "holdfast.report.files",
+    "write_results": "holdfast.report.files",
+    "headline": "holdfast.report.formatting",
+    "render_run": "holdfast.report.html",
+    "write_page": "holdfast.report.html",
+    "summary_lines": "holdfast.report.table",
+    **dict.fromkeys(("demo_rows", "demo_table", "load_results", "render_demo"), "holdfast_lab.pages.demo"),
+    "trade_off": "holdfast_lab.pages.trade_off",
 }
 
 __all__ = [
@@ -60,10 +57,10 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _WHERE:
         raise AttributeError(f"module 'holdfast.report' has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"holdfast.report.{_WHERE[name]}"), name)
+    value = getattr(importlib.import_module(_WHERE[name]), name)
     globals()[name] = value
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted(__all__)
+    return __all__

@@ -131,43 +131,6 @@ def _happenings(history: History) -> dict[str, Any]:
     }
 
 
-def demo_rows(
-    reports: Sequence[tuple[str, Mapping[str, Any]]], *, settings: Mapping[str, Any] | None = None
-) -> dict[str, Any]:
-    """Return what the ``results.json`` of a demo holds: one row per run, compared with the first.
-
-    Each row is the run's report with ``name``, ``overhead`` (of its ``train_s``, as a fraction of that of the
-    first run) and ``accuracy_loss`` (how much lower its accuracy is, as a fraction of 1). Both are null for the
-    first run, and where a run has no such number.
-
-    Args:
-        reports: Name and report of each run, the undisturbed one first.
-        settings: What the runs have in common.
-    """
-    rows: list[dict[str, Any]] = []
-    for name, report in reports:
-        first = reports[0][1] if rows else {}
-        rows.append(
-            {
-                **report,
-                "name": name,
-                "overhead": _overhead(report, first),
-                "accuracy_loss": _accuracy_loss(report, first),
-            }
-        )
-    return {"rows": rows, "settings": dict(settings or {})}
-
-
-def _overhead(report: Mapping[str, Any], first: Mapping[str, Any]) -> float | None:
-    ours, base = report.get("train_s"), first.get("train_s")
-    return round(ours / base - 1, 6) if ours is not None and base else None
-
-
-def _accuracy_loss(report: Mapping[str, Any], first: Mapping[str, Any]) -> float | None:
-    ours, base = report["metrics"].get("accuracy"), first.get("metrics", {}).get("accuracy")
-    return round(base - ours, 9) if ours is not None and base is not None else None
-
-
 def _finished(history: History) -> dict[int, Finished]:
     """Return by rank who passed the gate, in the last life that anybody did."""
     for life in reversed(history.lives):

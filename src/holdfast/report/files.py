@@ -90,24 +90,6 @@ def load_report(directory: Path) -> dict[str, Any]:
     return checked_report(read_json(path), str(path))
 
 
-def load_results(directory: Path) -> dict[str, Any]:
-    """Return the results of the demo in ``directory``.
-
-    Raises:
-        ConfigError: if there are none, or if they are not what :func:`write_results` writes.
-    """
-    path = directory / "results.json"
-    if not path.is_file():
-        raise ConfigError(f"there is no results.json in {directory}; `holdfast demo --out {directory}` writes one")
-    results = read_json(path)
-    if not isinstance(results, dict) or not isinstance(results.get("rows"), list) or not results["rows"]:
-        raise ConfigError(f"{path} is not the results of a demo: it must be an object with a list of rows")
-    for number, row in enumerate(results["rows"]):
-        if "name" not in checked_report(row, f"{path}, row {number}"):
-            raise ConfigError(f"{path}, row {number}: a row of a demo must have a name")
-    return results
-
-
 def check_keys(results: Mapping[str, Any], needed: Mapping[str, type], where: str) -> None:
     """Make sure that results have all keys, with values of the right types.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,16 +15,6 @@ DISTRIBUTED = "torch.distributed"
 _KILLS = ("kill", "oom", "segfault", "nodeloss")
 _STUCK = ("hang", "gil", "spin", "deadlock")
 _SMALL = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
-_DAY_S = 86_400.0
-_SPANS = (
-    ("y", 365.25 * _DAY_S, 2 * 365.25 * _DAY_S),
-    ("d", _DAY_S, 2 * _DAY_S),
-    ("h", 3600.0, 7200.0),
-    ("min", 60.0, 120.0),
-    ("s", 1.0, 1.0),
-    ("ms", 1e-3, 1e-3),
-)
-"""Unit, its seconds, and from where on it is used."""
 _UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 
 
@@ -45,18 +34,6 @@ def seconds(value: float | None) -> str:
     return f"{whole // 3600} h {whole % 3600 // 60} min"
 
 
-def duration(value: float | None) -> str:
-    """Return a time of any length in the unit that fits, with three digits: ``"250 ms"``, ``"21.4 h"``, ``"5 y"``; or a dash."""
-    if value is None:
-        return DASH
-    if not math.isfinite(value):
-        return "never"
-    if value == 0:
-        return "0 s"
-    unit, one = next(((unit, one) for unit, one, least in _SPANS if value >= least * 0.9995), ("us", 1e-6))
-    return f"{value / one:,.0f} {unit}" if value / one >= 999.5 else f"{value / one:.3g} {unit}"
-
-
 def plain(value: float) -> str:
     """Return a tick of an axis: as few digits as it needs, and a real minus."""
     return f"{value:g}".replace("-", MINUS)
@@ -70,11 +47,6 @@ def percent(value: float | None, *, signed: bool = False, digits: int = 1) -> st
     zero = float(text) == 0
     sign = "" if zero else MINUS if value < 0 else "+" if signed else ""
     return f"{sign}{text} %"
-
-
-def points(value: float | None) -> str:
-    """Return a fraction in percentage points, or a dash."""
-    return percent(value, signed=True, digits=2).replace(" %", " pp")
 
 
 def clean(text: object) -> str:

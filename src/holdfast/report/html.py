@@ -1,4 +1,4 @@
-"""One self-contained HTML file: of a run or of a demo; :mod:`holdfast.report.pages` finds what draws other results."""
+"""One self-contained HTML file: of a run; :mod:`holdfast.report.pages` finds what draws other results."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ from holdfast.errors import ConfigError
 from holdfast.records.files import load_events
 from holdfast.records.types import Record, StepCommitted
 from holdfast.report import formatting as words
-from holdfast.report.files import load_report, load_results
+from holdfast.report.files import load_report
 from holdfast.report.pages import draw_results
-from holdfast.report.table import demo_cells
 from holdfast.report.templates import environment
 
 _FEW = 6
@@ -46,38 +45,6 @@ def render_run(report: Mapping[str, Any], records: Sequence[Record] = (), title:
             happenings=words.happenings(report),
             distributed=words.is_distributed(report),
             worker=words.worker(report),
-        )
-    )
-
-
-def render_demo(results: Mapping[str, Any], records: Mapping[str, Sequence[Record]] | None = None) -> str:
-    """Return the page of a demo.
-
-    Args:
-        results: As :func:`~holdfast.report.build.demo_rows` makes them.
-        records: Of each run, by its name; a run without them has no timeline.
-    """
-    from holdfast.report.figures import timeline, trade_off
-
-    rows = results["rows"]
-    runs = [
-        {
-            "report": row,
-            "timeline": timeline(row, (records or {}).get(row["name"], ())),
-            "headline": words.headline(row),
-        }
-        for row in rows
-    ]
-    return (
-        environment()
-        .get_template("demo.html")
-        .render(
-            title=results["settings"].get("title") or "What surviving costs",
-            settings={k: v for k, v in results["settings"].items() if k != "title"},
-            headline=_demo_headline(results),
-            cells=demo_cells(results),
-            runs=runs,
-            trade_off=trade_off(results),
         )
     )
 
@@ -114,9 +81,6 @@ def _draw(directory: Path) -> str:
     """Return the page of what is in ``directory``."""
     if (page := draw_results(directory)) is not None:
         return page
-    if (directory / "results.json").is_file():
-        results = load_results(directory)
-        return render_demo(results, {row["name"]: load_events(directory / row["name"]) for row in results["rows"]})
     return render_run(load_report(directory), load_events(directory))
 
 
@@ -199,21 +163,3 @@ def _sample_note(samples: Mapping[str, Any]) -> str:
 
 def _lost_ids(report: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [dict(entry) for entry in report.get("lost") or ()]
-
-
-def _demo_headline(results: Mapping[str, Any]) -> str:
-    rows = results["rows"]
-    reference = rows[0]["replicas"]["sha256"]
-    same = [row["name"] for row in rows[1:] if reference is not None and row["replicas"]["sha256"] == reference]
-    others = [row["name"] for row in rows[1:] if row["name"] not in same]
-    killed = sorted({len(row["failures"]) for row in rows[1:]})
-    started = words.count(rows[0]["workers"]["started"], "worker")
-    text = f"The same training by {started}, once undisturbed"
-    if len(rows) > 1:
-        amount = f"{killed[0]}" if len(killed) == 1 else f"{killed[0]} to {killed[-1]}"
-        text += f" and {len(rows) - 1} times with {amount} of them killed on the way"
-    text += "."
-    if same:
-        text += f" Under {words.listing(same)} it ended with the very bits of the undisturbed run"
-        text += f"; under {words.listing(others)} with others." if others else "."
-    return text

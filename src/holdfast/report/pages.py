@@ -1,4 +1,4 @@
-"""Pages of results that a run does not make: studies and simulations, drawn by the lab where it is installed."""
+"""Pages of results that a run does not make: demos, studies and simulations, drawn by the lab where it is installed."""
 
 from __future__ import annotations
 
@@ -25,23 +25,27 @@ class Draw(Protocol):
 
 DRAWN_BY = {"study": "holdfast_lab.pages.study:page_of", "simulated": "holdfast_lab.pages.simulated:page_of"}
 """By the key by which ``results.json`` says what it holds: the module, and in it the :class:`Draw`."""
+_DEMO = "holdfast_lab.pages.demo:page_of"
+"""Draws what has none of these keys."""
 
 
 def draw_results(directory: Path) -> str | None:
-    """Return the page of the study or the simulation in ``directory``, None if there is neither.
+    """Return the page of the demo, the study or the simulation in ``directory``, None if there is none of them.
 
-    The figures are written to a folder ``figures`` beside the page, too.
+    The figures of a study and of a simulation are written to a folder ``figures`` beside the page, too.
 
     Raises:
         ConfigError: if ``results.json`` is damaged, or if the lab is not installed.
     """
     path = directory / "results.json"
-    results = read_json(path) if path.is_file() else None
-    if not isinstance(results, dict) or not (kinds := [key for key in DRAWN_BY if key in results]):
+    if not path.is_file():
         return None
-    draw = _find(DRAWN_BY[kinds[0]], path)
+    results = read_json(path)
+    kind = next((key for key in DRAWN_BY if isinstance(results, dict) and key in results), None)
+    if kind is None:
+        return _find(_DEMO, path)(results, path)
     with kept_in(directory / "figures"):
-        return draw(results, path)
+        return _find(DRAWN_BY[kind], path)(results, path)
 
 
 def _find(place: str, path: Path) -> Draw:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from holdfast.report.formatting import (
-    DASH,
     clean,
     count,
     everybody,
@@ -16,15 +15,10 @@ from holdfast.report.formatting import (
     is_distributed,
     listing,
     number,
-    percent,
-    points,
     seconds,
     size,
     worker,
 )
-
-if TYPE_CHECKING:
-    from rich.table import Table
 
 
 def summary_lines(report: Mapping[str, Any], directory: Path | None = None) -> list[str]:
@@ -45,59 +39,6 @@ def summary_lines(report: Mapping[str, Any], directory: Path | None = None) -> l
     if directory is not None:
         lines.append(f"report   {directory / 'report.json'}   (a page of it: holdfast report {directory})")
     return [clean(line) for line in lines if line]
-
-
-def demo_table(results: Mapping[str, Any]) -> Table:
-    """Return the table of a demo: one row per run."""
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("run")
-    for column in ("killed", "finished", "steps", "training", "overhead", "detect", "recover", "lost", "accuracy"):
-        table.add_column(column, justify="right")
-    table.add_column("sha256")
-    for row in demo_cells(results):
-        cells = ("name", "killed", "finished", "steps", "train", "overhead", "detect", "recover", "lost", "accuracy")
-        mark = {"same": "[green]same bits[/]", "differs": "[yellow]other bits[/]"}.get(row["bits"], row["bits"])
-        table.add_row(*(row[cell] for cell in cells), f"{row['sha256'][:12]} {mark}")
-    return table
-
-
-def demo_cells(results: Mapping[str, Any]) -> list[dict[str, str]]:
-    """Return the table of a demo as text, one mapping per run.
-
-    ``bits`` is ``"reference"`` for the first run, and for the others ``"same"`` or ``"differs"``.
-    """
-    rows = results["rows"]
-    reference = rows[0]["replicas"]["sha256"]
-    return [_cells(row, first=row is rows[0], reference=reference) for row in rows]
-
-
-def _cells(row: Mapping[str, Any], *, first: bool, reference: str | None) -> dict[str, str]:
-    sha256 = row["replicas"]["sha256"]
-    accuracy = row["metrics"].get("accuracy")
-    same = sha256 is not None and sha256 == reference
-    return {
-        "name": row["name"],
-        "strategy": row.get("strategy") or DASH,
-        "killed": number(len(row["failures"])),
-        "finished": f"{row['workers']['finished']} of {row['workers']['started']}",
-        "steps": number(row["steps"]),
-        "wall": seconds(row["wall_s"]),
-        "train": seconds(row.get("train_s")),
-        "overhead": percent(row.get("overhead"), signed=True),
-        "detect": _worst(row, "detect_s"),
-        "recover": _worst(row, "recover_s"),
-        "lost": number(row["samples"]["lost"]),
-        "accuracy": percent(accuracy, digits=2),
-        "accuracy_loss": points(row.get("accuracy_loss")),
-        "sha256": sha256 or DASH,
-        "bits": "reference" if first else "same" if same else "differs",
-    }
-
-
-def _worst(report: Mapping[str, Any], key: str) -> str:
-    return seconds(max((f[key] for f in report["failures"] if f[key] is not None), default=None))
 
 
 def _pace(report: Mapping[str, Any]) -> str:

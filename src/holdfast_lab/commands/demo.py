@@ -63,7 +63,8 @@ def demo(
 
     Example: holdfast demo --out demo-out --workers 4
     """
-    from holdfast.report import demo_rows, write_page, write_results
+    from holdfast.report import write_page, write_results
+    from holdfast_lab.pages.demo import demo_rows
 
     reports: dict[str, Mapping[str, Any]] = {}
     for run in RUNS:
@@ -143,7 +144,7 @@ def _give_up(run: Run, outcome: Outcome) -> int:
 def _show(results: Mapping[str, Any], page: Path, *, as_json: bool) -> None:
     from rich.console import Console
 
-    from holdfast.report import demo_table
+    from holdfast_lab.pages.demo import demo_table
 
     if as_json:
         print(json.dumps(results, indent=1))

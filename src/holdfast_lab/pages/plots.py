@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from holdfast.report import canvas as style
 from holdfast.report.canvas import WIDTH_IN, canvas
-from holdfast.report.rows import grouped, middle
+from holdfast_lab.pages.rows import grouped, middle
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -8,10 +8,11 @@ from typing import Any
 
 from holdfast.errors import ConfigError
 from holdfast.report.files import check_keys
-from holdfast.report.formatting import DASH, duration, percent
+from holdfast.report.formatting import DASH, percent
 from holdfast.report.templates import environment
 from holdfast_lab.pages import advice
 from holdfast_lab.pages.study import shown_section
+from holdfast_lab.pages.words import duration
 
 Row = dict[str, Any]
 Results = Mapping[str, Any]

@@ -25,10 +25,10 @@ from typing import Any
 from holdfast.report import formatting as words
 from holdfast.report.canvas import keep_rows
 from holdfast.report.files import check_keys
-from holdfast.report.rows import as_name, grouped, middle, row_id
 from holdfast.report.templates import environment
 from holdfast_lab.pages.heat_map import winners
 from holdfast_lab.pages.plots import interval_lines, scattered, stacked_bars, workers_lines
+from holdfast_lab.pages.rows import as_name, grouped, middle, row_id
 
 _MEASURED = "measured"
 _MANY = 40

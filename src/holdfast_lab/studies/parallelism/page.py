@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from holdfast.report.rows import grouped
+from holdfast_lab.pages.rows import grouped
 from holdfast_lab.studies.base import MEASURED, Row
 from holdfast_lab.studies.parallelism.elastic import PROCESS
 from holdfast_lab.studies.parallelism.jobs import KINDS, PARTIAL

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from holdfast.report.rows import row_id
+from holdfast_lab.pages.rows import row_id
 from holdfast_lab.studies.base import MEASURED, Row
 from holdfast_lab.studies.outcomes import OUTCOMES
 from holdfast_lab.studies.sections import Section, bars, intervals, not_run, number, points, table, text

@@ -1,0 +1,195 @@
+"""The results of a demo: its rows, its table on a terminal, its page."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from holdfast.errors import ConfigError
+from holdfast.records.files import load_events
+from holdfast.records.types import Record
+from holdfast.report.files import checked_report, read_json
+from holdfast.report.formatting import DASH, count, headline, listing, number, percent, seconds
+from holdfast.report.templates import environment
+from holdfast_lab.pages.words import points
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+
+def demo_rows(
+    reports: Sequence[tuple[str, Mapping[str, Any]]], *, settings: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Return what the ``results.json`` of a demo holds: one row per run, compared with the first.
+
+    Each row is the run's report with ``name``, ``overhead`` (of its ``train_s``, as a fraction of that of the
+    first run) and ``accuracy_loss`` (how much lower its accuracy is, as a fraction of 1). Both are null for the
+    first run, and where a run has no such number.
+
+    Args:
+        reports: Name and report of each run, the undisturbed one first.
+        settings: What the runs have in common.
+    """
+    rows: list[dict[str, Any]] = []
+    for name, report in reports:
+        first = reports[0][1] if rows else {}
+        rows.append(
+            {
+                **report,
+                "name": name,
+                "overhead": _overhead(report, first),
+                "accuracy_loss": _accuracy_loss(report, first),
+            }
+        )
+    return {"rows": rows, "settings": dict(settings or {})}
+
+
+def _overhead(report: Mapping[str, Any], first: Mapping[str, Any]) -> float | None:
+    ours, base = report.get("train_s"), first.get("train_s")
+    return round(ours / base - 1, 6) if ours is not None and base else None
+
+
+def _accuracy_loss(report: Mapping[str, Any], first: Mapping[str, Any]) -> float | None:
+    ours, base = report["metrics"].get("accuracy"), first.get("metrics", {}).get("accuracy")
+    return round(base - ours, 9) if ours is not None and base is not None else None
+
+
+def load_results(directory: Path) -> dict[str, Any]:
+    """Return the results of the demo in ``directory``.
+
+    Raises:
+        ConfigError: if there are none, or if they are not what :func:`~holdfast.report.files.write_results` writes.
+    """
+    path = directory / "results.json"
+    if not path.is_file():
+        raise ConfigError(f"there is no results.json in {directory}; `holdfast demo --out {directory}` writes one")
+    return checked_results(read_json(path), path)
+
+
+def checked_results(results: Any, path: Path) -> dict[str, Any]:
+    """Return what ``path`` holds if it is the results of a demo.
+
+    Raises:
+        ConfigError: if it is not.
+    """
+    if not isinstance(results, dict) or not isinstance(results.get("rows"), list) or not results["rows"]:
+        raise ConfigError(f"{path} is not the results of a demo: it must be an object with a list of rows")
+    for place, row in enumerate(results["rows"]):
+        if "name" not in checked_report(row, f"{path}, row {place}"):
+            raise ConfigError(f"{path}, row {place}: a row of a demo must have a name")
+    return results
+
+
+def page_of(results: Any, path: Path) -> str:
+    """Return the page of the demo that ``path`` holds. The records of its runs are in folders beside it, with their names.
+
+    Raises:
+        ConfigError: if it is not what a demo writes.
+    """
+    rows = checked_results(results, path)["rows"]
+    return render_demo(results, {row["name"]: load_events(path.parent / row["name"]) for row in rows})
+
+
+def render_demo(results: Mapping[str, Any], records: Mapping[str, Sequence[Record]] | None = None) -> str:
+    """Return the page of a demo.
+
+    Args:
+        results: As :func:`~holdfast_lab.pages.demo.demo_rows` makes them.
+        records: Of each run, by its name; a run without them has no timeline.
+    """
+    from holdfast.report.figures import timeline
+    from holdfast_lab.pages.trade_off import trade_off
+
+    rows = results["rows"]
+    runs = [
+        {
+            "report": row,
+            "timeline": timeline(row, (records or {}).get(row["name"], ())),
+            "headline": headline(row),
+        }
+        for row in rows
+    ]
+    return (
+        environment(Path(__file__).parent)
+        .get_template("demo.html")
+        .render(
+            title=results["settings"].get("title") or "What surviving costs",
+            settings={k: v for k, v in results["settings"].items() if k != "title"},
+            headline=_demo_headline(results),
+            cells=demo_cells(results),
+            runs=runs,
+            trade_off=trade_off(results),
+        )
+    )
+
+
+def _demo_headline(results: Mapping[str, Any]) -> str:
+    rows = results["rows"]
+    reference = rows[0]["replicas"]["sha256"]
+    same = [row["name"] for row in rows[1:] if reference is not None and row["replicas"]["sha256"] == reference]
+    others = [row["name"] for row in rows[1:] if row["name"] not in same]
+    killed = sorted({len(row["failures"]) for row in rows[1:]})
+    started = count(rows[0]["workers"]["started"], "worker")
+    text = f"The same training by {started}, once undisturbed"
+    if len(rows) > 1:
+        amount = f"{killed[0]}" if len(killed) == 1 else f"{killed[0]} to {killed[-1]}"
+        text += f" and {len(rows) - 1} times with {amount} of them killed on the way"
+    text += "."
+    if same:
+        text += f" Under {listing(same)} it ended with the very bits of the undisturbed run"
+        text += f"; under {listing(others)} with others." if others else "."
+    return text
+
+
+def demo_table(results: Mapping[str, Any]) -> Table:
+    """Return the table of a demo: one row per run."""
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("run")
+    for column in ("killed", "finished", "steps", "training", "overhead", "detect", "recover", "lost", "accuracy"):
+        table.add_column(column, justify="right")
+    table.add_column("sha256")
+    for row in demo_cells(results):
+        cells = ("name", "killed", "finished", "steps", "train", "overhead", "detect", "recover", "lost", "accuracy")
+        mark = {"same": "[green]same bits[/]", "differs": "[yellow]other bits[/]"}.get(row["bits"], row["bits"])
+        table.add_row(*(row[cell] for cell in cells), f"{row['sha256'][:12]} {mark}")
+    return table
+
+
+def demo_cells(results: Mapping[str, Any]) -> list[dict[str, str]]:
+    """Return the table of a demo as text, one mapping per run.
+
+    ``bits`` is ``"reference"`` for the first run, and for the others ``"same"`` or ``"differs"``.
+    """
+    rows = results["rows"]
+    reference = rows[0]["replicas"]["sha256"]
+    return [_cells(row, first=row is rows[0], reference=reference) for row in rows]
+
+
+def _cells(row: Mapping[str, Any], *, first: bool, reference: str | None) -> dict[str, str]:
+    sha256 = row["replicas"]["sha256"]
+    accuracy = row["metrics"].get("accuracy")
+    same = sha256 is not None and sha256 == reference
+    return {
+        "name": row["name"],
+        "strategy": row.get("strategy") or DASH,
+        "killed": number(len(row["failures"])),
+        "finished": f"{row['workers']['finished']} of {row['workers']['started']}",
+        "steps": number(row["steps"]),
+        "wall": seconds(row["wall_s"]),
+        "train": seconds(row.get("train_s")),
+        "overhead": percent(row.get("overhead"), signed=True),
+        "detect": _worst(row, "detect_s"),
+        "recover": _worst(row, "recover_s"),
+        "lost": number(row["samples"]["lost"]),
+        "accuracy": percent(accuracy, digits=2),
+        "accuracy_loss": points(row.get("accuracy_loss")),
+        "sha256": sha256 or DASH,
+        "bits": "reference" if first else "same" if same else "differs",
+    }
+
+
+def _worst(report: Mapping[str, Any], key: str) -> str:
+    return seconds(max((f[key] for f in report["failures"] if f[key] is not None), default=None))
