@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from holdfast.errors import ConfigError
-from holdfast.report.iteration_cost import crossing, iteration_cost, kappa, kappa_within, levels, trailing_mean
+from holdfast.report.iteration_cost import crossing, iteration_cost, levels, trailing_mean
+from holdfast_lab.studies.scar.kappa import kappa, kappa_within
 
 
 def test_iterations_to_a_level_are_counted_between_two_losses():

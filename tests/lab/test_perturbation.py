@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from holdfast.errors import ConfigError
-from holdfast.report.iteration_cost import kappa_within
+from holdfast_lab.studies.scar.kappa import kappa_within
 from holdfast_lab.studies.scar.perturbation import (
     Beside,
     Kept,

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from holdfast.report.iteration_cost import kappa_within
 from holdfast_lab.studies.base import MEASURED, NOT_RUN
+from holdfast_lab.studies.scar.kappa import kappa_within
 from holdfast_lab.studies.scar.perturbation import log_delta, most_iterations
 from holdfast_lab.studies.scar.perturbation_batch import (
     ADVERSARIAL,

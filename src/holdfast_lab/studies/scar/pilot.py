@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from holdfast.errors import ConfigError
-from holdfast.report.iteration_cost import kappa, levels
+from holdfast.report.iteration_cost import levels
 from holdfast_lab.studies.base import MEASURED, Row
+from holdfast_lab.studies.scar.kappa import kappa
 from holdfast_lab.studies.scar.trials import Course
 from holdfast_lab.workloads.iterative.base import Program
 

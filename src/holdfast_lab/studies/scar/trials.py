@@ -16,8 +16,9 @@ from torch import Tensor
 
 from holdfast.checkpoint.priority import Running, Saving
 from holdfast.checkpoint.priority_codec import coded_bytes
-from holdfast.report.iteration_cost import iteration_cost, kappa
+from holdfast.report.iteration_cost import iteration_cost
 from holdfast_lab.studies.base import MEASURED, NOT_RUN, Row
+from holdfast_lab.studies.scar.kappa import kappa
 from holdfast_lab.studies.scar.policies import LEAST, NODES, Policy
 from holdfast_lab.studies.scar.restore import WAYS, Restored, Rows, Scene
 from holdfast_lab.workloads.iterative.base import Program, State
