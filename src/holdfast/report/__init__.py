@@ -20,16 +20,11 @@ if TYPE_CHECKING:
 
 _WHERE = {
     "build_report": "holdfast.report.build",
-    "curves": "holdfast.report.figures",
-    "timeline": "holdfast.report.figures",
-    "load_report": "holdfast.report.files",
-    "save_report": "holdfast.report.files",
-    "write_report": "holdfast.report.files",
-    "write_results": "holdfast.report.files",
     "headline": "holdfast.report.formatting",
-    "render_run": "holdfast.report.html",
-    "write_page": "holdfast.report.html",
     "summary_lines": "holdfast.report.table",
+    **dict.fromkeys(("curves", "timeline"), "holdfast.report.figures"),
+    **dict.fromkeys(("load_report", "save_report", "write_report", "write_results"), "holdfast.report.files"),
+    **dict.fromkeys(("render_run", "write_page"), "holdfast.report.html"),
     **dict.fromkeys(("demo_rows", "demo_table", "load_results", "render_demo"), "holdfast_lab.pages.demo"),
     "trade_off": "holdfast_lab.pages.trade_off",
 }

@@ -76,10 +76,6 @@ def cost_against(
         except ConfigError:
             continue
         cost = iteration_cost(losses, wanted, found, window)
-        return about | {
-            "iterations": round(cost.iterations, 3),
-            "levels": found,
-            "censored": cost.censored,
-            "window": window,
-        }
+        mean = round(cost.iterations, 3)
+        return about | {"iterations": mean, "levels": found, "censored": cost.censored, "window": window}
     return about | {"window": None}

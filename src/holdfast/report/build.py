@@ -14,24 +14,24 @@ from holdfast.records.types import (
     Finished,
     Left,
     PartRestored,
-    PartsHeld,
     Record,
     Reinitialised,
     RunStarted,
     SamplesLost,
     ScriptFailed,
-    SettingChanged,
     StragglerSeen,
-    UpdatedEagerly,
     ValuesAltered,
 )
 from holdfast.report.formatting import DISTRIBUTED
 from holdfast.report.history import History
-from holdfast.report.lives import Failure, Joining, Life
+from holdfast.report.lives import Failure, Life
 from holdfast.report.platforms import workers_kinds
 
 SCHEMA = 1
 """Version of ``report.json``: what stands in it keeps its name and meaning, more may be added."""
+
+_HELD = ("rank", "computes", "mirrors", "backups", "computes_bytes", "mirrors_bytes", "copies_bytes")
+_EAGER = ("rank", "steps", "buckets", "undone", "copy_bytes", "copy_s", "update_s", "waited_s", "undo_s")
 
 
 def build_report(
@@ -77,7 +77,8 @@ def build_report(
         nodes: How many launchers there were.
     """
     history = History(records, started)
-    finished = _finished(history)
+    finished, timed = _finished(history), history.timed
+    ends = finished.values()
     return {
         "schema": SCHEMA,
         "outcome": _outcome(history, finished),
@@ -94,7 +95,7 @@ def build_report(
         "nodes": nodes,
         "steps": len(history.steps),
         "wall_s": _seconds(wall_s),
-        "train_s": _train_s(history),
+        "train_s": _seconds(timed[-1].t_s - timed[0].t_s) if timed else None,
         "step_s": _step_s(history),
         "restarts": len(history.lives) - 1,
         **_happenings(history),
@@ -107,7 +108,7 @@ def build_report(
         "kinds": workers_kinds(history),
         "metrics": _metrics(history, finished),
         "checkpoints": None if history.is_distributed else len(history.of(CheckpointSaved)),
-        "checkpoint": None if history.is_distributed else _checkpoint(finished),
+        "checkpoint": None if history.is_distributed else next((r.checkpoint for r in ends if r.checkpoint), ""),
         "error": _error(history.lives[-1]),
         "command": command,
         "job": None if job is None else dict(job),
@@ -118,14 +119,19 @@ def _happenings(history: History) -> dict[str, Any]:
     """Return what happened to workers and to what they hold, each kind a list in the order of time; the guard's findings last."""
     return {
         "failures": [_failure(failure, history) for failure in history.failures],
-        "joined": [_joining(joining) for joining in history.joined],
+        "joined": [_told(joining, "rank", "step", "t_s", "held_s") for joining in history.joined],
         "reinitialised": [_reinitialised(said) for said in history.reinitialised],
         "restored": [_restored(record) for record in history.restored],
-        "parts_held": [_parts_held(record) for record in history.parts_held],
-        "eager": [_eager(record) for record in history.updated_eagerly],
-        "left": [{"rank": r.rank, "step": r.step, "t_s": _seconds(r.t_s)} for r in history.of(Left)],
-        "stragglers": [_straggler(record) for record in history.stragglers],
-        "changed": [_change(record) for record in history.changes],
+        "parts_held": [_told(record, *_HELD) for record in history.parts_held],
+        "eager": [_told(record, *_EAGER) for record in history.updated_eagerly],
+        "left": [_told(record, "rank", "step", "t_s") for record in history.of(Left)],
+        "stragglers": [
+            _told(record, "rank", "step", "t_s") | {"score": round(record.score, 2), "policy": record.policy}
+            for record in history.of(StragglerSeen)
+        ],
+        "changed": [
+            _told(record, "step", "t_s", "name") | {"value": json.loads(record.value)} for record in history.changes
+        ],
         "flips": [_flip(record) for record in history.of(ValuesAltered)],
         "guard": _guard(history),
     }
@@ -160,31 +166,18 @@ def _configuration(history: History, seed: int) -> dict[str, Any]:
     names = ("fabric", "strategy", "slices", "split", "order", "batch", "rescale", "update")
     more = ("steps_planned", "num_buckets", "parameters")
     first = starts[0] if starts else None
-    known = {
-        **{name: getattr(first, name, None) for name in names},
-        "seed": seed,
-        **{name: getattr(first, name, None) for name in more},
-    }
+    known = {name: getattr(first, name, None) for name in (*names, "seed", *more)} | {"seed": seed}
     unknown = ("slices", "split", "update", "seed", *more) if history.is_distributed else ()
     return known | dict.fromkeys(unknown)
 
 
 def _failure(failure: Failure, history: History) -> dict[str, Any]:
     return {
-        "rank": failure.rank,
-        "kind": failure.kind,
+        **_told(failure, "rank", "kind"),
         "step": failure.step if failure.step >= 0 else None,
-        "phase": failure.phase,
-        "injected": failure.injected,
-        "t_s": _seconds(failure.t_s),
-        "detect_s": _seconds(failure.detect_s),
-        "recover_s": _seconds(failure.recover_s),
-        "decision": failure.decision,
-        "redone_steps": failure.redone_steps,
+        **_told(failure, "phase", "injected", "t_s", "detect_s", "recover_s", "decision", "redone_steps"),
         "lost_samples": None if history.is_distributed else failure.lost_samples,
-        "recovery": failure.recovery,
-        "silent_s": _seconds(failure.silent_s),
-        "why": failure.why,
+        **_told(failure, "recovery", "silent_s", "why"),
         "orders": dict(failure.orders),
         "times_s": {name: _seconds(value) for name, value in failure.times_s.items()},
     }
@@ -192,15 +185,12 @@ def _failure(failure: Failure, history: History) -> dict[str, Any]:
 
 def _reinitialised(said: Sequence[Reinitialised]) -> dict[str, Any]:
     """Return what the slowest took, part by part."""
+    slowest = {name: max(getattr(one, name) for one in said) for name in ("snapshot_s", "rebuild_s", "load_s")}
     return {
-        "step": said[0].step,
-        "t_s": _seconds(said[0].t_s),
+        **_told(said[0], "step", "t_s"),
         "workers": len(said),
-        "form": said[0].form,
-        "source": said[0].source,
-        "snapshot_s": _seconds(max(record.snapshot_s for record in said)),
-        "rebuild_s": _seconds(max(record.rebuild_s for record in said)),
-        "load_s": _seconds(max(record.load_s for record in said)),
+        **_told(said[0], "form", "source"),
+        **{name: _seconds(value) for name, value in slowest.items()},
     }
 
 
@@ -208,9 +198,7 @@ def _restored(record: PartRestored) -> dict[str, Any]:
     blocks = sum(record.blocks)
     total = sum(age * count for age, count in zip(record.ages, record.blocks, strict=True))
     return {
-        "part": record.part,
-        "step": record.step,
-        "t_s": _seconds(record.t_s),
+        **_told(record, "part", "step", "t_s"),
         "by": record.rank,
         "source": record.source,
         "blocks": blocks,
@@ -224,86 +212,28 @@ def _restored(record: PartRestored) -> dict[str, Any]:
     }
 
 
-def _parts_held(record: PartsHeld) -> dict[str, Any]:
-    names = ("rank", "computes", "mirrors", "backups", "computes_bytes", "mirrors_bytes", "copies_bytes")
-    held = {name: getattr(record, name) for name in names}
-    return {name: list(value) if isinstance(value, tuple) else value for name, value in held.items()}
-
-
-def _eager(record: UpdatedEagerly) -> dict[str, Any]:
-    counts = ("rank", "steps", "buckets", "undone", "copy_bytes")
-    times = ("copy_s", "update_s", "waited_s", "undo_s")
-    return {name: getattr(record, name) for name in counts} | {name: _seconds(getattr(record, name)) for name in times}
-
-
 def _guard(history: History) -> dict[str, Any]:
     """Return what the guard found, what became of it, and how many steps were done again for it."""
     return {
-        "found": [
-            {
-                "step": r.step,
-                "t_s": _seconds(r.t_s),
-                "what": r.what,
-                "where": list(r.where),
-                "ranks": list(r.ranks),
-                "policy": r.policy,
-            }
-            for r in history.of(CorruptionFound)
-        ],
+        "found": [_told(r, "step", "t_s", "what", "where", "ranks", "policy") for r in history.of(CorruptionFound)],
         "healed": [
-            {
-                "found_at": r.found_at,
-                "t_s": _seconds(r.t_s),
-                "ranks": list(r.ranks),
-                "went_back_to": r.went_back_to,
-                "source": r.source,
-                "is_training": r.is_training,
-            }
+            _told(r, "found_at", "t_s", "ranks", "went_back_to", "source", "is_training")
             for r in history.of(CorruptionHealed)
         ],
         "steps_redone": history.healed_steps,
     }
 
 
-def _straggler(record: StragglerSeen) -> dict[str, Any]:
-    return {
-        "rank": record.rank,
-        "step": record.step,
-        "t_s": _seconds(record.t_s),
-        "score": round(record.score, 2),
-        "policy": record.policy,
-    }
-
-
 def _flip(record: ValuesAltered) -> dict[str, Any]:
-    names = ("fault", "rank", "step", "target", "count")
-    known = {name: getattr(record, name) for name in names}
-    return known | {"t_s": _seconds(record.t_s), "values": [dict(value) for value in record.values]}
-
-
-def _change(record: SettingChanged) -> dict[str, Any]:
-    return {"step": record.step, "t_s": _seconds(record.t_s), "name": record.name, "value": json.loads(record.value)}
-
-
-def _joining(joining: Joining) -> dict[str, Any]:
-    return {
-        "rank": joining.rank,
-        "step": joining.step,
-        "t_s": _seconds(joining.t_s),
-        "held_s": _seconds(joining.held_s),
-    }
+    told = _told(record, "fault", "rank", "step", "target", "count", "t_s")
+    return told | {"values": [dict(value) for value in record.values]}
 
 
 def _samples(history: History, finished: Mapping[int, Finished]) -> dict[str, int | None]:
     if history.is_distributed:
         return dict.fromkeys(("planned", "committed", "lost", "repeated"))
     for record in finished.values():
-        return {
-            "planned": record.planned,
-            "committed": record.committed,
-            "lost": record.lost,
-            "repeated": record.repeated,
-        }
+        return _told(record, "planned", "committed", "lost", "repeated")
     starts = history.of(RunStarted)
     return {
         "planned": starts[0].samples_planned if starts else None,
@@ -319,10 +249,6 @@ def _lost(history: History) -> list[dict[str, Any]]:
         {"step": step, "epoch": epoch, "ids": list(ids), "buckets": list(buckets)}
         for step, epoch, ids, buckets in dict.fromkeys(said)  # a new lowest worker says it again
     ]
-
-
-def _checkpoint(finished: Mapping[int, Finished]) -> str:
-    return next((r.checkpoint for r in finished.values() if r.checkpoint), "")
 
 
 def _replicas(history: History, finished: Mapping[int, Finished]) -> dict[str, Any]:
@@ -361,12 +287,8 @@ def _script_failures(life: Life) -> list[ScriptFailed]:
 
 def _error(life: Life) -> dict[str, Any] | None:
     for record in _script_failures(life):
-        return {"rank": record.rank, "step": record.step, "exit_code": record.exit_code, "message": record.message}
+        return _told(record, "rank", "step", "exit_code", "message")
     return None
-
-
-def _train_s(history: History) -> float | None:
-    return _seconds(history.timed[-1].t_s - history.timed[0].t_s) if history.timed else None
 
 
 def _step_s(history: History) -> dict[str, float | None]:
@@ -382,6 +304,17 @@ def _quantile(times: Sequence[float], share: float) -> float | None:
     low, part = int(place), place - int(place)
     high = min(low + 1, len(times) - 1)
     return _seconds(times[low] * (1 - part) + times[high] * part)
+
+
+def _told(one: object, *names: str) -> dict[str, Any]:
+    """Return some fields as the report has them: seconds are rounded, tuples are lists."""
+    return {name: _plain(name, getattr(one, name)) for name in names}
+
+
+def _plain(name: str, value: Any) -> Any:
+    if name.endswith("_s"):
+        return _seconds(value)
+    return list(value) if isinstance(value, tuple) else value
 
 
 def _seconds(value: float | None) -> float | None:

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+NEEDED = "a page needs jinja2 and matplotlib; install them with: pip install 'holdfast[report]'"
+"""What is said where one of them is missing."""
+
 WIDTH_IN = 10.0
 
 INK = "#1b2430"
@@ -74,7 +77,6 @@ _STYLE = {
     "ytick.labelcolor": SOFT,
     "lines.solid_capstyle": "butt",
 }
-
 
 _DOTS_PER_IN = 200
 _folder: ContextVar[Path | None] = ContextVar("folder of figures", default=None)
@@ -153,9 +155,7 @@ def canvas(height_in: float) -> Iterator[Canvas]:
         import matplotlib as mpl
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ConfigError(
-            "a page needs jinja2 and matplotlib; install them with: pip install 'holdfast[report]'"
-        ) from error
+        raise ConfigError(NEEDED) from error
     # A user's own matplotlibrc must not change the page.
     style: Any = {k: v for k, v in mpl.rcParamsDefault.items() if "backend" not in k} | _STYLE
     with mpl.rc_context(style):

@@ -6,13 +6,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from holdfast.records.types import RunStarted, StepCommitted
+from holdfast.records.types import RunStarted
 from holdfast.recovery.registry import strategy_class
 from holdfast.report.certificate import Certified, differing
 
 _DECIDE = ("seed", "slices", "order", "split", "batch", "rescale", "parameters")
 """What a run says of itself, and bits depend on."""
-"""Strategies whose results depend on what failed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,12 +101,9 @@ def _part(run: Certified, step: int) -> str:
 def _same_before(one: Certified, other: Certified, step: int, where: str) -> Iterator[int]:
     """Yield the steps before ``step`` in which the part of the state that is now another was hashed."""
     for number, line in one.steps.items():
-        if number < step and number in other.steps and (line.whole or _where(line, other, number) == where):
+        both = number < step and number in other.steps
+        if both and (line.whole or (line.where or other.steps[number].where) == where):
             yield number
-
-
-def _where(line: StepCommitted, other: Certified, step: int) -> str:
-    return line.where or other.steps[step].where
 
 
 def _tensors(one: Certified, other: Certified, step: int) -> tuple[int, tuple[str, ...]]:

@@ -25,35 +25,18 @@ _SHAPE: dict[str, type | tuple[type, ...]] = {
 }
 
 
-def write_report(
-    records: Sequence[Record],
-    out_dir: Path,
-    *,
-    started: Sequence[int],
-    wall_s: float,
-    seed: int,
-    faults_not_fired: Sequence[str] = (),
-    command: str = "",
-    job: Mapping[str, Any] | None = None,
-    nodes: int = 1,
-) -> dict[str, Any]:
+def write_report(records: Sequence[Record], out_dir: Path, **about: Any) -> dict[str, Any]:
     """Write ``report.json`` and ``events.jsonl`` to ``out_dir``, which is made if need be, and return the report.
 
-    Takes what :func:`~holdfast.report.build.build_report` takes.
+    Args:
+        records: Of all workers and of the launcher, in any order.
+        out_dir: Where.
+        about: What :func:`~holdfast.report.build.build_report` takes besides.
 
     Raises:
         ConfigError: if the files cannot be written.
     """
-    report = build_report(
-        records,
-        started=started,
-        wall_s=wall_s,
-        seed=seed,
-        faults_not_fired=faults_not_fired,
-        command=command,
-        job=job,
-        nodes=nodes,
-    )
+    report = build_report(records, **about)
     lines = [json.dumps(record_to_dict(record)) + "\n" for record in sorted(records, key=lambda r: (r.t_s, r.rank))]
     _write(out_dir / "events.jsonl", "".join(lines))
     save_report(report, out_dir)
@@ -90,7 +73,7 @@ def load_report(directory: Path) -> dict[str, Any]:
     return checked_report(read_json(path), str(path))
 
 
-def check_keys(results: Mapping[str, Any], needed: Mapping[str, type], where: str) -> None:
+def check_keys(results: Mapping[str, Any], needed: Mapping[str, type | tuple[type, ...]], where: str) -> None:
     """Make sure that results have all keys, with values of the right types.
 
     Raises:
@@ -111,9 +94,7 @@ def checked_report(report: Any, where: str) -> dict[str, Any]:
         raise ConfigError(f"{where} is not a run report: it must be an object, got {type(report).__name__}")
     if report.get("schema") != SCHEMA:
         raise ConfigError(f"{where}: schema must be {SCHEMA}, got {report.get('schema')!r}")
-    for key, kind in _SHAPE.items():
-        if not isinstance(report.get(key), kind):
-            raise ConfigError(f"{where} is not a run report: {key!r} is missing or of the wrong type")
+    check_keys(report, _SHAPE, f"{where} is not a run report")
     return report
 
 

@@ -25,7 +25,6 @@ from holdfast.records.types import (
     ScriptFailed,
     SettingChanged,
     StepCommitted,
-    StragglerSeen,
     UpdatedEagerly,
     WorkerEnded,
     WorkerFenced,
@@ -115,11 +114,6 @@ class History:
     def updated_eagerly(self) -> list[UpdatedEagerly]:
         """What it took each worker to update buckets before their step was closed."""
         return sorted(self.lives[-1].of(UpdatedEagerly), key=lambda record: record.rank)
-
-    @property
-    def stragglers(self) -> list[StragglerSeen]:
-        """Who was found to be slower than the others."""
-        return self.of(StragglerSeen)
 
     @property
     def worker(self) -> str:

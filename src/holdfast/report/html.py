@@ -41,7 +41,7 @@ def render_run(report: Mapping[str, Any], records: Sequence[Record] = (), title:
             tiles=[*_tiles(report), *_learned(report, records)],
             timeline=timeline(report, records),
             curves=curves(report, records),
-            lost_ids=_lost_ids(report),
+            lost_ids=report.get("lost") or (),
             happenings=words.happenings(report),
             distributed=words.is_distributed(report),
             worker=words.worker(report),
@@ -62,7 +62,7 @@ def write_page(directory: Path) -> Path:
     from jinja2 import UndefinedError
 
     try:
-        page = _draw(directory)
+        page = draw_results(directory) or render_run(load_report(directory), load_events(directory))
     except ConfigError:
         raise
     except (AttributeError, IndexError, KeyError, TypeError, ValueError, UndefinedError) as error:
@@ -75,13 +75,6 @@ def write_page(directory: Path) -> Path:
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror}") from error
     return path
-
-
-def _draw(directory: Path) -> str:
-    """Return the page of what is in ``directory``."""
-    if (page := draw_results(directory)) is not None:
-        return page
-    return render_run(load_report(directory), load_events(directory))
 
 
 def _title(report: Mapping[str, Any]) -> str:
@@ -109,7 +102,8 @@ def _tiles(report: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     if words.is_distributed(report):
         tiles.append(_who_finished(report))
     else:
-        tiles.append((words.number(samples["committed"]), "samples in the weights", _sample_note(samples)))
+        note = f"{words.number(samples['lost'])} lost, {words.number(samples['repeated'])} repeated"
+        tiles.append((words.number(samples["committed"]), "samples in the weights", note))
     return tiles
 
 
@@ -155,11 +149,3 @@ def _who_finished(report: Mapping[str, Any]) -> tuple[str, str, str]:
     ranks = workers["ranks_finished"]
     note = f"{one if len(ranks) == 1 else f'{one}s'} {words.listing(ranks)}" if 0 < len(ranks) <= _FEW else ""
     return f"{workers['finished']} of {words.everybody(report)}", f"{one}s finished", note
-
-
-def _sample_note(samples: Mapping[str, Any]) -> str:
-    return f"{words.number(samples['lost'])} lost, {words.number(samples['repeated'])} repeated"
-
-
-def _lost_ids(report: Mapping[str, Any]) -> list[dict[str, Any]]:
-    return [dict(entry) for entry in report.get("lost") or ()]

@@ -3,28 +3,20 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 from holdfast.errors import ConfigError
 from holdfast.report.canvas import kept_in
 from holdfast.report.files import read_json
 
-
-class Draw(Protocol):
-    """What draws a page."""
-
-    def __call__(self, results: dict[str, Any], path: Path) -> str:
-        """Return the page of ``results``, which ``path`` holds.
-
-        Raises:
-            ConfigError: if they are not what the lab writes.
-        """
-        ...
+Draw = Callable[[Any, Path], str]
+"""Returns the page of results, which the path holds; raises ConfigError if they are not what the lab writes."""
 
 
 DRAWN_BY = {"study": "holdfast_lab.pages.study:page_of", "simulated": "holdfast_lab.pages.simulated:page_of"}
-"""By the key by which ``results.json`` says what it holds: the module, and in it the :class:`Draw`."""
+"""By the key by which ``results.json`` says what it holds: the module, and in it the :data:`Draw`."""
 _DEMO = "holdfast_lab.pages.demo:page_of"
 """Draws what has none of these keys."""
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from holdfast.errors import ConfigError
 from holdfast.report import formatting as words
+from holdfast.report.canvas import NEEDED
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -21,9 +22,7 @@ def environment(*folders: Path) -> Environment:
     try:
         from jinja2 import Environment, FileSystemLoader, StrictUndefined
     except ImportError as error:
-        raise ConfigError(
-            "a page needs jinja2 and matplotlib; install them with: pip install 'holdfast[report]'"
-        ) from error
+        raise ConfigError(NEEDED) from error
     environment = Environment(
         loader=FileSystemLoader([Path(__file__).parent, *folders]),
         autoescape=True,

@@ -222,14 +222,8 @@ def _draw_silences(axes: Axes, history: History, lanes: dict[int, int]) -> None:
     for fenced in history.of(WorkerFenced):
         from_s, to_s = max(left, fenced.t_s - fenced.silent_s), min(right, fenced.t_s)
         if fenced.rank in lanes and from_s < to_s:
-            axes.plot(
-                [from_s, to_s],
-                [lanes[fenced.rank] - _BAR / 2] * 2,
-                color=style.DEATH,
-                linewidth=1.4,
-                dashes=(3, 2),
-                zorder=8,  # where its death stands, too
-            )
+            lane = lanes[fenced.rank] - _BAR / 2  # where its death stands, too
+            axes.plot([from_s, to_s], [lane] * 2, color=style.DEATH, linewidth=1.4, dashes=(3, 2), zorder=8)
 
 
 def _draw_comings(axes: Axes, history: History, lanes: dict[int, int]) -> None:
