@@ -75,7 +75,7 @@ def _sequences() -> list[Subject]:
 def _indexed() -> list[Subject]:
     ids = torch.randint(50, (_SAMPLES, 64))  # many of them repeated
     places, source = torch.randint(40, (6000,)), torch.randn(6000, 16)
-    offsets = torch.arange(0, ids.numel(), 8)
+    columns, offsets = places[:, None].expand(-1, 16), torch.arange(0, ids.numel(), 8)
     return [
         Subject.of("embedding", nn.Embedding(50, 96), ids),
         Subject.of("embedding bag", nn.EmbeddingBag(50, 96), ids),
@@ -83,12 +83,7 @@ def _indexed() -> list[Subject]:
             "embedding bag (sum, offsets)", nn.EmbeddingBag(50, 96, mode="sum"), ids.flatten(), offsets, rows=None
         ),
         _of("index_add", lambda x: torch.zeros(40, 16).index_add(0, places, x), source, rows=None),
-        _of(
-            "scatter_add",
-            lambda x: torch.zeros(40, 16).scatter_add(0, places[:, None].expand(-1, 16), x),
-            source,
-            rows=None,
-        ),
+        _of("scatter_add", lambda x: torch.zeros(40, 16).scatter_add(0, columns, x), source, rows=None),
         _of("gather by repeated ids", lambda x: x[places % 16], torch.randn(16, 300), rows=None),
     ]
 
@@ -132,7 +127,6 @@ def _optimizers() -> list[Subject]:
         sgd = steps(lambda p, how=how: optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=1e-4, **how))  # type: ignore[misc]
         adam = steps(lambda p, how=how: optim.Adam(p, lr=0.01, **how))  # type: ignore[misc]
         made += [
-            _of(f"SGD{way}", sgd, weights, gradients, rows=None),
-            _of(f"Adam{way}", adam, weights, gradients, rows=None),
+            _of(f"{name}{way}", one, weights, gradients, rows=None) for name, one in (("SGD", sgd), ("Adam", adam))
         ]
     return made

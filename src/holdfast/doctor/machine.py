@@ -40,10 +40,7 @@ def machine_facts(environment: Mapping[str, str]) -> dict[str, Any]:
             "numpy": np.__version__,
             "holdfast": importlib.metadata.version("holdfast"),
         },
-        "libraries": {
-            "MKL": torch.backends.mkl.is_available(),
-            "oneDNN": torch.backends.mkldnn.is_available(),
-        },
+        "libraries": {"MKL": torch.backends.mkl.is_available(), "oneDNN": torch.backends.mkldnn.is_available()},
         "variables": {name: value for name, value in sorted(environment.items()) if name.startswith(_PREFIXES)},
         "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
         "fabrics": {

@@ -20,7 +20,7 @@ _LEAST_FILES = 1024
 _GENERATORS = {"torch": "torch", "numpy": "NumPy", "python": "Python"}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Check:
     """One line.
 
@@ -57,62 +57,42 @@ def checks_of(full: Mapping[str, Any], brief: Mapping[str, Any]) -> list[Check]:
 def _machine(facts: Mapping[str, Any]) -> list[Check]:
     kind, versions = facts["kind"], facts["versions"]
     threads = int(kind["threads"])
-    libraries = [name for name, there in facts["libraries"].items() if there]
+    libraries = ", ".join(name for name, there in facts["libraries"].items() if there) or "neither MKL nor oneDNN"
     lines = [
-        Check(
-            name="CPU",
-            verdict=OK,
-            what=f"{kind['cpu']}, {kind['capability']}, {facts['cpus']} CPUs; {', '.join(libraries) or 'neither MKL nor oneDNN'}",
-        ),
-        Check(name="GPU", verdict=OK, what=", ".join(facts["gpus"]) or "none"),
-        Check(name="versions", verdict=OK, what=", ".join(f"{name} {version}" for name, version in versions.items())),
-        Check(
-            name="worker", verdict=HELD, what=f"{threads} {'thread' if threads == 1 else 'threads'}, the same for all"
-        ),
-        Check(name="flags", verdict=OK, what=f"{kind['flags']}; kernels {kind['kernels']}"),
+        Check("CPU", OK, f"{kind['cpu']}, {kind['capability']}, {facts['cpus']} CPUs; {libraries}"),
+        Check("GPU", OK, ", ".join(facts["gpus"]) or "none"),
+        Check("versions", OK, ", ".join(f"{name} {version}" for name, version in versions.items())),
+        Check("worker", HELD, f"{threads} {'thread' if threads == 1 else 'threads'}, the same for all"),
+        Check("flags", OK, f"{kind['flags']}; kernels {kind['kernels']}"),
         *_variables(facts["variables"], threads),
         *_fabrics(facts["fabrics"]),
     ]
-    room = facts["shm_bytes"]
+    room = f"{facts['shm_bytes'] / 1e9:.1f} GB to share (/dev/shm)"
     little = "give the container more of it (--shm-size): Open MPI's workers talk through it"
-    is_enough = room >= _LEAST_SHM_BYTES
-    lines.append(
-        Check(
-            name="memory",
-            verdict=OK if is_enough else MISSING,
-            what=f"{room / 1e9:.1f} GB to share (/dev/shm)",
-            advice="" if is_enough else little,
-        )
-    )
+    is_enough = facts["shm_bytes"] >= _LEAST_SHM_BYTES
+    lines.append(Check("memory", OK, room) if is_enough else Check("memory", MISSING, room, little))
     if 0 <= facts["open_files"] < _LEAST_FILES:
         few = f"{facts['open_files']} open files a process"
-        lines.append(Check(name="limits", verdict=MISSING, what=few, advice=f"ulimit -n {_LEAST_FILES}"))
+        lines.append(Check("limits", MISSING, few, f"ulimit -n {_LEAST_FILES}"))
     return lines
 
 
 def _variables(given: Mapping[str, str], threads: int) -> list[Check]:
     said = ", ".join(f"{name}={value}" for name, value in given.items() if name != "OMP_NUM_THREADS")
-    lines = [Check(name="environment", verdict=HELD if said else OK, what=said or "nothing set that kernels read")]
+    lines = [Check("environment", HELD if said else OK, said or "nothing set that kernels read")]
     if threads > 1 and given.get("OMP_DYNAMIC", "").lower() in ("true", "1"):
         what = "OMP_DYNAMIC lets OpenMP use fewer threads when it likes"
-        lines.append(Check(name="threads", verdict=CHANGES, what=what, advice="set OMP_DYNAMIC=false"))
+        lines.append(Check("threads", CHANGES, what, "set OMP_DYNAMIC=false"))
     return lines
 
 
 def _fabrics(fabrics: Mapping[str, Any]) -> list[Check]:
-    mpi, gloo = fabrics["ulfm"], fabrics["gloo"]
+    mpi = fabrics["ulfm"]
+    no_mpi = Check("ulfm", MISSING, "no Open MPI with mpi4py", "pip install 'holdfast[mpi]', or --fabric gloo")
+    no_gloo = Check("gloo", MISSING, "not in this torch", "use --fabric ulfm")
     return [
-        Check(name="ulfm", verdict=OK, what=f"Open MPI {mpi}")
-        if mpi
-        else Check(
-            name="ulfm",
-            verdict=MISSING,
-            what="no Open MPI with mpi4py",
-            advice="pip install 'holdfast[mpi]', or --fabric gloo",
-        ),
-        Check(name="gloo", verdict=OK, what="in this torch")
-        if gloo
-        else Check(name="gloo", verdict=MISSING, what="not in this torch", advice="use --fabric ulfm"),
+        Check("ulfm", OK, f"Open MPI {mpi}") if mpi else no_mpi,
+        Check("gloo", OK, "in this torch") if fabrics["gloo"] else no_gloo,
     ]
 
 
@@ -123,19 +103,11 @@ def _layers(full: Sequence[Found], brief: Sequence[Found]) -> list[Check]:
     theirs = {layer.name: layer.digests for layer in brief}
     again = [layer.name for layer in full if layer.again]
     elsewhere = [layer.name for layer in full if not layer.again and layer.digests != theirs.get(layer.name)]
+    choose = "the kernels are not deterministic: choose others"
+    look = "look for variables of the environment that libraries read"
     return [
-        _names(
-            "again",
-            again,
-            f"{len(full)} usual layers, each three times",
-            "the kernels are not deterministic: choose others",
-        ),
-        _names(
-            "elsewhere",
-            elsewhere,
-            "the same in another process",
-            "look for variables of the environment that libraries read",
-        ),
+        _names("again", again, f"{len(full)} usual layers, each three times", choose),
+        _names("elsewhere", elsewhere, "the same in another process", look),
         *_circumstances(full),
         *_errors(full),
     ]
@@ -143,8 +115,8 @@ def _layers(full: Sequence[Found], brief: Sequence[Found]) -> list[Check]:
 
 def _names(name: str, broken: Sequence[str], fine: str, advice: str) -> Check:
     if not broken:
-        return Check(name=name, verdict=OK, what=fine)
-    return Check(name=name, verdict=CHANGES, what=f"other bits: {_some(broken)}", advice=advice)
+        return Check(name, OK, fine)
+    return Check(name, CHANGES, f"other bits: {_some(broken)}", advice)
 
 
 def _circumstances(layers: Sequence[Found]) -> list[Check]:
@@ -154,36 +126,25 @@ def _circumstances(layers: Sequence[Found]) -> list[Check]:
     known = [layer for layer in layers if layer.together is not None]
     parts = [layer.name for layer in known if layer.together]
     complaints = [layer for layer in layers if layer.complaint]
+    odd, beside = "at an odd place,", f"samples beside others, of {len(known)} layers:"
+    said = _some([layer.name for layer in complaints])
     return [
-        Check(
-            name="threads",
-            verdict=HELD if threads else OK,
-            what=f"another number, other bits: {_some(threads)}" if threads else "any number, the same bits",
-        ),
-        Check(
-            name="alignment",
-            verdict=HELD if memory else OK,
-            what=f"at an odd place, other bits: {_some(memory)}" if memory else "at an odd place, the same bits",
-        ),
-        Check(
-            name="together",
-            verdict=HELD if parts else OK,
-            what=f"samples beside others, of {len(known)} layers: "
-            + (f"other bits: {_some(parts)}" if parts else "the same bits"),
-        ),
-        Check(
-            name="torch says",
-            verdict=HELD if complaints else OK,
-            what=f"not deterministic: {_some([layer.name for layer in complaints])}: {complaints[0].complaint}"
-            if complaints
-            else "use_deterministic_algorithms(True) names none",
-        ),
+        _held("threads", threads, "another number, other bits", "any number, the same bits"),
+        _held("alignment", memory, f"{odd} other bits", f"{odd} the same bits"),
+        _held("together", parts, f"{beside} other bits", f"{beside} the same bits"),
+        Check("torch says", HELD, f"not deterministic: {said}: {complaints[0].complaint}")
+        if complaints
+        else Check("torch says", OK, "use_deterministic_algorithms(True) names none"),
     ]
+
+
+def _held(name: str, broken: Sequence[str], what: str, fine: str) -> Check:
+    return Check(name, HELD, f"{what}: {_some(broken)}") if broken else Check(name, OK, fine)
 
 
 def _errors(layers: Sequence[Found]) -> list[Check]:
     failed = [f"{layer.name} ({layer.error})" for layer in layers if layer.error]
-    return [Check(name="not seen", verdict=MISSING, what=_some(failed))] if failed else []
+    return [Check("not seen", MISSING, _some(failed))] if failed else []
 
 
 # -- a script's model
@@ -195,7 +156,7 @@ _ORDERS = "sort what comes from a set, or set PYTHONHASHSEED; seed what is made 
 def _script(seen: Seen, other: Seen) -> list[Check]:
     what = f"{seen.parameters:,} parameters in {len(seen.layers)} layers; a slice of {seen.samples} samples"
     return [
-        Check(name="model", verdict=OK, what=what),
+        Check("model", OK, what),
         *_beginning(seen, other),
         _step_again(seen),
         *([] if seen.step.again else [_step_elsewhere(seen, other), _step_threads(seen)]),
@@ -207,54 +168,42 @@ def _script(seen: Seen, other: Seen) -> list[Check]:
 
 
 def _beginning(seen: Seen, other: Seen) -> list[Check]:
-    weights, samples = seen.weights == other.weights, seen.samples_digest == other.samples_digest
-    lines = [
-        Check(name="weights", verdict=OK, what="begin the same in another process")
-        if weights
-        else Check(
-            name="weights",
-            verdict=CHANGES,
-            what="begin otherwise in another process: two runs do not begin alike",
-            advice="torch.manual_seed(...) before the model is made",
-        )
-    ]
+    samples = seen.samples_digest == other.samples_digest
+    lines = [Check("weights", OK, "begin the same in another process")]
+    if seen.weights != other.weights:
+        what = "begin otherwise in another process: two runs do not begin alike"
+        lines = [Check("weights", CHANGES, what, "torch.manual_seed(...) before the model is made")]
     if seen.dataset_again:
         what = "have other bits when they are fetched again"
-        lines.append(Check(name="samples", verdict=CHANGES, what=what, advice=f"in the dataset, {_DRAWS}"))
+        lines.append(Check("samples", CHANGES, what, f"in the dataset, {_DRAWS}"))
     elif not samples:
         what = "are others in another process: workers would not have the same dataset"
         advice = "seed what the dataset is made from, and " + _ORDERS.partition(";")[0]
-        lines.append(Check(name="samples", verdict=CHANGES, what=what, advice=advice))
+        lines.append(Check("samples", CHANGES, what, advice))
     else:
-        lines.append(Check(name="samples", verdict=OK, what="the same when fetched again, and in another process"))
+        lines.append(Check("samples", OK, "the same when fetched again, and in another process"))
     return lines
 
 
 def _step_again(seen: Seen) -> Check:
     broken = [layer for layer in seen.layers if layer.again]
     if not (seen.step.again or broken):
-        return Check(name="step", verdict=OK, what="computed again: loss and gradients have the same bits")
+        return Check("step", OK, "computed again: loss and gradients have the same bits")
     if not broken:
         what = f"computed again: other bits in {_some(seen.step.again)}, and in no layer by itself"
         advice = f"look at the loss, and at what the loop does around the model: {_DRAWS}"
-        return Check(name="step", verdict=CHANGES, what=what, advice=advice)
+        return Check("step", CHANGES, what, advice)
     first = broken[0]
-    advice = _DRAWS
-    if first.complaint:
-        advice = f"torch says: {first.complaint}"
+    advice = f"torch says: {first.complaint}" if first.complaint else _DRAWS
     what = f"computed again: other bits in {_some([layer.name for layer in broken])} ({_some(first.again)})"
-    return Check(
-        name="step", verdict=CHANGES, what=what, advice=f"{advice}; or its kernel is not deterministic: choose another"
-    )
+    return Check("step", CHANGES, what, f"{advice}; or its kernel is not deterministic: choose another")
 
 
 def _step_elsewhere(seen: Seen, other: Seen) -> Check:
     if seen.step.digests == other.step.digests:
-        return Check(name="elsewhere", verdict=OK, what="the step has the same bits in another process")
+        return Check("elsewhere", OK, "the step has the same bits in another process")
     where = blame(seen.layers, other.layers) or "no layer by itself: in the loss, or around the model"
-    return Check(
-        name="elsewhere", verdict=CHANGES, what=f"the step has other bits in another process: {where}", advice=_ORDERS
-    )
+    return Check("elsewhere", CHANGES, f"the step has other bits in another process: {where}", _ORDERS)
 
 
 def _alignment(seen: Seen, other: Seen) -> Check:
@@ -265,26 +214,21 @@ def _alignment(seen: Seen, other: Seen) -> Check:
         return usual
     what = f"{usual.what}; {' and '.join(odd)} lie at such a place"
     advice = "copy them into memory of torch's: .clone(), where they are made"
-    return Check(name=usual.name, verdict=CHANGES, what=what, advice=advice)
+    return Check(usual.name, CHANGES, what, advice)
 
 
 def _step_threads(seen: Seen) -> Check:
     broken = [layer.name for layer in seen.layers if layer.threads]
     if not (seen.step.threads or broken):
-        return Check(name="threads", verdict=OK, what="any number, the same bits")
+        return Check("threads", OK, "any number, the same bits")
     where = _some(broken) if broken else "no layer by itself: in the loss, or around the model"
-    return Check(name="threads", verdict=HELD, what=f"another number, other bits: {where}")
+    return Check("threads", HELD, f"another number, other bits: {where}")
 
 
 def _randomness(seen: Seen) -> Check:
-    said = [
-        f"the {who} draws from {_some([_GENERATORS.get(name, name) for name in names])}"
-        for who, names in seen.draws.items()
-        if names
-    ]
-    return Check(
-        name="randomness", verdict=OK, what=f"{'; '.join(said)}: seeded for each slice" if said else "none is drawn"
-    )
+    drawn = {who: _some([_GENERATORS.get(name, name) for name in names]) for who, names in seen.draws.items() if names}
+    said = [f"the {who} draws from {generators}" for who, generators in drawn.items()]
+    return Check("randomness", OK, f"{'; '.join(said)}: seeded for each slice" if said else "none is drawn")
 
 
 def _some(names: Sequence[str]) -> str:

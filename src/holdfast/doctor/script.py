@@ -20,7 +20,7 @@ from holdfast.data.samples import fetch
 from holdfast.data.seeds import generator_states, seed_slice
 from holdfast.doctor.checks import differing, examine, thread_counts, threads_set
 from holdfast.doctor.findings import Seen
-from holdfast.doctor.target import Subject, digests_of, is_at_odd_place
+from holdfast.doctor.target import Subject, digests_of, is_at_odd_place, put_back
 from holdfast.errors import ConfigError
 from holdfast.models.trainable import Trainable
 from holdfast.models.training_state import model_tensors
@@ -147,9 +147,7 @@ class Look:
         raise NotImplementedError
 
     def _rewind(self) -> None:
-        with torch.no_grad():
-            for name, value in self._model.named_buffers():
-                value.copy_(self._buffers[name])
+        put_back(self._model, self._buffers)
         for parameter in self._model.parameters():
             parameter.grad = None
 
@@ -210,8 +208,7 @@ class _Layers:
 
     def __enter__(self) -> _Layers:
         for name, module in self._model.named_modules():
-            hook = self._hook(name)
-            self._handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+            self._handles.append(module.register_forward_pre_hook(self._hook(name), with_kwargs=True))
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -127,9 +127,14 @@ def _buffers_kept(module: nn.Module | None) -> Iterator[None]:
         yield
     finally:
         if module is not None:
-            with torch.no_grad():
-                for name, value in module.named_buffers():
-                    value.copy_(before[name])
+            put_back(module, before)
+
+
+def put_back(module: nn.Module, buffers: Mapping[str, torch.Tensor]) -> None:
+    """Give the buffers of a module the values that they had."""
+    with torch.no_grad():
+        for name, value in module.named_buffers():
+            value.copy_(buffers[name])
 
 
 def digest_of(value: torch.Tensor) -> str:
