@@ -31,13 +31,13 @@ def test_a_time_is_the_sum_of_numbers_with_units(parts):
 
 @given(number=numbers, space=spaces, unit=st.sampled_from(sorted(SIZES)))
 def test_a_size_and_a_speed_are_a_number_with_a_unit(number, space, unit):
-    assert parse_bytes(f"{number}{space}{unit}", "it") == number * SIZES[unit]
-    assert parse_speed(f"{number}{space}{unit}/s", "it") == number * SPEEDS[f"{unit}/s"]
+    assert parse_bytes(f"{number}{space}{unit}", "it") == pytest.approx(number * SIZES[unit], rel=1e-12)
+    assert parse_speed(f"{number}{space}{unit}/s", "it") == pytest.approx(number * SPEEDS[f"{unit}/s"], rel=1e-12)
 
 
 @given(number=numbers, space=spaces, unit=st.sampled_from(sorted(SPEEDS)))
 def test_a_speed_may_be_given_in_bits(number, space, unit):
-    assert parse_speed(f"{number}{space}{unit}", "it") == pytest.approx(number * SPEEDS[unit], rel=1e-15)
+    assert parse_speed(f"{number}{space}{unit}", "it") == pytest.approx(number * SPEEDS[unit], rel=1e-12)
 
 
 @given(numbers)
