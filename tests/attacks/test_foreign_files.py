@@ -144,7 +144,7 @@ def test_one_value_seen_a_million_million_times_is_refused(tmp_path):
 
 
 def test_a_list_that_names_itself_a_million_million_times_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr("holdfast.checkpoint.files.torch._MAX_VALUES", 10_000)
+    monkeypatch.setattr("holdfast.checkpoint.files.torch.MAX_VALUES", 10_000)
     value = []
     for _ in range(50):
         value = [value, value]

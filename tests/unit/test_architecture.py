@@ -90,7 +90,7 @@ MAY_IMPORT = {
     "testing": LOOP | {"data", "models", "engine"},
     # The laboratory: it imports the runtime, never the reverse.
     "lab.workloads": {"holdfast", "holdfast.errors"},  # the public names of the package, and what it raises
-    "lab.inject": {"holdfast.errors", "holdfast.checkpoint", "holdfast.faults"},
+    "lab.inject": {"holdfast.errors", "holdfast.torch_private", "holdfast.checkpoint", "holdfast.faults"},
     "lab.simulate": {
         "holdfast.errors",
         "holdfast.records",

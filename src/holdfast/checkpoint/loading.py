@@ -75,9 +75,7 @@ def newest_intact(storage: Where, on_damaged: Callable[[int, CheckpointCorrupt],
 
 
 def load_newest(
-    storage: Where,
-    on_damaged: Callable[[int, CheckpointCorrupt], None] | None = None,
-    into: Any = None,
+    storage: Where, on_damaged: Callable[[int, CheckpointCorrupt], None] | None = None, into: Any = None
 ) -> Loaded | None:
     """Load the newest checkpoint that is complete and undamaged, reading each byte once; see :func:`load`."""
     loaded: Loaded | None = _newest(storage, on_damaged, lambda step: load(storage, step, into))

@@ -21,15 +21,7 @@ from typing import Any
 
 from holdfast.checkpoint.block_writer import pour
 from holdfast.checkpoint.files.kinds import FORMATS
-from holdfast.checkpoint.manifest import (
-    MANIFEST_NAME,
-    Manifest,
-    check_info,
-    dump,
-    is_data_folder,
-    parse,
-    versions,
-)
+from holdfast.checkpoint.manifest import MANIFEST_NAME, Manifest, check_info, dump, is_data_folder, parse, versions
 from holdfast.checkpoint.parts import merge
 from holdfast.checkpoint.storage import Storage, Where, as_storage, step_folder, step_of
 from holdfast.checkpoint.storage.local import explained

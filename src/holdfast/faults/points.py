@@ -10,13 +10,7 @@ import os
 import signal
 from collections.abc import Callable
 
-POINTS = (
-    "checkpoint.begin",
-    "checkpoint.tensors",
-    "checkpoint.manifest",
-    "checkpoint.rename",
-    "checkpoint.committed",
-)
+POINTS = ("checkpoint.begin", "checkpoint.tensors", "checkpoint.manifest", "checkpoint.rename", "checkpoint.committed")
 """Every point, in the order in which a run passes them; a test walks this tuple."""
 
 

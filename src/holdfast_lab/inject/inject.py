@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from holdfast.checkpoint.files.base import Index
 from holdfast.errors import ConfigError
 from holdfast.faults.alteration import Alteration, Change, Place, Values, apply, draw
 from holdfast.faults.formats import Raw
@@ -16,6 +15,7 @@ from holdfast_lab.inject.files import Target, copied, opened
 from holdfast_lab.inject.files.base import FileValues, Skipped
 from holdfast_lab.inject.files.replay import Replayed, lines, replay
 from holdfast_lab.inject.files.replay import Target as Mapped
+from holdfast_lab.inject.locate.base import Index
 
 
 @dataclass(frozen=True, slots=True)

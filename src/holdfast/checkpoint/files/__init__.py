@@ -1,4 +1,4 @@
-"""Files of tensors: one module a format, each with the same three acts; see :mod:`~holdfast.checkpoint.files.base`.
+"""Files of tensors: one module a format, each with the same two acts; see :mod:`~holdfast.checkpoint.files.base`.
 
 ``lay_out``
     Makes a file of ours with everything but the values, so that programs that know the format can read it, and says
@@ -7,8 +7,6 @@
 ``open``
     Reads tensors of a file that any program wrote. Such files carry no digests, and may be made to do harm: a reader
     decides what a file may contain before it sets memory aside, refuses everything else in one line, and executes nothing.
-``locate``
-    Says where in such a file the values of each tensor lie, so that single ones can be altered in place.
 
-``kinds.py`` has them by name and by suffix. ``hdf5.py`` locates values without torch.
+``kinds.py`` has them by name and by suffix.
 """

@@ -129,16 +129,6 @@ def check_zip(path: Path, archive: zipfile.ZipFile, compressions: tuple[int, ...
     check_size(path, sum(member.file_size for member in members))
 
 
-def member_start(path: Path, member: zipfile.ZipInfo) -> int:
-    """Return where the data of a member of a zip archive begin."""
-    with path.open("rb") as file:
-        file.seek(member.header_offset)
-        head = file.read(30)
-    if len(head) < 30 or head[:4] != b"PK\x03\x04":
-        damaged(path, f"has no member {member.filename!r:.80} where its table of contents says")
-    return member.header_offset + 30 + int.from_bytes(head[26:28], "little") + int.from_bytes(head[28:30], "little")
-
-
 def _repeated(names: list[str]) -> str:
     seen: set[str] = set()
     return next(name for name in names if name in seen or seen.add(name))  # type: ignore[func-returns-value]

@@ -23,6 +23,7 @@ stand for bfloat16 or float8.
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -37,7 +38,6 @@ from holdfast.checkpoint.files.base import (
     STAND_INS,
     Entry,
     Layout,
-    Places,
     Source,
     TensorReader,
     TensorWriter,
@@ -55,11 +55,16 @@ from holdfast.checkpoint.files.checks import (
     state_of,
     total_bytes,
 )
-from holdfast.checkpoint.files.hdf5_values import BAD, FILTERS, explained, import_h5py, locate, words
-from holdfast.errors import CheckpointError, ConfigError
+from holdfast.errors import CheckpointError, ConfigError, HoldfastError
 
 if TYPE_CHECKING:
     import torch
+
+FILTERS = {1: "deflate", 2: "shuffle", 3: "fletcher32", 4: "szip", 5: "nbit", 6: "scaleoffset", 32000: "lzf"}
+"""Those that come with HDF5 and h5py. Any other would load a library."""
+
+_BAD = (OSError, RuntimeError, ValueError, TypeError, KeyError, MemoryError, OverflowError, AttributeError)
+"""What h5py raises for files that are not sound."""
 
 _MAX_DIMENSIONS = 32
 _MAX_DEPTH = 64
@@ -104,10 +109,10 @@ class Hdf5(TensorWriter, TensorReader):
         h5py = import_h5py(ConfigError("HDF5 files need h5py to be read; pip install 'holdfast[hdf5]'"))
         try:
             file = stack.enter_context(h5py.File(path, "r", locking=False))
-        except BAD as error:
+        except _BAD as error:
             if isinstance(error, OSError) and error.errno:
                 raise
-            not_a("an HDF5 file", path, words(error), error)
+            not_a("an HDF5 file", path, _words(error), error)
         with explained(path, "is damaged"):
             walk = _Walk(path, h5py, file)
             walk.into(file, "", 0)
@@ -124,10 +129,6 @@ class Hdf5(TensorWriter, TensorReader):
             return state_of({name: tensors[first[name]] for name in walk.tensors})
 
         return Source(name=str(path), kind="hdf5", tensors=walk.tensors, read=read, load=load, ties=walk.ties)
-
-    def locate(self, path: Path, stack: ExitStack) -> Places:
-        """See :meth:`TensorReader.locate`; links that may lead to other files are not followed."""
-        return locate(path, stack)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -321,3 +322,31 @@ def _read(dataset: Any, entry: Entry) -> torch.Tensor:
         raise ValueError("it changed while it was read")
     native = np.ascontiguousarray(values, dtype=values.dtype.newbyteorder("="))
     return torch.from_numpy(native).view(entry.dtype).reshape(entry.shape)
+
+
+@contextmanager
+def explained(path: Path, what: str) -> Iterator[None]:
+    """Turn what h5py says of a file into one line, which begins with ``what``."""
+    try:
+        yield
+    except _BAD as error:
+        if isinstance(error, ConfigError):  # which is a ValueError, too
+            raise
+        damaged(path, f"{what}: {_words(error)}", error)
+
+
+def _words(error: BaseException) -> str:
+    """Return what h5py says, in one line."""
+    return " ".join(str(error).split())[:200] or type(error).__name__
+
+
+def import_h5py(missing: HoldfastError) -> Any:
+    """Return h5py.
+
+    Raises:
+        HoldfastError: ``missing``, if it is not installed.
+    """
+    try:
+        return importlib.import_module("h5py")
+    except ImportError as error:
+        raise missing from error

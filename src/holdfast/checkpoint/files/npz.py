@@ -35,29 +35,15 @@ import torch
 from holdfast.checkpoint.blocks import run
 from holdfast.checkpoint.files.base import (
     ALIGN,
-    Boxes,
     Entry,
     Layout,
-    Places,
     Source,
     TensorReader,
     TensorWriter,
-    apart,
     escaped,
-    in_place,
     numpy_dtype,
-    row_major,
 )
-from holdfast.checkpoint.files.checks import (
-    check_shape,
-    check_zip,
-    damaged,
-    dtype_of,
-    member_start,
-    not_a,
-    refuse,
-    state_of,
-)
+from holdfast.checkpoint.files.checks import check_shape, check_zip, damaged, dtype_of, not_a, state_of
 from holdfast.checkpoint.format import tensor_bytes
 from holdfast.errors import CheckpointError
 
@@ -83,7 +69,6 @@ class Npz(TensorWriter, TensorReader):
     """See :class:`~holdfast.checkpoint.files.base.TensorWriter`; numpy reads and writes it."""
 
     name = "npz"
-    is_zip = True
 
     def lay_out(self, folder: Path, stem: str, tensors: Mapping[str, torch.Tensor]) -> Layout:
         """Write all but the values. Their checksums stand before them, so they are computed from memory."""
@@ -105,8 +90,8 @@ class Npz(TensorWriter, TensorReader):
 
     def open(self, path: Path, stack: ExitStack) -> Source:
         """See :meth:`TensorReader.open`; arrays are read when they are asked for."""
-        archive = _open_archive(path, stack)
-        arrays = _arrays(path, archive)
+        archive = open_archive(path, stack)
+        arrays = arrays_of(path, archive)
 
         def read(name: str) -> torch.Tensor:
             with _opened(path, archive, arrays[name].member) as file:
@@ -119,11 +104,6 @@ class Npz(TensorWriter, TensorReader):
             read=read,
             load=lambda: state_of({name: read(name) for name in arrays}),
         )
-
-    def locate(self, path: Path, stack: ExitStack) -> Places:
-        """See :meth:`TensorReader.locate`; an archive with a compressed array is refused."""
-        archive = _open_archive(path, stack)
-        return apart({name: _place(path, archive, name, array) for name, array in _arrays(path, archive).items()})
 
 
 # ---------------------------------------------------------------------------------------------
@@ -209,7 +189,7 @@ def _short(value: int) -> int:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Array:
+class NpzArray:
     """An array in an archive; ``header_bytes`` stand before its values."""
 
     member: str
@@ -219,7 +199,8 @@ class _Array:
     entry: Entry
 
 
-def _open_archive(path: Path, stack: ExitStack) -> zipfile.ZipFile:
+def open_archive(path: Path, stack: ExitStack) -> zipfile.ZipFile:
+    """Return an archive that numpy could have written."""
     try:
         archive = stack.enter_context(zipfile.ZipFile(path))
     except _BAD as error:
@@ -228,8 +209,9 @@ def _open_archive(path: Path, stack: ExitStack) -> zipfile.ZipFile:
     return archive
 
 
-def _arrays(path: Path, archive: zipfile.ZipFile) -> dict[str, _Array]:
-    arrays: dict[str, _Array] = {}
+def arrays_of(path: Path, archive: zipfile.ZipFile) -> dict[str, NpzArray]:
+    """Return what each array of an archive is."""
+    arrays: dict[str, NpzArray] = {}
     for member in archive.infolist():
         name = member.filename.removesuffix(".npy")
         if name in arrays or name == member.filename:
@@ -237,15 +219,6 @@ def _arrays(path: Path, archive: zipfile.ZipFile) -> dict[str, _Array]:
         with _opened(path, archive, member.filename) as file:
             arrays[name] = _describe(path, member, file)
     return arrays
-
-
-def _place(path: Path, archive: zipfile.ZipFile, name: str, array: _Array) -> Boxes:
-    member, shape = archive.getinfo(array.member), array.entry.shape
-    if member.compress_type != zipfile.ZIP_STORED:
-        refuse(path, f"has the compressed array {name!r:.80}, whose values lie nowhere; use numpy.savez")
-    strides = row_major(shape[::-1])[::-1] if array.is_fortran else row_major(shape)
-    order = ">" if array.dtype.byteorder == ">" else "<"
-    return in_place(path, array.entry, member_start(path, member) + array.header_bytes, strides, order)
 
 
 @contextmanager
@@ -276,7 +249,7 @@ def _header(file: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
     return shape, bool(is_fortran), dtype
 
 
-def _describe(path: Path, member: zipfile.ZipInfo, file: IO[bytes]) -> _Array:
+def _describe(path: Path, member: zipfile.ZipInfo, file: IO[bytes]) -> NpzArray:
     name = member.filename
     shape, is_fortran, dtype = _header(file)
     entry = Entry(dtype_of(path, name, dtype), check_shape(path, name, shape))
@@ -288,10 +261,10 @@ def _describe(path: Path, member: zipfile.ZipInfo, file: IO[bytes]) -> _Array:
             f"has the array {name!r:.80} of shape {list(entry.shape)!r:.80}, which needs {entry.size_bytes} bytes and "
             f"has {holds}",
         )
-    return _Array(member=name, dtype=dtype, is_fortran=is_fortran, entry=entry, header_bytes=header_bytes)
+    return NpzArray(member=name, dtype=dtype, is_fortran=is_fortran, entry=entry, header_bytes=header_bytes)
 
 
-def _read(path: Path, array: _Array, file: IO[bytes]) -> torch.Tensor:
+def _read(path: Path, array: NpzArray, file: IO[bytes]) -> torch.Tensor:
     if _header(file) != (array.entry.shape, array.is_fortran, array.dtype):
         damaged(path, "changed while it was read")
     memory = bytearray(array.entry.size_bytes)

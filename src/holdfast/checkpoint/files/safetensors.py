@@ -11,7 +11,7 @@ from typing import Any, BinaryIO
 
 import torch
 
-from holdfast.checkpoint.files.base import ALIGN, Entry, Layout, Places, Source, TensorReader, TensorWriter, in_place
+from holdfast.checkpoint.files.base import ALIGN, Entry, Layout, Source, TensorReader, TensorWriter
 from holdfast.checkpoint.files.checks import MAX_NAMES, check_shape, damaged, not_a, refuse, state_of, step_in
 from holdfast.checkpoint.format import tensor_bytes
 
@@ -74,7 +74,7 @@ class Safetensors(TensorWriter, TensorReader):
     def open(self, path: Path, stack: ExitStack) -> Source:
         """See :meth:`TensorReader.open`; values are read when they are asked for."""
         file = stack.enter_context(path.open("rb"))
-        tensors, starts, metadata = _read_header(path, file)
+        tensors, starts, metadata = read_header(path, file)
 
         def read(name: str) -> torch.Tensor:
             tensor = torch.empty(tensors[name].shape, dtype=tensors[name].dtype)
@@ -92,14 +92,8 @@ class Safetensors(TensorWriter, TensorReader):
             step=step_in(metadata.get("step")) if isinstance(metadata, dict) else None,
         )
 
-    def locate(self, path: Path, stack: ExitStack) -> Places:
-        """See :meth:`TensorReader.locate`; tensors follow each other, and none shares values with another."""
-        with path.open("rb") as file:
-            tensors, starts, _ = _read_header(path, file)
-        return {name: in_place(path, entry, starts[name]) for name, entry in tensors.items()}
 
-
-def _read_header(path: Path, file: BinaryIO) -> tuple[dict[str, Entry], dict[str, int], Any]:
+def read_header(path: Path, file: BinaryIO) -> tuple[dict[str, Entry], dict[str, int], Any]:
     """Return what each tensor is, where in the file it begins, and what else the header says."""
     size_bytes = path.stat().st_size
     length = int.from_bytes(file.read(8), "little")

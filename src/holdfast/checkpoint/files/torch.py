@@ -14,16 +14,15 @@ from typing import Any
 
 import torch
 
-from holdfast.checkpoint.files.base import Boxes, Entry, Places, Source, TensorReader, apart, in_place
-from holdfast.checkpoint.files.checks import check_size, check_zip, member_start, not_a, refuse, step_in, total_bytes
+from holdfast.checkpoint.files.base import Entry, Source, TensorReader
+from holdfast.checkpoint.files.checks import check_size, check_zip, not_a, refuse, step_in, total_bytes
 from holdfast.checkpoint.format import flatten, scalars_of
 from holdfast.errors import CheckpointError
-from holdfast.torch_private import fake_tensors, offset_in_file
 
-_MAX_VALUES = 3_000_000
+MAX_VALUES = 3_000_000
 """A pickle of a few hundred bytes can name one list a million million times."""
 
-_ZIP = b"PK\x03\x04"
+ZIP = b"PK\x03\x04"
 _REASON = re.compile(r"WeightsUnpickler error:\s*([^\n]{1,100})")
 _FORBIDDEN = re.compile(r"GLOBAL ([\w.]{1,100})")
 
@@ -31,13 +30,11 @@ _FORBIDDEN = re.compile(r"GLOBAL ([\w.]{1,100})")
 class Torch(TensorReader):
     """See :class:`~holdfast.checkpoint.files.base.TensorReader`."""
 
-    is_zip = True
-
     def open(self, path: Path, stack: ExitStack) -> Source:
         """See :meth:`TensorReader.open`; all of it is read at once."""
-        found = _load(path)
+        found = load_data(path)
         try:
-            state = _plain(found, [_MAX_VALUES])
+            state = plain(found, [MAX_VALUES])
             leaves, skeleton = flatten(state)
         except RecursionError as error:
             refuse(path, "holds lists in lists without end; save the plain state_dict()", error)
@@ -60,41 +57,16 @@ class Torch(TensorReader):
             ties=ties,
         )
 
-    def locate(self, path: Path, stack: ExitStack) -> Places:
-        """See :meth:`TensorReader.locate`. Tensors that are tied stand there once; others may share some of their values.
 
-        Raises:
-            CheckpointError: also if torch wrote the file in its format of before 1.6, or does not say where values are.
-        """
-        with path.open("rb") as file:
-            if file.read(4) != _ZIP:
-                refuse(
-                    path, "is in torch's format of before 1.6, in which values are not found; load it and save it again"
-                )
-        with fake_tensors():
-            found = _load(path)
-        with zipfile.ZipFile(path) as archive:
-            sizes = {member_start(path, member): member.file_size for member in archive.infolist()}
-            order = next((archive.read(m) for m in archive.infolist() if m.filename.endswith("/byteorder")), b"little")
-        stand_ins: dict[Boxes, torch.Tensor] = {}
+def load_data(path: Path) -> Any:
+    """Return what torch finds in a file, which must be plain data.
 
-        def stand_in(tensor: torch.Tensor) -> torch.Tensor:
-            start = offset_in_file(tensor)
-            if sizes.get(start, -1) < tensor.untyped_storage().nbytes():
-                refuse(path, f"cannot be altered: torch {torch.__version__} does not say where its values are")
-            offset = start + int(tensor.storage_offset()) * tensor.element_size()
-            entry = Entry(tensor.dtype, tuple(tensor.shape))
-            place = in_place(path, entry, offset, tuple(tensor.stride()), ">" if order == b"big" else "<")
-            return stand_ins.setdefault(place, torch.empty(1))
-
-        leaves, _ = flatten(_plain(found, [_MAX_VALUES], stand_in))
-        names = {id(leaf): name for name, leaf in leaves.items()}
-        return apart({names[id(stand_in)]: place for place, stand_in in stand_ins.items()})
-
-
-def _load(path: Path) -> Any:
+    Raises:
+        CheckpointCorrupt: if it is no file of torch.save.
+        CheckpointError: if it asks to run something.
+    """
     with path.open("rb") as file:
-        is_zip = file.read(4) == _ZIP
+        is_zip = file.read(4) == ZIP
     if is_zip:
         try:
             with zipfile.ZipFile(path) as archive:
@@ -126,11 +98,11 @@ def _explain(path: Path, error: pickle.UnpicklingError) -> Any:
     )
 
 
-def _plain(value: Any, left: list[int], on_tensor: Callable[[torch.Tensor], torch.Tensor] | None = None) -> Any:
+def plain(value: Any, left: list[int], on_tensor: Callable[[torch.Tensor], torch.Tensor] | None = None) -> Any:
     """Return a state without what torch alone has, such as ``torch.Size``; counts, so that it ends."""
     left[0] -= 1
     if left[0] < 0:
-        raise CheckpointError(f"it holds more than {_MAX_VALUES} values beside its tensors; save them as tensors")
+        raise CheckpointError(f"it holds more than {MAX_VALUES} values beside its tensors; save them as tensors")
     if isinstance(value, torch.Size):
         return tuple(value)
     if on_tensor is not None and isinstance(value, torch.Tensor):
@@ -138,7 +110,7 @@ def _plain(value: Any, left: list[int], on_tensor: Callable[[torch.Tensor], torc
     if type(value) is torch.nn.Parameter:
         return value.detach()
     if type(value) in (list, tuple):
-        return type(value)(_plain(item, left, on_tensor) for item in value)
+        return type(value)(plain(item, left, on_tensor) for item in value)
     if type(value) in (dict, OrderedDict, Counter):
-        return type(value)({key: _plain(item, left, on_tensor) for key, item in value.items()})
+        return type(value)({key: plain(item, left, on_tensor) for key, item in value.items()})
     return value

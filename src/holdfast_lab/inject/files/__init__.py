@@ -1,4 +1,4 @@
-"""Values in checkpoint files, read and written where a format's ``locate`` says that they lie. HDF5 needs no torch.
+"""Values in checkpoint files, read and written where ``locate`` says that they lie. HDF5 needs no torch.
 
 Of values that lie in a file as they are, one behind the other, nothing else of the file is looked at. What HDF5 has packed
 is unpacked chunk by chunk, and only the chunks that are needed.
@@ -13,16 +13,15 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from holdfast.checkpoint.files.base import TensorReader
-from holdfast.checkpoint.files.hdf5 import Hdf5
 from holdfast.checkpoint.storage import step_folder
 from holdfast.errors import ConfigError
 from holdfast_lab.inject.files.base import FileValues, Target, explained
+from holdfast_lab.inject.locate import HDF5_KINDS, Locate, locators
+from holdfast_lab.inject.locate.hdf5 import locate as locate_hdf5
 
 __all__ = ["Target", "copied", "find", "opened"]
 
 _HDF5 = b"\x89HDF\r\n\x1a\n"
-_HDF5_KINDS = (".h5", ".hdf5")
 
 
 def find(text: str) -> Target:
@@ -106,20 +105,18 @@ def _foreign(path: Path, named: Path, stack: ExitStack, *, write: bool) -> FileV
     with explained(path), path.open("rb") as file:
         is_hdf5 = file.read(len(_HDF5)) == _HDF5
     kind = named.suffix.lower()
-    reader: TensorReader
-    if is_hdf5 or kind in _HDF5_KINDS:
-        reader, kind = Hdf5(), ".hdf5"
+    locate: Locate
+    if is_hdf5 or kind in HDF5_KINDS:
+        locate, kind = locate_hdf5, ".hdf5"
     else:
-        from holdfast.checkpoint.files.kinds import READERS
-
-        if kind not in READERS:
-            known = ", ".join(name for name in READERS if name not in _HDF5_KINDS)
+        known = locators()
+        if kind not in known:
             raise ConfigError(
-                f"{named} is no file that can be altered; it must be HDF5, or its name end with one of {known}"
+                f"{named} is no file that can be altered; it must be HDF5, or its name end with one of {', '.join(known)}"
             )
-        reader = READERS[kind]
-    located = reader.locate(path, stack)
-    return FileValues(kind.removeprefix("."), located, [path], stack, write=write, archives=reader.is_zip)
+        locate = known[kind]
+    archives = kind not in (".hdf5", ".safetensors")
+    return FileValues(kind.removeprefix("."), locate(path, stack), [path], stack, write=write, archives=archives)
 
 
 def _copy(source: Path, target: Path) -> None:

@@ -18,12 +18,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from holdfast.checkpoint.blocks import PART_BYTES
-from holdfast.checkpoint.files.base import Chunk, Index, Located, Places, Unreachable
-from holdfast.checkpoint.files.checks import member_start
 from holdfast.checkpoint.storage import step_folder
 from holdfast.errors import CheckpointCorrupt, CheckpointError
 from holdfast.faults.alteration import Change, Place
 from holdfast.faults.formats import FORMATS, Raw
+from holdfast_lab.inject.locate.base import Chunk, Index, Located, Places, Unreachable, member_start
 
 _NEAR_BYTES = 1 << 9
 """Values no farther apart are read together: what is between them costs less than a call."""

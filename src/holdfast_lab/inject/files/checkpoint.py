@@ -11,7 +11,6 @@ import numpy as np
 
 from holdfast.checkpoint.block_writer import gaps
 from holdfast.checkpoint.blocks import BLOCK_BYTES, block_ranges, digest_of
-from holdfast.checkpoint.files.base import Box, Boxes, Index, row_major
 from holdfast.checkpoint.format import DTYPES
 from holdfast.checkpoint.loading import steps
 from holdfast.checkpoint.manifest import MANIFEST_NAME, FileEntry, Manifest, Piece, TensorEntry, dump
@@ -19,6 +18,7 @@ from holdfast.checkpoint.storage import is_remote, step_folder, step_of
 from holdfast.checkpoint.storage.local import LocalStorage
 from holdfast.errors import CheckpointMissing, ConfigError
 from holdfast_lab.inject.files.base import FileValues, Target
+from holdfast_lab.inject.locate.base import Box, Boxes, Index, row_major
 
 
 class CheckpointValues(FileValues):

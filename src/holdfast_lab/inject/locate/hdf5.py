@@ -7,9 +7,7 @@ the file is opened.
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,17 +15,10 @@ from typing import Any
 
 import numpy as np
 
-from holdfast.checkpoint.files.base import STAND_INS, Box, Boxes, Chunk, Index, Located, Places, Unreachable, row_major
-from holdfast.checkpoint.files.checks import damaged
-from holdfast.errors import ConfigError, HoldfastError
-
-FILTERS = {1: "deflate", 2: "shuffle", 3: "fletcher32", 4: "szip", 5: "nbit", 6: "scaleoffset", 32000: "lzf"}
-"""Those that come with HDF5 and h5py. Any other would load a library."""
-
-
-BAD = (OSError, RuntimeError, ValueError, TypeError, KeyError, MemoryError, OverflowError, AttributeError)
-"""What h5py raises for files that are not sound."""
-
+from holdfast.checkpoint.files.base import STAND_INS
+from holdfast.checkpoint.files.hdf5 import FILTERS, explained, import_h5py
+from holdfast.errors import ConfigError
+from holdfast_lab.inject.locate.base import Box, Boxes, Chunk, Index, Located, Places, Unreachable, row_major
 
 _ALTERED = "cannot be read or altered as HDF5"
 
@@ -212,31 +203,3 @@ def _dtype_of(h5: Any, dataset: Any, kind: Any) -> str | Unreachable:
         return Unreachable(f"is of whole numbers of {kind.get_precision()} of {bits} bits")
     names = {t.STRING: "texts", t.ENUM: "a bool or another enumeration", t.COMPOUND: "a compound type"}
     return Unreachable(f"is of {names.get(code, 'a type that is no number')}")
-
-
-@contextmanager
-def explained(path: Path, what: str) -> Iterator[None]:
-    """Turn what h5py says of a file into one line, which begins with ``what``."""
-    try:
-        yield
-    except BAD as error:
-        if isinstance(error, ConfigError):  # which is a ValueError, too
-            raise
-        damaged(path, f"{what}: {words(error)}", error)
-
-
-def words(error: BaseException) -> str:
-    """Return what h5py says, in one line."""
-    return " ".join(str(error).split())[:200] or type(error).__name__
-
-
-def import_h5py(missing: HoldfastError) -> Any:
-    """Return h5py.
-
-    Raises:
-        HoldfastError: ``missing``, if it is not installed.
-    """
-    try:
-        return importlib.import_module("h5py")
-    except ImportError as error:
-        raise missing from error
