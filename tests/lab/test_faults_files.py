@@ -23,10 +23,10 @@ from holdfast.checkpoint import load, verify, write_tensors
 from holdfast.errors import CheckpointCorrupt, CheckpointError, ConfigError
 from holdfast.faults.alteration import Alteration
 from holdfast.faults.formats import FORMATS
-from holdfast.faults.record import entries
 from holdfast_lab.inject.files import Target, find, opened
 from holdfast_lab.inject.files.replay import lines, parse_record
 from holdfast_lab.inject.inject import Replay, inject
+from holdfast_lab.inject.record import entries
 
 SHAPE = (37, 11)
 VALUES = np.random.default_rng(1).standard_normal(SHAPE)

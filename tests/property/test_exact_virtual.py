@@ -17,6 +17,7 @@ from holdfast.data import plan as batches
 from holdfast.data import position as place
 from holdfast.engine import acts
 from holdfast.faults.plan import FaultPlan, parse
+from holdfast_lab.inject.draw import draw_plan
 
 reference_hash = functools.cache(reference.train)
 BUCKETS = {"mlp": 2, "cnn": 3}
@@ -41,7 +42,7 @@ def test_any_number_of_workers_gives_the_bits_of_the_reference(model, optimizer,
 @given(seed=st.integers(0, 2**31), case=st.sampled_from(EVERY), strategy=st.sampled_from(["rollback", "restart"]))
 def test_any_deaths_give_the_bits_of_the_undisturbed_run(seed, case, strategy):
     """Sums complete at a random part of the survivors."""
-    faults = FaultPlan.random(seed, 4, reference.STEPS, 3, BUCKETS[case[0]])
+    faults = draw_plan(seed, 4, reference.STEPS, 3, BUCKETS[case[0]])
     lucky = random.Random(seed)
     comm = VirtualCommunicator(4, reached=lambda _: [r for r in range(4) if lucky.random() < 0.3])
 

@@ -23,6 +23,7 @@ from holdfast.faults.plan import (
     mtbf_schedule,
     parse,
 )
+from holdfast_lab.inject.draw import draw_plan
 
 
 @pytest.mark.parametrize(
@@ -393,11 +394,11 @@ def test_a_plan_that_is_not_exactly_one_is_refused(text, complaint):
 
 def test_a_random_plan_that_would_leave_nobody_is_refused():
     with pytest.raises(ConfigError, match="kills must be from 0 to 3, so that one of 4 workers is left, got 4"):
-        FaultPlan.random(seed=0, workers=4, steps=10, kills=4, num_buckets=2)
+        draw_plan(seed=0, workers=4, steps=10, kills=4, num_buckets=2)
 
 
 def test_random_plans_reach_every_phase_and_several_deaths_at_once():
-    plans = [FaultPlan.random(seed, workers=8, steps=20, kills=4, num_buckets=3) for seed in range(50)]
+    plans = [draw_plan(seed, workers=8, steps=20, kills=4, num_buckets=3) for seed in range(50)]
 
     phases = {fault.phase for plan in plans for fault in plan.faults}
     at_once = [plan for plan in plans if len({fault.step for fault in plan.faults}) < len(plan.faults)]
@@ -407,14 +408,14 @@ def test_random_plans_reach_every_phase_and_several_deaths_at_once():
 
 
 def test_random_plans_of_one_kind_are_what_they_were_before_there_were_others():
-    plan = FaultPlan.random(3, workers=4, steps=10, kills=2, num_buckets=2)
+    plan = draw_plan(3, workers=4, steps=10, kills=2, num_buckets=2)
 
     assert plan.to_specs() == ["kill:rank=1,step=8,phase=backward", "kill:rank=2,step=8,phase=recovery"]
-    assert plan == FaultPlan.random(3, 4, 10, 2, 2, kinds=["kill"])
+    assert plan == draw_plan(3, 4, 10, 2, 2, kinds=["kill"])
 
 
 def test_random_plans_draw_every_kind_and_only_what_can_be_asked_for():
-    plans = [FaultPlan.random(seed, 8, 20, 4, 3, kinds=OF_WORKERS, newcomers=3) for seed in range(100)]
+    plans = [draw_plan(seed, 8, 20, 4, 3, kinds=OF_WORKERS, newcomers=3) for seed in range(100)]
     faults = [fault for plan in plans for fault in plan.faults]
 
     assert {fault.kind for fault in faults} == set(OF_WORKERS)
@@ -429,18 +430,18 @@ def test_random_plans_draw_every_kind_and_only_what_can_be_asked_for():
 
 
 def test_a_random_plan_of_ends_alone_ends_workers_alone():
-    plans = [FaultPlan.random(seed, 4, 20, 3, 1, kinds=ENDS) for seed in range(20)]
+    plans = [draw_plan(seed, 4, 20, 3, 1, kinds=ENDS) for seed in range(20)]
 
     assert {fault.kind for plan in plans for fault in plan.faults} == set(ENDS)
 
 
 def test_a_random_plan_of_no_kind_is_refused():
     with pytest.raises(ConfigError, match="kinds must name at least one kind"):
-        FaultPlan.random(0, 4, 10, 2, 1, kinds=[])
+        draw_plan(0, 4, 10, 2, 1, kinds=[])
     with pytest.raises(ConfigError, match="kind must be one of"):
-        FaultPlan.random(0, 4, 10, 2, 1, kinds=["maim"])
+        draw_plan(0, 4, 10, 2, 1, kinds=["maim"])
     with pytest.raises(ConfigError, match="nodeloss strikes a node: say which"):
-        FaultPlan.random(0, 4, 10, 2, 1, kinds=["nodeloss"])
+        draw_plan(0, 4, 10, 2, 1, kinds=["nodeloss"])
 
 
 def test_a_fault_in_rejoin_strikes_the_first_time_from_its_step_on():
@@ -481,4 +482,4 @@ def test_a_schedule_without_a_mean_is_refused_at_once(mtbf_s):
 
 def test_one_worker_alone_is_never_a_victim():
     assert list(mtbf_schedule(1.0, 0, [3])) == []
-    assert json.loads(FaultPlan.random(0, 1, 5, 0, 1).to_json())["faults"] == []
+    assert json.loads(draw_plan(0, 1, 5, 0, 1).to_json())["faults"] == []

@@ -10,8 +10,8 @@ import pytest
 from holdfast.errors import ConfigError
 from holdfast.faults.alteration import Alteration, Place, apply, draw
 from holdfast.faults.formats import FORMATS
-from holdfast.faults.record import record_of
 from holdfast_lab.inject.files.replay import lines, parse_map, parse_record, replay
+from holdfast_lab.inject.record import record_of
 
 
 class Arrays:

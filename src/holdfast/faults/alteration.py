@@ -59,15 +59,12 @@ class Values(Protocol):
     @property
     def places(self) -> Sequence[Place]:
         """What can be altered."""
-        ...
 
     def read(self, wanted: Sequence[tuple[int, NDArray[np.int64]]]) -> list[Raw]:
         """Return raw values of different places, of shape (k,) each, for indices in rising order without repetition."""
-        ...
 
     def write(self, changes: Sequence[Change]) -> None:
         """Replace those of different places by what they are after changes."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

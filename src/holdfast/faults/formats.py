@@ -162,3 +162,24 @@ FORMATS = {
     )
 }
 """All formats whose values can be altered, by name."""
+
+
+def bits_of(format: Format, before: Raw, after: Raw, scale: float | None) -> tuple[NDArray[np.int64], list[Any]]:
+    """Return of each flip which value it is in, and the bit; by value, the lowest bit first.
+
+    Where values were multiplied by ``scale`` there is one flip a value, and its bit is None.
+    """
+    if scale is not None:
+        return np.arange(len(before)), [None] * len(before)
+    width = format.bits // 8
+    flipped = (before ^ after).astype(f"<u{width}", copy=False).view(np.uint8).reshape(-1, width)
+    which, bits = np.nonzero(np.unpackbits(flipped, axis=1, bitorder="little"))
+    return which, bits.tolist()
+
+
+def shown(format: Format, raw: Raw) -> list[float | int | str]:
+    """Return values as they stand in a record; what is infinite or NaN as the hexadecimal digits of its bits."""
+    values: list[float | int | str] = format.values(raw).tolist()
+    for odd in np.flatnonzero(~format.is_finite(raw)).tolist():
+        values[odd] = f"0x{int(raw[odd]):0{format.bits // 4}x}"
+    return values

@@ -7,12 +7,13 @@ that records of several starts of one job speak of the same fault.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Sequence
+import math
+import random
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Self
 
 from holdfast.errors import ConfigError
-from holdfast.faults.draw import draw_faults, mtbf_schedule
 from holdfast.faults.kinds import (
     ENDS,
     FLIP,
@@ -164,38 +165,6 @@ class FaultPlan:
         faults = tuple(_fault_from(number, fault) for number, fault in enumerate(fields["faults"]))
         return cls(faults, fields["seed"], frozenset(fields["fired"]))
 
-    @classmethod
-    def random(
-        cls,
-        seed: int,
-        workers: int,
-        steps: int,
-        kills: int,
-        num_buckets: int,
-        *,
-        kinds: Sequence[str] = ("kill",),
-        newcomers: int = 0,
-    ) -> Self:
-        """Draw a plan for a soak test: faults in any phase, alone, in sequence and several at once.
-
-        No rank is struck twice and at least one of the first is never named. Not every fault must come to strike: one in
-        ``checkpoint`` needs its victim to write a checkpoint there, one in ``rejoin`` that somebody comes.
-
-        Args:
-            seed: Same seed, same plan.
-            workers: The job has the ranks 0 to ``workers - 1``.
-            steps: The job has the steps 0 to ``steps - 1``.
-            kills: How many of them are struck, less than ``workers``.
-            num_buckets: Buckets of a step.
-            kinds: Kinds of :data:`OF_WORKERS` to choose from; one that is there twice comes twice as often.
-            newcomers: Ranks from ``workers`` on that may come later; about half of them are struck too.
-
-        Raises:
-            ConfigError: if a number is out of range, or there is no such kind.
-        """
-        drawn = draw_faults(seed, workers, steps, kills, num_buckets, kinds=kinds, newcomers=newcomers)
-        return cls(drawn, seed)
-
 
 def _fault_from(number: int, fields: object) -> Fault:
     try:
@@ -220,3 +189,32 @@ def _ranks(numbers: Collection[int]) -> str:
     if ordered == list(range(ordered[0], ordered[-1] + 1)):
         return f"one of {ordered[0]}..{ordered[-1]}"
     return f"one of {', '.join(map(str, ordered))}"
+
+
+def mtbf_schedule(mtbf_s: float, seed: int, workers: Sequence[int]) -> Iterator[tuple[float, int]]:
+    """Draw when workers die and which: exponential times, a victim chosen evenly among those alive.
+
+    Args:
+        mtbf_s: Mean time between failures of the *whole job*, seconds, more than 0. It stays the same
+            while the job shrinks.
+        seed: Same seed, same schedule.
+        workers: The ranks of the job; one of them is spared.
+
+    Returns:
+        Seconds since the start, growing, and the victim.
+
+    Raises:
+        ConfigError: if ``mtbf_s`` is not a positive number, or a rank is there twice.
+    """
+    if not (math.isfinite(mtbf_s) and mtbf_s > 0):
+        refuse(f"mtbf_s must be more than 0 and finite, got {mtbf_s}")
+    if len(set(workers)) != len(workers):
+        refuse(f"workers must be different ranks, got {list(workers)}")
+    return _draw_deaths(mtbf_s, random.Random(seed), sorted(workers))
+
+
+def _draw_deaths(mtbf_s: float, rng: random.Random, alive: list[int]) -> Iterator[tuple[float, int]]:
+    now_s = 0.0
+    while len(alive) > 1:
+        now_s += rng.expovariate(1 / mtbf_s)
+        yield now_s, alive.pop(rng.randrange(len(alive)))

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from holdfast.errors import ConfigError
 from holdfast.faults.flip import TARGETS
@@ -30,11 +30,11 @@ Due = tuple[int, Fault]
 """A fault that is due, and its number in the plan."""
 
 
-class Injector(Protocol):
-    """Is told where each worker is, and strikes where the plan says so."""
+class Injector:
+    """Is told where each worker is, and strikes where the plan says so; this one never does."""
 
     def reach(self, phase: str, step: int, rank: int, bucket: int | None = None) -> None:
-        """Say that ``rank`` is at ``phase`` of ``step``.
+        """Strike if the plan says so, because ``rank`` is at ``phase`` of ``step``.
 
         Args:
             phase: Where.
@@ -42,11 +42,10 @@ class Injector(Protocol):
             rank: Who.
             bucket: In a sum: the bucket summed before it. In ``handover``: the slice that comes next.
         """
-        ...
 
     def waits_for(self, phase: str, step: int, rank: int) -> bool:
         """Return whether a fault is due there, so that costly preparations are made only then."""
-        ...
+        return False
 
     def flips(self, target: str, step: int, rank: int, bucket: int | None = None) -> Sequence[Due]:
         """Return the flips of a target that are due there; see :data:`~holdfast.faults.flip.TARGETS`.
@@ -57,7 +56,7 @@ class Injector(Protocol):
             rank: Whose it is.
             bucket: Of a message: the bucket that is summed.
         """
-        ...
+        return ()
 
     def carry_out(self, due: Due, named: Mapping[str, torch.Tensor]) -> None:
         """Let a flip strike, unless it has: alter tensors where they lie.
@@ -65,25 +64,10 @@ class Injector(Protocol):
         Raises:
             ConfigError: if it names none of them, or cannot be done to them.
         """
-        ...
 
 
-class NoFaults:
+class NoFaults(Injector):
     """Never strikes."""
-
-    def reach(self, phase: str, step: int, rank: int, bucket: int | None = None) -> None:
-        """Do nothing."""
-
-    def waits_for(self, phase: str, step: int, rank: int) -> bool:
-        """Return False."""
-        return False
-
-    def flips(self, target: str, step: int, rank: int, bucket: int | None = None) -> Sequence[Due]:
-        """Return none."""
-        return ()
-
-    def carry_out(self, due: Due, named: Mapping[str, torch.Tensor]) -> None:
-        """Do nothing."""
 
 
 Tell = Callable[[int, Fault, Sequence[Mapping[str, Any]], int], None]
@@ -94,7 +78,7 @@ def _tell_nobody(number: int, fault: Fault, listed: Sequence[Mapping[str, Any]],
     pass
 
 
-class PlannedFaults:
+class PlannedFaults(Injector):
     """Strikes as planned, each fault once.
 
     Args:

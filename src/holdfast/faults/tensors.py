@@ -16,9 +16,8 @@ from numpy.typing import NDArray
 from holdfast.errors import ConfigError
 from holdfast.faults.alteration import Change, Place, apply, draw
 from holdfast.faults.flip import Flip
-from holdfast.faults.formats import FORMATS, Raw
+from holdfast.faults.formats import FORMATS, Raw, bits_of, shown
 from holdfast.faults.names import chosen
-from holdfast.faults.record import entries, record_of
 
 MOST_LISTED = 64
 """Of how many altered values it is said one by one what became of them."""
@@ -97,14 +96,26 @@ def alter(named: Mapping[str, torch.Tensor], flip: Flip) -> tuple[list[dict[str,
 
 
 def listed(places: Sequence[Place], changes: Sequence[Change], scale: float | None = None) -> list[dict[str, Any]]:
-    """Return what became of the first :data:`MOST_LISTED` values, one entry a flip, as :mod:`~holdfast.faults.record` says it.
+    """Return what became of the first :data:`MOST_LISTED` values, one entry a flip.
+
+    An entry tells ``path``, ``index`` in row-major order, ``bit`` from the least significant one, and the value ``before``
+    and ``after``, all of its flips together; what is infinite or NaN is a text, the hexadecimal digits of its bits.
 
     Args:
         places: Of the changes.
         changes: What was done.
         scale: What values were multiplied by; None if bits were flipped.
     """
-    return list(entries(record_of(places, list(_first(changes, MOST_LISTED)), scale)))
+    found: list[dict[str, Any]] = []
+    for change in _first(changes, MOST_LISTED):
+        path, format = places[change.place].path, places[change.place].format
+        values = list(
+            zip(change.index.tolist(), shown(format, change.before), shown(format, change.after), strict=True)
+        )
+        for which, bit in zip(*bits_of(format, change.before, change.after, scale), strict=True):
+            index, before, after = values[which]
+            found.append({"path": path, "index": index, "bit": bit, "before": before, "after": after})
+    return found
 
 
 def _first(changes: Sequence[Change], most: int) -> Iterator[Change]:

@@ -126,7 +126,7 @@ class ValuesAltered(Record):
         fault: Its number in the plan.
         target: What was altered, one of :data:`holdfast.faults.flip.TARGETS`.
         count: How many values were.
-        values: What became of the first of them, 64 at most, as :mod:`holdfast.faults.record` says it: for each bit that
+        values: What became of the first of them, 64 at most, as :mod:`holdfast.faults.tensors` says it: for each bit that
             was flipped ``path``, ``index`` in row-major order, ``bit`` (the least significant is 0), ``before`` and ``after``.
     """
 

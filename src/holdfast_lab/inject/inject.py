@@ -10,12 +10,12 @@ from holdfast.errors import ConfigError
 from holdfast.faults.alteration import Alteration, Change, Place, Values, apply, draw
 from holdfast.faults.formats import Raw
 from holdfast.faults.names import chosen
-from holdfast.faults.record import Record, record_of
 from holdfast_lab.inject.files import Target, copied, opened
 from holdfast_lab.inject.files.base import FileValues, Skipped
 from holdfast_lab.inject.files.replay import Replayed, lines, replay
 from holdfast_lab.inject.files.replay import Target as Mapped
 from holdfast_lab.inject.locate.base import Index
+from holdfast_lab.inject.record import Record, record_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 from holdfast.faults.alteration import Change, Place, Values
 from holdfast.faults.formats import FORMATS
 from holdfast.faults.reading import check_keys, refuse
-from holdfast.faults.record import Record, Recorded, flips_of
+from holdfast_lab.inject.record import Record, Recorded, flips_of
 
 SCHEMA = 1
 _MAX_BYTES = 1 << 30

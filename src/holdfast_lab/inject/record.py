@@ -1,8 +1,4 @@
-"""What was altered: value by value, before and after.
-
-Told of each flip are ``path``, ``index`` in row-major order, ``bit`` from the least significant one, and the value ``before``
-and ``after``, all of its flips together; what is infinite or NaN is a text, the hexadecimal digits of its bits.
-"""
+"""What was altered: value by value, before and after, as :func:`~holdfast.faults.tensors.listed` says it."""
 
 from __future__ import annotations
 
@@ -15,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from holdfast.faults.alteration import Change, Place
-from holdfast.faults.formats import Format, Raw
+from holdfast.faults.formats import Raw, bits_of, shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +65,7 @@ def flips_of(
     """
     values = _values(record.tensors, say)
     for number, tensor in enumerate(record.tensors):
-        which, bits = _bits_of(tensor, record.scale)
+        which, bits = bits_of(tensor.place.format, tensor.before, tensor.after, record.scale)
         before, after = values[number]
         at = which.tolist()
         index = tensor.index[which].tolist()
@@ -84,25 +80,8 @@ def _values(tensors: Sequence[Recorded], say: Callable[[Any], Any]) -> list[tupl
     found: dict[int, tuple[list[Any], list[Any]]] = {}
     for numbers in alike.values():
         raw = [raw for number in numbers for raw in (tensors[number].before, tensors[number].after)]
-        shown = map(say, _shown(tensors[numbers[0]].place.format, np.concatenate(raw)))
+        said = map(say, shown(tensors[numbers[0]].place.format, np.concatenate(raw)))
         for number in numbers:
-            before, after = (list(islice(shown, len(tensors[number].index))) for _ in range(2))
+            before, after = (list(islice(said, len(tensors[number].index))) for _ in range(2))
             found[number] = before, after
     return [found[number] for number in range(len(tensors))]
-
-
-def _bits_of(tensor: Recorded, scale: float | None) -> tuple[NDArray[np.int64], list[Any]]:
-    """Return of each flip which value it is in, and the bit; by value, the lowest bit first."""
-    if scale is not None:
-        return np.arange(len(tensor.index)), [None] * len(tensor.index)
-    width = tensor.place.format.bits // 8
-    flipped = (tensor.before ^ tensor.after).astype(f"<u{width}", copy=False).view(np.uint8).reshape(-1, width)
-    which, bits = np.nonzero(np.unpackbits(flipped, axis=1, bitorder="little"))
-    return which, bits.tolist()
-
-
-def _shown(format: Format, raw: Raw) -> list[float | int | str]:
-    values: list[float | int | str] = format.values(raw).tolist()
-    for odd in np.flatnonzero(~format.is_finite(raw)).tolist():
-        values[odd] = f"0x{int(raw[odd]):0{format.bits // 4}x}"
-    return values

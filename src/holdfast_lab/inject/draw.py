@@ -1,17 +1,16 @@
-"""Drawing faults from a seed: plans for soak tests, and when random workers die."""
+"""Drawing fault plans for soak tests from a seed."""
 
 from __future__ import annotations
 
-import math
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
-from holdfast.faults.kinds import PHASES, STUCK, Fault
+from holdfast.faults.plan import PHASES, STUCK, Fault, FaultPlan
 from holdfast.faults.reading import refuse
 
 
-def draw_faults(
+def draw_plan(
     seed: int,
     workers: int,
     steps: int,
@@ -20,8 +19,20 @@ def draw_faults(
     *,
     kinds: Sequence[str] = ("kill",),
     newcomers: int = 0,
-) -> tuple[Fault, ...]:
-    """Draw faults for a soak test; see :meth:`holdfast.faults.plan.FaultPlan.random`.
+) -> FaultPlan:
+    """Draw a plan for a soak test: faults in any phase, alone, in sequence and several at once.
+
+    No rank is struck twice and at least one of the first is never named. Not every fault must come to strike: one in
+    ``checkpoint`` needs its victim to write a checkpoint there, one in ``rejoin`` that somebody comes.
+
+    Args:
+        seed: Same seed, same plan.
+        workers: The job has the ranks 0 to ``workers - 1``.
+        steps: The job has the steps 0 to ``steps - 1``.
+        kills: How many of them are struck, less than ``workers``.
+        num_buckets: Buckets of a step.
+        kinds: Kinds of :data:`~holdfast.faults.plan.OF_WORKERS` to choose from; one that is there twice comes twice as often.
+        newcomers: Ranks from ``workers`` on that may come later; about half of them are struck too.
 
     Raises:
         ConfigError: if a number is out of range, or there is no such kind.
@@ -41,7 +52,7 @@ def draw_faults(
     for rank in victims:
         fault = _draw(rng, rank, steps, num_buckets, phases, faults[-1] if faults else None)
         faults.append(fault if tuple(kinds) == ("kill",) else _of_some_kind(rng, fault, kinds))
-    return tuple(faults)
+    return FaultPlan(tuple(faults), seed)
 
 
 def _draw(
@@ -63,32 +74,3 @@ def _of_some_kind(rng: random.Random, fault: Fault, kinds: Sequence[str]) -> Fau
     if kind == "slow":
         return replace(fault, kind=kind, seconds=rng.choice((0.2, 1.0)))
     return replace(fault, kind=kind, seconds=rng.choice((None, None, 0.2)) if kind in STUCK else None)
-
-
-def mtbf_schedule(mtbf_s: float, seed: int, workers: Sequence[int]) -> Iterator[tuple[float, int]]:
-    """Draw when workers die and which: exponential times, a victim chosen evenly among those alive.
-
-    Args:
-        mtbf_s: Mean time between failures of the *whole job*, seconds, more than 0. It stays the same
-            while the job shrinks.
-        seed: Same seed, same schedule.
-        workers: The ranks of the job; one of them is spared.
-
-    Returns:
-        Seconds since the start, growing, and the victim.
-
-    Raises:
-        ConfigError: if ``mtbf_s`` is not a positive number, or a rank is there twice.
-    """
-    if not (math.isfinite(mtbf_s) and mtbf_s > 0):
-        refuse(f"mtbf_s must be more than 0 and finite, got {mtbf_s}")
-    if len(set(workers)) != len(workers):
-        refuse(f"workers must be different ranks, got {list(workers)}")
-    return _draw_deaths(mtbf_s, random.Random(seed), sorted(workers))
-
-
-def _draw_deaths(mtbf_s: float, rng: random.Random, alive: list[int]) -> Iterator[tuple[float, int]]:
-    now_s = 0.0
-    while len(alive) > 1:
-        now_s += rng.expovariate(1 / mtbf_s)
-        yield now_s, alive.pop(rng.randrange(len(alive)))
