@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, NoReturn, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -108,7 +108,7 @@ class Alteration:
 
     def __post_init__(self) -> None:
         if sum(given is not None for given in (self.count, self.percent, self.rate)) > 1:
-            _refuse("one of {count}, {percent} and {rate} is allowed, got more; leave the others out")
+            raise NotAllowed("one of {count}, {percent} and {rate} is allowed, got more; leave the others out")
         _check("count", self.count, self.count is None or self.count >= 1, "at least 1")
         _check("percent", self.percent, self.percent is None or 0 < self.percent <= 100, "above 0 and at most 100")
         _check("rate", self.rate, self.rate is None or 0 < self.rate <= 1, "above 0 and at most 1")
@@ -117,17 +117,23 @@ class Alteration:
         _check("law", self.law, self.law in LAWS, f"one of {', '.join(LAWS)}")
         _check("seed", self.seed, self.seed >= 0, "at least 0")
         if self.scale is not None and not math.isfinite(self.scale):
-            _refuse("{scale} must be finite, got {}; to make values infinite flip bits of their exponent", self.scale)
+            raise NotAllowed(
+                "{scale} must be finite, got {}; to make values infinite flip bits of their exponent", self.scale
+            )
         if self.mask is not None and (not self.mask or set(self.mask) - {"0", "1"} or "1" not in self.mask):
-            _refuse("{mask} must be zeros and ones with a one among them, as 1011, got {!r}", self.mask)
+            raise NotAllowed("{mask} must be zeros and ones with a one among them, as 1011, got {!r}", self.mask)
         ways = (("{burst}", self.burst > 1), ("{mask}", self.mask), ("{scale}", self.scale))
         together = [name for name, given in ways if given]
         if len(together) > 1:
-            _refuse(f"{' and '.join(together)} cannot be given together; choose one")
+            raise NotAllowed(f"{' and '.join(together)} cannot be given together; choose one")
         if together and self.rate is not None:
-            _refuse(f"{{rate}} is of single bits and does not go with {together[0]}; give {{count}} or {{percent}}")
+            raise NotAllowed(
+                f"{{rate}} is of single bits and does not go with {together[0]}; give {{count}} or {{percent}}"
+            )
         if self.scale is not None and (self.bits != "all" or self.keep_sign):
-            _refuse("{scale} multiplies whole values and does not go with {bits} or {keep_sign}; leave these out")
+            raise NotAllowed(
+                "{scale} multiplies whole values and does not go with {bits} or {keep_sign}; leave these out"
+            )
         self._parse_bits()
 
     @property
@@ -155,7 +161,7 @@ class Alteration:
         first, colon, last = self.bits.partition(":")
         ends = (first, last if colon else first)
         if not all(end.isascii() and end.isdigit() and int(end) < 64 for end in ends) or int(ends[0]) > int(ends[1]):
-            _refuse(
+            raise NotAllowed(
                 "{bits} must be one of {}, a number from 0 to 63 or FIRST:LAST, counted from the least significant bit, got {!r}",
                 ", ".join(FIELDS),
                 self.bits,
@@ -208,7 +214,7 @@ def draw(values: Values, alteration: Alteration) -> list[Change]:
     while missing := wanted - sum(map(len, drawn.values())):
         rounds += 1
         if rounds > _ROUNDS:
-            _refuse(
+            raise NotAllowed(
                 f"almost every alteration left makes one of these values infinite or NaN: of {wanted} that do not, {missing} "
                 f"were not found in {_ROUNDS} attempts; allow it, or choose fewer or other bits"
             )
@@ -238,7 +244,7 @@ class _Sites:
         self._units = np.array(self._counts, np.int64) * np.array(each, np.int64)
         if not self._values:
             bits = alteration.bits + (" but the sign" if alteration.keep_sign else "")
-            _refuse(
+            raise NotAllowed(
                 f"there is nothing to alter: no value of {len(places)} tensors has bits {bits} wide enough for this"
             )
 
@@ -253,7 +259,7 @@ class _Sites:
             wanted = 1 if given.count is None else given.count
         if wanted > total:
             what = "bits" if self._by_bit else "values"
-            _refuse("{count} must be at most {}, the {} that may be altered, got {}", total, what, wanted)
+            raise NotAllowed("{count} must be at most {}, the {} that may be altered, got {}", total, what, wanted)
         return int(rng.binomial(wanted, given.probability)) if given.probability < 1 else wanted
 
     def draw(
@@ -390,8 +396,4 @@ def _rising(rng: np.random.Generator, count: int, total: int) -> NDArray[np.int6
 
 def _check(name: str, value: object, is_allowed: bool, allowed: str) -> None:
     if not is_allowed:
-        _refuse(f"{{{name}}} must be {{}}, got {{!r}}", allowed, value)
-
-
-def _refuse(what: str, *values: object) -> NoReturn:
-    raise NotAllowed(what, *values)
+        raise NotAllowed(f"{{{name}}} must be {{}}, got {{!r}}", allowed, value)

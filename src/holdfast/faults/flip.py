@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any, Self
 
 from holdfast.faults.reading import check_keys, read_number, refuse
@@ -62,10 +63,10 @@ class Flip:
     def to_spec(self) -> str:
         """Return the words that :func:`parse_flip` reads as this flip."""
         words = [f"target={self.target}", *(f"at={pattern}" for pattern in self.at)]
-        for name, default in _defaults().items():
+        for name, (_, default) in _fields().items():
             value = getattr(self.how, name)
             if value != default:
-                words.append(_word(name) if value is True else f"{_word(name)}={_shown(value)}")
+                words.append(_word(name) if value is True else f"{_word(name)}={value}")
         return ",".join(words)
 
     def to_json(self) -> dict[str, Any]:
@@ -83,7 +84,7 @@ class Flip:
 
         if type(fields) is dict:
             fields = {"schema": 1} | fields
-        check_keys("flip", fields, ("schema", "target", "at", *_defaults()))
+        check_keys("flip", fields, ("schema", "target", "at", *_fields()))
         schema = fields["schema"]
         if type(schema) is not int or schema not in (1, SCHEMA):
             refuse(
@@ -112,16 +113,16 @@ def parse_flip(words: Sequence[str]) -> Flip:
 
     values: dict[str, Any] = {}
     at: list[str] = []
+    known = ("target", "at", *map(_word, _fields()))
     for word in words:
         key, equals, text = word.partition("=")
         name = key.replace("-", "_")
-        if key not in ("target", "at", *map(_word, _defaults())):
-            refuse(
-                f"unknown key {key!r}; there are rank, step, bucket, target, at, {', '.join(map(_word, _defaults()))}"
-            )
+        if key not in known:
+            refuse(f"unknown key {key!r}; there are rank, step, bucket, {', '.join(known)}")
         if key != "at" and name in values:
             refuse(f"{key} is given twice; give it once")
-        if _type_of(name) == "bool":
+        kind = _fields().get(name, ("str",))[0]
+        if kind == "bool":
             if equals:
                 refuse(f"{key} takes no value, got {text!r}")
             values[name] = True
@@ -131,7 +132,7 @@ def parse_flip(words: Sequence[str]) -> Flip:
         if key == "at":
             at.append(text)
         else:
-            values[name] = _READERS[_type_of(name)](key, text)
+            values[name] = _READERS[kind](key, text)
     if "target" not in values:
         refuse(f"target is missing; it is one of {', '.join(TARGETS)}")
     target = values.pop("target")
@@ -154,27 +155,17 @@ _EXAMPLES = {
 }
 
 
-def _defaults() -> Mapping[str, Any]:
-    """Return the fields of an alteration, each with its default."""
+@cache
+def _fields() -> Mapping[str, tuple[str, Any]]:
+    """Return the fields of an alteration, each with its type, None apart, and its default."""
     from holdfast.faults.alteration import Alteration
 
-    return {field.name: field.default for field in dataclasses.fields(Alteration)}
-
-
-def _type_of(name: str) -> str:
-    """Return the type of a field of an alteration; of other words, that of text."""
-    from holdfast.faults.alteration import Alteration
-
-    types = {field.name: str(field.type) for field in dataclasses.fields(Alteration)}
-    return types.get(name, "str").removesuffix(" | None")
+    found = dataclasses.fields(Alteration)
+    return {field.name: (str(field.type).removesuffix(" | None"), field.default) for field in found}
 
 
 def _word(name: str) -> str:
     return name.replace("_", "-")
-
-
-def _shown(value: Any) -> str:
-    return repr(value) if isinstance(value, float) else str(value)
 
 
 def _read_float(key: str, text: str) -> float:
@@ -196,5 +187,6 @@ _TYPES: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "bo
 
 def _check_type(name: str, value: Any) -> None:
     """Refuse a value of JSON that has another type than the field; None stands for a default that is None."""
-    if not (value is None and _defaults()[name] is None) and type(value) not in _TYPES[_type_of(name)]:
-        refuse(f"{name} must be of type {_type_of(name)}, got {value!r:.60}")
+    kind, default = _fields()[name]
+    if not (value is None and default is None) and type(value) not in _TYPES[kind]:
+        refuse(f"{name} must be of type {kind}, got {value!r:.60}")

@@ -117,7 +117,8 @@ class Format:
         binade = np.where(size > 0, np.maximum(exponent - 1 - self.mantissa - self._lowest, 0), 0)
         steps = np.rint(np.ldexp(size, -(binade + self._lowest))).astype(np.int64)
         raw = np.minimum((binade << self.mantissa) + steps, self._end)
-        raw = np.where(finite, raw, np.where(np.isnan(values), self._end | self._quiet, self._end))
+        quiet = 1 << (self.mantissa - 1)  # tells NaN from infinity
+        raw = np.where(finite, raw, np.where(np.isnan(values), self._end | quiet, self._end))
         return np.asarray(raw | np.where(np.signbit(values), 1 << (self.bits - 1), 0)).astype(self.raw)
 
     def is_finite(self, raw: Raw) -> NDArray[np.bool_]:
@@ -140,11 +141,6 @@ class Format:
     def _sizes(self) -> int:
         """Return all bits but the sign's."""
         return (1 << (self.bits - 1)) - 1
-
-    @property
-    def _quiet(self) -> int:
-        """Return the bit that tells NaN from infinity."""
-        return 1 << (self.mantissa - 1)
 
 
 FORMATS = {

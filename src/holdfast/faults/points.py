@@ -16,15 +16,12 @@ POINTS = ("checkpoint.begin", "checkpoint.tensors", "checkpoint.manifest", "chec
 
 def _from_environment() -> Callable[[str], None] | None:
     wanted = os.environ.get("HOLDFAST_CRASH_AT")
-    return None if wanted is None else _killer(wanted)
 
-
-def _killer(wanted: str) -> Callable[[str], None]:
     def kill_at(name: str) -> None:
         if name == wanted:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    return kill_at
+    return None if wanted is None else kill_at
 
 
 _armed: Callable[[str], None] | None = _from_environment()

@@ -25,7 +25,6 @@ _ANSWER_S = 60.0
 """A launcher that has not struck its node by then will not."""
 _POLL_S = 0.005
 
-
 Due = tuple[int, Fault]
 """A fault that is due, and its number in the plan."""
 
@@ -74,10 +73,6 @@ Tell = Callable[[int, Fault, Sequence[Mapping[str, Any]], int], None]
 """Is told what a flip did: its number, it, what became of some values, how many were altered."""
 
 
-def _tell_nobody(number: int, fault: Fault, listed: Sequence[Mapping[str, Any]], count: int) -> None:
-    pass
-
-
 class PlannedFaults(Injector):
     """Strikes as planned, each fault once.
 
@@ -93,7 +88,7 @@ class PlannedFaults(Injector):
         plan: FaultPlan,
         strike: Callable[[Fault], None],
         announce: Callable[[int, Fault], None],
-        tell: Tell = _tell_nobody,
+        tell: Tell = lambda *told: None,
     ) -> None:
         self._plan = plan
         self._strike = strike
@@ -139,12 +134,7 @@ class PlannedFaults(Injector):
 
 
 def ask_launcher(request: Path, step: int) -> None:
-    """Have the launcher strike this node, and wait until it has.
-
-    Args:
-        request: The file that says so; the launcher removes it.
-        step: The step in progress.
-    """
+    """Have the launcher strike this node in a step, by the file ``request``, and wait until it has removed that."""
     draft = request.with_suffix(".draft")
     draft.write_text(str(step))
     draft.replace(request)

@@ -46,26 +46,23 @@ class Tensors:
 
     def read(self, wanted: Sequence[tuple[int, NDArray[np.int64]]]) -> list[Raw]:
         """See :meth:`~holdfast.faults.alteration.Values.read`."""
-        return [self._read(place, index) for place, index in wanted]
+        found = []
+        for place, index in wanted:
+            raw, at = self._raw[place], self._at(place, index)
+            values: Raw = raw.numpy()[at] if raw.device.type == "cpu" else raw[_on(raw, at)].cpu().numpy()
+            found.append(values.view(self.places[place].format.raw))
+        return found
 
     def write(self, changes: Sequence[Change]) -> None:
         """See :meth:`~holdfast.faults.alteration.Values.write`."""
         for change in changes:
-            self._write(change.place, change.index, change.after)
-
-    def _read(self, place: int, index: NDArray[np.int64]) -> Raw:
-        raw, at = self._raw[place], self._at(place, index)
-        found: Raw = raw.numpy()[at] if raw.device.type == "cpu" else raw[_on(raw, at)].cpu().numpy()
-        return found.view(self.places[place].format.raw)
-
-    def _write(self, place: int, index: NDArray[np.int64], values: Raw) -> None:
-        raw, at = self._raw[place], self._at(place, index)
-        if raw.device.type == "cpu":
-            array = raw.numpy()
-            array[at] = values.view(array.dtype)
-        else:
-            signed = values.view(f"i{values.itemsize}") if values.itemsize > 1 else values
-            raw[_on(raw, at)] = torch.from_numpy(signed).to(raw.device)
+            raw, at, values = self._raw[change.place], self._at(change.place, change.index), change.after
+            if raw.device.type == "cpu":
+                array = raw.numpy()
+                array[at] = values.view(array.dtype)
+            else:
+                signed = values.view(f"i{values.itemsize}") if values.itemsize > 1 else values
+                raw[_on(raw, at)] = torch.from_numpy(signed).to(raw.device)
 
     def _at(self, place: int, index: NDArray[np.int64]) -> tuple[NDArray[np.int64], ...]:
         shape = tuple(self._raw[place].shape)
