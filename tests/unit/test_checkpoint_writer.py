@@ -55,7 +55,7 @@ class Gates(Checkpoints):
 
     def __init__(self, root):
         super().__init__(root)
-        self._storage = Gated(root)
+        self.storage = Gated(root)
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import sys
 import pytest
 from small_disk import fill, small_disk
 
-from holdfast.checkpoint.storage.staging import Staging
+from holdfast.checkpoint.storage.remote import Staging
 from holdfast.errors import ConfigError
 from holdfast.launch.run_paths import Places
 from holdfast.temporary import MARKER, TemporaryFolder, sweep

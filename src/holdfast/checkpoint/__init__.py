@@ -12,11 +12,10 @@
 A process may be killed at any moment: what was complete stays complete, what was not is never loaded.
 Nothing is ever unpickled. The bytes are specified in ``docs/checkpoint-format.md``.
 
-Read ``save.py`` for what happens in which order, ``loading.py`` and ``values.py`` for what is checked, ``format.py`` for what may be saved,
-``manifest.py`` for what is written down, ``parts.py`` for what several writers hold apart, ``files/`` for the files of the tensors, ``storage/`` for where they are,
-``writer.py`` for writing beside the training loop, ``retain.py`` and ``interval.py`` for which are kept and how often
-one is taken. ``engine.py`` is the seam that a session talks to. The ``ckpt`` command stands on ``inventory.py`` (what is
-there), ``source.py`` (tensors one by one), ``compare.py``, ``convert.py`` and ``files/`` (also of other programs).
+Read ``save.py`` for what happens in which order, ``loading.py`` and ``values.py`` for what is checked, ``format.py`` for
+what may be saved, ``manifest.py`` for what is written down, ``parts.py`` for what several writers hold apart, ``files/``
+for the files of the tensors, ``storage/`` for where they are, ``writer.py`` for writing beside the training loop. A session
+talks to ``manager.py``. The ``ckpt`` command stands on ``listing.py``, ``source.py``, ``compare.py`` and ``convert.py``.
 
 Importing this loads no torch: every name is loaded when it is first used. So no module has the name of a function here.
 """
@@ -48,35 +47,19 @@ if TYPE_CHECKING:
     from holdfast.checkpoint.values import Damage
     from holdfast.checkpoint.write_plan import Content, take
 
-_WHERE = {
-    "Checkpoints": "holdfast.checkpoint.manager",
-    "Content": "holdfast.checkpoint.write_plan",
-    "Damage": "holdfast.checkpoint.values",
-    "FORMATS": "holdfast.checkpoint.files.kinds",
-    "Loaded": "holdfast.checkpoint.loading",
-    "Manifest": "holdfast.checkpoint.manifest",
-    "PendingCheckpoint": "holdfast.checkpoint.save",
-    "Piece": "holdfast.checkpoint.manifest",
-    "SavedCheckpoint": "holdfast.checkpoint.save",
-    "Shard": "holdfast.checkpoint.format",
-    "Storage": "holdfast.checkpoint.storage",
-    "TensorEntry": "holdfast.checkpoint.manifest",
-    "all_but": "holdfast.checkpoint.parts",
-    "find_damage": "holdfast.checkpoint.loading",
-    "flatten": "holdfast.checkpoint.format",
-    "load": "holdfast.checkpoint.loading",
-    "load_box": "holdfast.checkpoint.loading",
-    "load_newest": "holdfast.checkpoint.loading",
-    "newest_intact": "holdfast.checkpoint.loading",
-    "open_storage": "holdfast.checkpoint.storage",
-    "read_manifest": "holdfast.checkpoint.loading",
-    "steps": "holdfast.checkpoint.loading",
-    "take": "holdfast.checkpoint.write_plan",
-    "unflatten": "holdfast.checkpoint.format",
-    "verify": "holdfast.checkpoint.loading",
-    "write": "holdfast.checkpoint.save",
-    "write_tensors": "holdfast.checkpoint.save",
+_NAMES = {
+    "files.kinds": "FORMATS",
+    "format": "Shard flatten unflatten",
+    "loading": "Loaded find_damage load load_box load_newest newest_intact read_manifest steps verify",
+    "manager": "Checkpoints",
+    "manifest": "Manifest Piece TensorEntry",
+    "parts": "all_but",
+    "save": "PendingCheckpoint SavedCheckpoint write write_tensors",
+    "storage": "Storage open_storage",
+    "values": "Damage",
+    "write_plan": "Content take",
 }
+_WHERE = {name: f"holdfast.checkpoint.{module}" for module, names in _NAMES.items() for name in names.split()}
 
 __all__ = [
     "FORMATS",

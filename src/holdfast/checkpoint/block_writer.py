@@ -67,17 +67,13 @@ def _write_block(number: int, data: memoryview, offset: int) -> str:
     whole = xxhash.xxh3_64()
     for start, part in parts_of(data):
         whole.update(part)
-        _write_all(number, part, offset + start)
+        done = 0
+        while done < len(part):
+            done += os.pwrite(number, part[done:], offset + start + done)
     if len(data) >= _EARLY_BYTES:
         # Linux begins to write these pages to the disk now, while others are digested, instead of when the file is synced.
         os.posix_fadvise(number, offset, len(data), os.POSIX_FADV_DONTNEED)
     return whole.hexdigest()
-
-
-def _write_all(number: int, data: memoryview, offset: int) -> None:
-    done = 0
-    while done < len(data):
-        done += os.pwrite(number, data[done:], offset + done)
 
 
 def _describe_file(name: str, number: int, tensors: Mapping[str, TensorEntry]) -> FileEntry:

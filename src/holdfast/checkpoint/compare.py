@@ -34,29 +34,17 @@ _MISSING = object()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorDiff:
-    """How two tensors of one path differ.
+    """How two tensors of one path differ."""
 
-    Args:
-        path: Of both.
-        dtypes: Of each.
-        shapes: Of each. If they are different nothing was computed.
-        values: How many there are in one of them.
-        differ: How many are not the same.
-        max_abs: Largest absolute error, 0 or more, inf where one is infinite and the other is not.
-        max_rel: Largest relative error, 0 to 2.
-        distance: Euclidean.
-        nans: How many there are in each.
-    """
-
-    path: str
-    dtypes: tuple[str, str]
-    shapes: tuple[tuple[int, ...], tuple[int, ...]]
-    values: int = 0
-    differ: int = 0
-    max_abs: float = 0.0
-    max_rel: float = 0.0
-    distance: float = 0.0
-    nans: tuple[int, int] = (0, 0)
+    path: str  # Of both
+    dtypes: tuple[str, str]  # Of each
+    shapes: tuple[tuple[int, ...], tuple[int, ...]]  # Of each; if they are different nothing was computed
+    values: int = 0  # How many there are in one of them
+    differ: int = 0  # How many are not the same
+    max_abs: float = 0.0  # Largest absolute error, 0 or more, inf where one is infinite and the other is not
+    max_rel: float = 0.0  # Largest relative error, 0 to 2
+    distance: float = 0.0  # Euclidean
+    nans: tuple[int, int] = (0, 0)  # How many there are in each
 
     @property
     def is_same(self) -> bool:
@@ -66,20 +54,14 @@ class TensorDiff:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """How two sources differ.
+    """How two sources differ."""
 
-    Args:
-        tensors: Those that both have, in the order of the first, equal ones too.
-        only_first: Paths of tensors that only the first has.
-        only_second: Paths of tensors that only the second has.
-        scalars: What is no tensor and differs, by path, with both values as text, "" where there is none; None if one of
-            the two can hold nothing but tensors.
-    """
-
-    tensors: tuple[TensorDiff, ...]
-    only_first: tuple[str, ...]
-    only_second: tuple[str, ...]
+    tensors: tuple[TensorDiff, ...]  # Those that both have, in the order of the first, equal ones too
+    only_first: tuple[str, ...]  # Paths of tensors that only the first has
+    only_second: tuple[str, ...]  # Paths of tensors that only the second has
     scalars: dict[str, tuple[str, str]] | None
+    """What is no tensor and differs, by path, with both values as text, "" where there is none; None if one of
+    the two can hold nothing but tensors."""
 
     @property
     def is_identical(self) -> bool:
@@ -113,17 +95,12 @@ def compare(first: Source, second: Source, on_tensor: Callable[[str], None] = la
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spot:
-    """A value that two sources do not have alike.
+    """A value that two sources do not have alike."""
 
-    Args:
-        path: Of its tensor.
-        index: Where in the tensor; empty also if the tensors are of different shapes, or one of them is missing.
-        values: In each, as text; their shapes if these differ, "" where there is no such tensor.
-    """
-
-    path: str
+    path: str  # Of its tensor
     index: tuple[int, ...]
-    values: tuple[str, str]
+    """Where in the tensor; empty also if the tensors are of different shapes, or one of them is missing."""
+    values: tuple[str, str]  # In each, as text; their shapes if these differ, "" where there is no such tensor
 
 
 def first_difference(first: Source, second: Source, under: str = "") -> Spot | None:
@@ -147,15 +124,11 @@ def first_difference(first: Source, second: Source, under: str = "") -> Spot | N
         for x, y in _chunks(a.reshape(-1), b.reshape(-1)):
             odd = _odd(x, y).nonzero()
             if len(odd):
-                place = at + int(odd[0])
-                index = tuple(int(i) for i in np.unravel_index(place, tuple(a.shape)))
-                return Spot(path=path, index=index, values=(_exactly(x[int(odd[0])]), _exactly(y[int(odd[0])])))
+                here = int(odd[0])
+                index = tuple(int(i) for i in np.unravel_index(at + here, tuple(a.shape)))
+                return Spot(path=path, index=index, values=(repr(x[here].item()), repr(y[here].item())))
             at += x.numel()
     return None
-
-
-def _exactly(value: torch.Tensor) -> str:
-    return repr(value.item())
 
 
 def _compare(path: str, first: Source, second: Source) -> TensorDiff:

@@ -62,17 +62,11 @@ _RESERVED_PATHS = ("", "__metadata__")
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """The part of a tensor that one worker holds; it stands in the state where the whole tensor would.
+    """The part of a tensor that one worker holds; it stands in the state where the whole tensor would."""
 
-    Args:
-        tensor: The part.
-        start: Its first index in each dimension of the whole.
-        shape: Of the whole.
-    """
-
-    tensor: torch.Tensor
-    start: tuple[int, ...]
-    shape: tuple[int, ...]
+    tensor: torch.Tensor  # The part
+    start: tuple[int, ...]  # Its first index in each dimension of the whole
+    shape: tuple[int, ...]  # Of the whole
 
 
 Leaf = torch.Tensor | Shard

@@ -17,55 +17,33 @@ from holdfast.errors import CheckpointCorrupt, CheckpointMissing
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Examined:
-    """A complete checkpoint that was looked at.
+    """A complete checkpoint that was looked at."""
 
-    Args:
-        step: Which one.
-        manifest: What it holds; None if that cannot be read.
-        damage: All that was found.
-        was_read: Whether every byte of it was; otherwise only the manifest was.
-        written_s: When it was completed, seconds since 1970; None if the storage does not say.
-    """
-
-    step: int
-    manifest: Manifest | None
-    damage: tuple[Damage, ...]
-    was_read: bool
-    written_s: float | None
+    step: int  # Which one
+    manifest: Manifest | None  # What it holds; None if that cannot be read
+    damage: tuple[Damage, ...]  # All that was found
+    was_read: bool  # Whether every byte of it was; otherwise only the manifest was
+    written_s: float | None  # When it was completed, seconds since 1970; None if the storage does not say
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attempt:
-    """Files that belong to no complete checkpoint: its writer was killed, or is still at work.
+    """Files that belong to no complete checkpoint: its writer was killed, or is still at work."""
 
-    Args:
-        step: Of which step.
-        folder: Where, below the root.
-        size_bytes: Of its files.
-    """
-
-    step: int
-    folder: str
-    size_bytes: int
+    step: int  # Of which step
+    folder: str  # Where, below the root
+    size_bytes: int  # Of its files
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pruned:
-    """What was removed, or would be.
+    """What was removed, or would be."""
 
-    Args:
-        steps: Checkpoints.
-        attempts: That were never completed, all of them older than the newest complete step.
-        kept: Checkpoints that stay.
-        damaged: Of these, the ones that were found to be damaged; only the newest are looked at.
-        freed_bytes: Of all that is removed.
-    """
-
-    steps: tuple[int, ...]
-    attempts: tuple[Attempt, ...]
-    kept: tuple[int, ...]
-    damaged: tuple[int, ...]
-    freed_bytes: int
+    steps: tuple[int, ...]  # Checkpoints
+    attempts: tuple[Attempt, ...]  # That were never completed, all of them older than the newest complete step
+    kept: tuple[int, ...]  # Checkpoints that stay
+    damaged: tuple[int, ...]  # Of these, the ones that were found to be damaged; only the newest are looked at
+    freed_bytes: int  # Of all that is removed
 
 
 def examine(storage: Storage, step: int, *, read_all: bool = True) -> Examined:

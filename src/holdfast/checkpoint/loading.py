@@ -27,19 +27,12 @@ _NAMED = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loaded:
-    """A checkpoint in memory.
+    """A checkpoint in memory."""
 
-    Args:
-        step: Steps that the state has behind it.
-        state: As it was saved; tensors are on the CPU and have memory of their own.
-        info: As it was saved.
-        generation: How many communicators there had been when it was completed.
-    """
-
-    step: int
-    state: Any
-    info: dict[str, Any]
-    generation: int
+    step: int  # Steps that the state has behind it
+    state: Any  # As it was saved; tensors are on the CPU and have memory of their own
+    info: dict[str, Any]  # As it was saved
+    generation: int  # How many communicators there had been when it was completed
 
 
 def steps(storage: Where, known: Container[int] = ()) -> list[int]:

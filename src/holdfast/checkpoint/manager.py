@@ -10,7 +10,7 @@ from holdfast.checkpoint import loading
 from holdfast.checkpoint.loading import Loaded
 from holdfast.checkpoint.parts import Wanted
 from holdfast.checkpoint.save import PendingCheckpoint, discard, remove, write
-from holdfast.checkpoint.storage import Storage, open_storage
+from holdfast.checkpoint.storage import open_storage
 from holdfast.checkpoint.write_plan import Content, take
 from holdfast.errors import CheckpointCorrupt
 
@@ -30,24 +30,19 @@ class Checkpoints:
     """
 
     def __init__(self, url: str | Path, format: str = "safetensors") -> None:
-        self._storage = open_storage(url)
+        self.storage = open_storage(url)
         self._format = format
         self._clean: set[int] = set()
         """See :class:`~holdfast.checkpoint.save.PendingCheckpoint`."""
 
     @property
-    def storage(self) -> Storage:
-        """Where they are."""
-        return self._storage
-
-    @property
     def url(self) -> str:
         """Where they are, for messages."""
-        return self._storage.url
+        return self.storage.url
 
     def write(self, step: int, content: Content, info: dict[str, Any], token: str = "") -> PendingCheckpoint:
         """See :func:`holdfast.checkpoint.save.write`."""
-        return write(self._storage, step, content, info, format=self._format, token=token, clean=self._clean)
+        return write(self.storage, step, content, info, format=self._format, token=token, clean=self._clean)
 
     def write_tensors(self, step: int, state: Any, info: dict[str, Any]) -> PendingCheckpoint:
         """See :func:`holdfast.checkpoint.save.write_tensors`."""
@@ -55,38 +50,38 @@ class Checkpoints:
 
     def newest_intact(self, on_damaged: Callable[[int, CheckpointCorrupt], None] | None = None) -> int | None:
         """See :func:`holdfast.checkpoint.loading.newest_intact`."""
-        return loading.newest_intact(self._storage, on_damaged)
+        return loading.newest_intact(self.storage, on_damaged)
 
     def load_newest(
         self, on_damaged: Callable[[int, CheckpointCorrupt], None] | None = None, into: Any = None
     ) -> Loaded | None:
         """See :func:`holdfast.checkpoint.loading.load_newest`."""
-        return loading.load_newest(self._storage, on_damaged, into)
+        return loading.load_newest(self.storage, on_damaged, into)
 
     def load(self, step: int, into: Any = None, only: Wanted | None = None) -> Loaded:
         """See :func:`holdfast.checkpoint.loading.load`."""
-        return loading.load(self._storage, step, into, only)
+        return loading.load(self.storage, step, into, only)
 
     def info(self, step: int) -> dict[str, Any]:
         """Return what was written down beside the state, without reading it; see :func:`~holdfast.checkpoint.loading.read_manifest`."""
-        return loading.read_manifest(self._storage, step).info
+        return loading.read_manifest(self.storage, step).info
 
     def steps(self) -> list[int]:
         """See :func:`holdfast.checkpoint.loading.steps`."""
-        return loading.steps(self._storage)
+        return loading.steps(self.storage)
 
     def steps_to_prune(self) -> list[int]:
         """Return the same after each checkpoint that is completed here, without looking into every folder again.
 
         There may be thousands: what was complete when the one before was completed, and is still there, counts as complete.
         """
-        return loading.steps(self._storage, known=self._clean)
+        return loading.steps(self.storage, known=self._clean)
 
     def discard(self, step: int, token: str) -> None:
         """See :func:`holdfast.checkpoint.save.discard`."""
-        discard(self._storage, step, token)
+        discard(self.storage, step, token)
 
     def remove(self, step: int) -> None:
         """Remove a step: its manifest first, so that nobody ever finds half of it."""
         self._clean.discard(step)
-        remove(self._storage, step)
+        remove(self.storage, step)

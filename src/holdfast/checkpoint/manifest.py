@@ -38,38 +38,24 @@ _MAX_INT = 2**63 - 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """A box of a tensor, and where its values are: row-major, without padding.
+    """A box of a tensor, and where its values are: row-major, without padding."""
 
-    Args:
-        file: In which file.
-        offset: Its first byte there.
-        start: First index in each dimension of the tensor.
-        shape: Sizes of the box.
-        size_bytes: Of its values; ``bytes`` in the file.
-        blocks: XXH3-64 of every :data:`~holdfast.checkpoint.blocks.BLOCK_BYTES` of its values, 16 hexadecimal digits each.
-    """
-
-    file: str
-    offset: int
-    start: tuple[int, ...]
-    shape: tuple[int, ...]
-    size_bytes: int
+    file: str  # In which file
+    offset: int  # Its first byte there
+    start: tuple[int, ...]  # First index in each dimension of the tensor
+    shape: tuple[int, ...]  # Sizes of the box
+    size_bytes: int  # Of its values; ``bytes`` in the file
     blocks: tuple[str, ...]
+    """XXH3-64 of every :data:`~holdfast.checkpoint.blocks.BLOCK_BYTES` of its values, 16 hexadecimal digits each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorEntry:
-    """What the manifest says of one tensor.
+    """What the manifest says of one tensor."""
 
-    Args:
-        dtype: One of :data:`~holdfast.checkpoint.format.DTYPES`.
-        shape: Sizes; empty for a scalar.
-        pieces: Boxes that fill it, each index in one of them.
-    """
-
-    dtype: str
-    shape: tuple[int, ...]
-    pieces: tuple[Piece, ...]
+    dtype: str  # One of :data:`~holdfast.checkpoint.format.DTYPES`
+    shape: tuple[int, ...]  # Sizes; empty for a scalar
+    pieces: tuple[Piece, ...]  # Boxes that fill it, each index in one of them
 
     @property
     def size_bytes(self) -> int:
@@ -85,42 +71,25 @@ class TensorEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileEntry:
-    """What the manifest says of one file.
+    """What the manifest says of one file."""
 
-    Args:
-        size_bytes: Its size; ``bytes`` in the file.
-        rest_xxh3: XXH3-64 of all its bytes that are no values, in their order: headers, padding, tables of contents.
-    """
-
-    size_bytes: int
-    rest_xxh3: str
+    size_bytes: int  # Its size; ``bytes`` in the file
+    rest_xxh3: str  # XXH3-64 of all its bytes that are no values, in their order: headers, padding, tables of contents
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """What a checkpoint holds.
+    """What a checkpoint holds."""
 
-    Args:
-        step: Steps that the state has behind it.
-        generation: How many communicators there had been when the step was known to be stable.
-        format: Of the files, one of :data:`~holdfast.checkpoint.files.kinds.FORMATS`.
-        folder: Where the files are, beside the manifest.
-        files: By name.
-        tensors: By path.
-        skeleton: How they hang together, see :func:`~holdfast.checkpoint.format.unflatten`.
-        info: What the caller wrote down; plain JSON.
-        versions: Of ``holdfast``, ``torch`` and ``python`` that wrote it.
-    """
-
-    step: int
-    generation: int
-    format: str
-    folder: str
-    files: dict[str, FileEntry]
-    tensors: dict[str, TensorEntry]
-    skeleton: Any
-    info: dict[str, Any]
-    versions: dict[str, str]
+    step: int  # Steps that the state has behind it
+    generation: int  # How many communicators there had been when the step was known to be stable
+    format: str  # Of the files, one of :data:`~holdfast.checkpoint.files.kinds.FORMATS`
+    folder: str  # Where the files are, beside the manifest
+    files: dict[str, FileEntry]  # By name
+    tensors: dict[str, TensorEntry]  # By path
+    skeleton: Any  # How they hang together, see :func:`~holdfast.checkpoint.format.unflatten`
+    info: dict[str, Any]  # What the caller wrote down; plain JSON
+    versions: dict[str, str]  # Of ``holdfast``, ``torch`` and ``python`` that wrote it
 
     @property
     def size_bytes(self) -> int:
@@ -243,7 +212,7 @@ def _check_json(value: Any, where: str, depth: int) -> None:
 def _read_json(data: bytes) -> dict[str, Any]:
     try:
         fields = json.loads(
-            data.decode(), object_pairs_hook=_no_duplicates, parse_constant=_no_constants, parse_float=_finite
+            data.decode(), object_pairs_hook=no_duplicates, parse_constant=_no_constants, parse_float=_finite
         )
     except (ValueError, RecursionError) as error:
         _damaged("JSON", str(error), error)
@@ -252,12 +221,12 @@ def _read_json(data: bytes) -> dict[str, Any]:
     return fields
 
 
-def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return the members of a JSON object, for ``object_pairs_hook``; a key that is there twice is a ``ValueError``."""
     fields = dict(pairs)
     if len(fields) != len(pairs):
         names = [name for name, _ in pairs]
-        repeated = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"the key {repeated!r:.80} stands in it twice")
+        raise ValueError(f"the key {next(n for n in fields if names.count(n) > 1)!r:.80} stands in it twice")
     return fields
 
 
@@ -273,15 +242,9 @@ def _finite(text: str) -> float:
 
 
 _KINDS: dict[str, type] = {
-    "schema": int,
-    "step": int,
-    "generation": int,
-    "format": str,
-    "folder": str,
-    "files": dict,
-    "versions": dict,
-    "info": dict,
-    "tensors": dict,
+    **dict.fromkeys(("schema", "step", "generation"), int),
+    **dict.fromkeys(("format", "folder"), str),
+    **dict.fromkeys(("files", "versions", "info", "tensors"), dict),
     "xxh3": str,
 }
 _FILE_KINDS: dict[str, type] = {"bytes": int, "rest_xxh3": str}
@@ -348,22 +311,14 @@ def _check_piece(where: str, fields: Any, whole: list[int], itemsize: int) -> Pi
         _damaged(f"{where}/blocks", f"must be {num_blocks(fields['bytes'])} digests, are {len(fields['blocks'])}")
     for digest in fields["blocks"]:
         _check_digest(f"{where}/blocks", digest)
-    return Piece(
-        file=fields["file"],
-        offset=fields["offset"],
-        start=tuple(start),
-        shape=tuple(shape),
-        size_bytes=fields["bytes"],
-        blocks=tuple(fields["blocks"]),
-    )
+    plain: dict[str, Any] = {
+        name: tuple(value) if type(value) is list else value for name, value in fields.items() if name != "bytes"
+    }
+    return Piece(**plain, size_bytes=fields["bytes"])
 
 
 def _check_filled(where: str, elements: int, pieces: Sequence[Piece]) -> None:
-    """Make sure that boxes of a tensor fill it, each index in one of them.
-
-    Raises:
-        CheckpointCorrupt: if they do not.
-    """
+    """Make sure that boxes of a tensor fill it, each index in one of them."""
     total = sum(math.prod(piece.shape) for piece in pieces)
     if total != elements or not pieces:
         _damaged(where, f"has {elements} values, its {len(pieces)} pieces hold {total}")

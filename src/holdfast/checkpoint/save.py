@@ -34,17 +34,11 @@ _POLL_S = 0.01
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedCheckpoint:
-    """A complete checkpoint.
+    """A complete checkpoint."""
 
-    Args:
-        url: Where all checkpoints are.
-        step: Steps that the state has behind it.
-        size_bytes: Of its files together.
-    """
-
-    url: str
-    step: int
-    size_bytes: int
+    url: str  # Where all checkpoints are
+    step: int  # Steps that the state has behind it
+    size_bytes: int  # Of its files together
 
     @property
     def path(self) -> str:
@@ -54,22 +48,15 @@ class SavedCheckpoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PendingCheckpoint:
-    """Tensors that are safely stored and do not count yet: nobody loads them.
+    """Tensors that are safely stored and do not count yet: nobody loads them."""
 
-    Args:
-        storage: Where.
-        manifest: What the manifest will say of this worker's part; its generation is not known yet.
-        part: Which part.
-        parts: How many there are.
-        clean: Steps that are complete with nothing beside them, as far as those who write here know: nobody need look at
-            them again, however many there are.
-    """
-
-    storage: Storage
-    manifest: Manifest
-    part: int = 0
-    parts: int = 1
+    storage: Storage  # Where
+    manifest: Manifest  # What the manifest will say of this worker's part; its generation is not known yet
+    part: int = 0  # Which part
+    parts: int = 1  # How many there are
     clean: set[int] = field(default_factory=set)
+    """Steps that are complete with nothing beside them, as far as those who write here know: nobody need look
+    at them again, however many there are."""
 
     @property
     def step(self) -> int:
@@ -320,9 +307,15 @@ def discard(storage: Where, step: int, token: str) -> None:
     storage = as_storage(storage)
     folder = f"data-{token}"
     if _completed_folder(storage, step) != folder:
-        storage.remove(f"{step_folder(step)}/{folder}")
-        if not storage.names(step_folder(step)):
-            storage.remove(step_folder(step))
+        _remove_folder(storage, f"{step_folder(step)}/{folder}")
+
+
+def _remove_folder(storage: Storage, folder: str) -> None:
+    """Remove a folder of files, and that of its step if nothing else is left in it."""
+    storage.remove(folder)
+    step = folder.partition("/")[0]
+    if not storage.names(step):
+        storage.remove(step)
 
 
 def _describe(storage: Storage, step: int, described: Manifest, part: int) -> None:
@@ -345,8 +338,6 @@ def _give_notice(storage: Storage, description: str) -> None:
 
 def _discard(storage: Storage, folder: str) -> None:
     try:
-        storage.remove(folder)
-        if not storage.names(folder.split("/")[0]):
-            storage.remove(folder.split("/")[0])
+        _remove_folder(storage, folder)
     except CheckpointError as error:
         warnings.warn(f"the failed attempt {folder} could not be removed: {error}", RuntimeWarning, stacklevel=3)

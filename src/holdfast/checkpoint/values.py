@@ -27,21 +27,13 @@ _scratch = threading.local()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Damage:
-    """Bytes that are not what was saved.
+    """Bytes that are not what was saved."""
 
-    Args:
-        tensor: Whose values they are, "" if they are none.
-        file: In which file.
-        start: First of them.
-        end: First one behind them.
-        what: In words.
-    """
-
-    tensor: str
-    file: str
-    start: int
-    end: int
-    what: str
+    tensor: str  # Whose values they are, "" if they are none
+    file: str  # In which file
+    start: int  # First of them
+    end: int  # First one behind them
+    what: str  # In words
 
 
 @dataclass(frozen=True, slots=True)

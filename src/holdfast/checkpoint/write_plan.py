@@ -14,38 +14,24 @@ from holdfast.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Box:
-    """A part of a tensor that this worker writes.
+    """A part of a tensor that this worker writes."""
 
-    Args:
-        path: Of the tensor.
-        key: Its name in the file.
-        tensor: The values, contiguous, on the CPU.
-        start: First index in each dimension of the whole.
-        whole: Shape of the whole.
-    """
-
-    path: str
-    key: str
-    tensor: torch.Tensor
-    start: tuple[int, ...]
-    whole: tuple[int, ...]
+    path: str  # Of the tensor
+    key: str  # Its name in the file
+    tensor: torch.Tensor  # The values, contiguous, on the CPU
+    start: tuple[int, ...]  # First index in each dimension of the whole
+    whole: tuple[int, ...]  # Shape of the whole
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Content:
-    """What one writer writes of a state.
+    """What one writer writes of a state."""
 
-    Args:
-        boxes: The tensors, or parts of them.
-        skeleton: How all tensors hang together, or those of a distinct part; None at who shares the state of the first.
-        part: Which part of the whole this is.
-        parts: How many there are.
-    """
-
-    boxes: tuple[Box, ...]
+    boxes: tuple[Box, ...]  # The tensors, or parts of them
     skeleton: Any
-    part: int = 0
-    parts: int = 1
+    """How all tensors hang together, or those of a distinct part; None at who shares the state of the first."""
+    part: int = 0  # Which part of the whole this is
+    parts: int = 1  # How many there are
 
     @property
     def size_bytes(self) -> int:

@@ -38,21 +38,13 @@ _PART_PATIENCE = 5.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What became of a checkpoint.
+    """What became of a checkpoint."""
 
-    Args:
-        step: Which one.
-        saved: It is complete; None if this worker only wrote a part of it, or if it failed.
-        error: Why it is not complete, or what went wrong after it was; None if nothing did.
-        held_s: How long the loop was held.
-        written_s: How long digesting and writing took.
-    """
-
-    step: int
-    saved: SavedCheckpoint | None
-    error: Exception | None
-    held_s: float
-    written_s: float
+    step: int  # Which one
+    saved: SavedCheckpoint | None  # It is complete; None if this worker only wrote a part of it, or if it failed
+    error: Exception | None  # Why it is not complete, or what went wrong after it was; None if nothing did
+    held_s: float  # How long the loop was held
+    written_s: float  # How long digesting and writing took
 
 
 @dataclass(slots=True)

@@ -71,17 +71,11 @@ class TensorReader(ABC):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """What a format made.
+    """What a format made."""
 
-    Args:
-        files: Names of the files in the folder.
-        places: By name of the tensor, the file and the first byte of its values there.
-        has_values: The values are there already.
-    """
-
-    files: tuple[str, ...]
-    places: dict[str, tuple[str, int]]
-    has_values: bool = False
+    files: tuple[str, ...]  # Names of the files in the folder
+    places: dict[str, tuple[str, int]]  # By name of the tensor, the file and the first byte of its values there
+    has_values: bool = False  # The values are there already
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,29 +93,19 @@ class Entry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """A checkpoint, or a file that another program wrote, whose tensors can be read one by one.
+    """A checkpoint, or a file that another program wrote, whose tensors can be read one by one."""
 
-    Args:
-        name: Where it is, for messages.
-        kind: Its format.
-        tensors: By path; tied ones stand here under each of their paths.
-        read: Reads one of them. Raises :class:`~holdfast.errors.CheckpointCorrupt` if it is damaged.
-        load: Reads everything and puts it together, as :func:`~holdfast.checkpoint.write_plan.take` wants it.
-        scalars: What else is in it, by path; None if its format can hold nothing else.
-        step: Steps that the state has behind it, None if it is not recorded.
-        manifest: That of a checkpoint; None for another program's file.
-        written_s: When a checkpoint was completed, seconds since 1970; None if it is not recorded.
-    """
-
-    name: str
-    kind: str
-    tensors: Mapping[str, Entry]
+    name: str  # Where it is, for messages
+    kind: str  # Its format
+    tensors: Mapping[str, Entry]  # By path; tied ones stand here under each of their paths
     read: Callable[[str], torch.Tensor]
+    """Reads one of them. Raises :class:`~holdfast.errors.CheckpointCorrupt` if it is damaged."""
     load: Callable[[], Any]
-    scalars: Mapping[str, Any] | None = None
-    step: int | None = None
-    manifest: Manifest | None = None
-    written_s: float | None = None
+    """Reads everything and puts it together, as :func:`~holdfast.checkpoint.write_plan.take` wants it."""
+    scalars: Mapping[str, Any] | None = None  # What else is in it, by path; None if its format can hold nothing else
+    step: int | None = None  # Steps that the state has behind it, None if it is not recorded
+    manifest: Manifest | None = None  # That of a checkpoint; None for another program's file
+    written_s: float | None = None  # When a checkpoint was completed, seconds since 1970; None if it is not recorded
     ties: Mapping[str, str] = field(default_factory=dict)
     """Paths at which a tensor stands again, and where it stood first."""
 

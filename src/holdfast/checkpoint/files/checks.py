@@ -37,29 +37,17 @@ _BEGINNINGS = {
 
 
 def refuse(path: Path, what: str, cause: BaseException | None = None) -> NoReturn:
-    """Say that a sound file holds something that is not read.
-
-    Raises:
-        CheckpointError: always.
-    """
+    """Say that a sound file holds something that is not read, by a :class:`~holdfast.errors.CheckpointError`."""
     raise CheckpointError(f"{path} {what}") from cause
 
 
 def damaged(path: Path, what: str, cause: BaseException | None = None) -> NoReturn:
-    """Say that a file is not what its kind should be.
-
-    Raises:
-        CheckpointCorrupt: always.
-    """
+    """Say that a file is not what its kind should be, by a :class:`~holdfast.errors.CheckpointCorrupt`."""
     raise CheckpointCorrupt(f"{path} {what}") from cause
 
 
 def not_a(kind: str, path: Path, why: str, cause: BaseException | None = None) -> NoReturn:
-    """Say that a file is not of the kind that its name says, and of which it may be.
-
-    Raises:
-        CheckpointCorrupt: always.
-    """
+    """Say that a file is not of the kind that its name says, and of which it may be; it is :func:`damaged`."""
     with path.open("rb") as file:
         head = file.read(4)
     looks = next((what for start, what in _BEGINNINGS.items() if head.startswith(start)), None)
@@ -67,11 +55,7 @@ def not_a(kind: str, path: Path, why: str, cause: BaseException | None = None) -
 
 
 def check_size(path: Path, declared_bytes: int) -> None:
-    """Make sure that a file does not ask for memory out of all proportion.
-
-    Raises:
-        CheckpointCorrupt: if it does.
-    """
+    """Say that a file is :func:`damaged` if it asks for memory out of all proportion."""
     size_bytes = path.stat().st_size
     most = max(FREE_BYTES, MOST_RATIO * size_bytes)
     if declared_bytes > most:
@@ -83,11 +67,7 @@ def check_size(path: Path, declared_bytes: int) -> None:
 
 
 def check_shape(path: Path, name: str, shape: Iterable[Any]) -> tuple[int, ...]:
-    """Return a shape that torch can hold.
-
-    Raises:
-        CheckpointCorrupt: if it is none.
-    """
+    """Return a shape that torch can hold; with any other the file is :func:`damaged`."""
     sizes = tuple(shape)
     if len(sizes) > 64 or not all(type(size) is int and size >= 0 for size in sizes):
         damaged(path, f"has the tensor {name!r:.80} of shape {sizes!r:.80}; it must be at most 64 whole numbers")
@@ -135,11 +115,7 @@ def _repeated(names: list[str]) -> str:
 
 
 def dtype_of(path: Path, name: str, dtype: np.dtype[Any]) -> torch.dtype:
-    """Return torch's name of a dtype.
-
-    Raises:
-        CheckpointError: if it has none, because these are no numbers.
-    """
+    """Return torch's name of a dtype; :func:`refuse` what has none, because these are no numbers."""
     from holdfast.checkpoint.format import DTYPES
 
     if dtype.hasobject:

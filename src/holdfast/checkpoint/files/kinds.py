@@ -22,10 +22,7 @@ FORMATS: dict[str, TensorWriter] = {known.name: known for known in (_SAFETENSORS
 writes."""
 
 READERS: dict[str, TensorReader] = {
-    ".pt": _TORCH,
-    ".pth": _TORCH,
-    ".bin": _TORCH,
-    ".ckpt": _TORCH,
+    **dict.fromkeys((".pt", ".pth", ".bin", ".ckpt"), _TORCH),
     ".safetensors": _SAFETENSORS,
     ".npz": _NPZ,
     ".h5": _HDF5,

@@ -14,6 +14,7 @@ import torch
 from holdfast.checkpoint.files.base import ALIGN, Entry, Layout, Source, TensorReader, TensorWriter
 from holdfast.checkpoint.files.checks import MAX_NAMES, check_shape, damaged, not_a, refuse, state_of, step_in
 from holdfast.checkpoint.format import tensor_bytes
+from holdfast.checkpoint.manifest import no_duplicates
 
 _MAX_HEADER_BYTES = 100_000_000
 """What the ``safetensors`` package allows."""
@@ -110,13 +111,6 @@ def read_header(path: Path, file: BinaryIO) -> tuple[dict[str, Entry], dict[str,
 
 
 def _parse(path: Path, text: bytes) -> dict[str, Any]:
-    def no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        fields = dict(pairs)
-        if len(fields) < len(pairs):
-            names = [name for name, _ in pairs]
-            raise ValueError(f"the key {next(n for n in fields if names.count(n) > 1)!r:.80} stands in it twice")
-        return fields
-
     try:
         header = json.loads(text.decode(), object_pairs_hook=no_duplicates)
     except (ValueError, RecursionError) as error:

@@ -29,19 +29,12 @@ _STEP = re.compile(r"step-([0-9]{8,})")
 class Reader(Protocol):
     """An open file; several threads may read at once."""
 
-    @property
-    def size_bytes(self) -> int:
-        """Its size."""
-        ...
-
-    @property
-    def part_bytes(self) -> int:
-        """How much is best read in one call."""
-        ...
+    size_bytes: int
+    part_bytes: int
+    """How much is best read in one call."""
 
     def read_into(self, offset: int, out: memoryview) -> int:
         """Fill ``out`` with the bytes from ``offset`` on; return how many there were."""
-        ...
 
 
 class Storage(Protocol):
@@ -51,41 +44,32 @@ class Storage(Protocol):
     :class:`~holdfast.errors.CheckpointCorrupt` where a file is gone, is no plain file, or its disk cannot read it.
     """
 
-    @property
-    def url(self) -> str:
-        """Its name, for messages."""
-        ...
+    url: str
+    """Its name, for messages."""
 
     def names(self, folder: str) -> list[str]:
         """Return what is in a folder, sorted; nothing if it is not there."""
-        ...
 
     def read(self, path: str) -> bytes | None:
         """Return a small file as a whole, None if it is not there."""
-        ...
 
     def reader(self, path: str) -> AbstractContextManager[Reader]:
         """Open a file."""
-        ...
 
     def prepare(self, folder: str) -> Path:
         """Return a local directory, in which files that belong into a new ``folder`` are to be written.
 
         The same thread stores them, or gives up and removes the folder.
         """
-        ...
 
     def store(self, folder: str, names: tuple[str, ...]) -> None:
         """Keep the files that were written into the directory of :meth:`prepare`; when this returns they are durable."""
-        ...
 
     def put(self, path: str, data: bytes) -> None:
         """Write a small file, all or nothing, in the place of what was there; when this returns it is durable."""
-        ...
 
     def remove(self, path: str) -> None:
         """Remove a file, or a folder with all that is in it; it is right if it is not there."""
-        ...
 
 
 def step_folder(step: int) -> str:

@@ -36,13 +36,8 @@ class LocalStorage:
     """
 
     def __init__(self, root: Path) -> None:
-        self._url = str(root)
+        self.url = str(root)
         self._root = root.absolute()  # a script may change its directory while a checkpoint is written
-
-    @property
-    def url(self) -> str:
-        """The directory."""
-        return self._url
 
     def names(self, folder: str) -> list[str]:
         """See :meth:`Storage.names`."""
@@ -144,20 +139,13 @@ class LocalStorage:
 class LocalReader:
     """An open local file."""
 
+    part_bytes = PART_BYTES
+    """Little, so that it is digested while it is in the processor's cache."""
+
     def __init__(self, path: Path, number: int, size_bytes: int) -> None:
         self._path = path
         self._number = number
-        self._size_bytes = size_bytes
-
-    @property
-    def size_bytes(self) -> int:
-        """Its size."""
-        return self._size_bytes
-
-    @property
-    def part_bytes(self) -> int:
-        """See :attr:`Reader.part_bytes`: little, so that it is digested while it is in the processor's cache."""
-        return PART_BYTES
+        self.size_bytes = size_bytes
 
     def read_into(self, offset: int, out: memoryview) -> int:
         """See :meth:`Reader.read_into`."""

@@ -1,4 +1,4 @@
-"""Objects in Google Cloud Storage, Azure and memory, by way of the package obstore; ``s3.py`` has what is S3's own."""
+"""Objects in Google Cloud Storage, Azure and memory, by way of the package obstore; ``objectstore.py`` has what is S3's own."""
 
 from __future__ import annotations
 

@@ -9,7 +9,9 @@ Every call to the other side has a deadline. What it answers becomes one line th
 from __future__ import annotations
 
 import re
+import tempfile
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
@@ -20,8 +22,8 @@ from holdfast.checkpoint.blocks import BLOCK_BYTES, run
 from holdfast.checkpoint.manifest import MAX_BYTES
 from holdfast.checkpoint.storage.local import explained
 from holdfast.checkpoint.storage.objects import Objects
-from holdfast.checkpoint.storage.staging import Staging
 from holdfast.errors import CheckpointCorrupt, CheckpointError, ConfigError
+from holdfast.temporary import TemporaryFolder, sweep
 
 _Result = TypeVar("_Result")
 
@@ -30,6 +32,9 @@ _LIMIT_S = 120.0
 
 _LEAST_BYTES_PER_S = 1 << 20
 """A connection that is slower cannot be worked with."""
+
+_STAGING = "holdfast-upload-"
+"""What the names of temporary directories begin with."""
 
 _UNTOUCHED = "The checkpoints that were complete are untouched"
 
@@ -45,14 +50,9 @@ class RemoteStorage:
     """
 
     def __init__(self, url: str) -> None:
-        self._url = _without_password(url.rstrip("/"))
+        self.url = _without_password(url.rstrip("/"))
         self._objects = _open(url)
         self._mine = threading.local()
-
-    @property
-    def url(self) -> str:
-        """The URL, without a password."""
-        return self._url
 
     def names(self, folder: str) -> list[str]:
         """See :meth:`Storage.names`."""
@@ -113,7 +113,7 @@ class RemoteStorage:
         found = self._ask("read", path, self._objects.size, path)
         if found != size_bytes:
             raise CheckpointError(
-                f"cannot write {self._url}/{path}: {size_bytes} bytes were sent, {found} are there; look at that storage"
+                f"cannot write {self.url}/{path}: {size_bytes} bytes were sent, {found} are there; look at that storage"
             )
 
     def put(self, path: str, data: bytes) -> None:
@@ -122,7 +122,7 @@ class RemoteStorage:
         self._ask("write", path, self._objects.put, path, data, size_bytes=len(data))
         if self.read(path) != data:
             raise CheckpointError(
-                f"the storage says that {self._url}/{path} was written, and it was not; choose another one"
+                f"the storage says that {self.url}/{path} was written, and it was not; choose another one"
             )
 
     def remove(self, path: str) -> None:
@@ -155,7 +155,7 @@ class RemoteStorage:
         Raises:
             CheckpointError: if it fails, or takes too long; a :class:`_NotThere` if that is all.
         """
-        where = f"{self._url}/{path}".rstrip("/")
+        where = f"{self.url}/{path}".rstrip("/")
         try:
             return within(_LIMIT_S + size_bytes / _LEAST_BYTES_PER_S, do, *args)
         except Exception as error:
@@ -165,6 +165,26 @@ class RemoteStorage:
             raise CheckpointError(
                 f"cannot {doing} {where}: {why}" + (f". {_UNTOUCHED}" if doing == "write" else "")
             ) from error
+
+
+class Staging:
+    """An empty directory below ``TMPDIR``, which is removed by :meth:`close`, or else when this process ends.
+
+    A worker may be killed while it holds gigabytes in one, so making the next one removes those that no process uses any
+    more.
+
+    Raises:
+        CheckpointError: if there can be none.
+    """
+
+    def __init__(self) -> None:
+        root = Path(tempfile.gettempdir())
+        with explained("make a temporary directory in", root):
+            sweep(_STAGING, root)
+            folder = TemporaryFolder.make(_STAGING, root)
+            self.path = folder.path / "files"
+            self.path.mkdir()
+        self.close = weakref.finalize(self, folder.remove)
 
 
 class _NotThere(CheckpointError):
@@ -179,23 +199,16 @@ class RemoteReader:
         size_bytes: Of the object.
     """
 
+    part_bytes = BLOCK_BYTES
+    """A whole block, because every call takes a while to be answered."""
+
     def __init__(self, read_range: Callable[[int, int], Any], size_bytes: int) -> None:
         self._read_range = read_range
-        self._size_bytes = size_bytes
-
-    @property
-    def size_bytes(self) -> int:
-        """Its size."""
-        return self._size_bytes
-
-    @property
-    def part_bytes(self) -> int:
-        """See :attr:`Reader.part_bytes`: a whole block, because every call takes a while to be answered."""
-        return BLOCK_BYTES
+        self.size_bytes = size_bytes
 
     def read_into(self, offset: int, out: memoryview) -> int:
         """See :meth:`Reader.read_into`."""
-        end = min(offset + len(out), self._size_bytes)
+        end = min(offset + len(out), self.size_bytes)
         if end <= offset:
             return 0
         data = memoryview(self._read_range(offset, end))
