@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from holdfast.checkpoint.interval import daly, young
+from holdfast.checkpoint.interval import daly
 from holdfast_lab.simulate import (
     Cluster,
     Costs,
@@ -20,6 +20,7 @@ from holdfast_lab.simulate import (
     exact_interval_s,
     monte_carlo,
 )
+from holdfast_lab.simulate.formulas import young
 
 MTBF_S = 3600.0
 SAVE_S, RESTART_S = 30.0, 60.0

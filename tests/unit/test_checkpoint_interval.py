@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.checkpoint.interval import Adaptive, daly, young
+from holdfast.checkpoint.interval import Adaptive, daly
 from holdfast.errors import ConfigError
+from holdfast_lab.simulate.formulas import young
 
 PAIRS = [(cost, mtbf) for mtbf in (60.0, 3600.0, 86400.0) for cost in (1e-3, 0.1, 1.0, 10.0, 60.0, 100.0)]
 

@@ -27,30 +27,11 @@ MAX_DEPTH = 64
 MAX_INT_BITS = 4096
 """Python refuses to read integers of more than 4,300 digits back."""
 
-DTYPES: dict[str, torch.dtype] = {
-    str(dtype).removeprefix("torch."): dtype
-    for dtype in (
-        torch.float64,
-        torch.float32,
-        torch.float16,
-        torch.bfloat16,
-        torch.float8_e4m3fn,
-        torch.float8_e4m3fnuz,
-        torch.float8_e5m2,
-        torch.float8_e5m2fnuz,
-        torch.complex128,
-        torch.complex64,
-        torch.int64,
-        torch.int32,
-        torch.int16,
-        torch.int8,
-        torch.uint64,
-        torch.uint32,
-        torch.uint16,
-        torch.uint8,
-        torch.bool,
-    )
-}
+_DTYPE_NAMES = (
+    "float64 float32 float16 bfloat16 float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz complex128 complex64 "
+    "int64 int32 int16 int8 uint64 uint32 uint16 uint8 bool"
+)
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in _DTYPE_NAMES.split()}
 """The dtypes that a checkpoint can hold, by name."""
 
 _MAPPINGS: dict[str, type[dict[Any, Any]]] = {"dict": dict, "OrderedDict": OrderedDict, "Counter": Counter}

@@ -1,27 +1,10 @@
-"""How often a checkpoint pays: Young (1974) and Daly (2006) in closed form, and from what was seen so far. No torch."""
+"""How often a checkpoint pays: Daly (2006) in closed form, and from what was seen so far. No torch."""
 
 from __future__ import annotations
 
 import math
 
 from holdfast.errors import ConfigError
-
-
-def young(cost_s: float, mtbf_s: float) -> float:
-    """Return the first-order optimum of the time between two checkpoints, ``sqrt(2 C M)``, seconds.
-
-    Args:
-        cost_s: What one checkpoint costs, ``> 0``.
-        mtbf_s: Mean time between failures of the whole job, ``> 0``.
-
-    Raises:
-        ConfigError: if one is not positive.
-
-    Source:
-        Young, A first order approximation to the optimum checkpoint interval, CACM 17(9), 1974.
-    """
-    _check(cost_s, mtbf_s)
-    return math.sqrt(2 * cost_s * mtbf_s)
 
 
 def daly(cost_s: float, mtbf_s: float) -> float:
@@ -39,7 +22,7 @@ def daly(cost_s: float, mtbf_s: float) -> float:
     Source:
         Daly, A higher order estimate of the optimum checkpoint interval for restart dumps, FGCS 22(3), 2006, eq. 37.
     """
-    _check(cost_s, mtbf_s)
+    check_times(cost_s, mtbf_s)
     if cost_s >= 2 * mtbf_s:
         return mtbf_s
     ratio = cost_s / (2 * mtbf_s)
@@ -92,6 +75,7 @@ class Adaptive:
         return now_s - self._last_s >= self.interval_s(now_s)
 
 
-def _check(cost_s: float, mtbf_s: float) -> None:
+def check_times(cost_s: float, mtbf_s: float) -> None:
+    """Refuse a cost or a mean time between failures that is not positive."""
     if not cost_s > 0 or not mtbf_s > 0:
         raise ConfigError(f"cost and MTBF must be positive, got {cost_s:g} s and {mtbf_s:g} s")

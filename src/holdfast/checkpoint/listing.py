@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from holdfast.checkpoint.loading import find_damage, newest_intact, read_manifest, steps
+from holdfast.checkpoint.loading import OnDamaged, find_damage, newest_intact, read_manifest, steps
 from holdfast.checkpoint.manifest import MANIFEST_NAME, Manifest
 from holdfast.checkpoint.retention import to_remove
 from holdfast.checkpoint.save import remove
@@ -127,7 +127,7 @@ def prune(
     keep_every: int = 0,
     *,
     dry_run: bool = False,
-    on_damaged: Callable[[int, CheckpointCorrupt], None] = lambda step, error: None,
+    on_damaged: OnDamaged = lambda step, error: None,
 ) -> Pruned:
     """Remove checkpoints that need not be kept, and attempts that will never be completed.
 

@@ -21,6 +21,9 @@ from holdfast.errors import CheckpointCorrupt, CheckpointError, CheckpointMissin
 
 _Result = TypeVar("_Result")
 
+OnDamaged = Callable[[int, CheckpointCorrupt], None]
+"""Is told of a damaged checkpoint: its step, and what is wrong."""
+
 _NAMED = 8
 """So many steps are named one by one; of more, half as many of the first and of the last."""
 
@@ -50,7 +53,7 @@ def steps(storage: Where, known: Container[int] = ()) -> list[int]:
     return sorted(step for step in found if step in known or MANIFEST_NAME in storage.names(step_folder(step)))
 
 
-def newest_intact(storage: Where, on_damaged: Callable[[int, CheckpointCorrupt], None] | None = None) -> int | None:
+def newest_intact(storage: Where, on_damaged: OnDamaged | None = None) -> int | None:
     """Return the newest step whose checkpoint is complete and undamaged; reads every byte of it.
 
     Args:
@@ -67,17 +70,13 @@ def newest_intact(storage: Where, on_damaged: Callable[[int, CheckpointCorrupt],
     return step
 
 
-def load_newest(
-    storage: Where, on_damaged: Callable[[int, CheckpointCorrupt], None] | None = None, into: Any = None
-) -> Loaded | None:
+def load_newest(storage: Where, on_damaged: OnDamaged | None = None, into: Any = None) -> Loaded | None:
     """Load the newest checkpoint that is complete and undamaged, reading each byte once; see :func:`load`."""
     loaded: Loaded | None = _newest(storage, on_damaged, lambda step: load(storage, step, into))
     return loaded
 
 
-def _newest(
-    storage: Where, on_damaged: Callable[[int, CheckpointCorrupt], None] | None, read: Callable[[int], Any]
-) -> Any:
+def _newest(storage: Where, on_damaged: OnDamaged | None, read: Callable[[int], Any]) -> Any:
     storage = as_storage(storage)
     passed: set[int] = set()
     # Listed anew each time: a step that was removed meanwhile was so because a newer one had become complete.

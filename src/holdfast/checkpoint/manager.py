@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from holdfast.checkpoint import loading
-from holdfast.checkpoint.loading import Loaded
+from holdfast.checkpoint.loading import Loaded, OnDamaged
 from holdfast.checkpoint.parts import Wanted
 from holdfast.checkpoint.save import PendingCheckpoint, discard, remove, write
 from holdfast.checkpoint.storage import open_storage
 from holdfast.checkpoint.write_plan import Content, take
-from holdfast.errors import CheckpointCorrupt
 
 
 class Checkpoints:
@@ -48,13 +46,11 @@ class Checkpoints:
         """See :func:`holdfast.checkpoint.save.write_tensors`."""
         return self.write(step, take(state), info)
 
-    def newest_intact(self, on_damaged: Callable[[int, CheckpointCorrupt], None] | None = None) -> int | None:
+    def newest_intact(self, on_damaged: OnDamaged | None = None) -> int | None:
         """See :func:`holdfast.checkpoint.loading.newest_intact`."""
         return loading.newest_intact(self.storage, on_damaged)
 
-    def load_newest(
-        self, on_damaged: Callable[[int, CheckpointCorrupt], None] | None = None, into: Any = None
-    ) -> Loaded | None:
+    def load_newest(self, on_damaged: OnDamaged | None = None, into: Any = None) -> Loaded | None:
         """See :func:`holdfast.checkpoint.loading.load_newest`."""
         return loading.load_newest(self.storage, on_damaged, into)
 

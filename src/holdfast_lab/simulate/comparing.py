@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from holdfast.checkpoint.interval import daly, young
+from holdfast.checkpoint.interval import daly
 from holdfast_lab.simulate.failures import Failures
-from holdfast_lab.simulate.formulas import exact_interval_s
+from holdfast_lab.simulate.formulas import exact_interval_s, young
 from holdfast_lab.simulate.many import monte_carlo
 from holdfast_lab.simulate.optimum import best_interval
 from holdfast_lab.simulate.outcome import PARTS, Estimate, Sweep

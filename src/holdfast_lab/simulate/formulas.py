@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from holdfast.checkpoint.interval import check_times
 from holdfast_lab.simulate.checks import check_range
 
 _LARGEST = 700.0
@@ -67,3 +68,20 @@ def exact_interval_s(save_s: float, mtbf_s: float) -> float:
         else:
             high = middle
     return low * mtbf_s
+
+
+def young(cost_s: float, mtbf_s: float) -> float:
+    """Return the first-order optimum of the time between two checkpoints, ``sqrt(2 C M)``, seconds.
+
+    Args:
+        cost_s: What one checkpoint costs, ``> 0``.
+        mtbf_s: Mean time between failures of the whole job, ``> 0``.
+
+    Raises:
+        ConfigError: if one is not positive.
+
+    Source:
+        Young, A first order approximation to the optimum checkpoint interval, CACM 17(9), 1974.
+    """
+    check_times(cost_s, mtbf_s)
+    return math.sqrt(2 * cost_s * mtbf_s)

@@ -7,14 +7,14 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from holdfast.checkpoint.interval import daly, young
+from holdfast.checkpoint.interval import daly
 from holdfast_lab.simulate.assuming import LLAMA, Question, enough_spares
 from holdfast_lab.simulate.cluster import Cluster
 from holdfast_lab.simulate.comparing import Compared, flat
 from holdfast_lab.simulate.costs import Costs
 from holdfast_lab.simulate.distributions import Constant, Exponential
 from holdfast_lab.simulate.failures import Failures, Source
-from holdfast_lab.simulate.formulas import exact_interval_s
+from holdfast_lab.simulate.formulas import exact_interval_s, young
 from holdfast_lab.simulate.job import Job
 from holdfast_lab.simulate.many import monte_carlo
 from holdfast_lab.simulate.optimum import Optimum, best_interval
