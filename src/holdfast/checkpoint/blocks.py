@@ -51,9 +51,7 @@ def parts_of(data: memoryview, part_bytes: int = PART_BYTES) -> Iterator[tuple[i
 def digest_of(ranges: Iterable[tuple[int, int]], read_into: Callable[[int, memoryview], int]) -> str | None:
     """Return XXH3-64 of ranges of a file behind one another, holding a little of it at a time; None if it ends before they do.
 
-    Args:
-        ranges: First byte of each, and the byte behind it.
-        read_into: Fills memory with the bytes from an offset on; returns how many there were.
+    A range is its first byte, and the byte behind it. ``read_into`` is :meth:`Reader.read_into` of the file.
     """
     whole, memory = xxhash.xxh3_64(), memoryview(bytearray(_ALONE_BYTES))
     for start, end in ranges:

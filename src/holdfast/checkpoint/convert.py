@@ -54,11 +54,7 @@ def convert(source: Source, storage: Storage, format: str) -> SavedCheckpoint:
 
 
 def check_format(format: str) -> None:
-    """Make sure that there is such a format.
-
-    Raises:
-        ConfigError: if there is not.
-    """
+    """Refuse a format that there is not."""
     if format not in FORMATS:
         raise ConfigError(f"the format must be one of {', '.join(FORMATS)}, got {format!r}")
 

@@ -97,12 +97,7 @@ def unflatten(tensors: Mapping[str, torch.Tensor], skeleton: Any) -> Any:
 
 
 def scalars_of(skeleton: Any, tensors: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return what is no tensor in a state, by path; and the paths at which a tensor stands again, with the first one.
-
-    Args:
-        skeleton: Of the state.
-        tensors: By path; only the paths matter.
-    """
+    """Return what is no tensor in a state, by path; and the paths at which a tensor stands again, with the first one."""
     stand_ins = {path: torch.empty(0) for path in tensors}
     first = {id(stand_in): path for path, stand_in in stand_ins.items()}
     scalars: dict[str, Any] = {}

@@ -32,8 +32,7 @@ def daly(cost_s: float, mtbf_s: float) -> float:
 class Adaptive:
     """Says when the next checkpoint is due, from what checkpoints were found to cost and how often failures came.
 
-    Args:
-        mtbf_s: What is believed of the mean time between failures before any was seen. It counts as one failure.
+    ``mtbf_s`` is what is believed of the mean time between failures before any was seen. It counts as one failure.
     """
 
     def __init__(self, mtbf_s: float) -> None:

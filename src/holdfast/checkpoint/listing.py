@@ -67,13 +67,7 @@ def examine(storage: Storage, step: int, *, read_all: bool = True) -> Examined:
 
 
 def examine_all(storage: Storage, now: Callable[[int], None], *, read_all: bool = True) -> list[Examined]:
-    """Look at all checkpoints, in order; those that a running job removes meanwhile are left out.
-
-    Args:
-        storage: Where they are.
-        now: Is told of each step before it is looked at.
-        read_all: Every byte, not only the manifests.
-    """
+    """Look at all checkpoints, in order, telling ``now`` of each; those that a running job removes meanwhile are left out."""
     found = []
     for step in steps(storage):
         now(step)

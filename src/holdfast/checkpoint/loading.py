@@ -41,9 +41,7 @@ class Loaded:
 def steps(storage: Where, known: Container[int] = ()) -> list[int]:
     """Return the steps that have a complete checkpoint, in order. Whether they are intact, it does not look.
 
-    Args:
-        storage: Where checkpoints are.
-        known: Steps that are complete if they are there at all.
+    Those that are ``known`` count as complete if they are there at all.
 
     Raises:
         CheckpointError: if the storage is there and cannot be listed.
@@ -54,14 +52,9 @@ def steps(storage: Where, known: Container[int] = ()) -> list[int]:
 
 
 def newest_intact(storage: Where, on_damaged: OnDamaged | None = None) -> int | None:
-    """Return the newest step whose checkpoint is complete and undamaged; reads every byte of it.
+    """Return the newest step whose checkpoint is complete and undamaged, None if there is none; reads every byte of it.
 
-    Args:
-        storage: Where checkpoints are.
-        on_damaged: Is told of each damaged checkpoint that is passed over, newest first.
-
-    Returns:
-        The step, or None if there is none.
+    ``on_damaged`` is told of each damaged checkpoint that is passed over, newest first.
 
     Raises:
         CheckpointError: if a checkpoint may not be read by this user: that is no damage.
@@ -334,11 +327,9 @@ def _apart(given: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """Return the tensors that have their memory for themselves: two values cannot be read into the same bytes."""
     alone: dict[str, torch.Tensor] = {}
     end = 0
-    tensors = [
-        (t.data_ptr(), path, t) for path, t in given.items() if isinstance(t, torch.Tensor) and t.is_contiguous()
-    ]
-    for first, path, tensor in sorted(tensors, key=lambda item: item[:2]):
-        if first >= end:
+    tensors = {path: t for path, t in given.items() if isinstance(t, torch.Tensor) and t.is_contiguous()}
+    for path, tensor in sorted(tensors.items(), key=lambda item: (item[1].data_ptr(), item[0])):
+        if tensor.data_ptr() >= end:
             alone[path] = tensor
-            end = first + tensor.nbytes
+            end = tensor.data_ptr() + tensor.nbytes
     return alone

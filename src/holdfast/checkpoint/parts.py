@@ -83,11 +83,8 @@ def merge(parts: Sequence[Manifest]) -> Manifest:
     files: dict[str, FileEntry] = {}
     tensors: dict[str, TensorEntry] = {}
     for part in parts:
-        if (part.step, part.format, part.folder) != (
-            first.step,
-            first.format,
-            first.folder,
-        ) or files.keys() & part.files:
+        is_alike = (part.step, part.format, part.folder) == (first.step, first.format, first.folder)
+        if not is_alike or files.keys() & part.files:
             raise CheckpointError(
                 f"the writers of step {first.step} do not write the same checkpoint: one writes {sorted(part.files)} as {part.format} of step {part.step}"
             )
@@ -143,11 +140,10 @@ def _is_number(key: Any) -> bool:
 
 
 def _twice(path: str, number: int, step: int) -> CheckpointError:
-    msg = (
+    return CheckpointError(
         f"part {number} of the checkpoint of step {step} holds {path!r}, and so does a part before it; where each writer gives "
         "a part of its own, every value must be given by one of them only"
     )
-    return CheckpointError(msg)
 
 
 def _stand_ins(paths: Iterable[str]) -> dict[str, torch.Tensor]:

@@ -215,14 +215,9 @@ class Running:
 
     @torch.no_grad()
     def recover(self, blocks: Tensor, step: int) -> tuple[Tensor, ...]:
-        """Return what lost blocks are restored to.
+        """Return what lost blocks, int64 of shape (k,), are restored to before ``step``.
 
-        Args:
-            blocks: Their numbers; int64, of shape (k,).
-            step: Before which they are restored.
-
-        Returns:
-            Of each tensor of ``start`` the rows, of shape (k, its width).
+        Of each tensor of ``start`` these are the rows, of shape (k, its width).
         """
         return tuple(
             self._expected(number, blocks, step, self._share).to(mine.dtype) for number, mine in enumerate(self._saved)

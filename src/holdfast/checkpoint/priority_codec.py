@@ -75,13 +75,9 @@ def _encode_some(rows: Tensor, base: Tensor, steps: Tensor) -> Tensor:
 
 
 def decode(steps: Tensor, length: Tensor, base: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the rows that :func:`encode` wrote, as numbers of ``dtype``.
+    """Return the rows of which :func:`encode` wrote these steps and lengths, or some of them, as numbers of ``dtype``.
 
-    Args:
-        steps: Of all that was returned there, or of some blocks; of shape (k, width).
-        length: Of the same blocks.
-        base: What they were expected to be.
-        dtype: That of the rows.
+    ``base`` is what the blocks were expected to be.
     """
     ways = length.abs().to(base.dtype).unsqueeze(1)
     rows = steps.to(base.dtype).mul_(ways).add_(base)
@@ -93,10 +89,7 @@ def decode(steps: Tensor, length: Tensor, base: Tensor, dtype: torch.dtype) -> T
 def span(a: Tensor, b: Tensor, power: float) -> Tensor:
     """Return the distance of each row of ``a`` to that of ``b`` in the norm of ``power``, in one pass and no temporary.
 
-    Args:
-        a: Of shape (k, width), float32 or float64.
-        b: Alike.
-        power: 2, or infinity; with the latter, a NaN may go unseen.
+    Both are float32 or float64. The power is 2 or infinity; with the latter, a NaN may go unseen.
     """
     # Each row is a batch of its own. Matrix products, the other way to compute it, would cancel.
     pairs = torch.cdist(a.unsqueeze(1), b.unsqueeze(1), p=power, compute_mode="donot_use_mm_for_euclid_dist")

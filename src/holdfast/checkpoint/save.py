@@ -138,9 +138,8 @@ class PendingCheckpoint:
             if data:
                 return parse(data, is_part=True)
             if data is not None or is_late or not is_alive:
-                why = "was not written in time" if is_alive else "was not written, and its writer is gone"
-                if data is not None:
-                    why = "could not be written; its writer says why"
+                gone = "was not written in time" if is_alive else "was not written, and its writer is gone"
+                why = gone if data is None else "could not be written; its writer says why"
                 raise CheckpointError(
                     f"cannot complete the checkpoint of step {self.step}: part {part} of {self.parts} {why}"
                 )
@@ -275,10 +274,9 @@ def _completed_folder(storage: Storage, step: int) -> str | None:
 
 
 def _remove_attempts(storage: Storage, step: int) -> bool:
-    """Remove what attempts at a step have left that nobody will complete; what others put there stays.
+    """Remove what attempts at a step have left that will not be completed; return whether it is complete and they are gone.
 
-    Returns:
-        Whether the step is complete and no attempt lies beside it.
+    What others put there stays.
     """
     folder = step_folder(step)
     names = storage.names(folder)

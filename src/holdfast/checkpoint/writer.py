@@ -66,12 +66,9 @@ class _Job:
 
 
 class Writer:
-    """Writes one checkpoint after another.
+    """Writes one checkpoint after another, and calls ``after_commit`` when one is complete.
 
-    Args:
-        checkpoints: Where.
-        background: In a thread of its own; otherwise before :meth:`begin` and :meth:`commit` return.
-        after_commit: Called when a checkpoint is complete.
+    With ``background`` it does so in a thread of its own, otherwise before :meth:`begin` and :meth:`commit` return.
     """
 
     def __init__(

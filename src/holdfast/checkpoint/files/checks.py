@@ -77,11 +77,7 @@ def check_shape(path: Path, name: str, shape: Iterable[Any]) -> tuple[int, ...]:
 
 
 def check_name(path: Path, name: str) -> None:
-    """Make sure that a name leads nowhere; nothing is ever written under it, and a program that did would be harmed.
-
-    Raises:
-        CheckpointCorrupt: if it could.
-    """
+    """Say that a file is :func:`damaged` if a name in it leads out of it: a program that wrote there would do harm."""
     parts = name.replace("\\", "/").split("/")
     if not name or ".." in parts or "." in parts or "" in parts or "\0" in name or ":" in parts[0][1:2]:
         damaged(path, f"has a member of the name {name!r:.80}, which leads out of the file, or nowhere")

@@ -243,10 +243,8 @@ class _Walk:
         for part in target.split("/"):
             if part in ("", "."):
                 continue
-            is_there = isinstance(here, self._h5py.Group) and here.id.links.exists(
-                part.encode("utf-8", "surrogateescape")
-            )
-            if not is_there:
+            raw = part.encode("utf-8", "surrogateescape")
+            if not (isinstance(here, self._h5py.Group) and here.id.links.exists(raw)):
                 damaged(self._path, f"has the soft link {whole!r:.80} to {target!r:.80}, which is not there")
             here = self._open(here, part, whole, hops + 1)
         return here
@@ -341,11 +339,7 @@ def _words(error: BaseException) -> str:
 
 
 def import_h5py(missing: HoldfastError) -> Any:
-    """Return h5py.
-
-    Raises:
-        HoldfastError: ``missing``, if it is not installed.
-    """
+    """Return h5py; raise ``missing`` if it is not installed."""
     try:
         return importlib.import_module("h5py")
     except ImportError as error:

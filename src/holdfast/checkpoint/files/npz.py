@@ -232,11 +232,7 @@ def _opened(path: Path, archive: zipfile.ZipFile, member: str) -> Iterator[IO[by
 
 
 def _header(file: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
-    """Read what stands before an array's values.
-
-    Raises:
-        ValueError: if it is no header, or one of numpy's structures.
-    """
+    """Read what stands before an array's values; a ``ValueError`` if it is no header, or one of numpy's structures."""
     version = np.lib.format.read_magic(file)
     if version not in _READ_HEADER:
         raise ValueError(f"version {version} of its header is not read; known are 1.0 and 2.0")

@@ -29,11 +29,7 @@ _ADVICE = {
 
 
 class LocalStorage:
-    """See :class:`~holdfast.checkpoint.storage.Storage`.
-
-    Args:
-        root: The directory; made by the first save.
-    """
+    """See :class:`~holdfast.checkpoint.storage.Storage`; the directory ``root`` is made by the first save."""
 
     def __init__(self, root: Path) -> None:
         self.url = str(root)
@@ -151,10 +147,7 @@ class LocalReader:
         """See :meth:`Reader.read_into`."""
         done = 0
         with _read_errors(self._path):
-            while done < len(out):
-                got = os.preadv(self._number, [out[done:]], offset + done)
-                if not got:
-                    break
+            while done < len(out) and (got := os.preadv(self._number, [out[done:]], offset + done)):
                 done += got
         return done
 

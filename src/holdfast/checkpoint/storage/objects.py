@@ -130,11 +130,7 @@ class Objects:
 
 
 def options(**more: bool) -> dict[str, Any]:
-    """Return how obstore talks to a server: with limits of time, and again after a failure.
-
-    Args:
-        more: Of the client.
-    """
+    """Return how obstore talks to a server: with limits of time, and again after a failure; ``more`` is of the client."""
     limits = {"connect_timeout": timedelta(seconds=_CONNECT_S), "timeout": timedelta(seconds=_REQUEST_S)}
     retries = {
         "max_retries": _RETRIES,

@@ -192,12 +192,7 @@ class _NotThere(CheckpointError):
 
 
 class RemoteReader:
-    """An object of which ranges are read.
-
-    Args:
-        read_range: Returns a buffer with the bytes from a first one up to a last one, not included.
-        size_bytes: Of the object.
-    """
+    """An object of ``size_bytes``, of which ``read_range`` returns the bytes from a first one up to a last one, not included."""
 
     part_bytes = BLOCK_BYTES
     """A whole block, because every call takes a while to be answered."""
