@@ -56,12 +56,7 @@ class Pipelined(Split):
     device = torch.device("cpu")
 
     def __init__(
-        self,
-        model: Pipeline,
-        makers: Makers,
-        scaler: Any,
-        clip_grad_norm: float | None,
-        settings: Settings,
+        self, model: Pipeline, makers: Makers, scaler: Any, clip_grad_norm: float | None, settings: Settings
     ) -> None:
         strategy_class(settings.strategy).check(self.kind)
         model.check_devices()
@@ -183,12 +178,7 @@ class Pipelined(Split):
         self._stages.compute(batch, seed, fetch, reach)
 
     def evaluate(
-        self,
-        sizes: Sequence[int],
-        load: Callable[[int], Any],
-        begin: Callable[[int, int], None],
-        *,
-        averaged: bool,
+        self, sizes: Sequence[int], load: Callable[[int], Any], begin: Callable[[int, int], None], *, averaged: bool
     ) -> dict[str, float]:
         """Return the figures of other samples; see :class:`~holdfast.models.evaluation.Evaluation`."""
         evaluation = Evaluation(

@@ -58,12 +58,7 @@ class Shards(Split):
     kind = SHARDED
 
     def __init__(
-        self,
-        model: Sharded,
-        makers: Makers,
-        scaler: Any,
-        clip_grad_norm: float | None,
-        settings: Settings,
+        self, model: Sharded, makers: Makers, scaler: Any, clip_grad_norm: float | None, settings: Settings
     ) -> None:
         strategy_class(settings.strategy).check(self.kind)
         check_on_cpu(model.module, "a Sharded model")

@@ -85,11 +85,7 @@ class Backups:
     """
 
     def __init__(
-        self,
-        holdings: Holdings,
-        row_of: Callable[[int], torch.Tensor],
-        world: World,
-        warn: Callable[[str], None],
+        self, holdings: Holdings, row_of: Callable[[int], torch.Tensor], world: World, warn: Callable[[str], None]
     ) -> None:
         settings = world.settings
         self._world = world

@@ -69,11 +69,7 @@ def make_trainable(
             f"a {kind} needs a function that makes an average of the weights of a part, as lambda module: AveragedModel(module); got an average"
         )
     makers = Makers(
-        optimizer=optimizer,
-        scheduler=scheduler,
-        schedule=schedule,
-        average=average,
-        bucket_bytes=settings.bucket_bytes,
+        optimizer=optimizer, scheduler=scheduler, schedule=schedule, average=average, bucket_bytes=settings.bucket_bytes
     )
     if isinstance(model, Sharded):
         return Shards(model, makers, scaler, clip_grad_norm, settings)

@@ -42,13 +42,7 @@ class Beginning:
     """
 
     def __init__(
-        self,
-        world: World,
-        replica: Trainable,
-        place: Place,
-        scribe: Scribe,
-        requests: Requests,
-        watch: Watch,
+        self, world: World, replica: Trainable, place: Place, scribe: Scribe, requests: Requests, watch: Watch
     ) -> None:
         self._world = world
         self._replica = replica
@@ -252,10 +246,7 @@ class Beginning:
             self._given = take_state(world.comm, newcomers)
             return
         first = self._initial
-        state = {
-            "now": self._state(self._replica.shared_state()),
-            "first": None if first is None else first.state,
-        }
+        state = {"now": self._state(self._replica.shared_state()), "first": None if first is None else first.state}
         info = {"now": self._info(), "first": None if first is None else first.info}
         more = {
             "step": world.step,
