@@ -176,12 +176,12 @@ def test_negative_control_a_shard_that_comes_without_its_momenta_is_found_out(tm
     broken.write_text(
         f"import runpy, sys\n"
         f"from holdfast.models import resident_parts as holdings\n"
-        f"take = holdings.take\n"
+        f"take = holdings.take_part\n"
         f"def forget(comm, giver):\n"
         f"    state = take(comm, giver)\n"
         f"    state['optimizer']['state'] = {{}}\n"
         f"    return state\n"
-        f"holdings.take = forget\n"
+        f"holdings.take_part = forget\n"
         f"sys.path.insert(0, {str(SCRIPT.parent)!r})\n"
         f"runpy.run_path({str(SCRIPT)!r}, run_name='__main__')\n"
     )

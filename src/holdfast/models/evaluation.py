@@ -7,7 +7,6 @@ and nobody begins with the next before: so no worker runs ahead of those that co
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +19,7 @@ from holdfast.errors import ScriptError
 from holdfast.models.loss import loss_of
 from holdfast.models.resident_parts import Holdings
 from holdfast.session.models import Pipeline
+from holdfast.state.transfer import as_message, of_message
 
 _AHEAD = 4
 """Micro-batches on their way, for each stage: then all stages compute four fifths of the time, and more."""
@@ -135,8 +135,8 @@ class Evaluation:
         found = dict(mine)
         for teller in dict.fromkeys(self._chain(number)[-1] for number in numbers):
             if teller in self.comm.here:
-                told = torch.frombuffer(bytearray(json.dumps(list(mine.items())).encode()), dtype=torch.uint8)
+                told = as_message(list(mine.items()))
                 self.mail.send([rank for rank in self.comm.members if rank not in self.comm.here], told)
             else:
-                found |= dict(json.loads(self.mail.receive(teller).numpy().tobytes()))
+                found |= dict(of_message(self.mail.receive(teller)))
         return found

@@ -24,7 +24,6 @@ from holdfast.models.factories import Makers
 from holdfast.models.flat_params import in_row
 from holdfast.models.loss import checked
 from holdfast.models.model_parallel import Split, shape_of
-from holdfast.models.part_transfer import give, take
 from holdfast.models.pipeline_scaler import Scaling, Stage
 from holdfast.models.runner import Reach, Runner, StepContext
 from holdfast.models.stages import Stages, chain_of
@@ -33,6 +32,7 @@ from holdfast.recovery.registry import strategy_class
 from holdfast.recovery.strategy import PIPELINE
 from holdfast.session.models import Pipeline
 from holdfast.session.step import StagedStep, Step
+from holdfast.state.transfer import give_part, take_part
 
 _BESIDE = -2
 """Where the numbers of micro-batches that are evaluated begin, and go down: slices have those from 0 on, what is outside of them -1."""
@@ -244,12 +244,12 @@ class Pipelined(Split):
                 state: dict[str, Any] = {"part": self.holdings.held[part].model_state(), "sha256": own[part]}
                 for taker in takers:
                     if taker not in comm.here:
-                        give(comm, taker, state)
+                        give_part(comm, taker, state)
             if part in self.holdings.held:
                 parts.append(self.holdings.held[part])
                 sha256s.append(own[part])
             else:
-                state = take(comm, giver)
+                state = take_part(comm, giver)
                 made = self._build(part)
                 made.load_model_state(state["part"])
                 parts.append(made)

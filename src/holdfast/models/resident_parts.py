@@ -11,9 +11,9 @@ from holdfast.checkpoint.format import flatten
 from holdfast.comm import Communicator
 from holdfast.errors import InternalError
 from holdfast.models.part import Part
-from holdfast.models.part_transfer import give, take
 from holdfast.models.training_state import clone
 from holdfast.recovery.placement import Homes, Restoration, Shape, first_homes, gifts, new_homes, restorations
+from holdfast.state.transfer import give_part, take_part
 
 Build = Callable[[int], Part]
 Restore = Callable[[int], dict[str, Any]]
@@ -116,9 +116,9 @@ class Holdings:
                 self._staged[this.part] = state
             for taker in this.takers:
                 if taker not in comm.here:
-                    give(comm, taker, state)
+                    give_part(comm, taker, state)
         elif set(this.takers) & set(comm.here):
-            self._staged[this.part] = take(comm, this.restorer)
+            self._staged[this.part] = take_part(comm, this.restorer)
 
     @property
     def _next_homes(self) -> Homes:
@@ -159,9 +159,9 @@ class Holdings:
         if giver in comm.here and taker in comm.here:
             return None  # one process plays both, and has the part
         if giver in comm.here:
-            give(comm, taker, self.held[part].state_dict())
+            give_part(comm, taker, self.held[part].state_dict())
         elif taker in comm.here:
-            return take(comm, giver)
+            return take_part(comm, giver)
         return None
 
     def _forget(self, part: int) -> None:

@@ -11,7 +11,6 @@ waits, and what is received was sent earlier in that order.
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -34,6 +33,7 @@ from holdfast.models.resident_parts import Holdings
 from holdfast.models.runner import Reach
 from holdfast.recovery.placement import Homes
 from holdfast.session.models import Pipeline
+from holdfast.state.transfer import as_message, of_message
 
 
 @dataclass(slots=True)
@@ -153,11 +153,10 @@ class Stages:
         last = self._holdings.now.parts - 1
         teller = chain_of(self._holdings.now, batch, min(batch.owners))[last]
         if teller not in self._comm.here:
-            return dict(json.loads(self.mail.receive(teller).numpy().tobytes()))
+            return dict(of_message(self.mail.receive(teller)))
         stage = self._holdings.held[last]
         figures = stage.gradients.metrics(self._work.figures)
-        told = torch.frombuffer(bytearray(json.dumps(figures).encode()), dtype=torch.uint8)
-        self.mail.send([rank for rank in self._comm.members if rank not in self._comm.here], told)
+        self.mail.send([rank for rank in self._comm.members if rank not in self._comm.here], as_message(figures))
         return figures
 
     def share_overflow(self) -> None:

@@ -27,7 +27,7 @@ from holdfast.models.flat_params import Rows
 from holdfast.models.resident_parts import Holdings
 from holdfast.models.standby_files import Copies
 from holdfast.models.training_state import clone
-from holdfast.state.transfer import pack_state, room_for
+from holdfast.state.transfer import as_message, of_message, pack_state, room_for
 
 OPTIMIZER = "optimizer"
 
@@ -168,12 +168,12 @@ class Backups:
             header["share"] = saved.share
         said, packed = pack_state(rest)
         header |= {"count": len(sent), "rest": said}
-        return [torch.frombuffer(bytearray(json.dumps(header).encode()), dtype=torch.uint8), *packed.pieces, *sent]
+        return [as_message(header), *packed.pieces, *sent]
 
     # -- at a backup
 
     def _receive(self, part: int, mine: Sequence[int], receive: Callable[[], torch.Tensor]) -> None:
-        header = json.loads(receive().numpy().tobytes())
+        header = of_message(receive())
         tensors, packed = room_for(header["rest"])
         for piece in packed.pieces:
             piece.copy_(receive())

@@ -1,14 +1,14 @@
-"""Giving the state of training to workers that come later, from the memory of all who have it.
+"""Giving states from the memory of one worker to that of another: to newcomers from all who have it, or a part from its holder.
 
-The state is cut into pieces, each of which another giver sends from where it lies, and each newcomer receives it where it
-will stay; only what is small is packed together. The digests of the pieces come last. What a newcomer got counts when
-everybody knows that everybody has it, which is for the protocol to find out.
+A header says what comes. The state is cut into pieces, which are sent from where they lie, and received where they will stay; only
+what is small is packed together. To newcomers each giver sends other pieces. The digests of the pieces come last. What a newcomer
+got counts when it is known everywhere that all have it, which is for the protocol to find out.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -41,8 +41,7 @@ def give_state(comm: Communicator, newcomers: Sequence[int], state: Any, info: d
     _share_header(comm, newcomers, json.dumps(said | {"info": info}).encode())
     givers = _givers(comm, newcomers)
     mine = packed.pieces[givers.index(comm.here[0]) :: len(givers)]
-    sent = [*mine, digests(mine)]
-    comm.swap([(comm.processes.index((rank,)), piece) for piece in sent for rank in newcomers], [])
+    comm.swap([(comm.processes.index((rank,)), piece) for piece in _sealed(mine) for rank in newcomers], [])
 
 
 def take_state(comm: Communicator, newcomers: Sequence[int]) -> tuple[Any, dict[str, Any]]:
@@ -56,14 +55,47 @@ def take_state(comm: Communicator, newcomers: Sequence[int]) -> tuple[Any, dict[
     tensors, packed = room_for(header)
     givers = _givers(comm, newcomers)
     theirs = {giver: packed.pieces[number :: len(givers)] for number, giver in enumerate(givers)}
-    told = {giver: torch.empty(len(pieces) * DIGEST_BYTES, dtype=torch.uint8) for giver, pieces in theirs.items()}
-    coming = {giver: [*pieces, told[giver]] for giver, pieces in theirs.items()}  # from all givers at the same time
+    coming = {giver: _room_for_sealed(pieces) for giver, pieces in theirs.items()}  # from all givers at the same time
     comm.swap([], [(comm.processes.index((giver,)), data) for giver, sent in coming.items() for data in sent])
-    for giver, pieces in theirs.items():
-        if not torch.equal(digests(pieces), told[giver]):
-            raise CheckpointError(f"the state that worker {giver} gave came damaged")
+    for giver, sent in coming.items():
+        _check_sealed(sent, f"the state that worker {giver} gave")
     packed.unpack()
     return unflatten(tensors, header["skeleton"]), header["info"]
+
+
+def give_part(comm: Communicator, taker: int, state: Mapping[str, Any]) -> None:
+    """Give a state to ``taker`` alone, who calls :func:`take_part`.
+
+    Raises:
+        PeerFailed: if it did not complete here.
+    """
+    said, packed = pack_state(dict(state))
+    header = as_message(said)
+    to = comm.processes.index((taker,))
+    comm.swap([(to, torch.tensor([len(header)]))], [])
+    comm.swap([(to, data) for data in (header, *_sealed(packed.pieces))], [])
+
+
+def take_part(comm: Communicator, giver: int) -> dict[str, Any]:
+    """Return the state that ``giver`` gives.
+
+    Raises:
+        CheckpointError: if what came is not what was given.
+        PeerFailed: if it did not complete here.
+    """
+    source = comm.processes.index((giver,))
+    length = torch.zeros(1, dtype=torch.int64)
+    comm.swap([], [(source, length)])
+    message = torch.empty(int(length), dtype=torch.uint8)
+    comm.swap([], [(source, message)])
+    header = of_message(message)
+    tensors, packed = room_for(header)
+    sent = _room_for_sealed(packed.pieces)
+    comm.swap([], [(source, data) for data in sent])
+    _check_sealed(sent, f"the part of the model that worker {giver} gave")
+    packed.unpack()
+    state: dict[str, Any] = unflatten(tensors, header["skeleton"])
+    return state
 
 
 def take_lowest(comm: Communicator, state: dict[str, Any]) -> dict[str, Any] | None:
@@ -151,7 +183,32 @@ class Packed:
             data.copy_(part)
 
 
-def digests(pieces: Sequence[torch.Tensor]) -> torch.Tensor:
+def as_message(said: Any) -> torch.Tensor:
+    """Return plain JSON as bytes that can be sent; see :func:`of_message`."""
+    return torch.frombuffer(bytearray(json.dumps(said).encode()), dtype=torch.uint8)
+
+
+def of_message(message: torch.Tensor) -> Any:
+    """Return what :func:`as_message` made bytes of."""
+    return json.loads(message.numpy().tobytes())
+
+
+def _sealed(pieces: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the pieces, and behind them their digests."""
+    return [*pieces, _digests(pieces)]
+
+
+def _room_for_sealed(pieces: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return [*pieces, torch.empty(len(pieces) * DIGEST_BYTES, dtype=torch.uint8)]
+
+
+def _check_sealed(sent: Sequence[torch.Tensor], what: str) -> None:
+    *pieces, told = sent
+    if not torch.equal(_digests(pieces), told):
+        raise CheckpointError(f"{what} came damaged")
+
+
+def _digests(pieces: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return the digests of the pieces, one after the other."""
     row = b"".join(xxhash.xxh3_64_digest(tensor_bytes(piece)) for piece in pieces)
     return torch.frombuffer(bytearray(row), dtype=torch.uint8) if row else torch.empty(0, dtype=torch.uint8)
