@@ -52,8 +52,10 @@ MAY_IMPORT = {
     "checkpoint": {"errors", "clock", "faults.points", "temporary", "torch_private"},
     "faults": {"errors"},
     "data": {"errors"},
-    "integrity": LOOP | {"data", "models", "engine"},
-    "models": LOOP | {"data", "integrity", "engine", "state.transfer", "session.models", "session.step"},
+    "integrity": LOOP | {"data", "models.part", "engine.context", "engine.scribe", "engine.vote"},
+    "models": LOOP
+    | {"data", "integrity", "engine.context", "engine.scribe", "engine.vote", "engine.flips"}
+    | {"session.models", "session.step", "state.transfer"},
     "state": LOOP | {"data", "integrity", "models", "engine"},
     "engine": LOOP | {"data", "integrity", "models", "state", "session"},
     "session": LOOP | {"data", "integrity", "models", "state", "engine"},

@@ -142,7 +142,7 @@ class Requests:
 
     def _why_not(self, strategy: str) -> str:
         """Return why a strategy cannot be gone on with, "" if it can."""
-        if not self._replica.supports(strategy):
+        if self._replica.kind in strategy_class(strategy).refused:
             return "is not there for a model that is split"
         if self._world.settings.mirror_every > 1:
             return "does not go with --mirror-every above 1, which only partial can go on from"

@@ -89,13 +89,12 @@ class Run:
     ) -> None:
         self._world = world
         self._replica = replica
-        replica.check(world.settings)
         strategy = make_strategy(world.settings.strategy, min_workers=world.settings.min_workers)
         self._protocol = Protocol(strategy, replica.num_buckets, split=not replica.is_replicated)
         self._scribe = Scribe(world)
         replica.begin_loop(world, self._scribe)
         self._fingerprint = replica.fingerprint(world.comm, world.settings)
-        self._watch = Watch(world, replica, self._fingerprint, self._scribe)
+        self._watch = Watch(world, replica.whole, self._fingerprint, self._scribe)
         self._sum = self._get_sum()
         self._place = Place(plan, world.changes)
         self._requests = Requests(world, replica, self._place, self._protocol.set_strategy)
@@ -115,7 +114,7 @@ class Run:
         if not world.settings.certificate:
             return None
         world.link = world.link or GENESIS
-        return Certificate(world, self._replica, self._fingerprint)
+        return Certificate(world, self._replica.figures, self._fingerprint)
 
     def _get_sum(self) -> OrderedSum:
         """Return the sum that the world keeps, with its memory, from one training loop to the next."""

@@ -9,7 +9,7 @@ few integers more. Who missed that sum, and goes on with the step because others
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from holdfast.data.plan import MiniBatch
 from holdfast.engine.context import World
@@ -18,7 +18,6 @@ from holdfast.errors import InternalError
 from holdfast.integrity.certified import Hashed, Link
 from holdfast.integrity.hash_chain import WHOLE_EVERY, digest_of_figures, digest_of_ids, digest_of_parts, link_of
 from holdfast.integrity.state_hashes import Fingerprint
-from holdfast.models.trainable import Trainable
 from holdfast.recovery.messages import Progress
 
 
@@ -27,13 +26,13 @@ class Certificate:
 
     Args:
         world: Keeps the last one.
-        replica: What is trained.
+        figures: Returns all figures of the step, the loss first; see :meth:`Trainable.figures`.
         fingerprint: Of the state before each step.
     """
 
-    def __init__(self, world: World, replica: Trainable, fingerprint: Fingerprint) -> None:
+    def __init__(self, world: World, figures: Callable[[], list[float]], fingerprint: Fingerprint) -> None:
         self._world = world
-        self._replica = replica
+        self._figures = figures
         self._fingerprint = fingerprint
         self._known = (-1, "")
         self._heard = 0
@@ -85,7 +84,7 @@ class Certificate:
             raise InternalError(f"step {batch.step} is committed, and what is known of the state is of step {known}")
         committed = [number for number in sorted(batch.owners) if number not in lost]
         ids = digest_of_ids((number, batch.slices[number].astype("<i8").tobytes()) for number in committed)
-        figures = digest_of_figures(self._replica.figures())
+        figures = digest_of_figures(self._figures())
         before, world.link = (
             world.link,
             link_of(

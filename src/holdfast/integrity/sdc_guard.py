@@ -23,8 +23,7 @@ from holdfast.integrity.fingerprint import HALVES
 from holdfast.integrity.range_check import Ranging
 from holdfast.integrity.recompute_check import Computed
 from holdfast.integrity.state_hashes import Fingerprint
-from holdfast.models.gradients import MAX_METRICS
-from holdfast.models.trainable import Trainable
+from holdfast.models.part import Part
 
 _SHORTEST_ROTATION = 32
 """Steps between two states that are kept, at least: of a small model it would cost more to copy than to train."""
@@ -55,14 +54,14 @@ class Watch:
 
     Args:
         world: Who is there, and what is to be done.
-        replica: What is compared.
+        whole: What is compared; None where workers hold parts.
         fingerprint: By what.
         scribe: Writes down what is found.
     """
 
-    def __init__(self, world: World, replica: Trainable, fingerprint: Fingerprint, scribe: Scribe) -> None:
+    def __init__(self, world: World, whole: Part | None, fingerprint: Fingerprint, scribe: Scribe) -> None:
         self._world = world
-        self._whole = replica.whole
+        self._whole = whole
         self._fingerprint = fingerprint
         self._scribe = scribe
         self._policy = world.settings.guard
@@ -100,10 +99,8 @@ class Watch:
         """Hear that the slices of a step are computed here."""
         if not self._heals or self._whole is None:
             return
-        for number, terms in self._whole.gradients.terms.items():
-            figures = terms.flat[-1][self._whole.buckets.layouts[-1].figures_at :][: 2 * MAX_METRICS]
-            differs = self._computed.note(batch.step, number, (terms.flat[0], figures))
-            if differs and self._verdict is None:
+        for number, given in self._whole.gradients.given():
+            if self._computed.note(batch.step, number, given) and self._verdict is None:
                 self._odd.add(batch.owners[number])
 
     def fill(self, step: int, *, is_last: bool) -> GuardVote:

@@ -1,7 +1,7 @@
 """The fingerprint of a step: the state before it, hashed once. Replicas are compared by it, and the certificate is made of it.
 
 It is taken when an attempt at the step begins. Then the state is the same however the step before came about: with updates made
-late or early, after a death, or of a newcomer. Of a model that is split see :mod:`holdfast.models.part_hashes`.
+late or early, after a death, or of a newcomer. Of what, see :mod:`holdfast.models.whole_hashes` and, for a model that is split, :mod:`holdfast.models.part_hashes`.
 """
 
 from __future__ import annotations
@@ -15,9 +15,8 @@ from holdfast.comm import Communicator
 from holdfast.config import Settings
 from holdfast.engine.vote import Spread
 from holdfast.integrity.certified import Hashed
-from holdfast.integrity.fingerprint import EVERYTHING, HALVES, LONGEST_ROTATION, Digests, RotatingDigest, raw
-from holdfast.integrity.hash_chain import WHOLE_EVERY, digest_of_tensors
-from holdfast.models.part import Part
+from holdfast.integrity.fingerprint import Digests, RotatingDigest, raw
+from holdfast.integrity.hash_chain import WHOLE_EVERY
 
 
 class Fingerprint(ABC):
@@ -96,70 +95,6 @@ class Fingerprint(ABC):
     @abstractmethod
     def of_halves(self, step: int) -> dict[str, dict[int, int]]:
         """Return by half of what is compared in a step, and by worker, the digest of what is there now; nothing of parts."""
-
-
-class WholeFingerprint(Fingerprint):
-    """The fingerprint where everybody has all of the state, so that all know what the others hash without being told.
-
-    Args:
-        whole: The model, with its optimizer.
-        comm: The living.
-        settings: Of the job.
-    """
-
-    def __init__(self, whole: Part, comm: Communicator, settings: Settings) -> None:
-        super().__init__(comm, settings)
-        self._whole = whole
-        self.digest: RotatingDigest = RotatingDigest(
-            whole.model,
-            whole.optimizer,
-            LONGEST_ROTATION if settings.guard in ("warn", "heal") else 0,
-            buffers=whole.beside() if self._is_certified else (),
-        )
-
-    def _windows(self, step: int) -> Mapping[int, Digests]:
-        return self._whole.own.of_each(self._comm.here, lambda: self.digest.take(step))
-
-    def _certify(self, digests: Mapping[int, int]) -> None:
-        self.state = f"{digests[min(digests)]:016x}"
-
-    def _certify_whole(self, everything: Sequence[Hashed]) -> None:
-        (hashed,) = everything
-        self.state = digest_of_tensors(hashed.tensors)
-
-    def everything(self) -> list[Hashed]:
-        """See :meth:`Fingerprint.everything`."""
-        return [Hashed(rank=min(self._comm.here), tensors=hash_tensors(self.digest))]
-
-    def where(self, step: int) -> str:
-        """See :meth:`Fingerprint.where`."""
-        return self.digest.where(step)
-
-    def remember_buffers(self) -> None:
-        """See :meth:`Fingerprint.remember_buffers`."""
-        self._whole.buckets.buffers.begin_step()
-
-    def compare_all(self) -> None:
-        """See :meth:`Fingerprint.compare_all`."""
-        self.is_of_all = True
-        self._whole.wait_updated()
-        numbers = self._whole.own.of_each(self._comm.here, lambda: self.digest.of_step(EVERYTHING))
-        self.replicas = Spread.of(numbers.values())
-
-    def compared(self, step: int, half: str = "") -> tuple[str, ...]:
-        """See :meth:`Fingerprint.compared`."""
-        if self.is_of_all:
-            return (half or "everything",)
-        return tuple(dict.fromkeys(piece.path for piece in self.digest.pieces(step, (half,) if half else HALVES)))
-
-    def of_halves(self, step: int) -> dict[str, dict[int, int]]:
-        """See :meth:`Fingerprint.of_halves`."""
-        self._whole.wait_updated()
-        window = EVERYTHING if self.is_of_all else step
-        return {half: self._of_half(window, half) for half in HALVES}
-
-    def _of_half(self, window: int, half: str) -> dict[int, int]:
-        return self._whole.own.of_each(self._comm.here, lambda: self.digest.of_step(window, (half,)))
 
 
 def hash_tensors(digest: RotatingDigest) -> dict[str, str]:

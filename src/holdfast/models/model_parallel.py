@@ -15,7 +15,7 @@ from holdfast.config import Settings
 from holdfast.engine.context import World
 from holdfast.engine.scribe import Scribe
 from holdfast.errors import CheckpointError, ConfigError
-from holdfast.models.part import Part, Stateful
+from holdfast.models.part import Stateful
 from holdfast.models.part_hashes import PartFingerprint
 from holdfast.models.part_restore import Restorer
 from holdfast.models.resident_parts import Build, Holdings
@@ -49,29 +49,15 @@ class Split(Trainable):
         self._whole = torch.nn.Module()
         self.backups: Backups | None = None
 
-    # -- capabilities
-
-    @property
-    def whole(self) -> Part | None:
-        """Return None: workers hold parts."""
-        return None
-
-    def check(self, settings: Settings) -> None:
-        """See :meth:`Trainable.check`."""
-        super().check(settings)
-        if settings.guard == "heal":
-            raise ConfigError(
-                "guard heal needs a model that every worker has all of; of one that is split nobody keeps a state in memory: use stop or warn"
-            )
-
-    def named(self, target: str) -> Mapping[str, object] | None:
-        """Return None: which worker holds what is known when they have met."""
-        return None
-
     # -- a loop
 
     def begin_loop(self, world: World, scribe: Scribe) -> None:
         """See :meth:`Trainable.begin_loop`."""
+        super().begin_loop(world, scribe)
+        if world.settings.guard == "heal":
+            raise ConfigError(
+                "guard heal needs a model that every worker has all of; of one that is split nobody keeps a state in memory: use stop or warn"
+            )
         self._world, self._scribe = world, scribe
         self.backups = Backups(self.holdings, self._row_of, world, scribe.warn)
 

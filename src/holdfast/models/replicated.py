@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from holdfast.checkpoint.parts import Wanted
 from holdfast.clock import Clock
 from holdfast.comm import Communicator, VirtualCommunicator
 from holdfast.config import Settings
@@ -16,13 +15,13 @@ from holdfast.data.plan import MiniBatch
 from holdfast.engine.context import World
 from holdfast.engine.flips import module_names, weights
 from holdfast.engine.scribe import Scribe
-from holdfast.integrity.state_hashes import WholeFingerprint
 from holdfast.models.overlap import Eager, Spent
 from holdfast.models.part import Part, Stateful
 from holdfast.models.runner import Reach, Runner, StepContext
 from holdfast.models.slice_runner import SliceRunner
 from holdfast.models.trainable import Trainable
 from holdfast.models.training_state import model_sha256
+from holdfast.models.whole_hashes import WholeFingerprint
 from holdfast.records.types import UpdatedEagerly
 from holdfast.recovery.strategy import REPLICATED
 from holdfast.state.transfer import take_lowest
@@ -52,7 +51,8 @@ class Replica(Part, Trainable):
     # -- a loop
 
     def begin_loop(self, world: World, scribe: Scribe) -> None:
-        """See :meth:`Trainable.begin_loop`; from the first one on, buckets are updated eagerly if they are to be."""
+        """From the first loop on, update buckets eagerly if they are to be."""
+        super().begin_loop(world, scribe)
         if world.settings.update == "eager":
             self.update_eagerly(world.clock, world.spent, beside=not isinstance(world.comm, VirtualCommunicator))
 
@@ -71,12 +71,6 @@ class Replica(Part, Trainable):
         """See :meth:`Trainable.runner`."""
         return SliceRunner(context, self, self)
 
-    def finish(self) -> None:
-        """Do nothing: every worker has the whole model."""
-
-    def leave(self) -> None:
-        """Do nothing: nothing goes on beside the loop."""
-
     def summary(self, *, t_s: float, rank: int, step: int) -> UpdatedEagerly | None:
         """Return what it took to update buckets before their step was closed, if they were."""
         if self.eager is None:
@@ -85,10 +79,6 @@ class Replica(Part, Trainable):
         return UpdatedEagerly(t_s=t_s, rank=rank, step=step, **spent)
 
     # -- a step
-
-    def slices(self, batch: MiniBatch, here: Sequence[int]) -> list[int]:
-        """See :meth:`Trainable.slices`."""
-        return [number for number, rank in batch.owners.items() if rank in here]
 
     def begin_step(self, reach: Reach) -> None:
         """Begin a step; workers need nothing from each other for it."""
@@ -138,14 +128,6 @@ class Replica(Part, Trainable):
         """Return what all workers have: everything."""
         return self.state_dict()
 
-    def wanted(self, members: Sequence[int]) -> Wanted | None:
-        """Return that all of a checkpoint is needed."""
-        return None
-
-    def writers(self, comm: Communicator) -> tuple[tuple[int, ...], ...]:
-        """See :meth:`Trainable.writers`: any worker can."""
-        return comm.processes
-
     def make_equal(self, comm: Communicator) -> None:
         """See :meth:`Trainable.make_equal`."""
         state = take_lowest(comm, self.state_dict())
@@ -172,22 +154,3 @@ class Replica(Part, Trainable):
     def rest(self, here: Sequence[int]) -> None:
         """See :meth:`Trainable.rest`."""
         self.own.rest(here)
-
-    # -- placement: there are no parts, so none is lost and none moves
-
-    def lost(self, members: Sequence[int]) -> tuple[int, ...]:
-        """Return that no part is lost."""
-        return ()
-
-    def rehome(self, *, restores: bool) -> None:
-        """Do nothing."""
-
-    def settle(self) -> None:
-        """Do nothing."""
-
-    def homes(self) -> Any:
-        """Return that there is nothing to say."""
-        return None
-
-    def take_homes(self, homes: Any) -> None:
-        """Do nothing."""

@@ -121,10 +121,6 @@ class Shards(Split):
 
     # -- a step
 
-    def slices(self, batch: MiniBatch, here: Sequence[int]) -> list[int]:
-        """See :meth:`Trainable.slices`."""
-        return [number for number, rank in batch.owners.items() if rank in here]
-
     def begin_step(self, reach: Reach) -> None:
         """Lend what is held here, borrow what is not; see :meth:`Trainable.begin_step`."""
         reach("handover", None)

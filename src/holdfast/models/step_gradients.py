@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 import torch
 
 from holdfast.comm import Mean
 from holdfast.data.plan import MiniBatch
-from holdfast.models.gradients import Buckets, Terms
+from holdfast.models.gradients import MAX_METRICS, Buckets, Terms
 
 Room = Callable[[int], torch.Tensor]
 """Gives the memory of the first, second, ... slice of a step that is computed here."""
@@ -65,6 +65,12 @@ class StepGradients:
     def of_slice(self, number: int) -> dict[str, torch.Tensor]:
         """Return the gradients of a slice that was computed, by name, where the sum finds them."""
         return self._buckets.named(self.terms[number])
+
+    def given(self) -> Iterator[tuple[int, tuple[torch.Tensor, torch.Tensor]]]:
+        """Yield by slice that was computed what tells it from a wrong one: its first bucket, and what it logged."""
+        start = self._buckets.layouts[-1].figures_at
+        for number, terms in self.terms.items():
+            yield number, (terms.flat[0], terms.flat[-1][start : start + 2 * MAX_METRICS])
 
     def message_of(self, bucket: int, slices: Collection[int]) -> dict[str, torch.Tensor]:
         """Return what is given to the sum of a bucket for some slices that were computed here."""

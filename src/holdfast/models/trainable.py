@@ -59,37 +59,28 @@ class Trainable(ABC):
         return self.parts == 0
 
     @property
-    @abstractmethod
     def whole(self) -> Part | None:
         """The model with its optimizer, as every worker holds it; None where workers hold parts."""
+        return None
 
-    def supports(self, strategy: str) -> bool:
-        """Return whether the strategy of this name can recover from a failure of the model."""
-        return self.kind not in strategy_class(strategy).refused
-
-    def check(self, settings: Settings) -> None:
-        """Make sure that the model can be trained so.
-
-        Raises:
-            ConfigError: if it does not go with the strategy or the guard.
-        """
-        strategy_class(settings.strategy).check(self.kind)
-
-    @abstractmethod
     def named(self, target: str) -> Mapping[str, object] | None:
         """Return what a flip of ``target`` may name; None where that is not known before workers have met."""
+        return None
 
     # -- a loop
 
-    @abstractmethod
     def begin_loop(self, world: World, scribe: Scribe) -> None:
-        """Meet the other workers. Called first of all in each training loop."""
+        """Meet the other workers. Called first of all in each training loop.
+
+        Raises:
+            ConfigError: if the model does not go with the strategy or the guard.
+        """
+        strategy_class(world.settings.strategy).check(self.kind)
 
     @abstractmethod
     def runner(self, context: StepContext) -> Runner:
         """Return what computes the steps of a loop."""
 
-    @abstractmethod
     def finish(self) -> None:
         """Give every worker the whole model, when all steps are done.
 
@@ -97,7 +88,6 @@ class Trainable(ABC):
             PeerFailed: if a peer died.
         """
 
-    @abstractmethod
     def leave(self) -> None:
         """End what goes on beside the loop: this worker is needed no more."""
 
@@ -107,9 +97,9 @@ class Trainable(ABC):
 
     # -- a step
 
-    @abstractmethod
     def slices(self, batch: MiniBatch, here: Sequence[int]) -> list[int]:
         """Return the slices of which workers ``here`` compute something."""
+        return [number for number, rank in batch.owners.items() if rank in here]
 
     @abstractmethod
     def begin_step(self, reach: Reach) -> None:
@@ -169,13 +159,13 @@ class Trainable(ABC):
             CheckpointError: if the state is of other things than this session has.
         """
 
-    @abstractmethod
     def wanted(self, members: Sequence[int]) -> Wanted | None:
         """Return what this worker needs of a checkpoint; None is all."""
+        return None
 
-    @abstractmethod
     def writers(self, comm: Communicator) -> tuple[tuple[int, ...], ...]:
-        """Return the processes that write a checkpoint, the lead first."""
+        """Return the processes that write a checkpoint, the lead first; any can, where each has all."""
+        return comm.processes
 
     @abstractmethod
     def make_equal(self, comm: Communicator) -> None:
@@ -230,13 +220,12 @@ class Trainable(ABC):
             ConfigError: if no worker can have them for itself.
         """
 
-    # -- placement: parts and their homes
+    # -- placement: parts and their homes; where every worker holds all there are none, so none is lost and none moves
 
-    @abstractmethod
     def lost(self, members: Sequence[int]) -> tuple[int, ...]:
         """Return the parts that none of ``members`` holds; none as long as they have no homes."""
+        return ()
 
-    @abstractmethod
     def rehome(self, *, restores: bool) -> None:
         """Let all parts have holders among the living; what comes here is kept aside.
 
@@ -248,14 +237,12 @@ class Trainable(ABC):
             StateLost: if a part has no holder, and was saved nowhere.
         """
 
-    @abstractmethod
     def settle(self) -> None:
         """Go on with the new homes, which all workers have."""
 
-    @abstractmethod
     def homes(self) -> Any:
-        """Return which worker holds which part, as plain JSON."""
+        """Return which worker holds which part, as plain JSON; None where there are no parts."""
+        return None
 
-    @abstractmethod
     def take_homes(self, homes: Any) -> None:
         """Hear, as a newcomer that holds nothing yet, what :meth:`homes` returned."""

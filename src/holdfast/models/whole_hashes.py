@@ -1,0 +1,78 @@
+"""The fingerprint of a replicated model: every worker hashes the same state, so nothing of it need be told."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from holdfast.comm import Communicator
+from holdfast.config import Settings
+from holdfast.engine.vote import Spread
+from holdfast.integrity.certified import Hashed
+from holdfast.integrity.fingerprint import EVERYTHING, HALVES, LONGEST_ROTATION, Digests, RotatingDigest
+from holdfast.integrity.hash_chain import digest_of_tensors
+from holdfast.integrity.state_hashes import Fingerprint, hash_tensors
+from holdfast.models.part import Part
+
+
+class WholeFingerprint(Fingerprint):
+    """The fingerprint where everybody has all of the state, so that all know what the others hash without being told.
+
+    Args:
+        whole: The model, with its optimizer.
+        comm: The living.
+        settings: Of the job.
+    """
+
+    def __init__(self, whole: Part, comm: Communicator, settings: Settings) -> None:
+        super().__init__(comm, settings)
+        self._whole = whole
+        self.digest: RotatingDigest = RotatingDigest(
+            whole.model,
+            whole.optimizer,
+            LONGEST_ROTATION if settings.guard in ("warn", "heal") else 0,
+            buffers=whole.beside() if self._is_certified else (),
+        )
+
+    def _windows(self, step: int) -> Mapping[int, Digests]:
+        return self._whole.own.of_each(self._comm.here, lambda: self.digest.take(step))
+
+    def _certify(self, digests: Mapping[int, int]) -> None:
+        self.state = f"{digests[min(digests)]:016x}"
+
+    def _certify_whole(self, everything: Sequence[Hashed]) -> None:
+        (hashed,) = everything
+        self.state = digest_of_tensors(hashed.tensors)
+
+    def everything(self) -> list[Hashed]:
+        """See :meth:`Fingerprint.everything`."""
+        return [Hashed(rank=min(self._comm.here), tensors=hash_tensors(self.digest))]
+
+    def where(self, step: int) -> str:
+        """See :meth:`Fingerprint.where`."""
+        return self.digest.where(step)
+
+    def remember_buffers(self) -> None:
+        """See :meth:`Fingerprint.remember_buffers`."""
+        self._whole.buckets.buffers.begin_step()
+
+    def compare_all(self) -> None:
+        """See :meth:`Fingerprint.compare_all`."""
+        self.is_of_all = True
+        self._whole.wait_updated()
+        numbers = self._whole.own.of_each(self._comm.here, lambda: self.digest.of_step(EVERYTHING))
+        self.replicas = Spread.of(numbers.values())
+
+    def compared(self, step: int, half: str = "") -> tuple[str, ...]:
+        """See :meth:`Fingerprint.compared`."""
+        if self.is_of_all:
+            return (half or "everything",)
+        return tuple(dict.fromkeys(piece.path for piece in self.digest.pieces(step, (half,) if half else HALVES)))
+
+    def of_halves(self, step: int) -> dict[str, dict[int, int]]:
+        """See :meth:`Fingerprint.of_halves`."""
+        self._whole.wait_updated()
+        window = EVERYTHING if self.is_of_all else step
+        return {half: self._of_half(window, half) for half in HALVES}
+
+    def _of_half(self, window: int, half: str) -> dict[int, int]:
+        return self._whole.own.of_each(self._comm.here, lambda: self.digest.of_step(window, (half,)))
