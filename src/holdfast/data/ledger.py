@@ -44,9 +44,6 @@ class Ledger:
     """Counts how often each sample of the epoch in progress was committed; closed epochs are kept as totals.
 
     It is told what the slices really held, and judges by the plan's own order, not by the cursor that cut them.
-
-    Args:
-        plan: What should be committed.
     """
 
     def __init__(self, plan: Plan) -> None:

@@ -111,7 +111,6 @@ class Loading:
     """Gives a training loop the inputs of its slices.
 
     Args:
-        source: Where they are from.
         ahead: Says what follows.
         mine: Says what is needed here.
     """

@@ -129,11 +129,7 @@ class Plan:
 
 
 class Batches:
-    """Cuts mini-batches from a plan; keeps the order of one epoch.
-
-    Args:
-        plan: What to cut.
-    """
+    """Cuts mini-batches from a plan; keeps the order of one epoch."""
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan

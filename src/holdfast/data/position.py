@@ -19,7 +19,6 @@ class Place:
     """Cuts mini-batches one after another, and keeps the ledger.
 
     Args:
-        plan: Which samples belong to which step.
         changes: What was changed while the job ran, see :meth:`change`.
     """
 

@@ -25,9 +25,7 @@ class Certificate:
     """Makes the links of one training loop.
 
     Args:
-        world: Keeps the last one.
         figures: Returns all figures of the step, the loss first; see :meth:`Trainable.figures`.
-        fingerprint: Of the state before each step.
     """
 
     def __init__(self, world: World, figures: Callable[[], list[float]], fingerprint: Fingerprint) -> None:

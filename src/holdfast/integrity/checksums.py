@@ -17,12 +17,7 @@ _MOST_TIMES_REDONE = 3
 
 
 class Checking:
-    """Carries what was found here into the closing sum, and says what comes of it.
-
-    Args:
-        world: Who is there; it keeps what is found.
-        scribe: Writes it down.
-    """
+    """Carries what was found here into the closing sum, and says what comes of it."""
 
     def __init__(self, world: World, scribe: Scribe) -> None:
         self._world = world

@@ -225,11 +225,7 @@ class RotatingDigest:
 
 
 class _Digest:
-    """A hash of pieces in their order, which can be read, copied and gone on with.
-
-    Args:
-        optimizer: Whose state some pieces are of.
-    """
+    """A hash of pieces in their order, which can be read, copied and gone on with."""
 
     def __init__(self, optimizer: torch.optim.Optimizer | None) -> None:
         self._optimizer = optimizer

@@ -40,11 +40,7 @@ class Odd:
 
 
 def find_odd(tensor: torch.Tensor) -> Odd | None:
-    """Return what is not plausible in a tensor; None if nothing is, or it holds no floating-point numbers.
-
-    Args:
-        tensor: Any shape.
-    """
+    """Return what is not plausible in a tensor; None if nothing is, or it holds no floating-point numbers."""
     if not tensor.is_floating_point() or not tensor.numel():
         return None
     values = tensor.detach().reshape(-1)

@@ -24,12 +24,6 @@ class Ranging:
     """Looks in each step at the loss, at a window of the weights and the optimizer's state, and at one of the gradients.
 
     Sums are the same at all workers, so each looks at another window of them.
-
-    Args:
-        world: Who is there.
-        part: What is looked at.
-        digest: Says which window is that of a step.
-        scribe: Writes down what is found.
     """
 
     def __init__(self, world: World, part: Part, digest: RotatingDigest, scribe: Scribe) -> None:

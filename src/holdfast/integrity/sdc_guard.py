@@ -53,10 +53,7 @@ class Watch:
     """Compares replicas, as :attr:`Settings.guard` says.
 
     Args:
-        world: Who is there, and what is to be done.
         whole: What is compared; None where workers hold parts.
-        fingerprint: By what.
-        scribe: Writes down what is found.
     """
 
     def __init__(self, world: World, whole: Part | None, fingerprint: Fingerprint, scribe: Scribe) -> None:
@@ -261,11 +258,7 @@ class Watch:
     # -- going back
 
     def share(self) -> WayBack | None:
-        """Hear, as everybody does who loads, whether all go back to what is known to be right; None if they do not.
-
-        Raises:
-            PeerFailed: if somebody died meanwhile.
-        """
+        """Hear, as everybody does who loads, whether all go back to what is known to be right; None if they do not."""
         if not self._heals:
             return None
         kept = -1 if self._verified is None else self._verified.step

@@ -23,7 +23,6 @@ class Fingerprint(ABC):
     """What the state before the step in progress is, as this process has it.
 
     Args:
-        comm: The living.
         settings: Say who reads it; if neither guard nor certificate does, nothing is hashed.
     """
 

@@ -31,7 +31,6 @@ class OwnStates:
 
     Args:
         model: In which the state of one worker lies at a time: of whoever computes, else of the lowest.
-        optimizer: Of its parameters.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

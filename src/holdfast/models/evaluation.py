@@ -31,10 +31,6 @@ class Evaluation:
     """One evaluation, in which all workers take part.
 
     Args:
-        model: What the user gave.
-        holdings: Who holds what.
-        comm: The living.
-        mail: Between them.
         sizes: Samples of each micro-batch.
         load: Returns the inputs of a micro-batch, checked.
         begin: Is told of a micro-batch in a stage before it is computed, to seed the generators.
@@ -54,7 +50,6 @@ class Evaluation:
         """Return the means over all samples: the same bits at every worker, however many there are.
 
         Raises:
-            PeerFailed: if somebody died.
             ScriptError: if there is no average, or the loss does not return what it must.
         """
         modules = {part: self._module(part) for part in self.holdings.held}

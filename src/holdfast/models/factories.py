@@ -39,13 +39,6 @@ class Makers:
     ) -> _Kind:
         """Return a part that can be trained.
 
-        Args:
-            kind: Of it.
-            what: It is called, in errors.
-            module: Of the model.
-            clip_grad_norm: See :class:`Part`.
-            checked: See :class:`Part`.
-
         Raises:
             ConfigError: if a function makes something else than it should.
         """

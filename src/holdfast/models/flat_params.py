@@ -42,7 +42,6 @@ class Rows:
     What the optimizer keeps for each number of a parameter, in the same type, is moved into rows, too.
 
     Args:
-        part: Of the model.
         row: Where its parameters lie; see :func:`in_row`.
 
     Raises:

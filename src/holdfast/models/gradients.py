@@ -272,9 +272,6 @@ class StepBuffers:
     Floating-point buffers end as the mean of what the slices made of them, integer ones advance by the mean change,
     rounded (``num_batches_tracked``: by one). A buffer that no slice changed keeps its bits. Large buffers (masks,
     tables) are taken for constants, because sending them with every slice would cost more than the step.
-
-    Args:
-        model: Whose buffers.
     """
 
     MAX_NUMEL = 1 << 16

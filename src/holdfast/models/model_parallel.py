@@ -31,7 +31,6 @@ class Split(Trainable):
     """A model of which workers hold parts; where they are, and their state.
 
     Args:
-        shape: Of the homes.
         build: Makes a part as it is at the beginning of training.
         drop: Is told of a part that is not held here any more.
         scaler: A ``torch.amp.GradScaler`` for all parts, in the same state at all workers.
@@ -52,7 +51,6 @@ class Split(Trainable):
     # -- a loop
 
     def begin_loop(self, world: World, scribe: Scribe) -> None:
-        """See :meth:`Trainable.begin_loop`."""
         super().begin_loop(world, scribe)
         if world.settings.guard == "heal":
             raise ConfigError(
@@ -95,7 +93,6 @@ class Split(Trainable):
     # -- what is compared and certified
 
     def fingerprint(self, comm: Communicator, settings: Settings) -> PartFingerprint:
-        """See :meth:`Trainable.fingerprint`."""
         return PartFingerprint(self, comm, settings)
 
     # -- what may be altered
@@ -154,11 +151,9 @@ class Split(Trainable):
     # -- parts and their homes
 
     def lost(self, members: Sequence[int]) -> tuple[int, ...]:
-        """See :meth:`Trainable.lost`."""
         return self.holdings.lost(members)
 
     def rehome(self, *, restores: bool) -> None:
-        """See :meth:`Trainable.rehome`."""
         restore = None
         if restores:
             assert self._world is not None
@@ -178,16 +173,10 @@ class Split(Trainable):
             self.backups.exchange(self._comm, mail, self._world.step)
 
     def settle(self) -> None:
-        """See :meth:`Trainable.settle`."""
         self.holdings.settle(self._comm.here)
 
     def make_equal(self, comm: Communicator) -> None:
-        """Begin with the parts as they were made, the same at all who hold them, and with what all have as the lowest has it.
-
-        Raises:
-            CheckpointError: if it came damaged.
-            PeerFailed: if a peer died meanwhile.
-        """
+        """Begin with the parts as they were made, the same at all who hold them, and with what all have as the lowest has it."""
         self.holdings.begin(comm.members, comm.here, None)
         self.holdings.make_equal(comm)
         state = take_lowest(comm, self.shared_state())

@@ -49,12 +49,7 @@ def check_eager(optimizer: torch.optim.Optimizer, *, scaler: Any, clip_grad_norm
 
 
 class UndoCopy:
-    """What the update of a bucket changes, as it was before.
-
-    Args:
-        parameters: Of the bucket.
-        optimizer: Whose state of them is kept too.
-    """
+    """What the update of a bucket changes, as it was before."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
         held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
@@ -126,10 +121,7 @@ class Eager:
     """Updates one bucket after another while the sums that follow are made.
 
     Args:
-        buckets: Where gradients lie.
         optimizer: Updates each parameter alone; see :func:`check_eager`.
-        clock: For what it takes.
-        spent: Is told what it took.
         beside: Update in a thread, beside the sums; otherwise at once.
     """
 

@@ -36,14 +36,10 @@ class Part:
     """A module with its optimizer and all that goes with it; what a step computes of it lies in :attr:`gradients`.
 
     Args:
-        model: The module.
-        optimizer: Of the module's parameters.
         scheduler: Stepped after the optimizer, once a step or once an epoch.
         schedule: ``"step"`` or ``"epoch"``.
         scaler: A ``torch.amp.GradScaler``; unscales after the sum.
         clip_grad_norm: Largest norm of the summed, averaged gradient.
-        bucket_bytes: See :class:`~holdfast.models.gradients.Buckets`.
-        checked: See there, too.
         average: Of the weights; updated after each step.
 
     Raises:
@@ -237,13 +233,7 @@ class Part:
     # -- the state as a whole
 
     def tensors_of(self, target: str, rank: int, here: Sequence[int]) -> dict[str, torch.Tensor]:
-        """Return the weights, or what the optimizer keeps, by name, to be altered at one worker.
-
-        Args:
-            target: ``"weights"`` or ``"optimizer"``.
-            rank: The worker.
-            here: All workers that this process plays.
-        """
+        """Return the weights, or what the optimizer keeps, by name, to be altered at one worker."""
         self.own.take(rank, here)
         return weights(self.model) if target == "weights" else optimizer_state(self.model, self.optimizer)
 

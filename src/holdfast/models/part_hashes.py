@@ -45,11 +45,6 @@ class PartFingerprint(Fingerprint):
 
     In each step it is a window of one part, in the next one of another part, so that a rotation is as long as that of a
     model that is not split. Buffers that all workers have count as one more part.
-
-    Args:
-        body: The model.
-        comm: The living.
-        settings: Of the job.
     """
 
     def __init__(self, body: InParts, comm: Communicator, settings: Settings) -> None:
@@ -86,24 +81,20 @@ class PartFingerprint(Fingerprint):
         return found
 
     def where(self, step: int) -> str:
-        """See :meth:`Fingerprint.where`."""
         part, number = self._place(step)
         name = f"part {part}: " if part < self._split else ""
         return next((name + where for where in self._look(part, lambda digest: digest.where(number)).values()), "")
 
     def remember_buffers(self) -> None:
-        """See :meth:`Fingerprint.remember_buffers`."""
         self._body.remember_buffers()
 
     def compare_all(self) -> None:
         """Nothing: in the last step, too, one window of one part is compared."""
 
     def compared(self, step: int, half: str = "") -> tuple[str, ...]:
-        """See :meth:`Fingerprint.compared`."""
         return (f"part {self._place(step)[0]}",)
 
     def of_halves(self, step: int) -> dict[str, dict[int, int]]:
-        """See :meth:`Fingerprint.of_halves`."""
         return {}
 
     def _place(self, step: int) -> tuple[int, int]:

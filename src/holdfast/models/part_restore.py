@@ -25,11 +25,8 @@ class Restorer:
     """Restores parts under the strategy ``partial``.
 
     Args:
-        world: Who is there.
-        holdings: The parts that are held here.
         backups: Of parts that others hold; None where there are none.
         at_beginning: Returns the state of a part as training began; None if it cannot be made any more.
-        scribe: Is told what was restored from what.
     """
 
     def __init__(

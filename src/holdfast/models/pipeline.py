@@ -42,11 +42,8 @@ class Pipelined(Split):
     """The stages of a pipeline that this worker holds.
 
     Args:
-        model: What the user gave.
-        makers: Make what trains a stage.
         scaler: A ``torch.amp.GradScaler``; see :class:`~holdfast.models.pipeline_scaler.Scaling`.
         clip_grad_norm: Largest norm of the norms of the stages.
-        settings: Of the run.
     """
 
     kind = PIPELINE
@@ -90,7 +87,6 @@ class Pipelined(Split):
         self._rows.pop(part, None)
 
     def prefix(self, part: int) -> str:
-        """See :meth:`Split.prefix`."""
         return f"{part}."
 
     def _sha256s_now(self) -> tuple[str, str]:
@@ -99,27 +95,23 @@ class Pipelined(Split):
         return model_sha256(self._whole), hashlib.sha256(of_parts.encode()).hexdigest()
 
     def at_beginning(self, part: int) -> dict[str, Any] | None:
-        """See :meth:`Split.at_beginning`."""
         return self._build(part).state_dict()
 
     def _row_of(self, part: int) -> torch.Tensor:
         return self._rows[part]
 
     def begin_loop(self, world: World, scribe: Scribe) -> None:
-        """See :meth:`Trainable.begin_loop`."""
         super().begin_loop(world, scribe)
         self._stages = Stages(
             self._model, self.holdings, world.comm, self._settings, world.faults, world.altered, self._scaling
         )
 
     def runner(self, context: StepContext) -> Runner:
-        """See :meth:`Trainable.runner`."""
         return StageRunner(context, self)
 
     # -- the size of the whole, of which each knows its own: learnt where all begin together
 
     def make_equal(self, comm: Communicator) -> None:
-        """See :meth:`Split.make_equal`."""
         super().make_equal(comm)
         self._count(comm)
 
@@ -134,11 +126,7 @@ class Pipelined(Split):
         return super().shared_state() | {"stages": self._model.parts}
 
     def load_shared_state(self, state: Mapping[str, Any]) -> None:
-        """Go back to what all workers have.
-
-        Raises:
-            CheckpointError: if the state is of other things than this session has, or of another number of stages.
-        """
+        """Go back to what all workers have."""
         super().load_shared_state(state)
         if state["stages"] != self._model.parts:
             raise CheckpointError(
@@ -229,11 +217,7 @@ class Pipelined(Split):
         return {rank for number in batch.owners for rank in chain_of(homes, batch, number)}
 
     def finish(self) -> None:
-        """Give every worker the whole model.
-
-        Raises:
-            PeerFailed: if a peer died.
-        """
+        """Give every worker the whole model."""
         comm, homes = self._comm, self.holdings.now
         own = self.holdings.sha256s()
         parts, sha256s = [], []
@@ -261,12 +245,7 @@ class Pipelined(Split):
 
 
 class StageRunner(Runner):
-    """Computes the stages of slices that this worker holds, and sums their gradients among all who hold them.
-
-    Args:
-        context: Of the loop.
-        pipelined: The model.
-    """
+    """Computes the stages of slices that this worker holds, and sums their gradients among all who hold them."""
 
     def __init__(self, context: StepContext, pipelined: Pipelined) -> None:
         super().__init__(context, pipelined.rest)
@@ -277,15 +256,10 @@ class StageRunner(Runner):
         return self._context.place.plan.seed
 
     def step(self, batch: MiniBatch, slices: list[int], attempt: int) -> Step:
-        """See :meth:`Runner.step`."""
         return StagedStep(self, batch, slices, attempt)
 
     def compute(self, batch: MiniBatch) -> None:
-        """Compute the stages that are this worker's.
-
-        Raises:
-            PeerFailed: if a peer died.
-        """
+        """Compute the stages that are this worker's."""
 
         def fetch(number: int) -> Any:
             self._world.beacon.mark("forward", batch.step, number, batch.slices[number])
@@ -295,23 +269,13 @@ class StageRunner(Runner):
         self.between_slices(batch)
 
     def finish(self, batch: MiniBatch, attempt: Step) -> None:
-        """Sum the gradients of all stages, unless computing them ended early.
-
-        Raises:
-            PeerFailed: if a peer died.
-        """
+        """Sum the gradients of all stages, unless computing them ended early."""
         if attempt.failure is not None:
             raise attempt.failure
         self._pipelined.finish_step(batch, self._context.reach)
 
     def evaluate(self, batch: MiniBatch, dataset: Any, batch_size: int, *, averaged: bool) -> dict[str, float]:
-        """Return means over a dataset, with the stages as they are before the step.
-
-        Raises:
-            ConfigError: if the dataset has no length.
-            PeerFailed: if a peer died.
-            ScriptError: if an argument is not allowed.
-        """
+        """Return means over a dataset, with the stages as they are before the step."""
         check_dataset(dataset)
         if batch_size < 1 or len(dataset) < 1:
             raise ScriptError(

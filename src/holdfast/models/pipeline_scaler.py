@@ -13,11 +13,7 @@ from holdfast.models.part import Part
 
 
 class Scaling:
-    """The scaler of a pipeline, in the same state at all workers, whatever they hold.
-
-    Args:
-        scaler: A ``torch.amp.GradScaler``.
-    """
+    """The scaler of a pipeline, in the same state at all workers, whatever they hold."""
 
     def __init__(self, scaler: Any) -> None:
         self._scaler = scaler

@@ -20,7 +20,6 @@ class BucketReducer:
     Args:
         adds: The sum of these workers.
         part: Whose gradients; takes the sums.
-        faults: Flips what is planned.
         altered: Where it is noted what did not arrive here as it was given; see :attr:`World.altered`.
     """
 
@@ -50,9 +49,6 @@ class BucketReducer:
             name: Of the bucket, in records.
             rescale: See :meth:`StepGradients.mean`.
             midway: Called while the sum goes on, for faults that are due then.
-
-        Raises:
-            PeerFailed: if it did not complete here.
         """
         gradients, slices = self.part.gradients, sorted(owners)
         span = self.part.buckets.layouts[bucket].span

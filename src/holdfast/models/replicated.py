@@ -43,7 +43,6 @@ class Replica(Part, Trainable):
         return self
 
     def named(self, target: str) -> Mapping[str, object] | None:
-        """See :meth:`Trainable.named`."""
         if target in ("weights", "gradients"):
             return weights(self.model)
         return module_names(self.model) if target == "activations" else None
@@ -68,7 +67,6 @@ class Replica(Part, Trainable):
             self.eager = Eager(self.buckets, self.optimizer, clock, spent, beside=beside)
 
     def runner(self, context: StepContext) -> Runner:
-        """See :meth:`Trainable.runner`."""
         return SliceRunner(context, self, self)
 
     def summary(self, *, t_s: float, rank: int, step: int) -> UpdatedEagerly | None:
@@ -104,7 +102,6 @@ class Replica(Part, Trainable):
         return None if self.own.differ else self.eager
 
     def wait_updated(self) -> None:
-        """See :meth:`Part.wait_updated`."""
         if self.eager is not None:
             self.eager.wait()
 
@@ -115,11 +112,9 @@ class Replica(Part, Trainable):
             super()._update()
 
     def missing_slices(self, batch: MiniBatch) -> dict[int, tuple[int, ...]]:
-        """See :meth:`Trainable.missing_slices`."""
         return self.gradients.missing_slices(batch)
 
     def figures(self) -> list[float]:
-        """See :meth:`Trainable.figures`."""
         return self.gradients.figures()
 
     # -- the state
@@ -129,17 +124,14 @@ class Replica(Part, Trainable):
         return self.state_dict()
 
     def make_equal(self, comm: Communicator) -> None:
-        """See :meth:`Trainable.make_equal`."""
         state = take_lowest(comm, self.state_dict())
         if state is not None:
             self.load_state_dict(state, keeps=True)
 
     def sha256s(self, here: Sequence[int]) -> dict[int, tuple[str, str]]:
-        """See :meth:`Trainable.sha256s`."""
         return self.own.of_each(here, lambda: (model_sha256(self.model), self.state_sha256()))
 
     def fingerprint(self, comm: Communicator, settings: Settings) -> WholeFingerprint:
-        """See :meth:`Trainable.fingerprint`."""
         return WholeFingerprint(self, comm, settings)
 
     def _stateful(self) -> dict[str, Stateful]:
@@ -148,9 +140,7 @@ class Replica(Part, Trainable):
     # -- what may be altered
 
     def enter(self, rank: int) -> None:
-        """See :meth:`Trainable.enter`."""
         self.own.enter(rank)
 
     def rest(self, here: Sequence[int]) -> None:
-        """See :meth:`Trainable.rest`."""
         self.own.rest(here)

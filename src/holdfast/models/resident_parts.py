@@ -24,7 +24,6 @@ class Holdings:
     """Keeps parts where their homes are: at the beginning, and when workers die or come.
 
     Args:
-        shape: Of the homes.
         build: Makes a part as it is at the beginning of training.
         drop: Is told of a part that is not held here any more.
     """
@@ -69,11 +68,7 @@ class Holdings:
         self.held = dict(sorted(self.held.items()))
 
     def make_equal(self, comm: Communicator) -> None:
-        """Give the lowest holder's part to the others, so that no chance of building it makes a difference.
-
-        Raises:
-            PeerFailed: if somebody died meanwhile.
-        """
+        """Give the lowest holder's part to the others, so that no chance of building it makes a difference."""
         for part in range(self.now.parts):
             giver, *takers = self.now.holders(part)
             for taker in takers:
@@ -90,9 +85,6 @@ class Holdings:
 
         Returns:
             How many parts changed hands.
-
-        Raises:
-            PeerFailed: if somebody died meanwhile.
         """
         self._staged = {}
         self._next = new_homes(self.shape, self.now, comm.members)

@@ -26,13 +26,7 @@ class StepContext:
     """What a training loop gives to what computes its steps.
 
     Args:
-        world: The workers.
-        place: Says how the data are seeded.
-        scribe: Is told where this worker is.
         total: The sum of all workers.
-        source: Where inputs are from.
-        loading: Loads them.
-        reach: See :data:`Reach`.
         reach_in_sum: Called with a step and a position among its sums, for faults that are due there.
     """
 
@@ -47,12 +41,7 @@ class StepContext:
 
 
 class Runner(ABC):
-    """Computes slices here, and sums them; :meth:`Trainable.runner` returns the right one.
-
-    Args:
-        context: Of the loop.
-        rest: See :meth:`Trainable.rest`.
-    """
+    """Computes slices here, and sums them; :meth:`Trainable.runner` returns the right one."""
 
     def __init__(self, context: StepContext, rest: Callable[[Sequence[int]], None]) -> None:
         self._context = context
@@ -73,18 +62,10 @@ class Runner(ABC):
 
     @abstractmethod
     def finish(self, batch: MiniBatch, attempt: Step) -> None:
-        """Do what is left of an attempt that the script has computed.
-
-        Raises:
-            PeerFailed: if a peer died.
-        """
+        """Do what is left of an attempt that the script has computed."""
 
     def sum_bucket(self, batch: MiniBatch, bucket: int) -> None:
-        """Sum the gradients of a bucket over all workers; there are :attr:`Trainable.num_buckets` of them.
-
-        Raises:
-            PeerFailed: if it did not complete here.
-        """
+        """Sum the gradients of a bucket over all workers; there are :attr:`Trainable.num_buckets` of them."""
         raise InternalError(f"bucket {bucket} of step {batch.step} is no sum of all workers")
 
     def hand_over(self, batch: MiniBatch, bucket: int, source: int) -> None:
@@ -94,9 +75,6 @@ class Runner(ABC):
             batch: Of the step.
             bucket: Which sum.
             source: A worker that has it.
-
-        Raises:
-            PeerFailed: if it did not complete here.
         """
         raise InternalError(
             f"bucket {bucket} of step {batch.step} is no sum of all workers, so worker {source} has none to give"

@@ -45,11 +45,8 @@ class Shards(Split):
     """The shards that this worker holds, and the model that it computes with.
 
     Args:
-        model: What the user gave.
-        makers: Make what trains a shard.
         scaler: A ``torch.amp.GradScaler``; unscales the gradients of the whole model, which each worker has.
         clip_grad_norm: Largest norm of the mean gradient of the whole model.
-        settings: Of the run.
 
     Raises:
         ConfigError: if the strategy is ``forward``, the model is not on the CPU, or there are fewer parameters than shards.
@@ -77,12 +74,10 @@ class Shards(Split):
         self.numel = self.flow.numel
 
     def begin_loop(self, world: World, scribe: Scribe) -> None:
-        """See :meth:`Trainable.begin_loop`."""
         super().begin_loop(world, scribe)
         self._mail = Mail(world.comm, shared_bytes=self._settings.shared_bytes)
 
     def runner(self, context: StepContext) -> Runner:
-        """See :meth:`Trainable.runner`."""
         return SliceRunner(context, self, self.flow)
 
     # -- the shards that are held here
@@ -110,7 +105,6 @@ class Shards(Split):
         """Begin with the shards as the script made them, the same at all who hold them.
 
         Raises:
-            PeerFailed: if a peer died.
             StateLost: if they were given away since: nobody has them any more as they were.
         """
         if self._given_away:
@@ -166,7 +160,6 @@ class Shards(Split):
         return self.flow.buckets.buffers.beginning()
 
     def remember_buffers(self) -> None:
-        """See :meth:`Split.remember_buffers`."""
         super().remember_buffers()
         self.flow.buckets.buffers.begin_step()
 
@@ -185,11 +178,7 @@ class Shards(Split):
         return metrics
 
     def finish(self) -> None:
-        """Give every worker all parameters, for good.
-
-        Raises:
-            PeerFailed: if a peer died.
-        """
+        """Give every worker all parameters, for good."""
         self._mail.begin()
         self._borrow()
         for part, shard in enumerate(self._shards):
@@ -234,11 +223,7 @@ class Shards(Split):
         return super().shared_state() | {"shards": len(self._shards), "buffers": dict(self._model.named_buffers())}
 
     def load_shared_state(self, state: Mapping[str, Any]) -> None:
-        """Go back to what all workers have.
-
-        Raises:
-            CheckpointError: if the state is of other things than this session has, or of another number of shards.
-        """
+        """Go back to what all workers have."""
         super().load_shared_state(state)
         if state["shards"] != len(self._shards):
             raise CheckpointError(
@@ -254,15 +239,7 @@ class Shards(Split):
 
 
 class _Flow(Part):
-    """The gradients of the whole model, which the optimizers of the held shards use.
-
-    Args:
-        shards: Whose.
-        schedule: ``"step"`` or ``"epoch"``.
-        scaler: A ``torch.amp.GradScaler``.
-        clip_grad_norm: Largest norm of the mean gradient.
-        settings: Of the run.
-    """
+    """The gradients of the whole model, which the optimizers of the held shards use."""
 
     def __init__(
         self, shards: Shards, schedule: str, scaler: Any, clip_grad_norm: float | None, settings: Settings

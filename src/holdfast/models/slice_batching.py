@@ -57,11 +57,8 @@ class Slice:
     """A slice that goes with others.
 
     Args:
-        number: Which of the step.
         inputs: What it is loaded with: the model's, then the loss's.
-        samples: How many.
         terms: Where the sums look for what it gives.
-        figures: What it logs.
     """
 
     number: int
@@ -121,12 +118,7 @@ class Tried:
 
 
 class AtOnce:
-    """Computes slices of a step in one pass, and knows for which that is good.
-
-    Args:
-        part: The model.
-        clock: Where time comes from.
-    """
+    """Computes slices of a step in one pass, and knows for which that is good."""
 
     def __init__(self, part: Part, clock: Clock) -> None:
         self._part = part
@@ -152,12 +144,6 @@ class AtOnce:
 
     def compute(self, tried: Tried, slices: Sequence[Slice], forward: Forward, loss: Loss) -> bool:
         """Compute slices, and write what they give to the sums where these look for it.
-
-        Args:
-            tried: What is known of such slices.
-            slices: Their inputs; what they log goes there, too.
-            forward: Calls the model.
-            loss: Of each slice.
 
         Returns:
             Whether that was possible; if not, ``tried`` knows why.
@@ -294,7 +280,6 @@ class _Watch:
     """Notes what goes into layers and what comes out, while a forward pass is within it.
 
     Args:
-        layers: Which.
         rows: Of what goes in: one for each sample.
     """
 

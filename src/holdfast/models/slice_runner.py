@@ -26,8 +26,6 @@ class SliceRunner(Runner):
     """Computes slices where each worker computes with the whole model.
 
     Args:
-        context: Of the loop.
-        trainable: The model, as the loop sees it.
         part: The whole model, with which slices are computed here.
     """
 
@@ -42,7 +40,6 @@ class SliceRunner(Runner):
         self._watched = NOT_WATCHED
 
     def step(self, batch: MiniBatch, slices: list[int], attempt: int) -> Step:
-        """See :meth:`Runner.step`."""
         self._loaded = {}
         return Step(self, batch, slices, attempt)
 
@@ -154,7 +151,6 @@ class SliceRunner(Runner):
         """Do nothing: all sums are those of all workers, and are ordered one by one."""
 
     def sum_bucket(self, batch: MiniBatch, bucket: int) -> None:
-        """See :meth:`Runner.sum_bucket`."""
         members = self._world.comm.members
         self._context.scribe.mark("allreduce")
         self._reducer.sum(
@@ -168,7 +164,6 @@ class SliceRunner(Runner):
         )
 
     def hand_over(self, batch: MiniBatch, bucket: int, source: int) -> None:
-        """See :meth:`Runner.hand_over`."""
         comm, gradients = self._world.comm, self._part.gradients
         layout = self._part.buckets.layouts[bucket]
         has_it = len(gradients.sums) > bucket

@@ -58,11 +58,6 @@ class Stages:
     """Computes the stages that this worker holds, and sums their gradients among all who hold them.
 
     Args:
-        model: What the user gave.
-        holdings: Who holds what.
-        comm: The living.
-        settings: Of the run.
-        faults: Flips what is planned.
         altered: Where it is noted what did not arrive here as it was given; see :attr:`World.altered`.
         scaling: Of the loss, if it is scaled.
     """
@@ -97,14 +92,7 @@ class Stages:
     def compute(self, batch: MiniBatch, seed: int, fetch: Callable[[int], Any], reach: Reach) -> None:
         """Take the micro-batches of this worker's chains through its stages.
 
-        Args:
-            batch: Of the step.
-            seed: Of the job.
-            fetch: Returns the inputs of a slice.
-            reach: See :data:`Reach`.
-
         Raises:
-            PeerFailed: if a peer died.
             ScriptError: if the script's batches, stages or loss are not what they must be.
         """
         reach("handover", None)
@@ -116,11 +104,7 @@ class Stages:
             self._backward(batch, number, part)
 
     def sum(self, batch: MiniBatch, reach: Reach) -> None:
-        """Sum the gradients of every stage among its holders, the last stage first.
-
-        Raises:
-            PeerFailed: if a peer died.
-        """
+        """Sum the gradients of every stage among its holders, the last stage first."""
         homes = self._holdings.now
         count = 0
         sums = dict.fromkeys(self._comm.here, 0)  # of each worker so far
@@ -146,9 +130,6 @@ class Stages:
         """Return the figures of the step, which one who computes the last stage, of some slice, tells all others.
 
         Before the step is closed: then all have them who may ever apply it.
-
-        Raises:
-            PeerFailed: if a peer died.
         """
         last = self._holdings.now.parts - 1
         teller = chain_of(self._holdings.now, batch, min(batch.owners))[last]
@@ -160,21 +141,13 @@ class Stages:
         return figures
 
     def share_overflow(self) -> None:
-        """Let every worker know whether some stage has a gradient that is too large, if the loss is scaled: no stage steps then.
-
-        Raises:
-            PeerFailed: if a peer died.
-        """
+        """Let every worker know whether some stage has a gradient that is too large, if the loss is scaled: no stage steps then."""
         if self._scaling is not None and self._scaling.is_enabled:
             mine = any(stage.overflows() for stage in self._holdings.held.values())
             self._scaling.skips = bool(self._comm.maximum((int(mine),))[0])
 
     def share_norms(self) -> None:
-        """Let every stage know the norm of the gradient of all: the norm of the norms of the stages.
-
-        Raises:
-            PeerFailed: if a peer died.
-        """
+        """Let every stage know the norm of the gradient of all: the norm of the norms of the stages."""
         held = self._holdings.held
         mine = [held[part].norm() if part in held else 0.0 for part in range(self._holdings.now.parts)]
         # Of numbers that are not negative the bits are in the order of the numbers, and NaN comes last.

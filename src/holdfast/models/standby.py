@@ -78,7 +78,6 @@ class Backups:
     """Keeps this worker's backups, and those of its parts at others.
 
     Args:
-        holdings: Who holds what.
         row_of: Returns where the parameters of a part that is held here lie.
         world: Says how, and whether they are written to the disk.
         warn: Is told of damage, and of what could not be written.
@@ -107,11 +106,7 @@ class Backups:
         self._saved_with: Any = None
 
     def exchange(self, comm: Communicator, mail: Mail, step: int) -> None:
-        """Save what is due of the parts before ``step``. All members, between :meth:`Mail.begin` and the step's messages.
-
-        Raises:
-            PeerFailed: if somebody died.
-        """
+        """Save what is due of the parts before ``step``. All members, between :meth:`Mail.begin` and the step's messages."""
         self._written.publish(step)
         homes = self._holdings.now
         is_first = self._saved_with is not homes

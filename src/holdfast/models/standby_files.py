@@ -31,7 +31,6 @@ class _Place:
     """Where the copies of a part are written.
 
     Args:
-        writer: Writes them.
         due: From which step on the next one is to be written.
         has_failed: The last one could not be.
     """

@@ -18,7 +18,6 @@ class StepGradients:
     """What one step has computed so far. There is one of these a step: to roll a step back is to drop it.
 
     Args:
-        buckets: The layout of what is summed.
         rows: Where the slices of earlier steps put what they gave; the same memory is used again, and more is added.
     """
 
@@ -51,13 +50,7 @@ class StepGradients:
         return self._rows[number]
 
     def end_slice(self, number: int, metrics: Mapping[str, torch.Tensor | float], samples: int) -> None:
-        """Take gradients, buffers and figures of the slice away, as its term of the sums.
-
-        Args:
-            number: Of the slice.
-            metrics: What it logged, means over the slice.
-            samples: Size of the slice.
-        """
+        """Take gradients, buffers and figures of the slice away, as its term of the sums."""
         terms = self._rows[len(self.terms)]
         self._buckets.put(terms, metrics, samples)
         self.terms[number] = terms

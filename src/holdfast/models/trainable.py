@@ -82,11 +82,7 @@ class Trainable(ABC):
         """Return what computes the steps of a loop."""
 
     def finish(self) -> None:
-        """Give every worker the whole model, when all steps are done.
-
-        Raises:
-            PeerFailed: if a peer died.
-        """
+        """Give every worker the whole model, when all steps are done."""
 
     def leave(self) -> None:
         """End what goes on beside the loop: this worker is needed no more."""
@@ -107,9 +103,6 @@ class Trainable(ABC):
 
         Args:
             reach: For faults that are due in what workers give each other before the first slice.
-
-        Raises:
-            PeerFailed: if a peer died.
         """
 
     @abstractmethod
@@ -173,7 +166,6 @@ class Trainable(ABC):
 
         Raises:
             CheckpointError: if it came damaged.
-            PeerFailed: if a peer died meanwhile.
             StateLost: if there is none to begin with any more.
         """
 
@@ -233,7 +225,6 @@ class Trainable(ABC):
             restores: Parts that have no holder are as they were saved last.
 
         Raises:
-            PeerFailed: if a peer died meanwhile.
             StateLost: if a part has no holder, and was saved nowhere.
         """
 

@@ -15,13 +15,7 @@ from holdfast.models.part import Part
 
 
 class WholeFingerprint(Fingerprint):
-    """The fingerprint where everybody has all of the state, so that all know what the others hash without being told.
-
-    Args:
-        whole: The model, with its optimizer.
-        comm: The living.
-        settings: Of the job.
-    """
+    """The fingerprint where everybody has all of the state, so that all know what the others hash without being told."""
 
     def __init__(self, whole: Part, comm: Communicator, settings: Settings) -> None:
         super().__init__(comm, settings)
@@ -44,32 +38,26 @@ class WholeFingerprint(Fingerprint):
         self.state = digest_of_tensors(hashed.tensors)
 
     def everything(self) -> list[Hashed]:
-        """See :meth:`Fingerprint.everything`."""
         return [Hashed(rank=min(self._comm.here), tensors=hash_tensors(self.digest))]
 
     def where(self, step: int) -> str:
-        """See :meth:`Fingerprint.where`."""
         return self.digest.where(step)
 
     def remember_buffers(self) -> None:
-        """See :meth:`Fingerprint.remember_buffers`."""
         self._whole.buckets.buffers.begin_step()
 
     def compare_all(self) -> None:
-        """See :meth:`Fingerprint.compare_all`."""
         self.is_of_all = True
         self._whole.wait_updated()
         numbers = self._whole.own.of_each(self._comm.here, lambda: self.digest.of_step(EVERYTHING))
         self.replicas = Spread.of(numbers.values())
 
     def compared(self, step: int, half: str = "") -> tuple[str, ...]:
-        """See :meth:`Fingerprint.compared`."""
         if self.is_of_all:
             return (half or "everything",)
         return tuple(dict.fromkeys(piece.path for piece in self.digest.pieces(step, (half,) if half else HALVES)))
 
     def of_halves(self, step: int) -> dict[str, dict[int, int]]:
-        """See :meth:`Fingerprint.of_halves`."""
         self._whole.wait_updated()
         window = EVERYTHING if self.is_of_all else step
         return {half: self._of_half(window, half) for half in HALVES}

@@ -61,10 +61,6 @@ def take_over() -> World | None:
 def note_session(settings: Settings, *, is_replicated: bool) -> None:
     """Make sure that the application can be built again with the session that it makes now.
 
-    Args:
-        settings: Of the session.
-        is_replicated: Every worker holds all of its model.
-
     Raises:
         ConfigError: if the model is split, and nothing holds all of it at a fault.
         ScriptError: if nobody would call ``main`` again, or there are two sessions.

@@ -36,7 +36,6 @@ class Keeper:
     """Takes checkpoints, beside the training loop where workers are real processes.
 
     Args:
-        settings: Where and how often.
         background: Write beside the loop.
     """
 

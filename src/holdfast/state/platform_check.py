@@ -124,7 +124,6 @@ def compare_kinds(world: World) -> None:
 
     Raises:
         ConfigError: at all members, if they are not and the job promises bits.
-        PeerFailed: if somebody died meanwhile.
     """
     comm = world.comm
     if len(comm.processes) == 1:

@@ -33,10 +33,6 @@ class Beginning:
     """Saves the state of training, and brings everybody to the same one.
 
     Args:
-        world: Who is there.
-        replica: What is restored.
-        place: What goes back with it.
-        scribe: Is told of damage.
         requests: What was changed while the job ran; goes back too.
         watch: Keeps states in memory, and says when all go back to one.
     """
@@ -67,7 +63,6 @@ class Beginning:
             Whether somebody's state was corrupt.
 
         Raises:
-            PeerFailed: if somebody died meanwhile.
             ReplicasDiffer: if there is nothing to go back to.
             ConfigError: if the workers are of different kinds, where that is not allowed.
         """
@@ -236,11 +231,7 @@ class Beginning:
         }
 
     def welcome(self, newcomers: tuple[int, ...]) -> None:
-        """Give the state to newcomers, or take it and keep it aside.
-
-        Raises:
-            PeerFailed: if somebody died meanwhile.
-        """
+        """Give the state to newcomers, or take it and keep it aside."""
         world = self._world
         if world.comm.here[0] in newcomers:
             self._given = take_state(world.comm, newcomers)

@@ -33,9 +33,6 @@ def give_state(comm: Communicator, newcomers: Sequence[int], state: Any, info: d
         newcomers: Members that call :func:`take_state`.
         state: Anything that can be saved.
         info: Plain JSON; that of the lowest giver is given.
-
-    Raises:
-        PeerFailed: if somebody died.
     """
     said, packed = pack_state(state)
     _share_header(comm, newcomers, json.dumps(said | {"info": info}).encode())
@@ -49,7 +46,6 @@ def take_state(comm: Communicator, newcomers: Sequence[int]) -> tuple[Any, dict[
 
     Raises:
         CheckpointError: if what came is not what was given.
-        PeerFailed: if somebody died.
     """
     header = json.loads(_share_header(comm, newcomers, b""))
     tensors, packed = room_for(header)
@@ -64,11 +60,7 @@ def take_state(comm: Communicator, newcomers: Sequence[int]) -> tuple[Any, dict[
 
 
 def give_part(comm: Communicator, taker: int, state: Mapping[str, Any]) -> None:
-    """Give a state to ``taker`` alone, who calls :func:`take_part`.
-
-    Raises:
-        PeerFailed: if it did not complete here.
-    """
+    """Give a state to ``taker`` alone, who calls :func:`take_part`."""
     said, packed = pack_state(dict(state))
     header = as_message(said)
     to = comm.processes.index((taker,))
@@ -81,7 +73,6 @@ def take_part(comm: Communicator, giver: int) -> dict[str, Any]:
 
     Raises:
         CheckpointError: if what came is not what was given.
-        PeerFailed: if it did not complete here.
     """
     source = comm.processes.index((giver,))
     length = torch.zeros(1, dtype=torch.int64)
@@ -107,7 +98,6 @@ def take_lowest(comm: Communicator, state: dict[str, Any]) -> dict[str, Any] | N
 
     Raises:
         CheckpointError: if what came is not what was given.
-        PeerFailed: if somebody died.
     """
     given = {name: value for name, value in state.items() if _can_be_saved(value)}
     leaves, skeleton = flatten(given)
@@ -136,11 +126,7 @@ def _can_be_saved(state: Any) -> bool:
 
 
 def pack_state(state: Any) -> tuple[dict[str, Any], Packed]:
-    """Return what is to be said of a state before it is given, plain JSON, and what is given.
-
-    Args:
-        state: Anything that can be saved.
-    """
+    """Return what is to be said of a state before it is given, plain JSON, and what is given."""
     leaves, skeleton = flatten(state)
     tensors = {
         path: leaf.detach().cpu().contiguous() for path, leaf in leaves.items() if isinstance(leaf, torch.Tensor)
