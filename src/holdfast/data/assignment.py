@@ -92,19 +92,12 @@ _LEAST_SAMPLES = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """A number of slices, and what it is good for.
+    """A number of slices, and what it is good for."""
 
-    Args:
-        slices: Pieces of a mini-batch.
-        workers: That the job is started with.
-        losses: Of so many of them it bears the loss.
-        batch_size: Samples of a mini-batch.
-    """
-
-    slices: int
-    workers: int
-    losses: int
-    batch_size: int
+    slices: int  # pieces of a mini-batch
+    workers: int  # that the job is started with
+    losses: int  # of so many of them it bears the loss
+    batch_size: int  # samples of a mini-batch
 
     @property
     def longer(self) -> float:

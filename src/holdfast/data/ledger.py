@@ -16,19 +16,12 @@ _ONCE = np.uint8(1)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Account:
-    """Samples of the plan, up to a moment; ``planned = committed + lost`` and ``repeated = 0`` in an honest run.
+    """Samples of the plan, up to a moment; ``planned = committed + lost`` and ``repeated = 0`` in an honest run."""
 
-    Args:
-        planned: In the plan.
-        committed: In the weights.
-        lost: In the plan and not, or not whole, in the weights.
-        repeated: In the weights more than once.
-    """
-
-    planned: int = 0
-    committed: int = 0
-    lost: int = 0
-    repeated: int = 0
+    planned: int = 0  # in the plan
+    committed: int = 0  # in the weights
+    lost: int = 0  # in the plan and not, or not whole, in the weights
+    repeated: int = 0  # in the weights more than once
 
     def plus(self, other: Account) -> Account:
         """Return the sum of two accounts."""

@@ -37,19 +37,12 @@ Mine = Callable[[MiniBatch], Sequence[int]]
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """What a training loop is fed with, as the script gave it.
+    """What a training loop is fed with, as the script gave it."""
 
-    Args:
-        dataset: Anything with ``len`` and ``[]``.
-        collate: Makes a batch of a list of samples; None takes torch's.
-        num_workers: Processes beside each worker that load ahead of time; 0: it loads by itself.
-        prefetch_factor: Slices that each of them is ahead by.
-    """
-
-    dataset: Any
-    collate: Any = None
-    num_workers: int = 0
-    prefetch_factor: int = 2
+    dataset: Any  # anything with `len` and `[]`
+    collate: Any = None  # makes a batch of a list of samples; None takes torch's
+    num_workers: int = 0  # processes beside each worker that load ahead of time; 0: it loads by itself
+    prefetch_factor: int = 2  # slices that each of them is ahead by
 
     @property
     def may_draw(self) -> bool:

@@ -21,36 +21,22 @@ Ids = np.ndarray[tuple[int], np.dtype[np.int64]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cursor:
-    """How far the plan has been used up.
-
-    Args:
-        epoch: Epoch in progress.
-        offset: Samples of that epoch's order that committed steps have taken.
-    """
+    """How far the plan has been used up."""
 
     epoch: int
-    offset: int
+    offset: int  # samples of that epoch's order that committed steps have taken
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MiniBatch:
-    """The samples of one step.
-
-    Args:
-        step: Number of the step.
-        epoch: Where its samples are from.
-        slices: Samples of each slice, in order; a slice of a short mini-batch may be empty.
-        owners: Who holds each slice that has samples.
-        full_size: Samples that the mini-batch would have with everybody alive.
-        after: The cursor once the step is committed.
-    """
+    """The samples of one step."""
 
     step: int
-    epoch: int
-    slices: tuple[Ids, ...]
-    owners: dict[int, int]
-    full_size: int
-    after: Cursor
+    epoch: int  # where its samples are from
+    slices: tuple[Ids, ...]  # samples of each slice, in order; a slice of a short mini-batch may be empty
+    owners: dict[int, int]  # who holds each slice that has samples
+    full_size: int  # samples that the mini-batch would have with everybody alive
+    after: Cursor  # the cursor once the step is committed
 
     @property
     def ids(self) -> Ids:
@@ -64,40 +50,24 @@ class MiniBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """The order of samples and the policies that cut it.
+    """The order of samples and the policies that cut it."""
 
-    Args:
-        num_samples: Size of the dataset.
-        batch_size: Samples of a step with everybody alive.
-        first_epoch: Number of the first epoch; epochs count through the whole job.
-        epochs: How many there are.
-        seed: Of the order.
-        shuffle: Otherwise samples come in the order of the dataset.
-        drop_last: Leave out the short mini-batch at the end of an epoch.
-        slices: Pieces of a mini-batch, fixed for the job.
-        world: The workers that the job was started with, without its spares.
-        split: ``"slices"`` or ``"even"``, see :class:`holdfast.config.Settings`.
-        batch: ``"global"`` or ``"local"``.
-        in_tree: Slices are added in a tree, so runs that end where large groups do are better.
-        workers: How many of the living share the work; -1 is as many as ``world`` has.
-        speeds: How fast workers compute, by rank, relative to each other; who is not named counts as 1.
-        given_batch_size: What the script said, where ``batch_size`` was changed since: an epoch stays as long as it was.
-    """
-
-    num_samples: int
-    batch_size: int
-    first_epoch: int
-    epochs: int
-    seed: int
-    shuffle: bool
-    drop_last: bool
-    slices: int
-    world: tuple[int, ...]
-    split: str
-    batch: str
-    in_tree: bool = False
-    workers: int = -1
+    num_samples: int  # size of the dataset
+    batch_size: int  # samples of a step with everybody alive
+    first_epoch: int  # number of the first epoch; epochs count through the whole job
+    epochs: int  # how many there are
+    seed: int  # of the order
+    shuffle: bool  # otherwise samples come in the order of the dataset
+    drop_last: bool  # leave out the short mini-batch at the end of an epoch
+    slices: int  # pieces of a mini-batch, fixed for the job
+    world: tuple[int, ...]  # the workers that the job was started with, without its spares
+    split: str  # `"slices"` or `"even"`, see `Settings`
+    batch: str  # `"global"` or `"local"`
+    in_tree: bool = False  # slices are added in a tree, so runs that end where large groups do are better
+    workers: int = -1  # how many of the living share the work; -1 is as many as `world` has
+    # how fast workers compute, by rank, relative to each other; who is not named counts as 1
     speeds: Mapping[int, float] = field(default_factory=dict)
+    # what the script said, where `batch_size` was changed since: an epoch stays as long as it was
     given_batch_size: int = 0
 
     @property

@@ -7,36 +7,23 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hashed:
-    """Digests of all tensors of a part, as one worker has it; as :class:`~holdfast.records.types.StateHashed` has them.
-
-    Args:
-        rank: Who.
-        tensors: Digests by path.
-        part: Which, -1 where the model is not split.
-        parts: How many there are, 0 where it is not.
-    """
+    """Digests of all tensors of a part, as one worker has it; as :class:`~holdfast.records.types.StateHashed` has them."""
 
     rank: int
-    tensors: dict[str, str]
-    part: int = -1
-    parts: int = 0
+    tensors: dict[str, str]  # digests by path
+    part: int = -1  # which, -1 where the model is not split
+    parts: int = 0  # how many there are, 0 where it is not
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """What was certified of a step; as :class:`~holdfast.records.types.StepCommitted` has it.
+    """What was certified of a step; as :class:`~holdfast.records.types.StepCommitted` has it."""
 
-    Args:
-        before: The link before.
-        whole: The whole state was hashed.
-        tensors: Then, digests of all tensors that this worker has.
-    """
-
-    before: str
+    before: str  # the link before
     link: str
     ids: str
     figures: str
     state: str
     where: str
-    whole: bool
-    tensors: list[Hashed]
+    whole: bool  # the whole state was hashed
+    tensors: list[Hashed]  # then, digests of all tensors that this worker has

@@ -36,21 +36,13 @@ _MOST_PIECES = 64
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Some rows of a tensor, which is looked up when it is needed: loading a state may put another into its place.
-
-    Args:
-        parameter: Which.
-        name: Of the parameter, in the model.
-        key: Of the tensor in the optimizer's state of the parameter; "" is the parameter itself.
-        start: First row.
-        stop: Row after the last.
-    """
+    """Some rows of a tensor, which is looked up when it is needed: loading a state may put another into its place."""
 
     parameter: torch.Tensor
-    name: str
-    key: str
-    start: int
-    stop: int
+    name: str  # of the parameter
+    key: str  # of the tensor in the optimizer's state of the parameter; "" is the parameter itself
+    start: int  # first row
+    stop: int  # row after the last
 
     @property
     def path(self) -> str:
@@ -82,15 +74,10 @@ Window = tuple[Piece, ...]
 
 
 class Digests(NamedTuple):
-    """What the windows of a step are, each a number from 0 to 2**62 - 1; 0 where there is nothing to hash.
+    """What the windows of a step are, each a number from 0 to 2**62 - 1; 0 where there is nothing to hash."""
 
-    Args:
-        replicas: What replicas compare: weights and the optimizer's state.
-        certified: What the certificate has: these and the buffers, one window of each.
-    """
-
-    replicas: int
-    certified: int
+    replicas: int  # what replicas compare: weights and the optimizer's state
+    certified: int  # what the certificate has: these and the buffers, one window of each
 
 
 class RotatingDigest:

@@ -20,19 +20,12 @@ _COMMON = 0.01
 
 @dataclass(frozen=True, slots=True)
 class Odd:
-    """A value that is not plausible.
+    """A value that is not plausible."""
 
-    Args:
-        index: Of the first of them.
-        value: Of it.
-        count: How many there are in the tensor.
-        usual: The median magnitude of its other values.
-    """
-
-    index: tuple[int, ...]
+    index: tuple[int, ...]  # of the first of them
     value: float
-    count: int
-    usual: float
+    count: int  # how many there are in the tensor
+    usual: float  # the median magnitude of its other values
 
     def __str__(self) -> str:
         more = f", and {self.count - 1} more" if self.count > 1 else ""

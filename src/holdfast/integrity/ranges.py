@@ -37,17 +37,11 @@ _STATE_FACTOR = 2.0**40
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A value that is out of range.
+    """A value that is out of range."""
 
-    Args:
-        kind: ``"loss"``, ``"gradients"``, ``"weights"`` or a name in the optimizer's state.
-        where: Names, or ``"loss"``.
-        bits: Of the value, by which it is known again.
-    """
-
-    kind: str
-    where: str
-    bits: bytes
+    kind: str  # `"loss"`, `"gradients"`, `"weights"` or a name in the optimizer's state
+    where: str  # names, or `"loss"`
+    bits: bytes  # of the value, by which it is known again
 
 
 class Ranges:

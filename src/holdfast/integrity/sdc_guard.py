@@ -38,15 +38,10 @@ Keep = Callable[[Loaded | None], Loaded]
 
 @dataclass(frozen=True, slots=True)
 class WayBack:
-    """Where all go back to.
+    """Where all go back to."""
 
-    Args:
-        kept: The state that all have kept; None: it is that of a checkpoint, or of the beginning.
-        newest: The newest step whose state is known to have been right, -1 for none.
-    """
-
-    kept: Loaded | None
-    newest: int
+    kept: Loaded | None  # the state that all have kept; None: it is that of a checkpoint, or of the beginning
+    newest: int  # the newest step whose state is known to have been right, -1 for none
 
 
 class Watch:

@@ -19,7 +19,7 @@ from holdfast.errors import ScriptError
 from holdfast.models.loss import loss_of
 from holdfast.models.resident_parts import Holdings
 from holdfast.session.models import Pipeline
-from holdfast.state.transfer import as_message, of_message
+from holdfast.state.transfer import as_message, of_message, tell
 
 _AHEAD = 4
 """Micro-batches on their way, for each stage: then all stages compute four fifths of the time, and more."""
@@ -28,23 +28,17 @@ Figures = dict[str, float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
-    """One evaluation, in which all workers take part.
-
-    Args:
-        sizes: Samples of each micro-batch.
-        load: Returns the inputs of a micro-batch, checked.
-        begin: Is told of a micro-batch in a stage before it is computed, to seed the generators.
-        averaged: Evaluate the average of the weights.
-    """
+    """One evaluation, in which all workers take part."""
 
     model: Pipeline
     holdings: Holdings
     comm: Communicator
     mail: Mail
-    sizes: Sequence[int]
-    load: Callable[[int], Sequence[Any]]
+    sizes: Sequence[int]  # samples of each micro-batch
+    load: Callable[[int], Sequence[Any]]  # returns the inputs of a micro-batch, checked
+    # is told of a micro-batch in a stage before it is computed, to seed the generators
     begin: Callable[[int, int], None]
-    averaged: bool
+    averaged: bool  # evaluate the average of the weights
 
     def figures(self) -> Figures:
         """Return the means over all samples: the same bits at every worker, however many there are.
@@ -129,9 +123,5 @@ class Evaluation:
         """Return the figures of all of these micro-batches, which those who computed their last stage tell all others."""
         found = dict(mine)
         for teller in dict.fromkeys(self._chain(number)[-1] for number in numbers):
-            if teller in self.comm.here:
-                told = as_message(list(mine.items()))
-                self.mail.send([rank for rank in self.comm.members if rank not in self.comm.here], told)
-            else:
-                found |= dict(of_message(self.mail.receive(teller)))
+            found |= dict(of_message(tell(self.mail, self.comm, teller, lambda: as_message(list(mine.items())))))
         return found

@@ -18,20 +18,12 @@ _Kind = TypeVar("_Kind", bound=Part)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Makers:
-    """Makes what trains a part.
+    """Makes what trains a part."""
 
-    Args:
-        optimizer: From the parameters of a part.
-        scheduler: A learning-rate scheduler, from that optimizer.
-        schedule: ``"step"`` or ``"epoch"``: how often it is stepped.
-        average: An average of the weights, from the module of a part.
-        bucket_bytes: See :class:`~holdfast.models.gradients.Buckets`.
-    """
-
-    optimizer: Callable[[Any], torch.optim.Optimizer]
-    scheduler: Callable[[torch.optim.Optimizer], Any] | None
-    schedule: str
-    average: Callable[[nn.Module], AveragedModel] | None
+    optimizer: Callable[[Any], torch.optim.Optimizer]  # from the parameters of a part
+    scheduler: Callable[[torch.optim.Optimizer], Any] | None  # a learning-rate scheduler, from that optimizer
+    schedule: str  # `"step"` or `"epoch"`: how often it is stepped
+    average: Callable[[nn.Module], AveragedModel] | None  # an average of the weights, from the module of a part
     bucket_bytes: int
 
     def part(

@@ -25,11 +25,9 @@ class Stateful(Protocol):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state."""
-        ...
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> Any:
         """Go back to a state."""
-        ...
 
 
 class Part:

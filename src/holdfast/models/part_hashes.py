@@ -29,15 +29,12 @@ class InParts(Protocol):
 
     def prefix(self, part: int) -> str:
         """Return what the names of a part's tensors begin with in the whole model."""
-        ...
 
     def common_buffers(self) -> list[tuple[str, torch.Tensor]]:
         """Return the buffers that all workers have, by name, as they were when the step in progress began; of each the same memory."""
-        ...
 
     def remember_buffers(self) -> None:
         """Let the buffers, where no step is in progress, count as those with which one begins."""
-        ...
 
 
 class PartFingerprint(Fingerprint):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -57,7 +57,7 @@ class Pipelined(Split):
     ) -> None:
         strategy_class(settings.strategy).check(self.kind)
         model.check_devices()
-        self._model = model
+        self.given = model
         self._makers = makers
         self._clip_grad_norm = clip_grad_norm
         self._settings = settings
@@ -70,7 +70,7 @@ class Pipelined(Split):
         """Numbers in the parameters of all stages."""
 
     def _build(self, part: int) -> Stage:
-        module = self._model.build(part, self._settings.seed)
+        module = self.given.build(part, self._settings.seed)
         if not any(p.requires_grad for p in module.parameters()):
             raise ConfigError(
                 f"stage {part} of the Pipeline has no parameters that are trained: make it a part of a stage that has some"
@@ -102,8 +102,8 @@ class Pipelined(Split):
 
     def begin_loop(self, world: World, scribe: Scribe) -> None:
         super().begin_loop(world, scribe)
-        self._stages = Stages(
-            self._model, self.holdings, world.comm, self._settings, world.faults, world.altered, self._scaling
+        self.stages = Stages(
+            self.given, self.holdings, world.comm, self._settings, world.faults, world.altered, self._scaling
         )
 
     def runner(self, context: StepContext) -> Runner:
@@ -123,19 +123,19 @@ class Pipelined(Split):
 
     def shared_state(self) -> dict[str, Any]:
         """Return what all workers have."""
-        return super().shared_state() | {"stages": self._model.parts}
+        return super().shared_state() | {"stages": self.given.parts}
 
     def load_shared_state(self, state: Mapping[str, Any]) -> None:
         """Go back to what all workers have."""
         super().load_shared_state(state)
-        if state["stages"] != self._model.parts:
+        if state["stages"] != self.given.parts:
             raise CheckpointError(
-                f"the checkpoint holds {state['stages']} stages, this Pipeline has {self._model.parts}: go on with as many"
+                f"the checkpoint holds {state['stages']} stages, this Pipeline has {self.given.parts}: go on with as many"
             )
 
     def _count(self, comm: Communicator) -> None:
         held = self.holdings.held
-        self.numel = sum(comm.maximum([held[n].numel if n in held else 0 for n in range(self._model.parts)]))
+        self.numel = sum(comm.maximum([held[n].numel if n in held else 0 for n in range(self.given.parts)]))
 
     def homes(self) -> Any:
         """Return who holds which part, and the size of the whole, as plain JSON."""
@@ -158,36 +158,16 @@ class Pipelined(Split):
         for part in self.holdings.held.values():
             part.begin()
         self._remember_registered()
-        self._stages.begin()
-        self.exchange_backups(self._stages.mail)
-
-    def compute_step(self, batch: MiniBatch, seed: int, fetch: Callable[[int], Any], reach: Reach) -> None:
-        """Compute the stages that are this worker's; see :meth:`Stages.compute`."""
-        self._stages.compute(batch, seed, fetch, reach)
-
-    def evaluate(
-        self, sizes: Sequence[int], load: Callable[[int], Any], begin: Callable[[int, int], None], *, averaged: bool
-    ) -> dict[str, float]:
-        """Return the figures of other samples; see :class:`~holdfast.models.evaluation.Evaluation`."""
-        evaluation = Evaluation(
-            model=self._model,
-            holdings=self.holdings,
-            comm=self._comm,
-            mail=self._stages.mail,
-            sizes=sizes,
-            load=lambda number: checked(load(number)),
-            begin=begin,
-            averaged=averaged,
-        )
-        return evaluation.figures()
+        self.stages.begin()
+        self.exchange_backups(self.stages.mail)
 
     def finish_step(self, batch: MiniBatch, reach: Reach) -> None:
         """Sum the gradients; see :meth:`Stages.sum`."""
-        self._stages.sum(batch, reach)
-        self._metrics = self._stages.share_figures(batch)
-        self._stages.share_overflow()
+        self.stages.sum(batch, reach)
+        self._metrics = self.stages.share_figures(batch)
+        self.stages.share_overflow()
         if self._clip_grad_norm is not None:
-            self._stages.share_norms()
+            self.stages.share_norms()
 
     def discard_step(self) -> None:
         """Take back all that the attempt changed."""
@@ -221,7 +201,7 @@ class Pipelined(Split):
         comm, homes = self._comm, self.holdings.now
         own = self.holdings.sha256s()
         parts, sha256s = [], []
-        for part in range(self._model.parts):
+        for part in range(self.given.parts):
             giver = homes.holders(part)[0]
             takers = [rank for rank in comm.members if rank not in homes.holders(part)]
             if giver in comm.here:
@@ -238,10 +218,10 @@ class Pipelined(Split):
                 made.load_model_state(state["part"])
                 parts.append(made)
                 sha256s.append(state["sha256"])
-        self._model.module = torch.nn.Sequential(*(part.model for part in parts))
+        self.given.module = torch.nn.Sequential(*(part.model for part in parts))
         averages = [part.average.module for part in parts if part.average is not None]
-        self._model.averaged = torch.nn.Sequential(*averages) if averages else None
-        self._note_sha256s(self._model.module, sha256s)
+        self.given.averaged = torch.nn.Sequential(*averages) if averages else None
+        self._note_sha256s(self.given.module, sha256s)
 
 
 class StageRunner(Runner):
@@ -265,7 +245,7 @@ class StageRunner(Runner):
             self._world.beacon.mark("forward", batch.step, number, batch.slices[number])
             return self._context.loading(self._seed, batch, number)
 
-        self._pipelined.compute_step(batch, self._seed, fetch, self._context.reach)
+        self._pipelined.stages.compute(batch, self._seed, fetch, self._context.reach)
         self.between_slices(batch)
 
     def finish(self, batch: MiniBatch, attempt: Step) -> None:
@@ -288,11 +268,16 @@ class StageRunner(Runner):
             self._context.scribe.mark("forward")  # this worker gets further
             seed_slice(seed, batch.step, _BESIDE - number, part)
 
-        figures = self._pipelined.evaluate(
-            list(map(len, parts)),
-            lambda number: source.load(seed, batch.step, _BESIDE - number, parts[number]),
-            begin,
+        evaluation = Evaluation(
+            model=self._pipelined.given,
+            holdings=self._pipelined.holdings,
+            comm=self._world.comm,
+            mail=self._pipelined.stages.mail,
+            sizes=list(map(len, parts)),
+            load=lambda number: checked(source.load(seed, batch.step, _BESIDE - number, parts[number])),
+            begin=begin,
             averaged=averaged,
         )
+        figures = evaluation.figures()
         self.between_slices(batch)
         return figures

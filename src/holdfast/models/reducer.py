@@ -15,18 +15,12 @@ from holdfast.models.part import Part
 
 @dataclass(frozen=True, slots=True)
 class BucketReducer:
-    """Sums the buckets of a part over all workers that compute or hold it.
+    """Sums the buckets of a part over all workers that compute or hold it."""
 
-    Args:
-        adds: The sum of these workers.
-        part: Whose gradients; takes the sums.
-        altered: Where it is noted what did not arrive here as it was given; see :attr:`World.altered`.
-    """
-
-    adds: OrderedSum
-    part: Part
+    adds: OrderedSum  # the sum of these workers
+    part: Part  # whose gradients; takes the sums
     faults: Injector
-    altered: dict[str, int]
+    altered: dict[str, int]  # where it is noted what did not arrive here as it was given; see `World.altered`
 
     def sum(
         self,

@@ -23,20 +23,16 @@ Reach = Callable[[str, int | None], None]
 
 @dataclass(frozen=True, slots=True)
 class StepContext:
-    """What a training loop gives to what computes its steps.
-
-    Args:
-        total: The sum of all workers.
-        reach_in_sum: Called with a step and a position among its sums, for faults that are due there.
-    """
+    """What a training loop gives to what computes its steps."""
 
     world: World
     place: Place
     scribe: Scribe
-    total: OrderedSum
+    total: OrderedSum  # the sum of all workers
     source: Source
     loading: Loading
     reach: Reach
+    # called with a step and a position among its sums, for faults that are due there
     reach_in_sum: Callable[[int, int], None]
 
 

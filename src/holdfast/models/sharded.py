@@ -8,6 +8,7 @@ holder put it; nobody has a copy. It may not be written, and is taken back when 
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -31,6 +32,7 @@ from holdfast.models.slice_runner import SliceRunner
 from holdfast.recovery.registry import strategy_class
 from holdfast.recovery.strategy import SHARDED
 from holdfast.session.models import Sharded, check_on_cpu
+from holdfast.state.transfer import tell
 
 
 @dataclass(slots=True)
@@ -198,23 +200,19 @@ class Shards(Split):
             held = self.holdings.held.get(part)
             own = {} if held is None or held.average is None else dict(held.average.module.named_parameters())
             for name in shard.names:
-                if giver in comm.here:
-                    self._mail.send([rank for rank in comm.members if rank not in comm.here], own[name])
-                averaged[name].data.copy_(own[name] if giver in comm.here else self._mail.receive(giver))
+                averaged[name].data.copy_(tell(self._mail, comm, giver, functools.partial(own.__getitem__, name)))
         return whole
 
     def _gather_sha256s(self) -> list[str]:
         comm, homes, own = self._comm, self.holdings.now, self.holdings.sha256s()
-        found = []
-        for part in range(homes.parts):
-            giver = homes.holders(part)[0]
-            if giver in comm.here:
-                told = torch.frombuffer(bytearray(own[part].encode()), dtype=torch.uint8)
-                self._mail.send([rank for rank in comm.members if rank not in comm.here], told)
-                found.append(own[part])
-            else:
-                found.append(self._mail.receive(giver).numpy().tobytes().decode())
-        return found
+
+        def say(part: int) -> torch.Tensor:
+            return torch.frombuffer(bytearray(own[part].encode()), dtype=torch.uint8)
+
+        told = (
+            tell(self._mail, comm, homes.holders(part)[0], functools.partial(say, part)) for part in range(homes.parts)
+        )
+        return [message.numpy().tobytes().decode() for message in told]
 
     # -- the state as a whole
 

@@ -54,41 +54,26 @@ class CannotSplitError(Exception):
 
 @dataclass(slots=True)
 class Slice:
-    """A slice that goes with others.
-
-    Args:
-        inputs: What it is loaded with: the model's, then the loss's.
-        terms: Where the sums look for what it gives.
-    """
+    """A slice that goes with others."""
 
     number: int
-    inputs: Sequence[Any]
+    inputs: Sequence[Any]  # what it is loaded with: the model's, then the loss's
     samples: int
-    terms: Terms
+    terms: Terms  # where the sums look for what it gives
     figures: dict[str, torch.Tensor | float] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
 class Tried:
-    """What was found of slices of some sizes.
+    """What was found of slices of some sizes."""
 
-    Args:
-        sizes: Samples of each.
-        shapes: Of what goes into the model and the loss.
-        times: Steps that were computed in both ways.
-        why_not: Why they do not go at once; "" if nothing speaks against it so far.
-        at_once_s: The least time that all slices of a step took at once.
-        one_by_one_s: And one after another.
-        told: What was written down of it, "" that they go at once; None: nothing so far.
-    """
-
-    sizes: tuple[int, ...]
-    shapes: object = None
-    times: int = 0
-    why_not: str = ""
-    at_once_s: float = 0.0
-    one_by_one_s: float = 0.0
-    told: str | None = None
+    sizes: tuple[int, ...]  # samples of each
+    shapes: object = None  # of what goes into the model and the loss
+    times: int = 0  # steps that were computed in both ways
+    why_not: str = ""  # why they do not go at once; "" if nothing speaks against it so far
+    at_once_s: float = 0.0  # the least time that all slices of a step took at once
+    one_by_one_s: float = 0.0  # and one after another
+    told: str | None = None  # what was written down of it, "" that they go at once; None: nothing so far
 
     @property
     def is_over(self) -> bool:

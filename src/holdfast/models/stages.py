@@ -33,7 +33,7 @@ from holdfast.models.resident_parts import Holdings
 from holdfast.models.runner import Reach
 from holdfast.recovery.placement import Homes
 from holdfast.session.models import Pipeline
-from holdfast.state.transfer import as_message, of_message
+from holdfast.state.transfer import as_message, of_message, tell
 
 
 @dataclass(slots=True)
@@ -133,12 +133,11 @@ class Stages:
         """
         last = self._holdings.now.parts - 1
         teller = chain_of(self._holdings.now, batch, min(batch.owners))[last]
-        if teller not in self._comm.here:
-            return dict(of_message(self.mail.receive(teller)))
-        stage = self._holdings.held[last]
-        figures = stage.gradients.metrics(self._work.figures)
-        self.mail.send([rank for rank in self._comm.members if rank not in self._comm.here], as_message(figures))
-        return figures
+
+        def figures() -> torch.Tensor:
+            return as_message(self._holdings.held[last].gradients.metrics(self._work.figures))
+
+        return dict(of_message(tell(self.mail, self._comm, teller, figures)))
 
     def share_overflow(self) -> None:
         """Let every worker know whether some stage has a gradient that is too large, if the loss is scaled: no stage steps then."""

@@ -34,17 +34,11 @@ OPTIMIZER = "optimizer"
 
 @dataclass(frozen=True, slots=True)
 class Restored:
-    """A part as it is restored.
-
-    Args:
-        state: Of it.
-        ages: How many steps ago each of its blocks was so; int64, of shape (blocks,).
-        optimizer_age: The same of its optimizer's state; None where that is as old as the blocks.
-    """
+    """A part as it is restored."""
 
     state: dict[str, Any]
-    ages: torch.Tensor
-    optimizer_age: int | None = None
+    ages: torch.Tensor  # how many steps ago each of its blocks was so; int64, of shape (blocks,)
+    optimizer_age: int | None = None  # the same of its optimizer's state; None where that is as old as the blocks
 
 
 @dataclass(slots=True)

@@ -28,16 +28,11 @@ _LAST_WRITE_S = 5.0
 
 @dataclass(slots=True)
 class _Place:
-    """Where the copies of a part are written.
-
-    Args:
-        due: From which step on the next one is to be written.
-        has_failed: The last one could not be.
-    """
+    """Where the copies of a part are written."""
 
     writer: Writer
-    due: int = 0
-    has_failed: bool = False
+    due: int = 0  # from which step on the next one is to be written
+    has_failed: bool = False  # the last one could not be
 
 
 class Copies:

@@ -18,21 +18,14 @@ from holdfast.session.step import Step
 
 @dataclass(slots=True)
 class Application:
-    """What this process runs.
+    """What this process runs."""
 
-    Args:
-        is_built_by_reinit: ``holdfast.reinit`` has called ``main``.
-        makes_sessions: The application has made a session, which writes the records of this process.
-        has_session: It has made a session that can be built again.
-        world: Of the application that was taken down, until the next one's session takes it.
-        looks: Takes the place of training, for who only looks at it: is given the body of the model, the plan, the dataset and what
-            makes a batch of samples, and yields steps.
-    """
-
-    is_built_by_reinit: bool = False
-    makes_sessions: bool = False
-    has_session: bool = False
-    world: World | None = None
+    is_built_by_reinit: bool = False  # `holdfast.reinit` has called `main`
+    makes_sessions: bool = False  # the application has made a session, which writes the records of this process
+    has_session: bool = False  # it has made a session that can be built again
+    world: World | None = None  # of the application that was taken down, until the next one's session takes it
+    # takes the place of training, for who only looks at it: is given the body of the model, the plan, the dataset and
+    # what makes a batch of samples, and yields steps
     looks: Callable[[Any, Plan, Any, Any], Iterator[Step]] | None = None
 
 

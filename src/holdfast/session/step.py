@@ -20,7 +20,6 @@ class StepWork(Protocol):
 
     def ask_to_stop(self) -> None:
         """Remember that training ends with this step."""
-        ...
 
 
 class SliceWork(StepWork, Protocol):
@@ -28,25 +27,20 @@ class SliceWork(StepWork, Protocol):
 
     def begin_slice(self, batch: MiniBatch, number: int) -> Any:
         """Make everything ready for the slice and return its inputs."""
-        ...
 
     def backward(self, loss: torch.Tensor, batch: MiniBatch, number: int) -> None:
         """Compute the gradients of the slice."""
-        ...
 
     def end_slice(self, batch: MiniBatch, number: int, metrics: dict[str, torch.Tensor | float]) -> None:
         """Take the gradients away."""
-        ...
 
     def between_slices(self, batch: MiniBatch) -> None:
         """Prepare what the script does outside the slices."""
-        ...
 
     def at_once(
         self, batch: MiniBatch, numbers: Sequence[int], forward: Forward, loss: Loss
     ) -> AbstractContextManager[Collection[int]]:
         """Return within what slices are computed, and which of them are already."""
-        ...
 
 
 ONE_BY_ONE: AbstractContextManager[Collection[int]] = nullcontext(())
@@ -58,11 +52,9 @@ class StagedWork(StepWork, Protocol):
 
     def compute(self, batch: MiniBatch) -> None:
         """Compute the stages that are this worker's."""
-        ...
 
     def evaluate(self, batch: MiniBatch, dataset: Any, batch_size: int, *, averaged: bool) -> dict[str, float]:
         """Return means over a dataset."""
-        ...
 
 
 class Step:

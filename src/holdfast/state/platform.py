@@ -20,15 +20,10 @@ _CAPABILITIES = ("default", "avx2", "avx512")
 
 @dataclass(frozen=True, slots=True)
 class _Field:
-    """One thing that decides bits.
+    """One thing that decides bits."""
 
-    Args:
-        words: What it is called where two differ.
-        advice: What to do then.
-    """
-
-    words: str
-    advice: str
+    words: str  # what it is called where two differ
+    advice: str  # what to do then
 
 
 FIELDS = {
@@ -58,15 +53,10 @@ def number_of(kind: Kind) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """How some workers differ from the rest.
+    """How some workers differ from the rest."""
 
-    Args:
-        what: ``worker 3 has CPU capability AVX2, the others AVX512``.
-        advice: What to do about it.
-    """
-
-    what: str
-    advice: str
+    what: str  # `worker 3 has CPU capability AVX2, the others AVX512`
+    advice: str  # what to do about it
 
 
 def difference(kinds: Mapping[int, Kind]) -> Difference | None:

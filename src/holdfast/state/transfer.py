@@ -8,14 +8,14 @@ got counts when it is known everywhere that all have it, which is for the protoc
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 import xxhash
 
 from holdfast.checkpoint.format import DTYPES, flatten, tensor_bytes, unflatten
-from holdfast.comm import Communicator, share_bytes
+from holdfast.comm import Communicator, Mail, share_bytes
 from holdfast.errors import CheckpointError, PeerFailed
 
 PIECE_BYTES = 8 << 20
@@ -177,6 +177,15 @@ def as_message(said: Any) -> torch.Tensor:
 def of_message(message: torch.Tensor) -> Any:
     """Return what :func:`as_message` made bytes of."""
     return json.loads(message.numpy().tobytes())
+
+
+def tell(mail: Mail, comm: Communicator, teller: int, say: Callable[[], torch.Tensor]) -> torch.Tensor:
+    """Return the message that ``teller`` sends to all others; it alone calls ``say`` to make it."""
+    if teller not in comm.here:
+        return mail.receive(teller)
+    told = say()
+    mail.send([rank for rank in comm.members if rank not in comm.here], told)
+    return told
 
 
 def _sealed(pieces: Sequence[torch.Tensor]) -> list[torch.Tensor]:
