@@ -42,12 +42,7 @@ class OwnStates:
         self._now: _State
 
     def take(self, rank: int, here: Sequence[int]) -> None:
-        """Let what lies in the model be that of ``rank`` alone, who goes on with what it had.
-
-        Args:
-            rank: A worker that this process plays.
-            here: All whom it plays; where that is one alone, there is nothing to do.
-        """
+        """Let what lies in the model be that of ``rank`` alone of all workers ``here``; where it is the only one, it is so."""
         if len(here) == 1:
             return
         self._here = tuple(here)

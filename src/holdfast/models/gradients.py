@@ -40,17 +40,14 @@ class _Place:
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """The layout of one flat vector: gradients, presences, and in the last bucket the figures.
-
-    ``span`` says where it lies in the memory of a slice.
-    """
+    """The layout of one flat vector: gradients, presences, and in the last bucket the figures."""
 
     places: tuple[_Place, ...]
     length: int
     figures_at: int
     dtype: torch.dtype
     device: torch.device
-    span: Span = _NOWHERE
+    span: Span = _NOWHERE  # in the memory of a slice
 
     @property
     def gradients_end(self) -> int:
@@ -167,12 +164,7 @@ class Buckets:
                 yield place.parameter, view
 
     def put_figures(self, term: torch.Tensor, metrics: Mapping[str, torch.Tensor | float], samples: int) -> None:
-        """Write what a slice logged, and its buffers, behind the gradients of the last bucket.
-
-        Args:
-            term: The slice's term of the last bucket.
-            metrics: Means over the slice.
-            samples: Size of the slice.
+        """Write what a slice logged, means over its samples, and its buffers behind the gradients of its last bucket.
 
         Raises:
             ScriptError: if more than :data:`MAX_METRICS` figures were logged.
@@ -189,11 +181,9 @@ class Buckets:
         self.buffers.give(figures[2 * MAX_METRICS :])
 
     def read_metrics(self, result: torch.Tensor, names: Sequence[str]) -> dict[str, float]:
-        """Return the means over the samples of the step of what was logged.
+        """Return the means over the samples of the step, in the sum of the last bucket, of what was logged.
 
-        Args:
-            result: The sum of the last bucket.
-            names: What the slices of this worker logged; a worker without slices knows the loss alone.
+        A worker without slices has no ``names`` of its own, and knows the loss alone.
         """
         sums = self._sums_of_figures(result)
         values = {}
@@ -213,12 +203,9 @@ class Buckets:
         return sums
 
     def give_gradients(self, results: Sequence[torch.Tensor], *, private: bool) -> None:
-        """Set every parameter's ``.grad`` to the mean in the results.
+        """Set every parameter's ``.grad`` to the mean in the sums of all buckets, which are divided already.
 
-        Args:
-            results: The sum of each bucket, its gradients divided already.
-            private: Give copies, which may be written, such as by clipping. Otherwise nobody may write the gradients:
-                they lie in memory that others read.
+        If ``private``, give copies, which may be written, such as by clipping: the sums lie in memory that others read.
         """
         for i, (_, result) in enumerate(zip(self.layouts, results, strict=True)):
             self.give_gradients_of(i, result, private=private)
@@ -247,12 +234,7 @@ class Buckets:
         return self._given[i][1]
 
     def take_buffers(self, result: torch.Tensor, num_slices: int) -> None:
-        """Set the model's buffers to their mean over the slices.
-
-        Args:
-            result: The sum of the last bucket.
-            num_slices: How many slices are in it.
-        """
+        """Set the model's buffers to their mean over the slices in ``result``, the sum of the last bucket."""
         self.buffers.take(result[self.layouts[-1].figures_at + 2 * MAX_METRICS :], num_slices)
 
     def name_at(self, bucket: int, index: int) -> str:

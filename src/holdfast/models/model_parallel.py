@@ -16,7 +16,7 @@ from holdfast.engine.context import World
 from holdfast.engine.scribe import Scribe
 from holdfast.errors import CheckpointError, ConfigError
 from holdfast.models.part import Stateful
-from holdfast.models.part_hashes import PartFingerprint
+from holdfast.models.part_hashes import InParts, PartFingerprint
 from holdfast.models.part_restore import Restorer
 from holdfast.models.resident_parts import Build, Holdings
 from holdfast.models.standby import Backups
@@ -27,7 +27,7 @@ from holdfast.recovery.placement import Homes, Shape, first_homes
 from holdfast.state.transfer import take_lowest
 
 
-class Split(Trainable):
+class Split(InParts, Trainable):
     """A model of which workers hold parts; where they are, and their state.
 
     Args:
@@ -69,7 +69,6 @@ class Split(Trainable):
         return self._world.comm
 
     def leave(self) -> None:
-        """End what goes on beside the loop: this worker is needed no more."""
         if self.backups is not None:
             self.backups.close()
 
@@ -105,17 +104,11 @@ class Split(Trainable):
                 held.own.enter(rank if rank in holders else min(holders))
 
     def rest(self, here: Sequence[int]) -> None:
-        """Hear that none of those whom this process plays computes; see :meth:`OwnStates.rest`."""
         for part, held in self.holdings.held.items():
             if held.own.differ:
                 held.own.rest(self._holders(part, here))
 
     def tensors_of(self, target: str, rank: int, here: Sequence[int]) -> dict[str, torch.Tensor]:
-        """Return the weights, or what the optimizer keeps, of the parts that a worker holds; see :meth:`Trainable.tensors_of`.
-
-        Raises:
-            ConfigError: if no worker can have them for itself, because copies are made of those that all have.
-        """
         if self.sends_copies and len(here) > 1:
             raise ConfigError(
                 f"{target} cannot be altered where all workers are one process and mirror_every is above 1; leave mirror_every out"
@@ -126,25 +119,11 @@ class Split(Trainable):
             found |= {f"{self.prefix(part)}{name}": tensor for name, tensor in tensors.items()}
         return found
 
-    def prefix(self, part: int) -> str:
-        """Return what the names of a part's tensors begin with in the whole model."""
-        return ""
-
-    def common_buffers(self) -> list[tuple[str, torch.Tensor]]:
-        """Return the buffers that all workers have, by name, as they were when the step in progress began; of each the same memory."""
-        return []
-
-    def remember_buffers(self) -> None:
-        """Let the buffers, where no step is in progress, count as those with which one begins."""
-        for held in self.holdings.held.values():
-            held.buckets.buffers.begin_step()
-
     def _holders(self, part: int, here: Sequence[int]) -> tuple[int, ...]:
         holders = self.holdings.now.holders(part)
         return tuple(rank for rank in here if rank in holders)
 
     def set_learning_rate(self, value: float) -> None:
-        """Go on with another learning rate."""
         for part in self.holdings.held.values():
             part.set_learning_rate(value)
 
@@ -184,11 +163,9 @@ class Split(Trainable):
             self.load_shared_state(state)
 
     def homes(self) -> Any:
-        """Return who holds which part, as plain JSON."""
         return self.holdings.now.to_json()
 
     def take_homes(self, homes: Any) -> None:
-        """Hear, as a newcomer that holds nothing yet, who holds which part."""
         self.holdings.homes = Homes.from_json(homes)
 
     # -- the state as a whole
@@ -213,7 +190,6 @@ class Split(Trainable):
         return parts | self.shared_state() if self._world.is_lead else parts
 
     def shared_state(self) -> dict[str, Any]:
-        """Return what all workers have."""
         return {name: thing.state_dict() for name, thing in self._shared().items()}
 
     def _shared(self) -> dict[str, Stateful]:
@@ -235,12 +211,7 @@ class Split(Trainable):
             thing.load_state_dict(clone(state[name]))
 
     def load_state_dict(self, state: dict[str, Any], *, keeps: bool = False) -> None:
-        """Go back to a state; where there are parts in it, the homes are those of a beginning.
-
-        Args:
-            state: What all have, and the parts that are held here then; or only what all have.
-            keeps: Its tensors may become those of this worker.
-        """
+        """Go back to what all have; where there are parts in the state, too, the homes are those of a beginning."""
         self.load_shared_state(state)
         if "parts" in state:
             saved = {int(part): of_part for part, of_part in state["parts"].items()}

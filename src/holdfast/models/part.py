@@ -105,10 +105,7 @@ class Part:
     def backward(self, loss: torch.Tensor, samples: int, midway: Callable[[], None] | None) -> None:
         """Add up gradients of the *sum* over the slice, because slices may differ in size.
 
-        Args:
-            loss: Mean over the slice.
-            samples: Size of the slice.
-            midway: Called when half of the parameters have their gradient.
+        ``midway`` is called when half of the parameters have their gradient.
         """
         total = self.total(loss, samples)
         if midway is None:
@@ -139,12 +136,9 @@ class Part:
     def apply(
         self, batch: MiniBatch, names: Sequence[str], known: Mapping[str, float] | None = None
     ) -> dict[str, float]:
-        """Run the optimizer on the mean gradient, and return the figures of the step.
+        """Run the optimizer on the mean gradient, and return the figures of the step; see :meth:`Trainable.apply`.
 
-        Args:
-            batch: The mini-batch of the step.
-            names: Of the figures that were logged here.
-            known: Figures that are known already, where they were not summed with these gradients.
+        They are ``known`` already where they were not summed with these gradients.
         """
         self.gradients.take_buffers()
         metrics = self.gradients.metrics(names) if known is None else dict(known)

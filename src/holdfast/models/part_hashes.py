@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol, TypeVar
+from typing import TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -22,19 +22,23 @@ from holdfast.models.resident_parts import Holdings
 _Looked = TypeVar("_Looked")
 
 
-class InParts(Protocol):
+class InParts:
     """A split model, as far as it is hashed."""
 
     holdings: Holdings
 
     def prefix(self, part: int) -> str:
         """Return what the names of a part's tensors begin with in the whole model."""
+        return ""
 
     def common_buffers(self) -> list[tuple[str, torch.Tensor]]:
         """Return the buffers that all workers have, by name, as they were when the step in progress began; of each the same memory."""
+        return []
 
     def remember_buffers(self) -> None:
         """Let the buffers, where no step is in progress, count as those with which one begins."""
+        for held in self.holdings.held.values():
+            held.buckets.buffers.begin_step()
 
 
 class PartFingerprint(Fingerprint):

@@ -122,11 +122,9 @@ class Pipelined(Split):
             self._count(self._comm)
 
     def shared_state(self) -> dict[str, Any]:
-        """Return what all workers have."""
         return super().shared_state() | {"stages": self.given.parts}
 
     def load_shared_state(self, state: Mapping[str, Any]) -> None:
-        """Go back to what all workers have."""
         super().load_shared_state(state)
         if state["stages"] != self.given.parts:
             raise CheckpointError(
@@ -142,7 +140,6 @@ class Pipelined(Split):
         return [self.numel, super().homes()]
 
     def take_homes(self, homes: Any) -> None:
-        """Hear, as a newcomer, what :meth:`homes` returned."""
         self.numel, of_parts = homes
         super().take_homes(of_parts)
 
@@ -170,7 +167,6 @@ class Pipelined(Split):
             self.stages.share_norms()
 
     def discard_step(self) -> None:
-        """Take back all that the attempt changed."""
         for part in self.holdings.held.values():
             part.discard()
         self._take_back_registered()
@@ -180,11 +176,9 @@ class Pipelined(Split):
         return {}
 
     def figures(self) -> list[float]:
-        """Return all figures of the step, which is computed."""
         return in_order(self._metrics)
 
     def apply(self, batch: MiniBatch, names: Sequence[str]) -> dict[str, float]:
-        """Run the optimizers, and return the figures of the step."""
         for part in self.holdings.held.values():
             part.apply(batch, (), self._metrics)
         if self._scaling is not None:
@@ -197,7 +191,6 @@ class Pipelined(Split):
         return {rank for number in batch.owners for rank in chain_of(homes, batch, number)}
 
     def finish(self) -> None:
-        """Give every worker the whole model."""
         comm, homes = self._comm, self.holdings.now
         own = self.holdings.sha256s()
         parts, sha256s = [], []

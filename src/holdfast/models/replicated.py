@@ -39,7 +39,6 @@ class Replica(Part, Trainable):
 
     @property
     def whole(self) -> Part:
-        """See :attr:`Trainable.whole`."""
         return self
 
     def named(self, target: str) -> Mapping[str, object] | None:
@@ -56,13 +55,7 @@ class Replica(Part, Trainable):
             self.update_eagerly(world.clock, world.spent, beside=not isinstance(world.comm, VirtualCommunicator))
 
     def update_eagerly(self, clock: Clock, spent: Spent, *, beside: bool) -> None:
-        """From now on, update the parameters of a bucket as soon as its sum is known.
-
-        Args:
-            clock: For what it takes.
-            spent: Is told what it took.
-            beside: In a thread, beside the sums that follow.
-        """
+        """From now on, update the parameters of a bucket as soon as its sum is known; see :class:`Eager`."""
         if self.eager is None:
             self.eager = Eager(self.buckets, self.optimizer, clock, spent, beside=beside)
 
@@ -84,7 +77,6 @@ class Replica(Part, Trainable):
         self._remember_registered()
 
     def discard_step(self) -> None:
-        """Take back all that the attempt changed."""
         if self.eager is not None:
             self.eager.undo()
         self.discard()

@@ -48,13 +48,7 @@ class Holdings:
         return () if self.homes is None else self.homes.lost(members)
 
     def begin(self, members: Sequence[int], here: Sequence[int], saved: Mapping[int, Mapping[str, Any]] | None) -> None:
-        """Hold what a job of these members holds when it begins, or loads.
-
-        Args:
-            members: The living.
-            here: Those of them that this process plays.
-            saved: By part, the state that was loaded; None: as it is at the beginning of training.
-        """
+        """Hold what a job of these members holds when it begins, or loads the states in ``saved``, by part."""
         self._staged, self._next = {}, None
         self.homes = first_homes(self.shape, members)
         held = self.homes.held_by(here)
@@ -77,14 +71,9 @@ class Holdings:
                     self.held[part].load_state_dict(state, keeps=True)
 
     def rehome(self, comm: Communicator, restore: Restore | None = None) -> int:
-        """Let all parts have holders among the living, as they are to have; what comes here is kept aside.
+        """Let all parts have holders among the living; what comes here is kept aside.
 
-        Args:
-            comm: Of the living.
-            restore: Restores the parts that nobody holds; without it there must be none.
-
-        Returns:
-            How many parts changed hands.
+        There may be parts without a holder only if there is ``restore``. Returns how many changed hands.
         """
         self._staged = {}
         self._next = new_homes(self.shape, self.now, comm.members)

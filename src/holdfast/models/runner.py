@@ -48,13 +48,7 @@ class Runner(ABC):
 
     @abstractmethod
     def step(self, batch: MiniBatch, slices: list[int], attempt: int) -> Step:
-        """Return what the script gets: the next attempt at a step, which is begun.
-
-        Args:
-            batch: Of the step.
-            slices: Those that are computed here.
-            attempt: How often in a row the step was begun before.
-        """
+        """Return what the script gets: the next attempt at a step, which is begun, with the slices that are computed here."""
 
     @abstractmethod
     def finish(self, batch: MiniBatch, attempt: Step) -> None:
@@ -65,13 +59,7 @@ class Runner(ABC):
         raise InternalError(f"bucket {bucket} of step {batch.step} is no sum of all workers")
 
     def hand_over(self, batch: MiniBatch, bucket: int, source: int) -> None:
-        """Give a sum, and the slices that are in it, to the workers that lack it.
-
-        Args:
-            batch: Of the step.
-            bucket: Which sum.
-            source: A worker that has it.
-        """
+        """Give the sum of a bucket, and the slices that are in it, from ``source`` to the workers that lack it."""
         raise InternalError(
             f"bucket {bucket} of step {batch.step} is no sum of all workers, so worker {source} has none to give"
         )

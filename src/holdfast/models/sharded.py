@@ -152,7 +152,6 @@ class Shards(Split):
                     parameter.data = parameter.data.new_zeros(()).expand(parameter.shape)
 
     def discard_step(self) -> None:
-        """Take back all that the attempt changed."""
         self.flow.discard()
         self._take_back_registered()
         self._take_back_loans()
@@ -166,11 +165,9 @@ class Shards(Split):
         self.flow.buckets.buffers.begin_step()
 
     def missing_slices(self, batch: MiniBatch) -> dict[int, tuple[int, ...]]:
-        """Return the buckets that each lost slice is missing from."""
         return self.flow.gradients.missing_slices(batch)
 
     def figures(self) -> list[float]:
-        """Return all figures of the step, whose sums are known."""
         return self.flow.gradients.figures()
 
     def apply(self, batch: MiniBatch, names: Sequence[str]) -> dict[str, float]:
@@ -217,11 +214,9 @@ class Shards(Split):
     # -- the state as a whole
 
     def shared_state(self) -> dict[str, Any]:
-        """Return what all workers have."""
         return super().shared_state() | {"shards": len(self._shards), "buffers": dict(self._model.named_buffers())}
 
     def load_shared_state(self, state: Mapping[str, Any]) -> None:
-        """Go back to what all workers have."""
         super().load_shared_state(state)
         if state["shards"] != len(self._shards):
             raise CheckpointError(

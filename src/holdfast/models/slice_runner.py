@@ -62,7 +62,6 @@ class SliceRunner(Runner):
         return self._loaded.pop(number)
 
     def backward(self, loss: torch.Tensor, batch: MiniBatch, number: int) -> None:
-        """Compute the gradients of the slice."""
         ids, owner, faults = batch.slices[number], batch.owners[number], self._world.faults
         self._world.beacon.mark("backward", batch.step, number, ids)
         is_due = faults.waits_for("backward", batch.step, owner)

@@ -70,12 +70,9 @@ class Copies:
         return _Place(Writer(checkpoints, background=background, after_commit=lambda: self._prune(checkpoints)))
 
     def write(self, part: int, step: int, state: Callable[[], Mapping[str, Any]]) -> None:
-        """Begin to write a copy of a part, if one is due and the last one is written; else it is due the next time.
+        """Begin to write a copy of a part that is expected, if one is due and the last one is written; else it is due the next time.
 
-        Args:
-            part: Which; nothing is done unless it is expected.
-            step: The copy is as it is kept before it.
-            state: Returns it; see :func:`~holdfast.checkpoint.format.flatten`. It may change when this returns.
+        ``state`` returns the copy, as it is kept before ``step``. It may change when this returns.
         """
         place = self._places.get(part)
         if place is None or step < place.due or place.writer.step is not None:

@@ -73,14 +73,10 @@ class StepGradients:
     # -- sums
 
     def mean(self, bucket: int, batch: MiniBatch, slices: Sequence[int], rescale: str) -> Mean:
-        """Return what the sum of ``bucket`` is divided by, so that its gradients are means.
+        """Return what the sum of ``bucket`` over ``slices`` is divided by, so that its gradients are means.
 
-        Args:
-            bucket: Which.
-            batch: The mini-batch of the step.
-            slices: Those that are in the sum.
-            rescale: ``"survivors"`` divides by the samples in the sum, ``"original"`` by those that the mini-batch would
-                have with all workers alive.
+        To ``rescale`` for ``"survivors"`` divides by the samples in the sum, for ``"original"`` by those that the mini-batch would
+        have with all workers alive.
         """
         inside = max(1, batch.samples_of(slices))
         divisor = inside if rescale == "survivors" else batch.full_size
