@@ -69,12 +69,9 @@ def _bounds(slices: int, ranks: Sequence[int], speeds: Mapping[int, float]) -> t
 
 
 def _cost(free: Home, aligned: bool, stop: int) -> tuple[int, int, int]:
-    """Return what speaks against a run that ends at ``stop``.
+    """Return what speaks against a run that ends at ``stop``, where the next one begins; it is not 0.
 
-    Args:
-        free: Where it may end without moving anything: nobody is at home between the two.
-        aligned: First of all it is to end where a large group does.
-        stop: The first slice of the next run, not 0.
+    Anywhere in ``free`` it may end without moving anything. If ``aligned``, it is first of all to end where a large group does.
     """
     moved = max(free[0] - stop, stop - free[1], 0)
     group = stop & -stop  # the largest power of two that divides it

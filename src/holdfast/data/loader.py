@@ -101,12 +101,7 @@ class _Queue(Iterable[_Wanted]):
 
 
 class Loading:
-    """Gives a training loop the inputs of its slices.
-
-    Args:
-        ahead: Says what follows.
-        mine: Says what is needed here.
-    """
+    """Gives a training loop the inputs of its slices: of those that are ``mine``, and of what lies ``ahead``."""
 
     def __init__(self, source: Source, ahead: Ahead, mine: Mine) -> None:
         self._source = source

@@ -169,13 +169,7 @@ class Batches:
 
 
 def _cuts(count: int, pieces: int, shares: Sequence[float]) -> list[int]:
-    """Return where each piece of so many samples begins, and where the last one ends.
-
-    Args:
-        count: Samples.
-        pieces: As even as can be, if there are no ``shares``.
-        shares: Of each piece, relative to each other.
-    """
+    """Return where each piece of so many samples begins, and where the last one ends: as even as can be, or in proportion to the shares."""
     if not shares:
         return [i * count // pieces for i in range(pieces + 1)]
     *parts, whole = accumulate(shares)

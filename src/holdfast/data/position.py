@@ -16,11 +16,7 @@ _MUST_NOT_CHANGE = ("slices", "seed", "batch_size", "num_samples", "shuffle", "d
 
 
 class Place:
-    """Cuts mini-batches one after another, and keeps the ledger.
-
-    Args:
-        changes: What was changed while the job ran, see :meth:`change`.
-    """
+    """Cuts mini-batches one after another, and keeps the ledger."""
 
     def __init__(self, plan: Plan, changes: Mapping[str, Any]) -> None:
         self._given = plan
@@ -28,11 +24,9 @@ class Place:
         self._begin_again()
 
     def change(self, changes: Mapping[str, Any]) -> None:
-        """Cut what follows otherwise than the script said.
+        """Cut what follows otherwise than the script said, with all changes that are to be in force, as plain JSON.
 
-        Args:
-            changes: All that are to be in force, as plain JSON: another ``batch_size``, number of ``workers`` that share
-                the work, or their ``speeds``.
+        They are another ``batch_size``, number of ``workers`` that share the work, or their ``speeds``.
         """
         values = dict(changes)
         if "speeds" in values:
@@ -85,12 +79,7 @@ class Place:
         return self._ledger.state_dict()
 
     def restore(self, info: dict[str, Any], ledger: dict[str, Any], *, keep_slices: bool) -> None:
-        """Go on from a checkpoint.
-
-        Args:
-            info: What :meth:`info` returned.
-            ledger: What :meth:`state_dict` returned.
-            keep_slices: The number of slices was asked for; otherwise it is the checkpoint's.
+        """Go on from what :meth:`info` and :meth:`state_dict` returned; keep the number of slices if it was asked for.
 
         Raises:
             ConfigError: if the run that made it was another one.

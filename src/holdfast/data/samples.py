@@ -24,12 +24,9 @@ def check_dataset(dataset: Any) -> None:
 
 
 def fetch(dataset: Any, ids: Ids, collate: Any) -> Any:
-    """Return the samples ``ids`` of ``dataset`` as one batch.
+    """Return the samples ``ids`` of ``dataset`` as one batch, made by ``collate``; None takes torch's default.
 
-    Args:
-        dataset: Anything with ``len`` and ``[]``; a ``TensorDataset`` is indexed at once.
-        ids: Which samples.
-        collate: Makes a batch of a list of samples; None takes torch's default.
+    The dataset is anything with ``len`` and ``[]``; a ``TensorDataset`` is indexed at once.
     """
     if collate is None and type(dataset) is TensorDataset:  # a subclass may have a [] of its own
         index = torch.from_numpy(ids)

@@ -22,11 +22,7 @@ from holdfast.recovery.messages import Progress
 
 
 class Certificate:
-    """Makes the links of one training loop.
-
-    Args:
-        figures: Returns all figures of the step, the loss first; see :meth:`Trainable.figures`.
-    """
+    """Makes the links of one training loop, of the fingerprints and ``figures`` of its steps."""
 
     def __init__(self, world: World, figures: Callable[[], list[float]], fingerprint: Fingerprint) -> None:
         self._world = world
@@ -53,13 +49,7 @@ class Certificate:
         return self._heard
 
     def learn(self, step: int, known: Mapping[int, Progress], num_buckets: int) -> None:
-        """Hear with everybody's progress what the closing sum of ``step`` said, if somebody has completed it.
-
-        Args:
-            step: Which this worker has in progress.
-            known: By rank, how far all are.
-            num_buckets: Buckets of a step; it has one sum more.
-        """
+        """Hear with everybody's progress what the closing sum of ``step`` said, if another worker has completed it."""
         for other in known.values():
             if self._fingerprint.parts and other.completed // (num_buckets + 1) > step:
                 self._hear(step, other.heard)
@@ -70,12 +60,7 @@ class Certificate:
     # -- a step
 
     def commit(self, batch: MiniBatch, lost: Collection[int]) -> Link:
-        """Add the link of the step in progress, all sums of which are known.
-
-        Args:
-            batch: Its mini-batch.
-            lost: Slices that are not, or not whole, in the sums.
-        """
+        """Add the link of the step in progress, all sums of which are known; ``lost`` slices are not, or not whole, in them."""
         world = self._world
         known, state = self._known
         if known != batch.step:

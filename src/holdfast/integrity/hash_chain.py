@@ -31,20 +31,14 @@ GENESIS = _sha256(b"holdfast certificate 1")
 
 
 def digest_of_ids(slices: Iterable[tuple[int, bytes]]) -> str:
-    """Return the digest of the samples of a step.
-
-    Args:
-        slices: Number of each slice that is committed, ascending, and the ids of its samples in their order, as little-endian
-            int64.
-    """
+    """Return the digest of the samples of a step, by slice that is committed, ascending: ids in their order, as little-endian int64."""
     return _sha256(b"".join(struct.pack("<qq", number, len(ids) // 8) + ids for number, ids in slices))
 
 
 def digest_of_figures(values: Sequence[float]) -> str:
-    """Return the digest of the metrics of a step: half of it is of the loss, which every worker knows, half of the others.
+    """Return the digest of the metrics of a step, the loss first: half of it is of the loss, which every worker knows, half of the others.
 
-    Args:
-        values: The loss first, then the others by name; every NaN counts as the same.
+    Every NaN counts as the same.
     """
     return "".join(_sha256(_exact(half))[: _LETTERS // 2] for half in (values[:1], values[1:]))
 
@@ -79,8 +73,7 @@ def number_of_tensors(tensors: Mapping[str, str]) -> int:
 def said_of_part(numbers: Collection[int]) -> tuple[int, int]:
     """Return what the closing sum says of a part of a split model: two maxima, which show if its holders differ.
 
-    Args:
-        numbers: Its digests, one of each holder, from 0 to 2**62 - 1; none of who holds nothing of it.
+    The numbers are its digests, one of each holder, from 0 to 2**62 - 1; there are none at a worker that holds nothing of it.
     """
     if not numbers:
         return NOTHING, NOTHING
@@ -88,11 +81,7 @@ def said_of_part(numbers: Collection[int]) -> tuple[int, int]:
 
 
 def digest_of_parts(said: Sequence[int]) -> int:
-    """Return the digest of the state of a split model, from 0 to 2**62 - 1.
-
-    Args:
-        said: What was said of each part that was hashed, see :func:`said_of_part`.
-    """
+    """Return the digest of the state of a split model, from 0 to 2**62 - 1, of what :func:`said_of_part` says of each part."""
     return int(_sha256(struct.pack(f"<{len(said)}q", *said))[:16], 16) >> 2
 
 

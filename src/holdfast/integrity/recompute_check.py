@@ -26,13 +26,7 @@ class Computed:
         self._before: dict[tuple[int, int], int] = {}
 
     def note(self, step: int, number: int, parts: Iterable[torch.Tensor]) -> bool:
-        """Note what a slice gave; return whether it gave something else before.
-
-        Args:
-            step: Step in progress.
-            number: Of the slice.
-            parts: What it gave, vectors of which the first numbers are looked at.
-        """
+        """Note the first numbers of what a slice gave; return whether it gave something else before."""
         digest = xxhash.xxh3_64()
         for part in parts:
             digest.update(raw(part[:_LOOKED_AT]))

@@ -45,11 +45,7 @@ class WayBack:
 
 
 class Watch:
-    """Compares replicas, as :attr:`Settings.guard` says.
-
-    Args:
-        whole: What is compared; None where workers hold parts.
-    """
+    """Compares replicas, as :attr:`Settings.guard` says; ``whole`` is None where workers hold parts."""
 
     def __init__(self, world: World, whole: Part | None, fingerprint: Fingerprint, scribe: Scribe) -> None:
         self._world = world
@@ -96,12 +92,7 @@ class Watch:
                 self._odd.add(batch.owners[number])
 
     def fill(self, step: int, *, is_last: bool) -> GuardVote:
-        """Return what this worker says as a step closes, all sums of which are known.
-
-        Args:
-            step: Which.
-            is_last: No step follows, so that all there is is compared.
-        """
+        """Return what this worker says as a step closes, all sums of which are known; if it ``is_last``, all there is is compared."""
         if is_last and self._policy != "off":
             self._fingerprint.compare_all()
         return GuardVote(
@@ -173,8 +164,7 @@ class Watch:
     def _minorities(self, mine: dict[str, dict[int, int]]) -> dict[str, tuple[int, ...]]:
         """Return which halves of what was compared differ, and the workers whose digest is not that of more than half.
 
-        Args:
-            mine: By half and by worker that is played here, the digest.
+        ``mine`` are the digests, by half and by worker that is played here.
         """
         if not mine:
             return {}

@@ -27,10 +27,8 @@ class OwnStates:
     """Weights and optimizer's state by worker; as long as all have the same, those in the model, there is nothing here.
 
     What was altered at one worker stays its own: it computes its slices with it, and takes the same steps with it as the
-    others do with theirs, because nothing but gradients goes from one to another.
-
-    Args:
-        model: In which the state of one worker lies at a time: of whoever computes, else of the lowest.
+    others do with theirs, because nothing but gradients goes from one to another. The state of one worker lies in the model
+    at a time: of the one that computes, else of the lowest.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

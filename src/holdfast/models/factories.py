@@ -29,11 +29,7 @@ class Makers:
     def part(
         self, kind: type[_Kind], what: str, module: nn.Module, *, clip_grad_norm: float | None, checked: bool
     ) -> _Kind:
-        """Return a part that can be trained.
-
-        Raises:
-            ConfigError: if a function makes something else than it should.
-        """
+        """Return a part that can be trained, if the functions make what they should; in errors it is called ``what``."""
         optimizer = self.optimizer(module.parameters())
         _check(optimizer, torch.optim.Optimizer, f"the function that makes the optimizer of a {what}")
         average = None if self.average is None else self.average(module)

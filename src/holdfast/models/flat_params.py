@@ -37,15 +37,9 @@ def _padded_numel(parameter: nn.Parameter) -> int:
 
 
 class Rows:
-    """The numbers of a part in blocks of :data:`BLOCK_BYTES`, which never straddle two parameters.
+    """The numbers of a part, whose parameters lie in ``row``, in blocks of :data:`BLOCK_BYTES`, which never straddle two parameters.
 
-    What the optimizer keeps for each number of a parameter, in the same type, is moved into rows, too.
-
-    Args:
-        row: Where its parameters lie; see :func:`in_row`.
-
-    Raises:
-        ConfigError: if there are several types of number among them.
+    What the optimizer keeps for each number of a parameter is moved into rows, too. All must be of one type.
     """
 
     def __init__(self, part: Part, row: torch.Tensor) -> None:

@@ -129,11 +129,7 @@ class Buckets:
             parameter.grad = view.copy_(gradient.detach())
 
     def collect(self, terms: Terms) -> None:
-        """Make sure that all gradients of a slice are in ``terms``, and drop them from the parameters.
-
-        Raises:
-            ScriptError: if a gradient is sparse.
-        """
+        """Make sure that all gradients of a slice are in ``terms``, none of them sparse, and drop them from the parameters."""
         self._target = None
         for bucket, term, views in zip(self.layouts, terms.flat, terms.views, strict=True):
             term[bucket.gradients_end : bucket.figures_at] = 1.0  # the presences
@@ -164,11 +160,7 @@ class Buckets:
                 yield place.parameter, view
 
     def put_figures(self, term: torch.Tensor, metrics: Mapping[str, torch.Tensor | float], samples: int) -> None:
-        """Write what a slice logged, means over its samples, and its buffers behind the gradients of its last bucket.
-
-        Raises:
-            ScriptError: if more than :data:`MAX_METRICS` figures were logged.
-        """
+        """Write what a slice logged, at most :data:`MAX_METRICS` means over its samples, and its buffers behind its last bucket."""
         if len(metrics) > MAX_METRICS:
             raise ScriptError(
                 f"at most {MAX_METRICS} figures can be logged in a step, got {len(metrics)}: {', '.join(metrics)}"
@@ -293,10 +285,7 @@ class StepBuffers:
         _copy(self._collected(), self._start)
 
     def lend(self) -> None:
-        """Let the next forward pass start from the beginning of the step with buffers of its own.
-
-        For a pass that goes back only after others have gone forward: it may have kept its buffers for that.
-        """
+        """Let the next forward pass have buffers of its own, from the beginning of the step: it may keep them for a later way back."""
         for (module, name, _), start in zip(self._places, self._start, strict=True):
             buffers_of(module)[name] = start.clone()
 

@@ -17,12 +17,7 @@ Forward = Callable[[torch.Tensor], torch.Tensor]
 
 
 def loss_of(loss: Loss, output: torch.Tensor, targets: Sequence[Any]) -> tuple[torch.Tensor, dict[str, Any]]:
-    """Return the loss of a slice, and what else is to be logged of it.
-
-    Raises:
-        ScriptError: if the loss is no scalar.
-        ConfigError: if a figure has a name that cannot be written down.
-    """
+    """Return the loss of a slice, which must be a scalar, and what else is to be logged of it."""
     made = loss(output, *targets)
     value, more = made if isinstance(made, tuple) else (made, {})
     if not isinstance(value, torch.Tensor) or value.numel() != 1:
@@ -33,11 +28,7 @@ def loss_of(loss: Loss, output: torch.Tensor, targets: Sequence[Any]) -> tuple[t
 
 
 def check_name(name: str) -> None:
-    """Make sure that the name of a figure can be written down.
-
-    Raises:
-        ConfigError: if it cannot be encoded as UTF-8.
-    """
+    """Make sure that the name of a figure can be encoded as UTF-8, to be written down."""
     try:
         name.encode()
     except UnicodeEncodeError as error:
@@ -52,11 +43,7 @@ def figure_of(value: torch.Tensor | float) -> torch.Tensor | float:
 
 
 def checked(inputs: Any) -> Sequence[Any]:
-    """Return the inputs of a slice.
-
-    Raises:
-        ScriptError: if the first of them is no tensor for the model.
-    """
+    """Return the inputs of a slice, of which the first must be a tensor for the model."""
     if isinstance(inputs, list | tuple) and len(inputs) > 0 and isinstance(inputs[0], torch.Tensor):
         return inputs
     raise ScriptError(

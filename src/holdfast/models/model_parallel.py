@@ -28,13 +28,7 @@ from holdfast.state.transfer import take_lowest
 
 
 class Split(InParts, Trainable):
-    """A model of which workers hold parts; where they are, and their state.
-
-    Args:
-        build: Makes a part as it is at the beginning of training.
-        drop: Is told of a part that is not held here any more.
-        scaler: A ``torch.amp.GradScaler`` for all parts, in the same state at all workers.
-    """
+    """A model of which workers hold parts: where they are, and their state; see :class:`Holdings`. One scaler serves all parts."""
 
     def __init__(self, shape: Shape, build: Build, drop: Callable[[int], None], scaler: Any) -> None:
         super().__init__()
@@ -197,11 +191,7 @@ class Split(InParts, Trainable):
         return shared if self._scaler is None else shared | {"scaler": self._scaler}
 
     def load_shared_state(self, state: Mapping[str, Any]) -> None:
-        """Go back to what all workers have.
-
-        Raises:
-            CheckpointError: if the state is of other parts than this session has.
-        """
+        """Go back to what all workers have, if this session has the same things."""
         mine = self.shared_state().keys()
         if mine != state.keys() - {"parts"}:
             raise CheckpointError(

@@ -30,11 +30,7 @@ from holdfast.models.optimizers import may_write_gradients, updates_each_alone, 
 
 
 def check_eager(optimizer: torch.optim.Optimizer, *, scaler: Any, clip_grad_norm: float | None) -> None:
-    """Make sure that nothing needs the sums of all buckets before the first is updated.
-
-    Raises:
-        ConfigError: if something does.
-    """
+    """Make sure that nothing needs the sums of all buckets before the first is updated."""
     needs = ""
     if scaler is not None:
         needs = "a scaler looks at all gradients before it lets the optimizer run"
@@ -118,12 +114,7 @@ class Spent:
 
 
 class Eager:
-    """Updates one bucket after another while the sums that follow are made.
-
-    Args:
-        optimizer: Updates each parameter alone; see :func:`check_eager`.
-        beside: Update in a thread, beside the sums; otherwise at once.
-    """
+    """Updates one bucket after another: in a thread ``beside`` the sums that follow, or at once."""
 
     def __init__(
         self, buckets: Buckets, optimizer: torch.optim.Optimizer, clock: Clock, spent: Spent, *, beside: bool

@@ -257,15 +257,7 @@ class Part:
         return {name: thing.state_dict() for name, thing in self._stateful().items()} | {"transient": self._transient()}
 
     def load_state_dict(self, state: dict[str, Any], *, keeps: bool = False) -> None:
-        """Go back to a state.
-
-        Args:
-            state: What :meth:`state_dict` returned.
-            keeps: Its tensors may become those of this part; otherwise they are copied.
-
-        Raises:
-            CheckpointError: if the state is of other things than this part has.
-        """
+        """Go back to a state; see :meth:`Trainable.load_state_dict`."""
         self.own.forget()
         things = self._stateful()
         transient = self._transient()

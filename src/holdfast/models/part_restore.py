@@ -22,12 +22,7 @@ _Found = tuple[str, Restored]
 
 
 class Restorer:
-    """Restores parts under the strategy ``partial``.
-
-    Args:
-        backups: Of parts that others hold; None where there are none.
-        at_beginning: Returns the state of a part as training began; None if it cannot be made any more.
-    """
+    """Restores parts under the strategy ``partial``: from memory, from the disk, or as they were at the beginning."""
 
     def __init__(
         self,
@@ -44,10 +39,10 @@ class Restorer:
         self._scribe = scribe
 
     def restore(self, part: int) -> dict[str, Any]:
-        """Return the state of a part as it was saved last.
+        """Return the state of a part as it was saved last, or as training began.
 
         Raises:
-            StateLost: if it was saved nowhere, and cannot be made as it was at the beginning.
+            StateLost: if it is neither.
         """
         found = self._in_memory(part) or self._on_disk(part) or self._at_beginning(part)
         if found is None:

@@ -39,12 +39,7 @@ _BESIDE = -2
 
 
 class Pipelined(Split):
-    """The stages of a pipeline that this worker holds.
-
-    Args:
-        scaler: A ``torch.amp.GradScaler``; see :class:`~holdfast.models.pipeline_scaler.Scaling`.
-        clip_grad_norm: Largest norm of the norms of the stages.
-    """
+    """The stages of a pipeline that this worker holds; ``clip_grad_norm`` limits the norm of their norms."""
 
     kind = PIPELINE
     has_stages = True

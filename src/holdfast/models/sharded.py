@@ -46,12 +46,7 @@ class _Shard:
 class Shards(Split):
     """The shards that this worker holds, and the model that it computes with.
 
-    Args:
-        scaler: A ``torch.amp.GradScaler``; unscales the gradients of the whole model, which each worker has.
-        clip_grad_norm: Largest norm of the mean gradient of the whole model.
-
-    Raises:
-        ConfigError: if the strategy is ``forward``, the model is not on the CPU, or there are fewer parameters than shards.
+    The scaler and ``clip_grad_norm`` are applied to the gradients of the whole model, which each worker has.
     """
 
     kind = SHARDED

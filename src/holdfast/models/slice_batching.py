@@ -81,11 +81,7 @@ class Tried:
         return self.times == TRIALS or bool(self.why_not)
 
     def take_shapes(self, inputs: Sequence[Sequence[Any]]) -> None:
-        """Look whether slices have the shapes that they had before; where these change, as of texts, every step would be a trial.
-
-        Raises:
-            CannotSplitError: if not.
-        """
+        """Look whether slices have the shapes that they had before; where these change, as of texts, every step would be a trial."""
         shapes = [[(x.shape, x.dtype) if isinstance(x, torch.Tensor) else type(x) for x in slice_] for slice_ in inputs]
         if self.shapes not in (None, shapes) or len({x.shape[1:] for x, *_ in inputs}) > 1:
             raise CannotSplitError("samples of one slice have another shape than those of another, or of another step")
@@ -128,11 +124,7 @@ class AtOnce:
         return self._tried[key]
 
     def compute(self, tried: Tried, slices: Sequence[Slice], forward: Forward, loss: Loss) -> bool:
-        """Compute slices, and write what they give to the sums where these look for it.
-
-        Returns:
-            Whether that was possible; if not, ``tried`` knows why.
-        """
+        """Compute slices, and write what they give where the sums look for it; return whether it worked: ``tried`` knows why not."""
         look = self._torch_states if tried.is_over else generator_states
         drawn = look()
         try:
@@ -163,9 +155,6 @@ class AtOnce:
         """See that what is trained comes into the losses by its layer alone, whose gradient is all that is taken here.
 
         In every step, which takes microseconds: a penalty may begin, or weigh more than nothing, long after the trial.
-
-        Raises:
-            CannotSplitError: if not.
         """
         ways = _ways(totals)
         if any(times > 1 for times in ways.values()):
@@ -207,11 +196,7 @@ class AtOnce:
 
 
 def _own_of(layer: nn.Module) -> Own:
-    """Return the weight and the bias of a layer.
-
-    Raises:
-        CannotSplitError: if it has others, as where one is made of something else on the way forward.
-    """
+    """Return the weight and the bias of a layer, if it has no others, as where one is made of something else on the way forward."""
     own = dict(layer.named_parameters(recurse=False))
     weight, bias = own.pop("weight", None), own.pop("bias", None)
     if own or weight is None:
@@ -229,11 +214,7 @@ def has_bits(slice_: Slice, copies: Sequence[torch.Tensor]) -> bool:
 
 @contextlib.contextmanager
 def _script() -> Iterator[None]:
-    """Let what the script raises be a reason: it may count on the size of a slice, and if not, it raises one by one, too.
-
-    Raises:
-        CannotSplitError: if it does.
-    """
+    """Let what the script raises be a reason: it may count on the size of a slice, and if not, it raises one by one, too."""
     try:
         yield
     except CannotSplitError:
@@ -262,11 +243,7 @@ def _ways(totals: Sequence[torch.Tensor]) -> Counter[Node]:
 
 
 class _Watch:
-    """Notes what goes into layers and what comes out, while a forward pass is within it.
-
-    Args:
-        rows: Of what goes in: one for each sample.
-    """
+    """Notes what goes into layers, a row for each sample, and what comes out, while a forward pass is within it."""
 
     def __init__(self, layers: Mapping[nn.Module, Own], rows: int) -> None:
         self._layers = layers
@@ -303,11 +280,7 @@ class _Watch:
 
 
 def _layers_of(model: nn.Module) -> dict[nn.Module, Own]:
-    """Return the layers that have parameters to train, with what they have.
-
-    Raises:
-        CannotSplitError: if one of them is of another kind than those of :data:`GRADIENTS`, or shares a parameter.
-    """
+    """Return the layers that have parameters to train, with what they have: of the kinds of :data:`GRADIENTS`, and none shared."""
     layers: dict[nn.Module, Own] = {}
     seen: set[nn.Parameter] = set()
     for name, module in model.named_modules():

@@ -23,11 +23,7 @@ from holdfast.session.step import Step
 
 
 class SliceRunner(Runner):
-    """Computes slices where each worker computes with the whole model.
-
-    Args:
-        part: The whole model, with which slices are computed here.
-    """
+    """Computes slices with the whole model, which is ``part``."""
 
     def __init__(self, context: StepContext, trainable: Trainable, part: Part) -> None:
         super().__init__(context, trainable.rest)
@@ -91,12 +87,9 @@ class SliceRunner(Runner):
     def at_once(
         self, batch: MiniBatch, numbers: Sequence[int], forward: Forward, loss: Loss
     ) -> Iterator[Collection[int]]:
-        """Compute slices in one pass, where that is known to give each its bits.
+        """Compute slices in one pass, where that is known to give each its bits; yield those that are computed, all or none.
 
         Where it is not known yet, do that too, and compare it with what is computed one by one within this.
-
-        Yields:
-            Those that are computed: all or none.
         """
         if not self._may_go_at_once(batch, numbers):
             yield ()

@@ -55,12 +55,7 @@ class _Work:
 
 
 class Stages:
-    """Computes the stages that this worker holds, and sums their gradients among all who hold them.
-
-    Args:
-        altered: Where it is noted what did not arrive here as it was given; see :attr:`World.altered`.
-        scaling: Of the loss, if it is scaled.
-    """
+    """Computes the stages that this worker holds, and sums their gradients among all who hold them."""
 
     def __init__(
         self,
@@ -90,11 +85,7 @@ class Stages:
         self.mail.begin()
 
     def compute(self, batch: MiniBatch, seed: int, fetch: Callable[[int], Any], reach: Reach) -> None:
-        """Take the micro-batches of this worker's chains through its stages.
-
-        Raises:
-            ScriptError: if the script's batches, stages or loss are not what they must be.
-        """
+        """Take the micro-batches of this worker's chains through its stages."""
         reach("handover", None)
         for number, part in self._places(batch, back=False):
             reach("handover", number)

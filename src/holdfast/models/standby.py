@@ -69,13 +69,7 @@ class _Copy:
 
 
 class Backups:
-    """Keeps this worker's backups, and those of its parts at others.
-
-    Args:
-        row_of: Returns where the parameters of a part that is held here lie.
-        world: Says how, and whether they are written to the disk.
-        warn: Is told of damage, and of what could not be written.
-    """
+    """Keeps this worker's backups, and those of its parts at others, in memory and on the disk; warns of damage there."""
 
     def __init__(
         self, holdings: Holdings, row_of: Callable[[int], torch.Tensor], world: World, warn: Callable[[str], None]

@@ -36,12 +36,7 @@ class _Place:
 
 
 class Copies:
-    """Writes the copies of this worker's backups, and reads those that others wrote.
-
-    Args:
-        world: Says where, and what marks this beginning of the job. Where no place is named, nothing is written or read.
-        warn: Is told of damage, and of what could not be written.
-    """
+    """Writes the copies of this worker's backups, and reads those that others wrote; without a checkpoint-dir it does neither."""
 
     def __init__(self, world: World, warn: Callable[[str], None]) -> None:
         self._world = world

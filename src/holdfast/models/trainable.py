@@ -70,11 +70,7 @@ class Trainable(ABC):
     # -- a loop
 
     def begin_loop(self, world: World, scribe: Scribe) -> None:
-        """Meet the other workers. Called first of all in each training loop.
-
-        Raises:
-            ConfigError: if the model does not go with the strategy or the guard.
-        """
+        """Meet the other workers, if the model goes with the strategy and the guard. Called first of all in each training loop."""
         strategy_class(world.settings.strategy).check(self.kind)
 
     @abstractmethod
@@ -99,11 +95,7 @@ class Trainable(ABC):
 
     @abstractmethod
     def begin_step(self, reach: Reach) -> None:
-        """Begin an attempt at a step: remember what it may change.
-
-        Args:
-            reach: For faults that are due in what workers give each other before the first slice.
-        """
+        """Begin an attempt at a step: remember what it may change. Faults may be due in what workers give each other for it."""
 
     @abstractmethod
     def discard_step(self) -> None:
@@ -119,12 +111,7 @@ class Trainable(ABC):
 
     @abstractmethod
     def apply(self, batch: MiniBatch, names: Sequence[str]) -> dict[str, float]:
-        """Run the optimizer on the mean gradient, and return the figures of the step.
-
-        Args:
-            batch: The mini-batch of the step.
-            names: Of the figures that were logged here.
-        """
+        """Run the optimizer on the mean gradient, and return the figures of the step; the ``names`` are those that were logged here."""
 
     def computing(self, batch: MiniBatch, lost: Collection[int]) -> set[int]:
         """Return the workers that computed a slice of the step, or something of one, leaving out ``lost`` ones."""
@@ -142,11 +129,9 @@ class Trainable(ABC):
 
     @abstractmethod
     def load_state_dict(self, state: dict[str, Any], *, keeps: bool = False) -> None:
-        """Go back to a state.
+        """Go back to what :meth:`state_dict` or :meth:`shared_state` returned, as far as :meth:`wanted` says.
 
-        Args:
-            state: What :meth:`state_dict` or :meth:`shared_state` returned, as far as :meth:`wanted` says.
-            keeps: Its tensors may become those of this worker.
+        If it ``keeps`` them, tensors of the state may become those of this worker.
 
         Raises:
             CheckpointError: if the state is of other things than this session has.
@@ -201,12 +186,7 @@ class Trainable(ABC):
 
     @abstractmethod
     def tensors_of(self, target: str, rank: int, here: Sequence[int]) -> dict[str, torch.Tensor]:
-        """Return the weights, or what the optimizer keeps, by name, to be altered at one worker.
-
-        Args:
-            target: ``"weights"`` or ``"optimizer"``.
-            rank: The worker.
-            here: All workers that this process plays.
+        """Return ``"weights"``, or what the ``"optimizer"`` keeps, by name, to be altered at one of the workers ``here``.
 
         Raises:
             ConfigError: if no worker can have them for itself.
@@ -221,11 +201,10 @@ class Trainable(ABC):
     def rehome(self, *, restores: bool) -> None:
         """Let all parts have holders among the living; what comes here is kept aside.
 
-        Args:
-            restores: Parts that have no holder are as they were saved last.
+        If it ``restores``, parts without a holder are as they were saved last.
 
         Raises:
-            StateLost: if a part has no holder, and was saved nowhere.
+            StateLost: if such a part was saved nowhere.
         """
 
     def settle(self) -> None:

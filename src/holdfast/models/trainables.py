@@ -33,7 +33,7 @@ def make_trainable(
     """Return the model as training loops see it; what the arguments are is said by :class:`~holdfast.session.session.Session`.
 
     Raises:
-        ConfigError: if the arguments do not go together.
+        ConfigError: if they do not go together.
     """
     kind = type(model).__name__
     if not isinstance(model, Pipeline | Sharded):

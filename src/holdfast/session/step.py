@@ -15,46 +15,33 @@ from holdfast.models.loss import Forward, Loss, check_name, checked, figure_of, 
 _Made = TypeVar("_Made")
 
 
-class StepWork(Protocol):
-    """What the session does for any step."""
+class _StepWork(Protocol):
+    """What a step needs of the session; :class:`~holdfast.models.runner.Runner` is it."""
 
-    def ask_to_stop(self) -> None:
-        """Remember that training ends with this step."""
+    def ask_to_stop(self) -> None: ...
 
 
-class SliceWork(StepWork, Protocol):
-    """What the session does around each slice."""
+class _SliceWork(_StepWork, Protocol):
+    """What the session does around each slice; see :class:`~holdfast.models.slice_runner.SliceRunner`."""
 
-    def begin_slice(self, batch: MiniBatch, number: int) -> Any:
-        """Make everything ready for the slice and return its inputs."""
-
-    def backward(self, loss: torch.Tensor, batch: MiniBatch, number: int) -> None:
-        """Compute the gradients of the slice."""
-
-    def end_slice(self, batch: MiniBatch, number: int, metrics: dict[str, torch.Tensor | float]) -> None:
-        """Take the gradients away."""
-
-    def between_slices(self, batch: MiniBatch) -> None:
-        """Prepare what the script does outside the slices."""
-
+    def begin_slice(self, batch: MiniBatch, number: int) -> Any: ...
+    def backward(self, loss: torch.Tensor, batch: MiniBatch, number: int) -> None: ...
+    def end_slice(self, batch: MiniBatch, number: int, metrics: dict[str, torch.Tensor | float]) -> None: ...
+    def between_slices(self, batch: MiniBatch) -> None: ...
     def at_once(
         self, batch: MiniBatch, numbers: Sequence[int], forward: Forward, loss: Loss
-    ) -> AbstractContextManager[Collection[int]]:
-        """Return within what slices are computed, and which of them are already."""
+    ) -> AbstractContextManager[Collection[int]]: ...
+
+
+class _StagedWork(_StepWork, Protocol):
+    """What the session does where slices go through stages; see :class:`~holdfast.models.pipeline.StageRunner`."""
+
+    def compute(self, batch: MiniBatch) -> None: ...
+    def evaluate(self, batch: MiniBatch, dataset: Any, batch_size: int, *, averaged: bool) -> dict[str, float]: ...
 
 
 ONE_BY_ONE: AbstractContextManager[Collection[int]] = nullcontext(())
-"""What :meth:`SliceWork.at_once` returns where no slices are computed at once."""
-
-
-class StagedWork(StepWork, Protocol):
-    """What the session does where slices go through the stages of several workers."""
-
-    def compute(self, batch: MiniBatch) -> None:
-        """Compute the stages that are this worker's."""
-
-    def evaluate(self, batch: MiniBatch, dataset: Any, batch_size: int, *, averaged: bool) -> dict[str, float]:
-        """Return means over a dataset."""
+"""What ``at_once`` returns where no slices are computed at once: those that are computed already, none."""
 
 
 class Step:
@@ -64,13 +51,13 @@ class Step:
     perhaps with more slices; nothing of the first attempt remains.
     """
 
-    _work: SliceWork
+    _work: _SliceWork
 
-    def __init__(self, work: SliceWork, batch: MiniBatch, mine: list[int], attempt: int) -> None:
+    def __init__(self, work: _SliceWork, batch: MiniBatch, mine: list[int], attempt: int) -> None:
         self._work = work
         self._begin(work, batch, mine, attempt)
 
-    def _begin(self, work: StepWork, batch: MiniBatch, mine: list[int], attempt: int) -> None:
+    def _begin(self, work: _StepWork, batch: MiniBatch, mine: list[int], attempt: int) -> None:
         self._ask_to_stop = work.ask_to_stop
         self._batch = batch
         self._mine = mine
@@ -214,7 +201,7 @@ class Step:
 class StagedStep(Step):
     """One step of a :class:`~holdfast.Pipeline`: its slices go through the stages of several workers."""
 
-    def __init__(self, work: StagedWork, batch: MiniBatch, mine: list[int], attempt: int) -> None:
+    def __init__(self, work: _StagedWork, batch: MiniBatch, mine: list[int], attempt: int) -> None:
         self._begin(work, batch, mine, attempt)
         self._stages = work
         self._computed = False

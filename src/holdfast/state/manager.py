@@ -33,11 +33,7 @@ SHARED_BYTES = 32 << 20
 
 
 class Keeper:
-    """Takes checkpoints, beside the training loop where workers are real processes.
-
-    Args:
-        background: Write beside the loop.
-    """
+    """Takes checkpoints, in the ``background`` of the training loop where workers are real processes."""
 
     def __init__(self, settings: Settings, *, background: bool) -> None:
         self._settings = settings
@@ -79,10 +75,7 @@ class Keeper:
         return self._token
 
     def check_empty(self, *, ours: bool) -> None:
-        """Make sure that a new run does not mix its checkpoints with those of an older one.
-
-        Args:
-            ours: What is there was written by this run.
+        """Make sure that a new run does not mix its checkpoints with those of an older one; what is ``ours`` may be there.
 
         Raises:
             ConfigError: if there are complete checkpoints.
@@ -120,12 +113,7 @@ class Keeper:
         return 0 if self._named or not self._checkpoints.steps() else time.time_ns() // 1_000_000_000
 
     def start_over(self, token: int, fallback: int) -> None:
-        """Forget what was begun; from now on checkpoints are marked with a number.
-
-        Args:
-            token: See :attr:`token`.
-            fallback: What :meth:`choose_fallback` returned at the lead.
-        """
+        """Forget what was begun; go on with another :attr:`token`, and what :meth:`choose_fallback` returned at the lead."""
         self._token, self._begun = token, (-1, -1)
         if fallback:
             self._open(f"{DEFAULT_DIR}-{fallback}")

@@ -62,8 +62,7 @@ class Difference:
 def difference(kinds: Mapping[int, Kind]) -> Difference | None:
     """Return how the fewer workers that are of another kind differ from the most; None if all are of one kind.
 
-    Args:
-        kinds: By worker. Of several other kinds that of the lowest worker is named.
+    Of several other kinds that of the lowest worker is named.
     """
     usual = _most(kinds)
     odd = next((kinds[rank] for rank in sorted(kinds) if kinds[rank] != usual), None)
@@ -79,13 +78,9 @@ def difference(kinds: Mapping[int, Kind]) -> Difference | None:
 
 
 def between(mine: Kind, theirs: Kind, *, who: str, others: str) -> Difference | None:
-    """Return how ``mine`` differs from ``theirs``, None if it does not.
+    """Return how ``mine`` differs from ``theirs``, None if it does not. What an older version did not write down does not count.
 
-    Args:
-        mine: One kind.
-        theirs: Another. What an older version did not write down does not count.
-        who: Has the first, as ``"worker 3 has"``.
-        others: Have the second, as ``"the others"``.
+    ``who`` and ``others`` say whose they are, as ``"worker 3 has"`` and ``"the others"``.
     """
     known = [name for name in FIELDS if name in mine and name in theirs]
     name = next((name for name in known if mine[name] != theirs[name]), None)

@@ -84,12 +84,7 @@ def _matmul_precision() -> str:
 
 @functools.lru_cache(maxsize=8)
 def _digest_of_kernels(threads: int, flags: str) -> str:
-    """Return a digest of what a few kernels make of fixed numbers.
-
-    Args:
-        threads: Of which the results may depend, so that a change of it is noticed.
-        flags: The same.
-    """
+    """Return a digest of what a few kernels make of fixed numbers; the arguments let a change be noticed on which it may depend."""
     generator = torch.Generator("cpu").manual_seed(20)
 
     def noise(*shape: int) -> torch.Tensor:
@@ -172,12 +167,7 @@ def _promises(settings: Settings) -> bool:
 
 
 def compare_with_checkpoint(world: World, theirs: Kind) -> None:
-    """Say so if a checkpoint that is gone on from was made by workers of another kind: it is refused nowhere.
-
-    Args:
-        world: Goes on from it.
-        theirs: The kind of who made it; empty if it does not say.
-    """
+    """Say so if a checkpoint that is gone on from was made by workers of another kind: it is refused nowhere."""
     me = world.comm.here[0]
     found = between(world.kind, theirs, who=f"worker {me} has", others="who made the checkpoint") if theirs else None
     if found is not None:

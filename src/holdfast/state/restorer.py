@@ -30,12 +30,7 @@ from holdfast.state.transfer import give_state, take_state
 
 
 class Beginning:
-    """Saves the state of training, and brings everybody to the same one.
-
-    Args:
-        requests: What was changed while the job ran; goes back too.
-        watch: Keeps states in memory, and says when all go back to one.
-    """
+    """Saves the state of training, and brings all workers to the same one."""
 
     def __init__(
         self, world: World, replica: Trainable, place: Place, scribe: Scribe, requests: Requests, watch: Watch
@@ -143,8 +138,7 @@ class Beginning:
     def take_snapshot(self, heard: int) -> None:
         """Keep the state before the step in progress for the application that is built next, if this worker is to.
 
-        Args:
-            heard: What was asked for in closing sums and not yet done; it comes back with the state, in its ``info``.
+        What was ``heard`` in closing sums and not yet done comes back with it, in its ``info``.
         """
         world, source = self._world, self._world.settings.reinit_from
         if source == "checkpoint" or (source == "root" and not world.is_lead):

@@ -26,13 +26,9 @@ DIGEST_BYTES = 8
 
 
 def give_state(comm: Communicator, newcomers: Sequence[int], state: Any, info: dict[str, Any]) -> None:
-    """Take part in giving ``state``, the same at all members that are no newcomers.
+    """Take part in giving ``state``, the same at all members but ``newcomers``, who call :func:`take_state`.
 
-    Args:
-        comm: Of givers and newcomers.
-        newcomers: Members that call :func:`take_state`.
-        state: Anything that can be saved.
-        info: Plain JSON; that of the lowest giver is given.
+    What is given can be saved; the info is plain JSON, and that of the lowest giver is given.
     """
     said, packed = pack_state(state)
     _share_header(comm, newcomers, json.dumps(said | {"info": info}).encode())
@@ -92,9 +88,7 @@ def take_part(comm: Communicator, giver: int) -> dict[str, Any]:
 def take_lowest(comm: Communicator, state: dict[str, Any]) -> dict[str, Any] | None:
     """Return the state of the lowest member, where members have different ones; None where all are equal, and there.
 
-    Args:
-        comm: Of all who have a state; they call this together.
-        state: By name. What cannot be saved under one of them is everybody's own.
+    All who have a state call this together. What cannot be saved under one of its names is a worker's own.
 
     Raises:
         CheckpointError: if what came is not what was given.
@@ -144,11 +138,7 @@ def room_for(said: dict[str, Any]) -> tuple[dict[str, torch.Tensor], Packed]:
 
 
 class Packed:
-    """The memory of tensors as pieces: parts of the large ones, where they lie, and the small ones in a row of their own.
-
-    Args:
-        tensors: Contiguous, in the memory of the CPU.
-    """
+    """The memory of contiguous tensors as pieces: parts of the large ones, where they lie, and the small ones in a row of their own."""
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
         large: list[torch.Tensor] = []
