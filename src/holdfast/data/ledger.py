@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,12 +26,7 @@ class Account:
 
     def plus(self, other: Account) -> Account:
         """Return the sum of two accounts."""
-        return Account(
-            planned=self.planned + other.planned,
-            committed=self.committed + other.committed,
-            lost=self.lost + other.lost,
-            repeated=self.repeated + other.repeated,
-        )
+        return Account(**{name: number + getattr(other, name) for name, number in dataclasses.asdict(self).items()})
 
 
 class Ledger:
@@ -70,12 +66,8 @@ class Ledger:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint keeps."""
-        closed = self._closed
-        return {
-            "epoch": self._epoch,
-            "times": torch.from_numpy(self._times.copy()),
-            "closed": [closed.planned, closed.committed, closed.lost, closed.repeated],
-        }
+        closed = list(dataclasses.astuple(self._closed))
+        return {"epoch": self._epoch, "times": torch.from_numpy(self._times.copy()), "closed": closed}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from what :meth:`state_dict` returned."""

@@ -12,11 +12,7 @@ from holdfast.errors import ConfigError
 
 
 def check_dataset(dataset: Any) -> None:
-    """Make sure that samples can be asked for by number.
-
-    Raises:
-        ConfigError: if not.
-    """
+    """Make sure that samples can be asked for by number."""
     if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
         raise ConfigError(
             f"dataset must have len and [], got {type(dataset).__name__}; an IterableDataset cannot be cut into slices"

@@ -131,12 +131,7 @@ class RotatingDigest:
         return Digests(digest.number, certified.number)
 
     def of_step(self, step: int, halves: Sequence[str] = HALVES) -> int:
-        """Return the digest of what is compared in a step, a number from 0 to 2**62 - 1; see :attr:`Digests.replicas`.
-
-        Args:
-            step: Which; :data:`EVERYTHING` hashes all windows.
-            halves: Of these kinds only.
-        """
+        """Return the digest of what is compared in a step, of some kinds only, or of :data:`EVERYTHING`; see :attr:`Digests.replicas`."""
         digest = _Digest(self._optimizer)
         digest.add(self.pieces(step, halves))
         return digest.number

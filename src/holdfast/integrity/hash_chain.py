@@ -86,15 +86,8 @@ def digest_of_parts(said: Sequence[int]) -> int:
 
 
 def link_of(before: str, *, step: int, epoch: int, samples: int, ids: str, figures: str, state: str) -> str:
-    """Return the link of a step.
+    """Return the link of a step, which is made of the one before, or :data:`GENESIS`, and of what the step was.
 
-    Args:
-        before: That of the step before, or :data:`GENESIS`.
-        step: Its number.
-        epoch: Where its samples are from.
-        samples: How many.
-        ids: Their digest.
-        figures: That of the metrics.
-        state: That of a part of the state before it.
+    That is: its number, its epoch and how many samples it has; digests of their ids, of the metrics, and of a part of the state before.
     """
     return _sha256("\n".join([before, str(step), str(epoch), str(samples), ids, figures, state]).encode())

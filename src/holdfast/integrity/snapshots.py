@@ -9,12 +9,9 @@ import torch
 
 
 def copied(value: Any, room: Any = None) -> Any:
-    """Return a copy of a state that shares nothing with what goes on changing.
+    """Return a copy of a state that shares nothing with what goes on changing: of nested containers of tensors and anything else.
 
-    Args:
-        value: Nested dictionaries, lists and tuples of tensors and anything else.
-        room: A copy of an earlier one that nobody needs any more: its tensors are written anew, because fresh memory costs
-            more than to copy.
+    The tensors of ``room``, a copy of an earlier state that is needed no more, are written anew: fresh memory costs more than to copy.
     """
     match value:
         case torch.Tensor():

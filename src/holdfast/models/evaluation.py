@@ -41,11 +41,7 @@ class Evaluation:
     averaged: bool  # evaluate the average of the weights
 
     def figures(self) -> Figures:
-        """Return the means over all samples: the same bits at every worker, however many there are.
-
-        Raises:
-            ScriptError: if there is no average, or the loss does not return what it must.
-        """
+        """Return the means over all samples: the same bits at every worker, however many there are."""
         modules = {part: self._module(part) for part in self.holdings.held}
         at_once = _AHEAD * len(self.holdings.now.chains) * self.holdings.now.parts
         totals: Figures = {}

@@ -166,10 +166,6 @@ class Pipelined(Split):
             part.discard()
         self._take_back_registered()
 
-    def missing_slices(self, batch: MiniBatch) -> dict[int, tuple[int, ...]]:
-        """Return nothing: a step goes without no slice."""
-        return {}
-
     def figures(self) -> list[float]:
         return in_order(self._metrics)
 
@@ -238,8 +234,7 @@ class StageRunner(Runner):
 
     def finish(self, batch: MiniBatch, attempt: Step) -> None:
         """Sum the gradients of all stages, unless computing them ended early."""
-        if attempt.failure is not None:
-            raise attempt.failure
+        super().finish(batch, attempt)
         self._pipelined.finish_step(batch, self._context.reach)
 
     def evaluate(self, batch: MiniBatch, dataset: Any, batch_size: int, *, averaged: bool) -> dict[str, float]:

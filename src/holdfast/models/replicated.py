@@ -11,7 +11,6 @@ import torch
 from holdfast.clock import Clock
 from holdfast.comm import Communicator, VirtualCommunicator
 from holdfast.config import Settings
-from holdfast.data.plan import MiniBatch
 from holdfast.engine.context import World
 from holdfast.engine.flips import module_names, weights
 from holdfast.engine.scribe import Scribe
@@ -102,12 +101,6 @@ class Replica(Part, Trainable):
             eager.keep()
         else:
             super()._update()
-
-    def missing_slices(self, batch: MiniBatch) -> dict[int, tuple[int, ...]]:
-        return self.gradients.missing_slices(batch)
-
-    def figures(self) -> list[float]:
-        return self.gradients.figures()
 
     # -- the state
 

@@ -50,9 +50,10 @@ class Runner(ABC):
     def step(self, batch: MiniBatch, slices: list[int], attempt: int) -> Step:
         """Return what the script gets: the next attempt at a step, which is begun, with the slices that are computed here."""
 
-    @abstractmethod
     def finish(self, batch: MiniBatch, attempt: Step) -> None:
-        """Do what is left of an attempt that the script has computed."""
+        """Do what is left of an attempt that the script has computed, unless computing it ended early."""
+        if attempt.failure is not None:
+            raise attempt.failure
 
     def sum_bucket(self, batch: MiniBatch, bucket: int) -> None:
         """Sum the gradients of a bucket over all workers; there are :attr:`Trainable.num_buckets` of them."""

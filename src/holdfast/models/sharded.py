@@ -74,6 +74,10 @@ class Shards(Split):
         super().begin_loop(world, scribe)
         self._mail = Mail(world.comm, shared_bytes=self._settings.shared_bytes)
 
+    @property
+    def summed(self) -> Part:
+        return self.flow
+
     def runner(self, context: StepContext) -> Runner:
         return SliceRunner(context, self, self.flow)
 
@@ -158,12 +162,6 @@ class Shards(Split):
     def remember_buffers(self) -> None:
         super().remember_buffers()
         self.flow.buckets.buffers.begin_step()
-
-    def missing_slices(self, batch: MiniBatch) -> dict[int, tuple[int, ...]]:
-        return self.flow.gradients.missing_slices(batch)
-
-    def figures(self) -> list[float]:
-        return self.flow.gradients.figures()
 
     def apply(self, batch: MiniBatch, names: Sequence[str]) -> dict[str, float]:
         """Run the optimizers of the shards that are held here, and return the figures of the step."""

@@ -139,9 +139,6 @@ class SliceRunner(Runner):
 
     # -- the sums of all workers
 
-    def finish(self, batch: MiniBatch, attempt: Step) -> None:
-        """Do nothing: all sums are those of all workers, and are ordered one by one."""
-
     def sum_bucket(self, batch: MiniBatch, bucket: int) -> None:
         members = self._world.comm.members
         self._context.scribe.mark("allreduce")

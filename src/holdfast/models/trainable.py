@@ -63,6 +63,11 @@ class Trainable(ABC):
         """The model with its optimizer, as every worker holds it; None where workers hold parts."""
         return None
 
+    @property
+    def summed(self) -> Part | None:
+        """Whose gradients are summed over all workers; None where the holders of each part do that among themselves."""
+        return self.whole
+
     def named(self, target: str) -> Mapping[str, object] | None:
         """Return what a flip of ``target`` may name; None where that is not known before workers have met."""
         return None
@@ -101,13 +106,14 @@ class Trainable(ABC):
     def discard_step(self) -> None:
         """Take back all that the attempt changed."""
 
-    @abstractmethod
     def missing_slices(self, batch: MiniBatch) -> dict[int, tuple[int, ...]]:
         """Return the sums that each lost slice is missing from."""
+        return {} if self.summed is None else self.summed.gradients.missing_slices(batch)
 
-    @abstractmethod
     def figures(self) -> list[float]:
         """Return all figures of the step, whose sums are known: the loss first, then the others by name."""
+        assert self.summed is not None, "who sums nothing over all workers has figures of its own"
+        return self.summed.gradients.figures()
 
     @abstractmethod
     def apply(self, batch: MiniBatch, names: Sequence[str]) -> dict[str, float]:

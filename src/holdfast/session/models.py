@@ -52,21 +52,13 @@ class Pipeline:
         return len(self._stages)
 
     def build(self, part: int, seed: int) -> nn.Module:
-        """Return a stage as it is at the beginning of training.
-
-        Raises:
-            ConfigError: if it is on another device than the CPU.
-        """
+        """Return a stage as it is at the beginning of training, in the memory of the CPU."""
         made = _made(self._stages[part], seed_of("part", seed, part))
         check_on_cpu(made, f"stage {part} of a Pipeline")
         return made
 
     def check_devices(self) -> None:
-        """Make sure that the stages that are made already are in the memory of the CPU.
-
-        Raises:
-            ConfigError: if one is on another device.
-        """
+        """Make sure that the stages that are made already are in the memory of the CPU."""
         for part, stage in enumerate(self._stages):
             if isinstance(stage, nn.Module):
                 check_on_cpu(stage, f"stage {part} of a Pipeline")
@@ -109,11 +101,7 @@ class Sharded:
         self.shards = shards
 
     def cut(self, shards: int) -> list[list[str]]:
-        """Return the names of the parameters in each of ``shards`` shards: neighbours, of about the same size together.
-
-        Raises:
-            ConfigError: if there are fewer parameters.
-        """
+        """Return the names of the parameters in each of ``shards`` shards: neighbours, of about the same size together; one at least."""
         named = list(self.module.named_parameters())
         if shards > len(named):
             raise ConfigError(

@@ -373,11 +373,7 @@ class Session:
 
 
 def at_exit() -> None:
-    """Make sure, when the script has ended, that no session was left in the middle of training.
-
-    Raises:
-        ScriptError: if one was.
-    """
+    """Make sure, when the script has ended, that no session was left in the middle of training."""
     for session in _sessions:
         session.check_finished()
 
