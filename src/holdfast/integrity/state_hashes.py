@@ -20,11 +20,7 @@ from holdfast.integrity.hash_chain import WHOLE_EVERY
 
 
 class Fingerprint(ABC):
-    """What the state before the step in progress is, as this process has it.
-
-    Args:
-        settings: Say who reads it; if neither guard nor certificate does, nothing is hashed.
-    """
+    """What the state before the step in progress is, as this process has it; nothing where neither guard nor certificate reads it."""
 
     def __init__(self, comm: Communicator, settings: Settings) -> None:
         self._comm = comm

@@ -6,6 +6,9 @@ from torch import optim
 
 from holdfast.torch_private import has_step_hooks
 
+UPDATING_EACH_ALONE = (optim.SGD, optim.Adam, optim.AdamW, optim.Adagrad, optim.RMSprop)
+"""The classes that are known to update a parameter from its gradient and its own state, and nothing else."""
+
 
 def may_write_gradients(optimizer: optim.Optimizer) -> bool:
     """Return whether a step may write ``.grad``, so that it needs a copy of its own.
@@ -25,14 +28,9 @@ def may_write_gradients(optimizer: optim.Optimizer) -> bool:
     )
 
 
-def updating_each_alone() -> tuple[type[optim.Optimizer], ...]:
-    """Return the classes that are known to update a parameter from its gradient and its own state, and nothing else."""
-    return (optim.SGD, optim.Adam, optim.AdamW, optim.Adagrad, optim.RMSprop)
-
-
 def updates_each_alone(optimizer: optim.Optimizer) -> bool:
     """Return whether steps with the gradients of some parameters at a time give the bits of one step with all of them."""
-    return type(optimizer) in updating_each_alone() and not _is_extended(optimizer)
+    return type(optimizer) in UPDATING_EACH_ALONE and not _is_extended(optimizer)
 
 
 def _is_extended(optimizer: optim.Optimizer) -> bool:

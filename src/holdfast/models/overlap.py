@@ -26,7 +26,7 @@ from torch import nn
 from holdfast.clock import Clock
 from holdfast.errors import ConfigError
 from holdfast.models.gradients import Buckets
-from holdfast.models.optimizers import may_write_gradients, updates_each_alone, updating_each_alone
+from holdfast.models.optimizers import UPDATING_EACH_ALONE, may_write_gradients, updates_each_alone
 
 
 def check_eager(optimizer: torch.optim.Optimizer, *, scaler: Any, clip_grad_norm: float | None) -> None:
@@ -37,8 +37,8 @@ def check_eager(optimizer: torch.optim.Optimizer, *, scaler: Any, clip_grad_norm
     elif clip_grad_norm is not None:
         needs = f"clip_grad_norm={clip_grad_norm:g} takes the norm of all gradients"
     elif not updates_each_alone(optimizer):
-        kinds = ", ".join(kind.__name__ for kind in updating_each_alone())
-        more = " with hooks, or a step of its own" if type(optimizer) in updating_each_alone() else ""
+        kinds = ", ".join(kind.__name__ for kind in UPDATING_EACH_ALONE)
+        more = " with hooks, or a step of its own" if type(optimizer) in UPDATING_EACH_ALONE else ""
         needs = f"only of plain {kinds} it is known that they update each parameter alone, got {type(optimizer).__name__}{more}"
     if needs:
         raise ConfigError(f"update eager runs the optimizer before all sums are there, and {needs}: use update lazy")

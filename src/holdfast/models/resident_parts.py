@@ -23,9 +23,7 @@ Restore = Callable[[int], dict[str, Any]]
 class Holdings:
     """Keeps parts where their homes are: at the beginning, and when workers die or come.
 
-    Args:
-        build: Makes a part as it is at the beginning of training.
-        drop: Is told of a part that is not held here any more.
+    ``build`` makes a part as it is at the beginning of training, and ``drop`` is told of one that is not held here any more.
     """
 
     def __init__(self, shape: Shape, build: Build, drop: Callable[[int], None] = lambda part: None) -> None:

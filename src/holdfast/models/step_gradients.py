@@ -17,8 +17,7 @@ Room = Callable[[int], torch.Tensor]
 class StepGradients:
     """What one step has computed so far. There is one of these a step: to roll a step back is to drop it.
 
-    Args:
-        rows: Where the slices of earlier steps put what they gave; the same memory is used again, and more is added.
+    In ``rows`` slices of earlier steps put what they gave; the same memory is used again, and more is added.
     """
 
     def __init__(self, buckets: Buckets, rows: list[Terms]) -> None:
@@ -75,8 +74,8 @@ class StepGradients:
     def mean(self, bucket: int, batch: MiniBatch, slices: Sequence[int], rescale: str) -> Mean:
         """Return what the sum of ``bucket`` over ``slices`` is divided by, so that its gradients are means.
 
-        To ``rescale`` for ``"survivors"`` divides by the samples in the sum, for ``"original"`` by those that the mini-batch would
-        have with all workers alive.
+        They are rescaled to the samples of ``"survivors"``, those in the sum, or to the ``"original"`` ones of the mini-batch, as it
+        is with all workers alive.
         """
         inside = max(1, batch.samples_of(slices))
         divisor = inside if rescale == "survivors" else batch.full_size

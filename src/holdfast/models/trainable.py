@@ -112,7 +112,7 @@ class Trainable(ABC):
 
     def figures(self) -> list[float]:
         """Return all figures of the step, whose sums are known: the loss first, then the others by name."""
-        assert self.summed is not None, "who sums nothing over all workers has figures of its own"
+        assert self.summed is not None, "a model without sums over all workers has figures of its own"
         return self.summed.gradients.figures()
 
     @abstractmethod

@@ -49,13 +49,8 @@ class Beginning:
     def load(self, *, trained: bool) -> bool:
         """Load the newest intact checkpoint that may be gone on from; without one, make the replicas equal.
 
-        Where somebody's state is corrupt, go back to the newest that is known to be right.
-
-        Args:
-            trained: This worker has been past the beginning of this loop.
-
-        Returns:
-            Whether somebody's state was corrupt.
+        Where a worker's state is corrupt, go back to the newest that is known to be right, and return so. This worker is ``trained``
+        once it has been past the beginning of this loop.
 
         Raises:
             ReplicasDiffer: if there is nothing to go back to.
