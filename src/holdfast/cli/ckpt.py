@@ -396,11 +396,7 @@ def prune(
     storage = find_root(directory)
     with progress(f"looking into {storage.url}"):
         done = carry_out(
-            storage,
-            keep_last,
-            keep_every,
-            dry_run=dry_run,
-            on_damaged=lambda _, error: warn(f"warning: {error}"),
+            storage, keep_last, keep_every, dry_run=dry_run, on_damaged=lambda _, error: warn(f"warning: {error}")
         )
     if as_json:
         _print_json({"url": storage.url, "dry_run": dry_run, **dataclasses.asdict(done)})

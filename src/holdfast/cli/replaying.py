@@ -78,13 +78,7 @@ class Replay:
             stop_after=self.stop,
             **{name: getattr(self.started, name) for name in _DECIDE},
         )
-        job = Job(
-            script=self.script,
-            args=self.args,
-            settings=settings,
-            max_restarts=0,
-            log_dir=folder / "logs",
-        )
+        job = Job(script=self.script, args=self.args, settings=settings, max_restarts=0, log_dir=folder / "logs")
         with _environment({FIRM: "1", "OMP_NUM_THREADS": self.threads}):
             return launch(job, make_view(sys.stderr) if sys.stderr.isatty() else None)
 

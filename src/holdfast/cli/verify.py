@@ -83,13 +83,7 @@ def verify(
 
 
 def _replay(
-    run: Certified,
-    report: dict[str, Any],
-    script: Path | None,
-    wanted: int | None,
-    stop: int | None,
-    *,
-    trusted: bool,
+    run: Certified, report: dict[str, Any], script: Path | None, wanted: int | None, stop: int | None, *, trusted: bool
 ) -> dict[str, Any]:
     """Do steps again; return which, from which state on, and where they part from the records, if they do.
 

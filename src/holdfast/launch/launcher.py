@@ -359,12 +359,7 @@ class Launcher:
         exit_code, message, traceback = explain(self._job, verdict, self._judge)
         records = read_run(self._places.run_dir)
         report, unwritten = write_results(
-            self._job,
-            records,
-            self._plan,
-            fired=self._judge.fired,
-            wall_s=self._run.clock.now_s(),
-            facts=self._facts,
+            self._job, records, self._plan, fired=self._judge.fired, wall_s=self._run.clock.now_s(), facts=self._facts
         )
         if unwritten:
             exit_code = exit_code or 1

@@ -220,10 +220,7 @@ class Story:
                 return ("flip",), None
             case FaultFired():
                 victim = f"rank {record.rank}" if record.node < 0 else f"node {record.node}"
-                return (
-                    "fault",
-                    record.fault,
-                ), f"{record.kind} of {victim} at step {record.step}, {record.phase}"
+                return ("fault", record.fault), f"{record.kind} of {victim} at step {record.step}, {record.phase}"
             case WorkerFenced():
                 return ("fenced", record.rank), f"rank {record.rank} is ended: {record.reason}"
             case SettingChanged():
