@@ -80,7 +80,6 @@ class Settings:
         0,
         help="Workers that wait, warm, to take the place of who dies [0].",
         manual="workers beside the N that take part in every step without a slice, warm, and take the place of who dies: from the step that was interrupted on",
-        usual="0",
         group="copies",
         metavar="K",
         least=0,
@@ -105,7 +104,6 @@ class Settings:
         "rollback",
         help="What survivors do [rollback].",
         manual="what survivors do; `restart` needs `--checkpoint-dir`, `reinit` a script that ends with `holdfast.reinit(main)`, `partial` a model that is split",
-        usual="`rollback`",
         group="recovery",
         choices=STRATEGIES,
         is_open=True,
@@ -114,7 +112,6 @@ class Settings:
         "own",
         help="What --strategy reinit goes on from [own].",
         manual="what `reinit` goes on from: a snapshot that each survivor takes at the fault; one that the lowest takes and gives to the others; or the newest checkpoint, the only one for models that are split",
-        usual="`own`",
         group="recovery",
         choices=REINIT_FROM,
     )
@@ -122,7 +119,6 @@ class Settings:
         "fold",
         help="Order in which they are added [fold].",
         manual="order in which slices are added: ((0+1)+2)+3, or (0+1)+(2+3)",
-        usual="`fold`",
         group="sums",
         choices=ORDERS,
     )
@@ -130,7 +126,6 @@ class Settings:
         "slices",
         help="After a failure: hand slices over, or cut anew [slices].",
         manual="after a failure: survivors take over whole slices and the bits stay; or the mini-batch is cut anew, evenly, and they do not",
-        usual="`slices`",
         group="sums",
         choices=SPLITS,
     )
@@ -138,7 +133,6 @@ class Settings:
         "global",
         help="After a failure: which size stays [global].",
         manual="after a failure: the mini-batch keeps its size, or each worker's share does and the mini-batch shrinks",
-        usual="`global`",
         group="sums",
         choices=BATCHES,
     )
@@ -146,7 +140,6 @@ class Settings:
         "survivors",
         help="Divide an incomplete sum by [survivors].",
         manual="divide a sum that lacks samples by what is in it, or by what it would have had",
-        usual="`survivors`",
         group="sums",
         choices=RESCALES,
     )
@@ -154,7 +147,6 @@ class Settings:
         "lazy",
         help="The optimizer runs after all sums, or bucket by bucket [lazy].",
         manual="when the optimizer runs: once the closing sum has returned; or bucket by bucket, each as soon as its sum is in, beside the sums that follow, with an undo copy until then. The bits are the same: [architecture.md](architecture.md#the-rules-and-why)",
-        usual="`lazy`",
         group="sums",
         choices=UPDATES,
     )
@@ -162,7 +154,6 @@ class Settings:
         "stop",
         help="When replicas differ, or with warn and heal values are absurd [stop].",
         manual="when replicas are found to differ: stop, warn and go on, or go back to a state in memory that is known to be right and do the steps since again; `off` does not compare. `warn` and `heal` also look for values far out of range: [guard.md](guard.md)",
-        usual="`stop`",
         group="sums",
         choices=GUARDS,
     )
@@ -177,7 +168,6 @@ class Settings:
         "same",
         help="Workers whose bits would differ: refused, or taken [same].",
         manual="where bits are promised: refuse a worker whose bits would differ, because its CPU, threads or torch do; or take any, and say what is given up: [doctor.md](doctor.md#kinds-of-workers)",
-        usual="`same`",
         group="sums",
         choices=KINDS,
     )
@@ -192,7 +182,6 @@ class Settings:
         -1,
         help="Workers that hold each part of a split model beside those that compute it [1].",
         manual="of a model that is split: hold each part at K workers beside the one that computes it; where chains are replicas of each other they count. 0 keeps parts once, and a death costs the steps since the checkpoint: [failure-model.md](failure-model.md#split-models)",
-        usual="1",
         group="copies",
         metavar="K",
         least=-1,
@@ -203,7 +192,6 @@ class Settings:
         1,
         help="1: they apply every step. Above, with --strategy partial: a whole copy is sent to them in so many [1].",
         manual="1: those K apply every step themselves, and the bits of what they hold are right. Above, with `--strategy partial`: they keep a copy, and in so many steps as much is sent to them as a whole copy is; with `--checkpoint-dir` one of them writes its copy there as often",
-        usual="1",
         group="copies",
         metavar="STEPS",
         least=1,
@@ -212,7 +200,6 @@ class Settings:
         1.0,
         help="How much of a copy at a time: the smaller, the more often [1].",
         manual="how much of a copy is sent at a time, every R x STEPS steps: with 0.125 and 16 an eighth every other step",
-        usual="1",
         group="copies",
         metavar="R",
     )
@@ -220,7 +207,6 @@ class Settings:
         "priority",
         help="What is sent first [priority: what moved most].",
         manual="what is sent: the blocks that are farthest from what they would be restored to, all in turn, or any",
-        usual="`priority`",
         group="copies",
         choices=MIRROR_CHOICES,
     )
@@ -228,7 +214,6 @@ class Settings:
         "euclidean",
         help="What moved most by: parameters, or all that is sent [euclidean].",
         manual="how far a block is: its parameters alone, or with the optimizer's state that is saved, each in its own unit, the root of the mean square of what was sent",
-        usual="`euclidean`",
         group="copies",
         choices=MIRROR_DISTANCES,
     )
@@ -236,7 +221,6 @@ class Settings:
         "last",
         help="Restore the last value, the line through two, or part of the way along it [last].",
         manual="what a lost block is restored to: what was sent last; where the line through what was sent last and before that leads; or as far along it as the part was found to go: [failure-model.md](failure-model.md#what-to-send-and-what-to-restore)",
-        usual="`last`",
         group="copies",
         choices=MIRROR_PREDICTORS,
     )
@@ -244,7 +228,6 @@ class Settings:
         "exact",
         help="Send numbers, or differences of a byte [exact].",
         manual="how it is sent: as it is, or as differences of one byte, so that four times as many blocks go into the same bytes",
-        usual="`exact`",
         group="copies",
         choices=MIRROR_CODECS,
     )
@@ -252,7 +235,6 @@ class Settings:
         "saved",
         help="The optimizer's state of a part that is lost [saved].",
         manual="the optimizer's state of a lost part: sent and restored with its blocks; begun anew; or sent whole in every step, so that it is restored as it was when the part was lost",
-        usual="`saved`",
         group="copies",
         choices=MIRROR_OPTIMIZERS,
     )
@@ -260,7 +242,6 @@ class Settings:
         1,
         help="Below this: save and stop [1].",
         manual="with fewer: save the state, stop with exit code 1, say how to resume",
-        usual="1",
         group="limits",
         metavar="M",
         least=1,
@@ -269,7 +250,6 @@ class Settings:
         0,
         help="Of the samples' order, the model and the kills [0].",
         manual="of the order of samples, the randomness in the model, and `--mtbf`",
-        usual="0",
         group="seed",
         metavar="S",
         least=0,
@@ -315,7 +295,6 @@ class Settings:
         "safetensors",
         help="Of their files [safetensors].",
         manual="of their files; what is read may have any",
-        usual="`safetensors`",
         group="checkpoints",
         choices=CHECKPOINT_FORMATS,
     )
@@ -323,7 +302,6 @@ class Settings:
         0,
         help="Keep only so many of the newest [all].",
         manual="keep only so many of the newest, 2 at least: the newest may turn out to be damaged",
-        usual="all",
         group="checkpoints",
         metavar="K",
         least_given=2,
@@ -333,7 +311,6 @@ class Settings:
     keep_every: int = option(
         0,
         help="Besides these, keep those of every N-th step.",
-        manual="besides these, keep those of every N-th step",
         group="checkpoints",
         metavar="N",
         least=0,
@@ -347,7 +324,6 @@ class Settings:
         usual="86400",
         group="checkpoints",
         flags=("--expected-mtbf",),
-        metavar="SECONDS",
     )
     hang_timeout_s: float = option(
         30.0,
@@ -355,7 +331,6 @@ class Settings:
         manual="a worker that has given no sign for so long, or stands still for so long while others wait for it, is ended and counts as dead; at least 0.1, or 0: never. [operations.md](operations.md) says what raises it",
         usual="30",
         group="watching",
-        metavar="SECONDS",
     )
     """A worker that has given no sign for so long, or for three times as long as ever before, is ended; 0 ends none."""
     start_timeout_s: float = option(
@@ -364,7 +339,6 @@ class Settings:
         manual="limit for a worker to become ready to connect; it rises to three times what the slowest other worker took. A later worker is ended if it gives no sign of life, or if another worker has waited for it as long. The job then begins without it, or with a spare. At least 1, or 0: never. [operations.md](operations.md#starting) says more",
         usual="120",
         group="watching",
-        metavar="SECONDS",
     )
     """A worker that is not ready to connect after so long, or after three times what the slowest other one took, is ended if the
     others wait for it or it shows no sign of life; 0 ends none."""

@@ -10,6 +10,7 @@ import dataclasses
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from holdfast.errors import ConfigError
@@ -29,11 +30,12 @@ class Option:
 
     Args:
         help: Its line in ``--help``, "" for a field without an option.
-        manual: Its line in ``docs/cli.md``, in Markdown.
-        usual: What the manual says is the default.
+        manual: Its line in ``docs/cli.md``, in Markdown; "": that of ``--help``.
+        usual: What the manual says is the default; "": the field's, where there are choices or ``--help`` shows it, or what
+            stands in brackets at the end of ``help``.
         group: One of :data:`GROUPS`.
         flags: As click takes them; none: ``--`` and the name of the field, without its unit.
-        metavar: What stands for the value; "": the choices.
+        metavar: What stands for the value; "": the choices, or what the field's name or type says.
         kind: Type of the word, where it is not that of the default.
         choices: All values that there are; none: any.
         is_open: Other packages may add choices, so the value is checked where they are known.
@@ -88,7 +90,24 @@ class Declared:
     @property
     def metavar(self) -> str:
         """What stands for the value in ``--help``."""
-        return self.option.metavar or "|".join(filter(None, self.option.choices))
+        said = "SECONDS" if self.name.endswith("_s") else "DIR" if self.kind is Path else ""
+        return self.option.metavar or "|".join(filter(None, self.option.choices)) or said
+
+    @property
+    def manual(self) -> str:
+        """Its line in ``docs/cli.md``."""
+        return self.option.manual or self.option.help[:1].lower() + self.option.help[1:].removesuffix(".")
+
+    @property
+    def usual(self) -> str:
+        """What the manual says is the default."""
+        if self.option.usual or isinstance(self.default, bool):
+            return self.option.usual
+        if self.option.choices and self.default:
+            return f"`{self.default}`"
+        if self.option.is_shown:
+            return f"{self.default:g}"
+        return self.option.help.rpartition(" [")[2].removesuffix("].") if self.option.help.endswith("].") else ""
 
     @property
     def kind(self) -> Any:

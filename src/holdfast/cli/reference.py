@@ -14,7 +14,7 @@ _END = "<!-- end of options -->"
 
 def table(options: list[Declared]) -> str:
     """Return the options as a table in Markdown."""
-    rows = [(_cell(each), each.option.manual, each.option.usual) for each in options]
+    rows = [(_cell(each), each.manual, each.usual) for each in options]
     lines = ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
     return "\n".join(
         ["| option | meaning | default |", "|---|---|---|", *(line.replace("|  |", "| |") for line in lines)]

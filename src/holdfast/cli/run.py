@@ -46,7 +46,6 @@ class Asked:
         manual="the report of an undisturbed run with the same seed: this one then says how many steps more it took to the losses that the other came to after the step of the first failure, `iteration_cost` in `report.json`",
         usual="none",
         group="comparison",
-        metavar="DIR",
         kind=Path,
     )
     as_json: bool = option(

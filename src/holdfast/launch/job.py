@@ -40,19 +40,12 @@ class Job:
     args: tuple[str, ...] = ()
     settings: Settings
     max_restarts: int = option(
-        3,
-        help="How often the whole job may be started again.",
-        manual="how often the whole job may be started again",
-        usual="3",
-        group="limits",
-        metavar="R",
-        is_shown=True,
+        3, help="How often the whole job may be started again.", group="limits", metavar="R", is_shown=True
     )
     max_respawns: int = option(
         0,
         help="How many, at most [16].",
         manual="how many, at most; with `--respawn`",
-        usual="16",
         group="newcomers",
         metavar="R",
         most=MOST_WORKERS,
@@ -61,22 +54,13 @@ class Job:
         1,
         help="Machines, each with a launcher and so many workers.",
         manual="machines that take part, each with a launcher of its own and `-n` workers; `--fabric gloo` only: [nodes.md](nodes.md)",
-        usual="1",
         group="nodes",
         metavar="N",
         most=MOST_WORKERS,
         least_given=1,
         is_shown=True,
     )
-    node_rank: int = option(
-        0,
-        help="Which of them this is, from 0.",
-        manual="which of them this is, from 0",
-        usual="0",
-        group="nodes",
-        metavar="R",
-        is_shown=True,
-    )
+    node_rank: int = option(0, help="Which of them this is, from 0.", group="nodes", metavar="R", is_shown=True)
     rdzv: str = option(
         "",
         help="Where they meet: holdfast://HOST:PORT or etcd://HOST:PORT/JOB.",
@@ -88,18 +72,14 @@ class Job:
         300.0,
         help="How long to wait for the others.",
         manual="how long to wait for the store and the other nodes",
-        usual="300",
         group="meeting",
-        metavar="SECONDS",
         is_shown=True,
     )
     node_timeout_s: float = option(
         10.0,
         help="A machine that is not heard of for so long is lost.",
         manual="a machine that is not heard of for so long is lost, with its workers",
-        usual="10",
         group="meeting",
-        metavar="SECONDS",
         is_shown=True,
     )
     hosts: tuple[Host, ...] = option(
@@ -123,7 +103,6 @@ class Job:
         "",
         help="By which they talk: an interface, or ADDRESS/BITS [any].",
         manual="by which they talk: an interface, or `ADDRESS/BITS`",
-        usual="any",
         group="machines",
         metavar="NET",
     )
@@ -133,14 +112,12 @@ class Job:
         manual="a folder that they all see, for the time of the run",
         usual="that of `--checkpoint-dir`",
         group="machines",
-        metavar="DIR",
         kind=Path,
     )
     stragglers: str = option(
         "warn",
         help="What to do about slow workers.",
         manual="what to do about a worker that has been slower than the others for 20 steps: say so; give it fewer slices (with `--split even` a smaller share); tell it to leave, so that a spare or a new worker takes its place (`replace` needs `--spares` or `--respawn`, and only warns once nobody is left for that). Workers are replaced, and slices shared out, at most once in 30 s. `rebalance` is refused with `--nnodes` above 1: each launcher knows only how fast its own workers are",
-        usual="`warn`",
         group="stragglers",
         choices=POLICIES,
         is_shown=True,
@@ -149,7 +126,6 @@ class Job:
         2.0,
         help="Slow: X times the median of the others.",
         manual="slow is who takes X times as long for a slice as the median of the others",
-        usual="2",
         group="stragglers",
         metavar="X",
         is_shown=True,
@@ -158,9 +134,7 @@ class Job:
         60.0,
         help="Start again if all workers wait for each other this long.",
         manual="when all living workers have waited for each other this long, without a sign of life, or have recovered again and again for nothing, the job is started again",
-        usual="60",
         group="limits",
-        metavar="SECONDS",
         is_shown=True,
     )
     mtbf_s: float = option(
@@ -168,25 +142,16 @@ class Job:
         help="Kill random workers, on average one in so many seconds.",
         manual="kills random workers at exponential times, on average one in so many seconds; the last one is spared",
         group="faults",
-        metavar="SECONDS",
     )
     grace_s: float = option(
         30.0,
         help="Time to finish a step and save after SIGTERM.",
         manual="after SIGTERM or SIGINT: time to finish the step in progress and save",
-        usual="30",
         group="stopping",
-        metavar="SECONDS",
         is_shown=True,
     )
     log_dir: Path | None = option(
-        None,
-        help="Keep each worker's output in a file here.",
-        manual="keep each worker's output in a file here",
-        usual="in the report folder",
-        group="output",
-        metavar="DIR",
-        kind=Path,
+        None, help="Keep each worker's output in a file here.", usual="in the report folder", group="output", kind=Path
     )
     report_dir: Path | None = option(
         None,
@@ -194,7 +159,6 @@ class Job:
         manual="write the files below",
         group="output",
         flags=("--report",),
-        metavar="DIR",
         kind=Path,
     )
     page: bool = option(
