@@ -23,7 +23,7 @@ from holdfast.launch.job import Job
 from holdfast.launch.job_state import Broken, Lost
 from holdfast.launch.kills import Kills
 from holdfast.launch.launcher import Launcher
-from holdfast.launch.live import NoView, Status, Story, make_view
+from holdfast.launch.live import Status, Story, View, make_view
 from holdfast.launch.processes import Pair, Process, descendants_of, end_gently, wait_for_end
 from holdfast.launch.raised import describe
 from holdfast.launch.run_paths import Places
@@ -359,7 +359,7 @@ def test_what_a_launcher_has_made_is_undone_if_it_cannot_begin(monkeypatch, tmp_
     assert not list((tmp_path / "t").iterdir())
 
 
-class Said(NoView):
+class Said(View):
     def __init__(self):
         self.lines = []
         self.is_closed = False

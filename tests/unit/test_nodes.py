@@ -78,7 +78,7 @@ def committed(step, t_s=0.0):
 
 def fall_silent(launcher):
     """As if the network of a node were gone: nothing is said, not even good-bye."""
-    for store in (launcher._members, launcher.launchers):
+    for store in (launcher._members, launcher.store):
         if store is not None:
             store.close()
 
@@ -117,7 +117,7 @@ def test_records_do_not_pile_up_in_the_store(meet, monkeypatch):
         until(lambda: told.extend(second.hear()) or (told[-1:] and told[-1].record.step == step))  # noqa: B023
 
     assert [entry.record.step for entry in told] == list(range(30))
-    assert len(first.launchers.under("told/")) == 4
+    assert len(first.store.under("told/")) == 4
 
 
 def test_many_records_at_once_go_in_pieces_that_a_store_takes(meet, monkeypatch):
@@ -129,7 +129,7 @@ def test_many_records_at_once_go_in_pieces_that_a_store_takes(meet, monkeypatch)
     until(lambda: told.extend(second.hear()) or len(told) == 20)
 
     assert [entry.record.step for entry in told] == list(range(20))
-    assert len(first.launchers.under("told/")) > 5
+    assert len(first.store.under("told/")) > 5
 
 
 def test_a_silent_node_is_lost_with_its_workers_and_one_that_says_goodbye_is_not(meet):
@@ -145,7 +145,7 @@ def test_a_silent_node_is_lost_with_its_workers_and_one_that_says_goodbye_is_not
     changes = nodes.Changes()
     until(lambda: changes.lost.update(first.look().lost) or changes.lost)
     assert changes.lost == {1: (1,)}
-    assert set(first.launchers.under("gone/0/")) == {"1", "2"}
+    assert set(first.store.under("gone/0/")) == {"1", "2"}
     assert first._members.get("dead/1") == "node 1 is lost"
     assert first._members.get("dead/2") is None
     assert first.given_up == {1}
@@ -158,7 +158,7 @@ def test_whoever_finds_a_silent_node_second_loses_its_workers_like_the_first(mee
     fall_silent(second)
 
     until(lambda: first.look().lost)
-    until(lambda: third.launchers.get("gone/0/1"))
+    until(lambda: third.store.get("gone/0/1"))
 
     assert until(lambda: third.look().lost) == {1: (1,)}
     assert third.given_up == {1}
@@ -194,7 +194,7 @@ def test_newcomers_of_two_nodes_at_once_are_known_each_at_its_home(meet):
         launcher.begin(0)
     second.free_number(10)
     third.free_number(11)
-    until(lambda: {rank for seated in first._meeting.there().values() for rank in seated.ranks} >= {10, 11})
+    until(lambda: {rank for seated in first.there().values() for rank in seated.ranks} >= {10, 11})
 
     assert sorted(first.look().newcomers) == [10, 11]
 
@@ -214,7 +214,7 @@ def test_who_was_given_up_knows_it_though_it_can_be_reached_again(meet):
     _, second = meet(2)
     assert second.store_lost == ""
 
-    second.launchers.delete("node/1")  # as the store does when the lease runs out
+    second.store.delete("node/1")  # as the store does when the lease runs out
 
     assert "heard nothing of node 1 for 0.6 s (--node-timeout) and gave it up" in until(lambda: second.store_lost)
 
@@ -224,7 +224,7 @@ def test_the_first_who_proposes_decides_who_is_started_again_and_where(meet):
     for launcher in (first, second):
         launcher.begin(0)
     assert not first.is_restarted()
-    until(lambda: first._meeting.there()[1].ranks)
+    until(lambda: first.there()[1].ranks)
 
     assert first.agree_on_restart(1, (0, 2, 3, 4)) == (0, 2, 3, 4)
     assert second.agree_on_restart(1, (0,)) == (0, 2, 3, 4)
@@ -303,7 +303,7 @@ def test_a_worker_of_another_node_is_told_to_leave_once(meet):
     first.ask_to_leave(3)
 
     assert until(second.told_to_leave) == (3,)
-    assert until(lambda: second.launchers.get("leave/3") is None)
+    assert until(lambda: second.store.get("leave/3") is None)
     assert second.told_to_leave() == ()
 
 

@@ -18,24 +18,14 @@ SSH = ("ssh", "-o", "BatchMode=yes")
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What became of a command on another machine.
-
-    Args:
-        exit_code: None if it did not end in time.
-        said: What it printed.
-    """
+    """What a command on another machine printed, and its exit code; None if it did not end in time."""
 
     exit_code: int | None
     said: str
 
 
 class Agent:
-    """Starts commands on other machines, as ``AGENT HOST COMMAND``.
-
-    Args:
-        words: The program and its options.
-        here: Hosts that are this machine.
-    """
+    """Starts commands on other machines, as ``WORDS HOST COMMAND``; those for the hosts in ``here`` on this one."""
 
     def __init__(self, words: Sequence[str], here: Collection[str] = ()) -> None:
         self._words = tuple(words)
@@ -43,12 +33,7 @@ class Agent:
         self._running: list[subprocess.Popen[bytes]] = []
 
     def ask(self, commands: Mapping[str, str], timeout_s: float) -> dict[str, Answer]:
-        """Run a command on each host, all at once; return the answers by host.
-
-        Args:
-            commands: For ``sh``, by host.
-            timeout_s: For all of them together.
-        """
+        """Run a command for ``sh`` on each host, all at once and within ``timeout_s``; return the answers by host."""
         ends_s = time.monotonic() + timeout_s
         started = {host: self._start(host, command, subprocess.PIPE) for host, command in commands.items()}
         return {host: _answer(process, ends_s) for host, process in started.items()}
@@ -99,12 +84,7 @@ def kill_command(process: Process, number: signal.Signals) -> str:
 
 @dataclass(frozen=True, slots=True)
 class RemoteProcess(Process):
-    """A process of another machine.
-
-    Args:
-        host: The machine.
-        agent: Reaches it.
-    """
+    """A process of another machine, which the agent reaches."""
 
     host: str
     agent: Agent

@@ -41,8 +41,8 @@ class Attempt:
     Args:
         job: What is run.
         settings: For this start: ``workers``, ``ranks``, ``resume`` and ``faults`` may differ from the job's.
-        ranks: The workers' numbers.
-        places: Where they write.
+        ranks: Of the workers that it begins with.
+        places: The folders of the run.
         all_stop: All workers of the job stop when this launcher dies, not only these.
         hosts: The machines under mpirun; None if it is this one.
     """

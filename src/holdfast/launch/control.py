@@ -38,11 +38,9 @@ class Running:
 
     Args:
         process: Its launcher, whose number is how the job is named.
-        script: What it runs.
-        fabric: How its workers talk.
+        script: Name of the file that it runs.
+        fabric: As in its :class:`holdfast.config.Settings`; so are ``split`` and ``min_workers``.
         slices: Pieces of a mini-batch; 0 if a checkpoint says it.
-        split: Whether they are cut anew for another number of workers, see :class:`holdfast.config.Settings`.
-        min_workers: With fewer it stops.
         saves: It has a place for checkpoints.
         folder: Where its launcher was started; "" if an older one does not say it.
         run_dir: Where its files are.
@@ -168,11 +166,7 @@ def advice(job: Running, changes: Mapping[str, Any]) -> str:
 
 
 def check(changes: Mapping[str, Any], job: Running) -> None:
-    """Make sure that a running job can be asked this.
-
-    Raises:
-        ConfigError: if not.
-    """
+    """Raise a ConfigError if a running job cannot be asked this."""
     check_values(changes)
     if "workers" in changes:
         _check_workers(changes["workers"], job)
@@ -183,11 +177,7 @@ def check(changes: Mapping[str, Any], job: Running) -> None:
 
 
 def check_values(changes: Mapping[str, Any]) -> None:
-    """Make sure that some job could be asked this.
-
-    Raises:
-        ConfigError: if none could.
-    """
+    """Raise a ConfigError if no job could be asked this."""
     if not changes:
         _refuse("nothing is asked for: give at least one of --lr, --batch-size, --strategy, --checkpoint-every")
     for name, value in changes.items():
@@ -242,12 +232,7 @@ def _refuse(message: str) -> NoReturn:
 
 
 class Asked:
-    """What the job of this launcher is asked, line by line.
-
-    Args:
-        run_dir: Of the job.
-        say: Called with a message for each invalid line.
-    """
+    """What the job of this launcher is asked, line by line; ``say`` is called with a message for each invalid one."""
 
     def __init__(self, run_dir: Path, say: Callable[[str], None]) -> None:
         self._path = run_dir / _ASKED

@@ -15,11 +15,7 @@ from holdfast.records.paths import requests_path
 
 
 class Crew:
-    """Answers deaths and requests with newcomers and with orders to leave. Making it lets others find the job.
-
-    Args:
-        run: Of which job.
-    """
+    """Answers deaths and requests with newcomers and with orders to leave. Making it lets others find the job."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
@@ -27,10 +23,7 @@ class Crew:
         self._running = announce(run.places.run_dir, run.job)
 
     def begin(self, start: Start) -> None:
-        """Hear that the job is started, or started again; if it has begun without this node, offer it workers.
-
-        They are as many as this node would have had.
-        """
+        """Hear that the job is started; if it has begun without this node, offer it as many workers as the node would have had."""
         run = self._run
         run.births.begin_again(max(run.judge.highest, *start.ranks) + 1)
         if run.nodes is not None and run.nodes.is_late:

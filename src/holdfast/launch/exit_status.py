@@ -8,20 +8,13 @@ from holdfast.records.types import CheckpointSaved, ScriptFailed
 
 
 def explain(job: Job, verdict: Verdict, judge: Judge) -> tuple[int, str, str]:
-    """Return exit code, a line that says why, and the traceback, as in :class:`~holdfast.launch.job.Outcome`.
-
-    Args:
-        job: What was run.
-        verdict: How it ended.
-        judge: Knows what is saved, and how many are left.
-    """
+    """Return exit code, a line that says why, and the traceback, as in :class:`~holdfast.launch.job.Outcome`."""
     workers = len(judge.workers_alive()) or 1
     match verdict:
         case Completed(finished=finished) if finished.outcome == "done":
             return 0, "", ""
         case Departed():
-            left = f"the workers of node {job.node_rank} have left, as they were told to; the job goes on"
-            return 0, left, ""
+            return 0, f"the workers of node {job.node_rank} have left, as they were told to; the job goes on", ""
         case Completed(finished=finished):
             return _explain_early_end(job, finished.outcome, finished.checkpoint, finished.step, workers)
         case Broken(exit_code=2):
@@ -63,7 +56,7 @@ def why_not_again(
         lost: How it was lost.
         restarts: How often it was started again so far.
         workers: How many there would be.
-        stopping: Somebody has asked it to stop.
+        stopping: It was asked to stop.
         distributed: The script speaks to ``torch.distributed``.
     """
     if stopping and distributed:
@@ -82,6 +75,5 @@ def why_not_again(
 
 def unsaid(broken: Broken, now_s: float) -> ScriptFailed:
     """Return the record of why the run broke, where no worker has written one."""
-    return ScriptFailed(
-        t_s=now_s, rank=broken.rank, step=broken.step, exit_code=1, message=broken.message, traceback=""
-    )
+    rank, step, message = broken.rank, broken.step, broken.message
+    return ScriptFailed(t_s=now_s, rank=rank, step=step, exit_code=1, message=message, traceback="")

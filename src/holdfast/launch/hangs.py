@@ -31,13 +31,7 @@ _PHASE_TIMES = dict.fromkeys(_IN_STEP, 1.0) | {"recovery": 10.0, "gate": 10.0, "
 
 @dataclass(frozen=True, slots=True)
 class Stuck:
-    """A worker to be given up.
-
-    Args:
-        rank: Which.
-        silent_s: For how long it has given no sign.
-        reason: In words.
-    """
+    """A worker to be given up, which has given no sign for ``silent_s`` seconds."""
 
     rank: int
     silent_s: float
@@ -83,12 +77,12 @@ class Hangs:
         return self.timeout_s / 10
 
     def look(self, positions: Mapping[int, Position], now_s: float, *, elsewhere: bool = False) -> list[Stuck]:
-        """Return who is to be given up; each is named once.
+        """Return which workers of this node are to be given up; each is named once.
 
         Args:
-            positions: Of all living workers of this node that have said where they are.
-            now_s: The time.
-            elsewhere: Somebody on another node is kept waiting.
+            positions: Of all that live and have said where they are.
+            now_s: The time, seconds.
+            elsewhere: A worker on another node is kept waiting.
         """
         if not self.timeout_s:
             return []
@@ -149,9 +143,8 @@ class Hangs:
         limit_s = self._limit_s(position)
         if stretch_s <= limit_s or longest_wait_s <= limit_s:
             return None
-        return Stuck(
-            rank,
-            stretch_s,
+        why = (
             f"no progress for {stretch_s:.1f} s in {position.phase} of step {position.step}, while others wait for it; the "
-            f"longest so far took {self._longest_stretch_s:.1f} s. If it was right to take so long: with session.busy()",
+            f"longest so far took {self._longest_stretch_s:.1f} s. If it was right to take so long: with session.busy()"
         )
+        return Stuck(rank, stretch_s, why)

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence, Set
 from holdfast.errors import StoreLost
 from holdfast.launch.attempt import Attempt
 from holdfast.launch.control import append
-from holdfast.launch.hangs import Hangs
+from holdfast.launch.hangs import Hangs, Stuck
 from holdfast.launch.nodes import Nodes
 from holdfast.launch.record_bus import News
 from holdfast.launch.run import Run
@@ -26,12 +26,7 @@ _TELL_WITHIN_S = 10.0
 
 
 class Lookout:
-    """Watches the workers of this node.
-
-    Args:
-        run: Of which job.
-        news: Whom to tell what was found.
-    """
+    """Watches the workers of this node, and tells ``news`` what was found."""
 
     def __init__(self, run: Run, news: News) -> None:
         self._run = run
@@ -114,9 +109,7 @@ class Lookout:
         if found.warning:
             self._run.view.say(found.warning)
         for stuck in found.stuck:
-            self._news.note(
-                WorkerFenced(t_s=now_s, rank=stuck.rank, step=-1, silent_s=stuck.silent_s, reason=stuck.reason)
-            )
+            self._note_fenced(stuck, -1, now_s)
         unknown = [stuck for stuck in found.stuck if not attempt.fence(stuck.rank)]  # over gloo there is none
         if found.lost or unknown:
             why = found.lost or f"rank {unknown[0].rank} {unknown[0].reason}"
@@ -131,22 +124,21 @@ class Lookout:
                 pair.watcher.send(signal.SIGCONT)  # if it is what was stopped, it cannot tell how its worker ended
             if pair is None or not pair.worker.is_alive():
                 continue
-            position = positions[stuck.rank]
-            self._news.note(
-                WorkerFenced(
-                    t_s=now_s, rank=stuck.rank, step=position.step, silent_s=stuck.silent_s, reason=stuck.reason
-                )
-            )
+            self._note_fenced(stuck, positions[stuck.rank].step, now_s)
             pair.worker.send(signal.SIGKILL)
+
+    def _note_fenced(self, stuck: Stuck, step: int, now_s: float) -> None:
+        self._news.note(
+            WorkerFenced(t_s=now_s, rank=stuck.rank, step=step, silent_s=stuck.silent_s, reason=stuck.reason)
+        )
 
     def _look_for_stragglers(self, attempt: Attempt, positions: Mapping[int, Position], now_s: float) -> None:
         policy = self._run.job.stragglers
         if policy == "ignore" or self._run.job.is_virtual:
             return
         found = self._stragglers.look(positions)
-        goes = None
-        if policy == "replace" and self._can_replace():
-            goes = self._stragglers.next_to_go(positions, now_s)
+        can_go = policy == "replace" and self._can_replace()
+        goes = self._stragglers.next_to_go(positions, now_s) if can_go else None
         for rank in sorted({*found, *([] if goes is None else [goes])}):
             score, step = self._stragglers.scores(positions)[rank], positions[rank].step
             done = "warn" if policy == "replace" and rank != goes else policy

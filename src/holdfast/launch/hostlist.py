@@ -20,12 +20,7 @@ _TASKS = re.compile(r"(\d+)(?:\(x(\d+)\))?")
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """A machine for some workers.
-
-    Args:
-        name: How it is reached.
-        slots: Most workers there.
-    """
+    """A machine, by the name that it is reached by, and the most workers there."""
 
     name: str
     slots: int

@@ -228,11 +228,7 @@ class Outcome:
 
 
 def check(job: Job) -> None:
-    """Find out before anything is started whether the job can be.
-
-    Raises:
-        ConfigError: if not; the message says what to change.
-    """
+    """Raise a ConfigError, which says what to change, if the job cannot be started."""
     settings = job.settings
     if not job.script.is_file():
         _refuse(f"there is no script {str(job.script)!r}")
@@ -322,11 +318,7 @@ def _check_amounts(job: Job) -> None:
 
 
 def check_plan(job: Job) -> None:
-    """Look whether the fault plan fits the workers.
-
-    Raises:
-        ConfigError: if not.
-    """
+    """Raise a ConfigError if the fault plan does not fit the workers."""
     if job.settings.faults:
         from holdfast.faults.plan import FaultPlan
 
@@ -360,12 +352,7 @@ OPTIONS, _JOB_OPTIONS = (
 
 
 def command_line(job: Job, *, faults: Sequence[str] = ()) -> str:
-    """Return the command that runs the job, with every setting that is not the default; the secret of the nodes stays out.
-
-    Args:
-        job: What to run.
-        faults: Specs of the faults to inject.
-    """
+    """Return the command that runs the job, with every setting that is not the default; the secret of the nodes stays out."""
     settings = job.settings
     words = ["holdfast", "run", "-n", str(settings.workers), *_said(settings, OPTIONS, Settings(fabric="ulfm"))]
     words += ["--checkpoint-every", "auto"] if settings.checkpoint_auto else []

@@ -39,7 +39,7 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class Completed(Verdict):
-    """Everybody alive passed the gate; ``finished`` is the word of one of them."""
+    """Every living worker passed the gate; ``finished`` is the word of one of them."""
 
     finished: Finished
 
@@ -263,7 +263,7 @@ class Judge:
         """Return how the job is over, None while it goes on.
 
         Args:
-            now_s: The time.
+            now_s: The time, seconds.
             running: Whether mpirun (or the one process) was alive before the last records were heard.
             crash: How mpirun was killed, "" if it was not.
         """
@@ -372,9 +372,8 @@ class Judge:
 
     def stalled(self) -> Lost:
         """Return the verdict where all workers stand still."""
-        return Lost(
-            f"no worker gave a sign of life for {self._stall_timeout_s:g} s, all of them waiting for each other"
-        )
+        quiet = f"no worker gave a sign of life for {self._stall_timeout_s:g} s"
+        return Lost(f"{quiet}, all of them waiting for each other")
 
     def _stands_still(self, now_s: float) -> Verdict | None:
         living = self.living()

@@ -31,13 +31,7 @@ class Kills:
 
 
 class Killer:
-    """Kills random workers from the first committed step on, if the job asks for it.
-
-    Args:
-        run: Of which job.
-        news: Whom to tell.
-        planned: Faults that are planned; the kills are numbered after them.
-    """
+    """Kills random workers from the first committed step on, if the job asks for it; numbered after the planned faults."""
 
     def __init__(self, run: Run, news: News, planned: int) -> None:
         self._run = run
@@ -59,8 +53,7 @@ class Killer:
         if position is None or position.phase in UNCONNECTED or pair is None or not pair.worker.is_alive():
             return False
         number = self._planned + sum(fault >= self._planned for fault in run.judge.fired)
-        self._news.note(
-            FaultFired(t_s=now_s, rank=victim, step=position.step, fault=number, kind="kill", phase=position.phase)
-        )
+        step, phase = position.step, position.phase
+        self._news.note(FaultFired(t_s=now_s, rank=victim, step=step, fault=number, kind="kill", phase=phase))
         pair.worker.send(signal.SIGKILL)
         return True

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
-from types import TracebackType
 from typing import Self
 
 from holdfast.clock import SystemClock
@@ -19,7 +18,7 @@ from holdfast.launch.health import Lookout
 from holdfast.launch.job import Job, Outcome, check
 from holdfast.launch.job_state import Broken, Completed, Departed, Judge, Lost, Verdict
 from holdfast.launch.kills import Killer
-from holdfast.launch.live import NoView, View
+from holdfast.launch.live import View
 from holdfast.launch.mpi_hosts import Hosts, check_hosts, shared_folder
 from holdfast.launch.node_faults import Strikes, check_strikes
 from holdfast.launch.node_options import check_nodes
@@ -54,17 +53,12 @@ def launch(job: Job, view: View | None = None) -> Outcome:
     check(job)
     check_hosts(job)
     check_strikes(job)
-    with Launcher(job, NoView() if view is None else view) as launcher:
+    with Launcher(job, view or View()) as launcher:
         return launcher.run()
 
 
 class Launcher:
-    """Runs one job, as a context: what it started is gone when the context is left.
-
-    Args:
-        job: What to run; it was checked.
-        view: Who shows it.
-    """
+    """Runs one job, which was checked, as a context: what it started is gone when the context is left."""
 
     def __init__(self, job: Job, view: View) -> None:
         self._job = job
@@ -125,9 +119,7 @@ class Launcher:
         undo.callback(self._strikes.close)
         undo.callback(self._end_attempt)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, frames: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._undo.close()
 
     def _end_attempt(self) -> None:
@@ -159,14 +151,8 @@ class Launcher:
         self._lookout.begin()
         self._crew.begin(start)
         self._files.follow(own, own[:1] if self._job.is_virtual else own)
-        self._attempt = attempt = Attempt(
-            self._watched_job(),
-            self._settings(start),
-            own,
-            self._places,
-            all_stop=self._decides_for_all(),
-            hosts=self._hosts,
-        )
+        job, settings, all_stop = self._watched_job(), self._settings(start), self._decides_for_all()
+        self._attempt = attempt = Attempt(job, settings, own, self._places, all_stop=all_stop, hosts=self._hosts)
         verdict = None
         while verdict is None:
             running = self._is_running(attempt)  # before the records are read: who is gone has written everything
@@ -203,11 +189,13 @@ class Launcher:
     def _lost_folder(self) -> Verdict | None:
         """Return the verdict if something has removed a folder of this run: its workers can no longer be observed."""
         path = self._places.lost()
-        if path is None:
-            return None
-        return Broken(
-            f"{path} is gone: something removed this run's folder while the job was running, so the workers were ended; "
-            "set TMPDIR to a folder that is not cleaned up"
+        return (
+            None
+            if path is None
+            else Broken(
+                f"{path} is gone: something removed this run's folder while the job was running, so the workers were ended; "
+                "set TMPDIR to a folder that is not cleaned up"
+            )
         )
 
     def _decides_for_all(self) -> bool:
@@ -230,8 +218,7 @@ class Launcher:
 
     def _is_running(self, attempt: Attempt) -> bool:
         """Return whether anything may still happen, here or on another node."""
-        remote = set(self._judge.living()).difference(attempt.processes)
-        return attempt.is_running() or bool(remote)
+        return attempt.is_running() or not set(self._judge.living()).issubset(attempt.processes)
 
     def _others_say(self, attempt: Attempt) -> Verdict | None:
         """Return what the other launchers, or their silence, mean for this one."""
@@ -326,26 +313,14 @@ class Launcher:
 
     def _restart(self, lost: Lost, ranks: tuple[int, ...]) -> Verdict | None:
         """Get ready to start again on ``ranks``; the verdict if that is not allowed."""
-        refused = why_not_again(
-            self._job,
-            lost,
-            self._restarts,
-            len(ranks),
-            stopping=self._stopping.is_asked,
-            distributed=self._news.is_distributed,
-        )
+        stopping, distributed = self._stopping.is_asked, self._news.is_distributed
+        refused = why_not_again(self._job, lost, self._restarts, len(ranks), stopping=stopping, distributed=distributed)
         if refused is not None:
             return refused
         self._restarts += 1
+        now_s, step = self._run.clock.now_s(), self._judge.last_step
         self._news.note(
-            JobRestarted(
-                t_s=self._run.clock.now_s(),
-                rank=-1,
-                step=self._judge.last_step,
-                restart=self._restarts,
-                workers=ranks,
-                reason=lost.reason,
-            )
+            JobRestarted(t_s=now_s, rank=-1, step=step, restart=self._restarts, workers=ranks, reason=lost.reason)
         )
         return None
 
@@ -363,11 +338,7 @@ class Launcher:
         )
         if unwritten:
             exit_code = exit_code or 1
-            message = (
-                f"{message}. The report is incomplete: {unwritten}"
-                if message
-                else f"the report is incomplete: {unwritten}"
-            )
+            message += f"{'. The' if message else 'the'} report is incomplete: {unwritten}"
         return Outcome(
             exit_code=exit_code,
             message=message,

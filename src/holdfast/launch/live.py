@@ -5,12 +5,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, TextIO
+from typing import TYPE_CHECKING, TextIO
 
 from holdfast.launch.job_state import cause_of_death
 from holdfast.records.types import (
     CheckpointSaved,
-    FailureSeen,
     FaultFired,
     Finished,
     JobRestarted,
@@ -37,14 +36,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Status:
-    """How far the run is.
-
-    Args:
-        step: Steps committed.
-        planned: Steps of the run, 0 if that is not known.
-        alive: Process number by worker, of those alive.
-        metrics: What the script logged last.
-    """
+    """How far the run is: steps committed, of ``planned`` (0: not known); the process number of each living worker; metrics."""
 
     step: int = 0
     planned: int = 0
@@ -52,48 +44,24 @@ class Status:
     metrics: Mapping[str, float]
 
 
-class View(Protocol):
-    """Shows a run. The launcher calls ``show`` all the time, the others when there is something; ``close`` last."""
+class View:
+    """Shows a run; this one shows nothing. The launcher calls ``show`` all the time, the others when there is something."""
 
     def output(self, rank: int, line: str) -> None:
         """Show a line that the worker ``rank`` printed."""
-        ...
 
     def say(self, line: str) -> None:
         """Show what happened."""
-        ...
 
     def show(self, status: Status) -> None:
         """Show how far the run is."""
-        ...
 
     def close(self) -> None:
-        """Leave the screen in order."""
-        ...
+        """Leave the screen in order; nothing is shown after it."""
 
 
-class NoView:
-    """Shows nothing."""
-
-    def output(self, rank: int, line: str) -> None:
-        """Forget it."""
-
-    def say(self, line: str) -> None:
-        """Forget it."""
-
-    def show(self, status: Status) -> None:
-        """Forget it."""
-
-    def close(self) -> None:
-        """Do nothing."""
-
-
-class PlainView:
-    """One line an event, for logs and pipes.
-
-    Args:
-        output: Where what the workers print goes.
-    """
+class PlainView(View):
+    """One line an event, for logs and pipes; what the workers print goes to ``output``."""
 
     def __init__(self, output: TextIO | None = None) -> None:
         self._output = output or sys.stdout
@@ -106,19 +74,9 @@ class PlainView:
         """Print the line on stderr."""
         print(f"holdfast: {clean(line)}", file=sys.stderr, flush=True)  # noqa: T201 - this is what it is for
 
-    def show(self, status: Status) -> None:
-        """Print nothing: a log is no place for a bar."""
 
-    def close(self) -> None:
-        """Do nothing."""
-
-
-class LiveView:
-    """A bar, the workers and the last event at the bottom of a terminal (stderr); output scrolls above.
-
-    Args:
-        output: Where what the workers print goes, if that is not a terminal too.
-    """
+class LiveView(View):
+    """A bar, the workers and the last event at the bottom of a terminal (stderr); output scrolls above, or goes to ``output``."""
 
     def __init__(self, output: TextIO | None = None) -> None:
         from rich.console import Console
@@ -214,8 +172,7 @@ class Story:
                 who = count(record.workers, "rank")
                 return ("start",), f"{who}: torch.distributed, sums inside DDP go on over the survivors"
             case ValuesAltered():
-                what = f"flip of rank {record.rank} at step {record.step}: {_altered(record)}"
-                return ("fault", record.fault), what
+                return ("fault", record.fault), f"flip of rank {record.rank} at step {record.step}: {_altered(record)}"
             case FaultFired(kind="flip"):
                 return ("flip",), None
             case FaultFired():
@@ -238,21 +195,15 @@ class Story:
             case Recovered():
                 return ("recovered", record.generation), self._recovery(record)
             case SamplesLost():
-                return (
-                    "lost",
-                    record.step,
-                    record.ids,
-                ), f"step {record.step} goes on without {len(record.ids)} samples"
+                what = f"step {record.step} goes on without {len(record.ids)} samples"
+                return ("lost", record.step, record.ids), what
             case CheckpointSaved():
                 return ("saved", record.step), f"checkpoint before step {record.step}: {record.path}"
             case JobRestarted():
-                return (
-                    "restart",
-                ), f"start {record.restart + 1} of the job, on {_ranks(record.workers)}: {record.reason}"
+                on = _ranks(record.workers)
+                return ("restart",), f"start {record.restart + 1} of the job, on {on}: {record.reason}"
             case Finished(outcome="stopped"):
                 return ("stopped",), f"stopped before step {record.step}"
-            case FailureSeen():
-                return (), None
         return (), None
 
     def _recovery(self, record: Recovered) -> str:
@@ -293,18 +244,18 @@ def _short(value: float | str) -> str:
 
 
 def _changed(record: SettingChanged) -> str:
-    match record.name:
-        case "workers":
-            wanted = int(record.value)
-            return f"{count(wanted, 'worker')} {'is' if wanted == 1 else 'are'} wanted from step {record.step} on"
-        case "speeds":
-            return f"from step {record.step} on slices are shared out by the workers' speed"
+    if record.name == "workers":
+        wanted = int(record.value)
+        return f"{count(wanted, 'worker')} {'is' if wanted == 1 else 'are'} wanted from step {record.step} on"
+    if record.name == "speeds":
+        return f"from step {record.step} on slices are shared out by the workers' speed"
     return f"from step {record.step} on: {record.name} is {record.value}"
 
 
 def _begin(record: RunStarted) -> str:
     at = f", from step {record.step}" if record.step > 0 else ""
-    return f"{record.workers} {'worker' if record.workers == 1 else 'workers'}, {record.steps_planned} steps{at}: {record.fabric}, {record.strategy}"
+    workers = f"{record.workers} {'worker' if record.workers == 1 else 'workers'}"
+    return f"{workers}, {record.steps_planned} steps{at}: {record.fabric}, {record.strategy}"
 
 
 def _ranks(ranks: Sequence[int]) -> str:

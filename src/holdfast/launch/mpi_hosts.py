@@ -31,19 +31,11 @@ _HANDED_ON = ("HOLDFAST_", "OMP_", "MKL_", "MALLOC_", "MASTER_", "PYTHON", "CUDA
 
 
 def check_hosts(job: Job) -> None:
-    """Find out whether the options about hosts go together.
-
-    Raises:
-        ConfigError: if not.
-    """
+    """Raise a ConfigError if the options about hosts do not go together."""
     if not job.hosts:
-        for given, option in (
-            (job.launch_agent, "--launch-agent"),
-            (job.network, "--network"),
-            (job.run_dir, "--run-dir"),
-        ):
-            if given:
-                _refuse(f"{option} needs --hosts: on one machine it has no meaning")
+        options = {"--launch-agent": job.launch_agent, "--network": job.network, "--run-dir": job.run_dir}
+        for option in filter(options.get, options):
+            _refuse(f"{option} needs --hosts: on one machine it has no meaning")
         return
     if not job.fabric.spans_hosts:
         _refuse(
@@ -94,12 +86,7 @@ def _refuse(message: str) -> NoReturn:
 
 
 class Hosts:
-    """The machines of a job: those that are left, and how they are reached.
-
-    Args:
-        job: What is run on them; it was checked.
-        places: Its folders, which all must see.
-    """
+    """The machines of a job: those that are left, and how they are reached. All must see its folders."""
 
     def __init__(self, job: Job, places: Places) -> None:
         self.left = job.hosts
@@ -117,11 +104,7 @@ class Hosts:
     # -- looking
 
     def meet(self) -> None:
-        """Make sure that all machines can take part.
-
-        Raises:
-            ConfigError: naming each that cannot, and why.
-        """
+        """Raise a ConfigError that names each machine that cannot take part, and why."""
         answers, missing = self._look({})
         if missing:
             _refuse("; ".join(f"host {name} {why}" for name, why in missing.items()))
@@ -132,11 +115,7 @@ class Hosts:
             self._names[node] = name
 
     def look_again(self, pairs: Iterable[Pair]) -> dict[str, str]:
-        """Find out who is left when mpirun has ended; return who is not, and why.
-
-        Args:
-            pairs: The processes that ran under it: what still runs of them is ended.
-        """
+        """When mpirun has ended, end what still runs of these and find out which hosts are left; return which are not, and why."""
         _, missing = self._look(self._kills(pairs))
         self.left = tuple(host for host in self.left if host.name not in missing)
         return missing

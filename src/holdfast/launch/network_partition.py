@@ -23,11 +23,7 @@ _FORGOTTEN = (("-6", "addr"), ("-4", "route"), ("-6", "route"))
 
 
 def ip(*words: str, stdin: IO[bytes] | None = None) -> bytes:
-    """Run ``ip`` and return what it prints.
-
-    Raises:
-        subprocess.CalledProcessError: if it fails; ``stderr`` says why.
-    """
+    """Run ``ip`` and return what it prints; a CalledProcessError has in ``stderr`` why it failed."""
     return subprocess.run(["ip", *words], stdin=stdin, capture_output=True, timeout=_IP_S, check=True).stdout
 
 

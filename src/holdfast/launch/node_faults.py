@@ -34,13 +34,7 @@ _HEAL_S = 30.0
 
 
 class Strikes:
-    """Strikes this node when its workers ask for it.
-
-    Args:
-        run: Of which job.
-        news: Whom to tell.
-        plan: What is planned.
-    """
+    """Strikes this node as planned, when its workers ask for it."""
 
     def __init__(self, run: Run, news: News, plan: FaultPlan) -> None:
         self._run = run
@@ -69,9 +63,8 @@ class Strikes:
             try:
                 process.wait(_HEAL_S)
             except subprocess.TimeoutExpired:
-                self._run.view.say(
-                    f"the network of node {self._run.job.node_rank} could not be healed in {_HEAL_S:g} s"
-                )
+                node = self._run.job.node_rank
+                self._run.view.say(f"the network of node {node} could not be healed in {_HEAL_S:g} s")
 
     def _tell(self, attempt: Attempt, number: int, fault: Fault, step: int) -> None:
         self._news.note(
@@ -113,11 +106,7 @@ class Strikes:
 
 
 def check_strikes(job: Job) -> None:
-    """Find out before training whether the faults that strike this node can.
-
-    Raises:
-        ConfigError: if not.
-    """
+    """Raise a ConfigError, before training, if a fault that is to strike this node cannot."""
     plan = FaultPlan.from_json(job.settings.faults) if job.settings.faults else FaultPlan()
     for fault in plan.faults:
         if fault.kind != "partition":
@@ -129,11 +118,7 @@ def check_strikes(job: Job) -> None:
 
 
 def devices(job: Job, fault: Fault) -> list[str]:
-    """Return the network devices by which this node reaches the others.
-
-    Raises:
-        ConfigError: if there are none.
-    """
+    """Return the network devices by which this node reaches the others; raise a ConfigError if ``ip`` is missing."""
     if shutil.which("ip") is None:
         _refuse(fault, "to cut the network takes the command ip (of iproute2), and there is none on PATH")
     found = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]

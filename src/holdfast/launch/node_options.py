@@ -9,11 +9,7 @@ _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 def split_address(url: str) -> tuple[str, int]:
-    """Return host and port of ``holdfast://HOST:PORT``.
-
-    Raises:
-        ConfigError: if it is not that.
-    """
+    """Return host and port of ``holdfast://HOST:PORT``; raise a ConfigError if it is not that."""
     host, _, port = url.removeprefix("holdfast://").rpartition(":")
     if not url.startswith("holdfast://") or not host or not port.isdigit() or not 0 < int(port) < 65536:
         raise ConfigError(
@@ -23,11 +19,7 @@ def split_address(url: str) -> tuple[str, int]:
 
 
 def check_nodes(job: Job) -> None:
-    """Find out whether the options about nodes go together.
-
-    Raises:
-        ConfigError: if not.
-    """
+    """Raise a ConfigError if the options about nodes do not go together."""
     if job.nnodes < 1:
         raise ConfigError(f"--nnodes must be at least 1, got {job.nnodes}")
     if not 0.5 <= job.node_timeout_s <= 3600:

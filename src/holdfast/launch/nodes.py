@@ -53,9 +53,9 @@ class Start:
 
     Args:
         store: For the workers.
-        ranks: All whom the job is started with.
+        ranks: All that the job is started with.
         own: Those of this node.
-        living: Whom to expect something of: all but those who have ended, if this launcher comes late.
+        living: All but those that have ended, if this launcher comes late.
     """
 
     store: str
@@ -75,78 +75,42 @@ class _Node:
 
 @dataclass(slots=True)
 class Changes:
-    """What has happened to the other nodes since one last looked.
-
-    Args:
-        lost: Nodes, with their workers.
-        parted: Workers of nodes whose launchers have ended in order.
-        newcomers: Workers that other nodes have started.
-    """
+    """Since one last looked: nodes that were lost, with their workers; workers whose launchers ended in order; newcomers."""
 
     lost: dict[int, tuple[int, ...]] = field(default_factory=dict)
     parted: tuple[int, ...] = ()
     newcomers: tuple[int, ...] = ()
 
 
-class Nodes:
-    """This launcher among those of the other nodes.
-
-    Args:
-        job: The same for all, but for the number of the node.
-
-    Raises:
-        ConfigError: if the store cannot be opened, the launchers were not started alike, or this node has one already.
-    """
+class Nodes(Meeting):
+    """This launcher among those of the other nodes, for whatever starts of the job there are."""
 
     def __init__(self, job: Job) -> None:
-        self._job = job
-        self._me = job.node_rank
         self._members: Store | None = None
+        super().__init__(job)
         self._asked = 0
         self._own: tuple[int, ...] = ()
         self._said: set[str] = set()
         self._lost_s: float | None = None
         self.given_up: set[int] = set()
-        self._meeting = meeting = Meeting(job)
         try:
-            self._others = {node: _Node(seat) for node, seat in meeting.seats.items() if node != self._me}
-            self.is_late = meeting.is_late
-            self.number = max(int(number) for number in self.launchers.under("start/")) if self.is_late else 0
-            self._telling = Telling(self.launchers, self._me)
+            self._others = {node: _Node(seat) for node, seat in self.seats.items() if node != self._me}
+            self.number = max(int(number) for number in self.store.under("start/")) if self.is_late else 0
+            self._telling = Telling(self.store, self._me)
         except BaseException:
             self.close()
             raise
 
     @property
-    def token(self) -> str:
-        """What the store asks for."""
-        return self._meeting.token
-
-    @property
-    def is_host(self) -> bool:
-        """Whether this launcher hosts the store, so that nobody can do without it."""
-        return self._meeting.is_host
-
-    @property
     def store_lost(self) -> str:
         """Why this node can take no part any more, "" if it can."""
-        members = "" if self._members is None else self._members.lost
-        return self.launchers.lost or members or self._meeting.seat_lost
-
-    @property
-    def launchers(self) -> Store:
-        """The store that the launchers share."""
-        return self._meeting.store
-
-    def origin_s(self) -> float:
-        """Return what ``time.monotonic()`` was here when the first launcher began."""
-        return self._meeting.origin_s()
+        return self.store.lost or (self._members.lost if self._members is not None else "") or self.seat_lost
 
     def close(self) -> None:
-        """Say good-bye, and let go of the store; whoever hosts it waits until the others have done so too."""
+        """Let go of what the workers share, too."""
         if self._members is not None:
             self._members.close()
-        self._meeting.close()
+        super().close()
 
     # -- starts
 
@@ -154,27 +118,27 @@ class Nodes:
         """Take part in the start of the job with this number."""
         if self._members is not None:
             self._members.close()
-        self._members = self._meeting.open_members(number)
+        self._members = self.open_members(number)
         homes = self._homes(number)
         self.number = number
         self._own = () if self.is_late else tuple(rank for rank, node in homes.items() if node == self._me)
         for node, other in self._others.items():
             other.ranks = tuple(rank for rank, home in homes.items() if home == node)
-        self._meeting.hold_seat(self._own, self.number)
-        self.launchers.delete(f"says/{self._me}/")
+        self.hold_seat(self._own, self.number)
+        self.store.delete(f"says/{self._me}/")
         self._said.clear()
         self.given_up.clear()
         living = set(homes)
         if self.is_late:
-            living.update(rank for seated in self._meeting.there().values() for rank in self._ranks(seated))
-            living.difference_update(int(rank) for rank in self.launchers.under(f"gone/{number}/"))
-        return Start(self._meeting.url(number), tuple(homes), self._own, tuple(sorted(living)))
+            living.update(rank for seated in self.there().values() for rank in self._ranks(seated))
+            living.difference_update(int(rank) for rank in self.store.under(f"gone/{number}/"))
+        return Start(self.url(number), tuple(homes), self._own, tuple(sorted(living)))
 
     def _homes(self, number: int) -> dict[int, int]:
         """Return the node of each worker that a start begins with."""
         if number == 0:
             return {rank: self._job.home(rank) for rank in self._job.ranks}
-        return {int(rank): node for rank, node in self._meeting.read(f"start/{number}").items()}
+        return {int(rank): node for rank, node in self.read(f"start/{number}").items()}
 
     def agree_on_restart(self, number: int, ranks: Sequence[int]) -> tuple[int, ...]:
         """Return whom the job is started with for the ``number``-th time again; the first who proposes decides.
@@ -183,37 +147,37 @@ class Nodes:
         """
         if self._lost_s is not None:
             fence_s = self._lost_s + FENCE_LEASES * self._job.node_timeout_s - time.monotonic()
-            self.launchers.wait(lambda: self.launchers.get(f"start/{number}"), max(0.0, fence_s))
-        there = self._meeting.there()
+            self.store.wait(lambda: self.store.get(f"start/{number}"), max(0.0, fence_s))
+        there = self.there()
         homes = {rank: node for node, known in sorted(there.items()) for rank in known.ranks if rank in ranks}
         for rank in sorted(set(ranks) - homes.keys()):  # a new worker goes where there are fewest
             counts = {node: list(homes.values()).count(node) for node in sorted(there)}
             homes[rank] = min(counts, key=lambda node: counts[node])
-        self.launchers.create(f"start/{number}", json.dumps(dict(sorted(homes.items()))))
+        self.store.create(f"start/{number}", json.dumps(dict(sorted(homes.items()))))
         return tuple(self._homes(number))
 
     def is_restarted(self) -> bool:
         """Return whether somebody has decided to start the job again."""
-        return self.launchers.get(f"start/{self.number + 1}") is not None
+        return self.store.get(f"start/{self.number + 1}") is not None
 
     def free_number(self, least: int) -> int:
         """Return a number for a newcomer of this node, at least ``least``, that nobody else gives."""
-        while not self.launchers.create(f"number/{least}", str(self._me)):
+        while not self.store.create(f"number/{least}", str(self._me)):
             least += 1
         self._own = (*self._own, least)
-        self._meeting.hold_seat(self._own, self.number)
+        self.hold_seat(self._own, self.number)
         return least
 
     def note_slices(self, count: int) -> None:
         """Remember the slices of the job, for launchers that come late."""
         if self.slices == 0:
             with contextlib.suppress(StoreLost):  # then none will come
-                self.launchers.create("slices", str(count))
+                self.store.create("slices", str(count))
 
     @property
     def slices(self) -> int:
         """Slices of the job, 0 before training has begun."""
-        return int(self.launchers.get("slices") or 0)
+        return int(self.store.get("slices") or 0)
 
     # -- telling and hearing
 
@@ -228,7 +192,7 @@ class Nodes:
 
     def look(self) -> Changes:
         """Return what has happened to the other nodes since the last call, after telling the workers of deaths."""
-        there, changes = self._meeting.there(), Changes()
+        there, changes = self.there(), Changes()
         for node, known in self._others.items():
             now = there.get(node)
             if not known.is_lost and (now is None or now.seat != known.seat):
@@ -246,12 +210,12 @@ class Nodes:
     def _lose(self, node: int, known: _Node, changes: Changes) -> None:
         known.is_lost = True
         # Whom another launcher has given up a moment ago is lost here, too; whom its own has seen end is not.
-        left = tuple(rank for rank in known.ranks if self.launchers.get(f"gone/{self.number}/{rank}") != str(node))
+        left = tuple(rank for rank in known.ranks if self.store.get(f"gone/{self.number}/{rank}") != str(node))
         for rank in left:
             self.died(rank, f"node {node} is lost")
             self.ended(rank)
         known.ranks = ()
-        if self.launchers.get(f"bye/{node}/{known.seat}") is not None:
+        if self.store.get(f"bye/{node}/{known.seat}") is not None:
             changes.parted += left
         else:
             self.given_up.update(left)
@@ -267,7 +231,7 @@ class Nodes:
     def ended(self, rank: int) -> None:
         """Tell launchers that come late that nothing is to be expected of a worker any more."""
         if self._job.nnodes > 1:
-            self.launchers.put(f"gone/{self.number}/{rank}", str(self._me))
+            self.store.put(f"gone/{self.number}/{rank}", str(self._me))
 
     # -- what is true everywhere
 
@@ -278,15 +242,15 @@ class Nodes:
         key = f"says/{self._me}/{what}"
         if true:
             self._said.add(what)
-            self.launchers.put(key, str(self.number))
+            self.store.put(key, str(self.number))
         else:
             self._said.discard(what)
-            self.launchers.delete(key)
+            self.store.delete(key)
 
     def all_say(self, what: str, nodes: Sequence[int] | None = None) -> bool:
         """Return whether something is true of all other nodes that are there, or of those."""
         wanted = [node for node, known in self._others.items() if not known.is_lost] if nodes is None else nodes
-        return all(self.launchers.get(f"says/{node}/{what}") == str(self.number) for node in wanted)
+        return all(self.store.get(f"says/{node}/{what}") == str(self.number) for node in wanted)
 
     def any_says(self, what: str) -> bool:
         """Return whether something is true of another node that is there."""
@@ -299,35 +263,35 @@ class Nodes:
     def ask_all_to_stop(self) -> None:
         """Have the whole job save and stop."""
         with contextlib.suppress(StoreLost):  # then all stop anyway
-            self.launchers.put("stop", "1")
+            self.store.put("stop", "1")
 
     def is_stopping(self) -> bool:
         """Return whether the whole job is to save and stop."""
-        return self.launchers.get("stop") is not None
+        return self.store.get("stop") is not None
 
     # -- changes to the running job
 
     def ask(self, changes: Mapping[str, Any]) -> None:
         """Ask for changes; all launchers hear of them in the same order."""
         number, text = self._asked, json.dumps(changes)
-        while not self.launchers.create(f"asked/{number}", text):
+        while not self.store.create(f"asked/{number}", text):
             number += 1
 
     def asked(self) -> list[dict[str, Any]]:
         """Return the changes that were asked for since the last call, on any node."""
         new = []
-        while (text := self.launchers.get(f"asked/{self._asked}")) is not None:
+        while (text := self.store.get(f"asked/{self._asked}")) is not None:
             self._asked += 1
             new.append(json.loads(text))
         return new
 
     def ask_to_leave(self, rank: int) -> None:
         """Have the launcher of a worker tell it to leave."""
-        self.launchers.put(f"leave/{rank}", str(self._me))
+        self.store.put(f"leave/{rank}", str(self._me))
 
     def told_to_leave(self) -> tuple[int, ...]:
         """Return the workers of this node that are to leave; each is named once."""
-        told = tuple(rank for rank in self._own if self.launchers.get(f"leave/{rank}") is not None)
+        told = tuple(rank for rank in self._own if self.store.get(f"leave/{rank}") is not None)
         for rank in told:
-            self.launchers.delete(f"leave/{rank}")
+            self.store.delete(f"leave/{rank}")
         return told

@@ -18,11 +18,7 @@ _MOST = 1000
 
 
 def note(facts: Mapping[str, Any]) -> None:
-    """Note that a job was run here. If that cannot be written, ``holdfast verify`` will need ``--trust`` or ``--script``.
-
-    Args:
-        facts: What :func:`~holdfast.launch.provenance.job_facts` says of the job.
-    """
+    """Note that a job with these :func:`job_facts` was run here; unwritten, ``holdfast verify`` needs ``--trust`` or ``--script``."""
     with suppress(OSError, RuntimeError):  # there is no home, or it is not writable
         folder = _folder()
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -32,11 +28,7 @@ def note(facts: Mapping[str, Any]) -> None:
 
 
 def is_noted(facts: Mapping[str, Any]) -> bool:
-    """Return whether this user has run a job here: the same script, byte for byte, with the same arguments.
-
-    Args:
-        facts: What a report has under ``job``.
-    """
+    """Return whether this user has run here the same script, byte for byte, with the same arguments, as a report says."""
     try:
         found = Path(_folder(), _digest(facts)).lstat()
         return found.st_uid == Path(_folder()).lstat().st_uid == os.getuid()
@@ -45,11 +37,7 @@ def is_noted(facts: Mapping[str, Any]) -> bool:
 
 
 def _folder() -> Path:
-    """Return where the notes are.
-
-    Raises:
-        RuntimeError: if this user has no home.
-    """
+    """Return where the notes are; raise a RuntimeError if this user has no home."""
     given = Path(os.environ.get("XDG_STATE_HOME", ""))
     return Path(given if given.is_absolute() else Path.home() / ".local" / "state", "holdfast", "runs")
 

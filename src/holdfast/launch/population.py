@@ -44,12 +44,9 @@ class Births:
             self._plan(now_s)
 
     def scale(self, there: Sequence[int], wanted: int, now_s: float) -> list[int]:
-        """Plan the workers that are missing, or return who is to leave: the highest numbers, and nobody twice.
+        """Plan the workers that are missing, or return who is to leave: the highest numbers, and none twice.
 
-        Args:
-            there: Who is there, newcomers that wait among them.
-            wanted: How many there are to be.
-            now_s: The time.
+        ``there`` are the workers that are there, newcomers that wait among them.
         """
         staying = sorted(set(there) - self._dismissed)
         self.ask(wanted - len(staying) - len(self._planned), now_s)

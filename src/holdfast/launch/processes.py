@@ -23,12 +23,7 @@ _CHILDREN_END_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """A process, told apart from a later one that got the same number.
-
-    Args:
-        pid: Its number.
-        started: When it was started, in clock ticks since the machine was.
-    """
+    """A process; when it was started, in clock ticks, tells it apart from a later one that got the same number."""
 
     pid: int
     started: int
@@ -97,13 +92,7 @@ def _state_of(pid: int) -> tuple[str, int]:
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """A worker, and the watcher beside it.
-
-    Args:
-        worker: One.
-        watcher: The other.
-        node: How their machine calls itself; "" where it is that of the launcher, as no other can be.
-    """
+    """A worker, and the watcher beside it; how their machine calls itself, "" where it can only be that of the launcher."""
 
     worker: Process
     watcher: Process
@@ -216,11 +205,9 @@ def _below_us(spared: Collection[int]) -> set[Process]:
 
 
 def wait_for_end(handles: Mapping[str, int], timeout_s: float | None = None) -> set[str]:
-    """Return which of some processes have ended, as soon as one has; nobody if none has within ``timeout_s``.
+    """Return which of some processes have ended, as soon as one has; none if none has within ``timeout_s``, None for ever.
 
-    Args:
-        handles: File descriptors as of :meth:`Process.open`, by any names.
-        timeout_s: None waits for ever.
+    Each name stands for a file descriptor as of :meth:`Process.open`.
     """
     looks = select.poll()
     for handle in handles.values():
@@ -264,13 +251,8 @@ def start(
 ) -> subprocess.Popen[bytes]:
     """Start ``command`` in a process group of its own, its output appended to ``log``.
 
-    It does not end with us: the watchers of the workers see that we are gone, and have them save and end.
-
-    Args:
-        command: Program and arguments.
-        env: Its environment.
-        log: File for its output.
-        files: Descriptors that it inherits.
+    It inherits the descriptors ``files``, and does not end with us: the watchers of the workers see that we are gone, and have
+    them save and end.
     """
     with log.open("ab") as output:
         return subprocess.Popen(

@@ -29,11 +29,7 @@ from holdfast.report.history import is_distributed
 
 
 class News:
-    """Hears every record of a run once: the judge, the view and the other launchers are told.
-
-    Args:
-        run: Of which job.
-    """
+    """Hears every record of a run once: the judge, the view and the other launchers are told."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
@@ -56,11 +52,9 @@ class News:
         return bool(self._tracebacks)
 
     def read(self, attempt: Attempt, *, last: bool = False) -> None:
-        """Take in what is new. Output first: a traceback's record is written before its output, so it is known.
+        """Take in what is new; at last half lines of output, too.
 
-        Args:
-            attempt: The start of the job that goes on.
-            last: Take half lines of output, too.
+        Output is read first: a traceback's record is written before it, so it is known.
         """
         output = self._run.files.output(last=last)
         own, self._noted = self._noted, []

@@ -19,13 +19,7 @@ _BATCH_BYTES = 1 << 18
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """A record of another node's worker.
-
-    Args:
-        start: In which start of the job it was written.
-        record: What was written.
-        position: Where the worker was, if the record tells its end.
-    """
+    """A record of another node's worker, from which start of the job, and where the worker was if it tells its end."""
 
     start: int
     record: Record
@@ -33,12 +27,7 @@ class Told:
 
 
 class Telling:
-    """Tells the others, and hears them, from where this node's launchers and theirs have got to.
-
-    Args:
-        store: That the launchers share.
-        node: Which this is; what its earlier launchers told is heard first.
-    """
+    """Tells the others, and hears them, from where this node's launchers and theirs have got to; those of this node first."""
 
     def __init__(self, store: Store, node: int) -> None:
         self._store = store

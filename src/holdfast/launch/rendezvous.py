@@ -27,13 +27,7 @@ _RETRY_S = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Seated:
-    """A launcher that is there.
-
-    Args:
-        seat: How many its node had before it.
-        ranks: Its workers.
-        start: The start of the job that they belong to, -1 before the first.
-    """
+    """A launcher that is there: how many its node had before it, and its workers in a start of the job, -1 before the first."""
 
     seat: int
     ranks: tuple[int, ...]
@@ -54,6 +48,7 @@ class Meeting:
     def __init__(self, job: Job) -> None:
         self._job = job
         self._me = job.node_rank
+        self._lease_s = job.node_timeout_s
         self._hub: Hub | None = None
         self._store: Store | None = None
         self._seat: int | None = None
@@ -67,6 +62,8 @@ class Meeting:
             self._take_seat()
             self.seats = self._meet()
             """Of all nodes, when the job began."""
+            self.is_late = self.seats[self._me] != self._seat
+            """Whether the job had begun before this launcher came."""
         except BaseException:
             self.close()
             raise
@@ -81,11 +78,6 @@ class Meeting:
     def is_host(self) -> bool:
         """Whether this launcher hosts the store, so that nobody can do without it."""
         return self._hub is not None
-
-    @property
-    def is_late(self) -> bool:
-        """Whether the job had begun before this launcher came."""
-        return self.seats[self._me] != self._seat
 
     @property
     def seat_lost(self) -> str:
@@ -123,8 +115,8 @@ class Meeting:
     def origin_s(self) -> float:
         """Return what ``time.monotonic()`` was here when the first launcher began."""
         self.store.create("origin", json.dumps(time.time()))
-        origin: float = self.read("origin")
-        return time.monotonic() - max(0.0, time.time() - origin)
+        ran_s: float = time.time() - self.read("origin")
+        return time.monotonic() - max(0.0, ran_s)
 
     def close(self) -> None:
         """Say good-bye, and let go of the store; whoever hosts it waits until the others have done so too."""
@@ -150,10 +142,6 @@ class Meeting:
     def _joins(self) -> bool:
         """Whether the store is another process's."""
         return bool(self._job.rdzv) and not (self._job.rdzv.startswith("holdfast://") and self._me == 0)
-
-    @property
-    def _lease_s(self) -> float:
-        return self._job.node_timeout_s
 
     def _host(self) -> str:
         host, port = split_address(self._job.rdzv) if self._job.rdzv else ("127.0.0.1", 0)
@@ -270,11 +258,7 @@ class Meeting:
                 )
 
     def _meet(self) -> dict[int, int]:
-        """Wait until all launchers are there, unless the job has begun; return the seats of those it began with.
-
-        Raises:
-            ConfigError: if they do not come in time.
-        """
+        """Wait until all launchers are there, unless the job has begun; return the seats of those it began with."""
 
         def ready() -> str | None:
             there = self.there()

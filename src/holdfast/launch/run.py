@@ -18,15 +18,7 @@ from holdfast.launch.run_paths import Places
 class Run:
     """One run of a job, over all its starts.
 
-    Args:
-        job: What is run.
-        view: Who shows it.
-        judge: What is known of the workers.
-        births: Who is to be started beside those.
-        nodes: The launchers, as this one is among them; None where the fabric needs no store.
-        places: The folders.
-        files: What the workers write there.
-        clock: Zero is when it began, on the first node.
+    ``nodes`` is None where the fabric needs no store. The clock's zero is when the run began, on the first node.
     """
 
     job: Job

@@ -57,14 +57,7 @@ class Sign:
 
 @dataclass(slots=True)
 class _Sight:
-    """The last sign of a worker.
-
-    Args:
-        sign: What was seen.
-        began_s: When it was seen first.
-        moved_s: When it was last seen to get further, or to begin to wait.
-        alive_s: When it last gave a sign of life.
-    """
+    """The last sign of a worker; when it was seen first, when it last got further or began to wait, or was alive."""
 
     sign: Sign
     began_s: float
@@ -74,13 +67,7 @@ class _Sight:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What is to be done about a start.
-
-    Args:
-        stuck: Workers to give up.
-        lost: Why the start is lost though no worker is to blame, "" if it is not.
-        warning: What the user should know, "" if nothing is new.
-    """
+    """About a start: workers to give up; why it is lost though none is to blame; what is new for the user ("": nothing)."""
 
     stuck: Sequence[Stuck] = ()
     lost: str = ""
@@ -89,12 +76,7 @@ class Finding:
 
 @dataclass(slots=True)
 class Starting:
-    """Looks at the workers of this node from the moment they are started until all are connected.
-
-    Args:
-        timeout_s: The least time that a worker has to arrive; 0: as long as it likes.
-        script: Name of the script, for messages.
-    """
+    """Looks at the workers of this node until all are connected; each has ``timeout_s`` at least to arrive, 0 for ever."""
 
     timeout_s: float
     script: str

@@ -22,12 +22,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Stopping:
-    """Has the workers save or leave when somebody asks for it, and says when their time is over.
-
-    Args:
-        run: Of which job.
-        news: What has been heard of it.
-    """
+    """Has the workers save or leave on request, and says when their time is over."""
 
     def __init__(self, run: Run, news: News) -> None:
         self._run = run

@@ -20,11 +20,7 @@ first, and on a crowded machine now this worker is slow and now that one."""
 
 @dataclass(slots=True)
 class Stragglers:
-    """Compares what the workers take to compute a slice.
-
-    Args:
-        factor: A worker that takes so many times the median of the others is a straggler, more than 1.
-    """
+    """Compares what workers take to compute a slice: ``factor`` times (> 1) the median of the others makes a straggler."""
 
     factor: float
     _slow_since: dict[int, int] = field(default_factory=dict)

@@ -14,9 +14,7 @@ _CHUNK_BYTES = 1 << 20
 class LineTail:
     """Gives the whole lines that were added to ``path`` since it was last asked; the file need not exist yet.
 
-    Args:
-        path: The file.
-        far: It is written on other machines: what they have written is certain to be seen by who opens it anew.
+    A ``far`` file is written on other machines, and opened anew each time: only then what they wrote is certain to be seen.
     """
 
     def __init__(self, path: Path, *, far: bool = False) -> None:
@@ -56,12 +54,7 @@ class LineTail:
 
 
 class RecordTail:
-    """Gives the records that were added to ``path`` since it was last asked; see :class:`LineTail`.
-
-    Args:
-        path: The file.
-        far: It is written on other machines.
-    """
+    """Gives the records that were added to ``path`` since it was last asked; see :class:`LineTail`."""
 
     def __init__(self, path: Path, *, far: bool = False) -> None:
         self.path = path
