@@ -24,7 +24,7 @@ from holdfast.comm import VirtualCommunicator
 from holdfast.errors import ConfigError
 from holdfast.faults.plan import FaultPlan, parse
 from holdfast.integrity.hash_chain import GENESIS, digest_of_ids, digest_of_parts, link_of
-from holdfast.launch.noted import note
+from holdfast.launch.provenance import note
 from holdfast.models.replicated import Replica
 from holdfast.models.whole_hashes import WholeFingerprint
 from holdfast.records.files import read_run

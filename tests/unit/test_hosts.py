@@ -13,11 +13,10 @@ import pytest
 from holdfast.config import Settings
 from holdfast.errors import ConfigError
 from holdfast.launch import worker
-from holdfast.launch.agent import Agent
 from holdfast.launch.control import announce, find
 from holdfast.launch.hostlist import Host, parse_hosts
 from holdfast.launch.job import Job, resume_command
-from holdfast.launch.mpi_hosts import Hosts, check_hosts, shared_folder
+from holdfast.launch.mpi_hosts import Agent, Hosts, check_hosts, shared_folder
 from holdfast.launch.processes import Pair, Process
 from holdfast.launch.run_paths import Places
 

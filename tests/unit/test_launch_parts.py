@@ -21,9 +21,9 @@ from holdfast.launch.attempt import _environment
 from holdfast.launch.hostlist import Host
 from holdfast.launch.job import Job
 from holdfast.launch.job_state import Broken, Lost
-from holdfast.launch.kills import Kills
 from holdfast.launch.launcher import Launcher
 from holdfast.launch.live import Status, Story, View, make_view
+from holdfast.launch.node_faults import Kills
 from holdfast.launch.processes import Pair, Process, descendants_of, end_gently, wait_for_end
 from holdfast.launch.raised import describe
 from holdfast.launch.run_paths import Places

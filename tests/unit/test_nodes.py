@@ -10,10 +10,9 @@ import pytest
 from holdfast.config import Settings
 from holdfast.errors import ConfigError
 from holdfast.launch import nodes
-from holdfast.launch import record_replication as telling
 from holdfast.launch.job import Job
-from holdfast.launch.node_options import check_nodes, split_address
 from holdfast.launch.nodes import FENCE_LEASES, Nodes
+from holdfast.launch.rendezvous import check_nodes, split_address
 from holdfast.records.beacon import Position
 from holdfast.records.types import StepCommitted, WorkerEnded
 
@@ -108,7 +107,7 @@ def test_what_one_tells_all_others_hear_once_in_order_with_the_place_of_a_death(
 
 
 def test_records_do_not_pile_up_in_the_store(meet, monkeypatch):
-    monkeypatch.setattr(telling, "_SLOTS", 4)
+    monkeypatch.setattr(nodes, "_SLOTS", 4)
     first, second = meet(2)
     told = []
 
@@ -121,7 +120,7 @@ def test_records_do_not_pile_up_in_the_store(meet, monkeypatch):
 
 
 def test_many_records_at_once_go_in_pieces_that_a_store_takes(meet, monkeypatch):
-    monkeypatch.setattr(telling, "_BATCH_BYTES", 500)
+    monkeypatch.setattr(nodes, "_BATCH_BYTES", 500)
     first, second = meet(2)
     told = []
 

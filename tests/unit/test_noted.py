@@ -4,8 +4,8 @@ import os
 
 import pytest
 
-from holdfast.launch import noted
-from holdfast.launch.noted import is_noted, note
+from holdfast.launch import provenance
+from holdfast.launch.provenance import is_noted, note
 
 JOB = {"path": "/srv/train.py", "sha256": "ab" * 32, "args": ["--epochs", "3"], "threads": "1"}
 
@@ -44,11 +44,11 @@ def test_a_note_of_another_user_does_not_count(state):
 
 
 def test_the_newest_are_kept(state, monkeypatch):
-    monkeypatch.setattr(noted, "_MOST", 2)
+    monkeypatch.setattr(provenance, "_MOST", 2)
     jobs = [JOB | {"args": [str(number)]} for number in range(4)]
     for moment, job in enumerate(jobs):
         note(job)
-        os.utime(state / "holdfast" / "runs" / noted._digest(job), (moment, moment))
+        os.utime(state / "holdfast" / "runs" / provenance._digest(job), (moment, moment))
 
     assert [is_noted(job) for job in jobs] == [False, False, True, True]
 

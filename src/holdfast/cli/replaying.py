@@ -182,7 +182,7 @@ def script_of(report: Mapping[str, Any], given: Path | None, *, trusted: bool) -
         if _sha256(given) != job["sha256"]:
             warn(f"{given} is not the script that was run: its sha256 is another")
         return given
-    from holdfast.launch.noted import is_noted
+    from holdfast.launch.provenance import is_noted
 
     path = Path(job["path"])
     if not path.is_file():

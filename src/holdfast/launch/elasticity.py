@@ -10,7 +10,7 @@ from holdfast.errors import ConfigError, StoreLost
 from holdfast.launch.attempt import Attempt
 from holdfast.launch.control import Asked, announce, append, check
 from holdfast.launch.nodes import Start
-from holdfast.launch.run import Run
+from holdfast.launch.record_bus import Run
 from holdfast.records.paths import requests_path
 
 

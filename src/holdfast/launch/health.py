@@ -11,8 +11,7 @@ from holdfast.launch.attempt import Attempt
 from holdfast.launch.control import append
 from holdfast.launch.hangs import Hangs, Stuck
 from holdfast.launch.nodes import Nodes
-from holdfast.launch.record_bus import News
-from holdfast.launch.run import Run
+from holdfast.launch.record_bus import News, Run
 from holdfast.launch.starting import Finding, Starting
 from holdfast.launch.stragglers import Stragglers
 from holdfast.records.beacon import UNCONNECTED, Position

@@ -17,16 +17,14 @@ from holdfast.launch.exit_status import explain, unsaid, why_not_again
 from holdfast.launch.health import Lookout
 from holdfast.launch.job import Job, Outcome, check
 from holdfast.launch.job_state import Broken, Completed, Departed, Judge, Lost, Verdict
-from holdfast.launch.kills import Killer
 from holdfast.launch.live import View
 from holdfast.launch.mpi_hosts import Hosts, check_hosts, shared_folder
-from holdfast.launch.node_faults import Strikes, check_strikes
-from holdfast.launch.node_options import check_nodes
+from holdfast.launch.node_faults import Killer, Strikes, check_strikes
 from holdfast.launch.nodes import Nodes, Start
 from holdfast.launch.population import Births
 from holdfast.launch.provenance import job_facts
-from holdfast.launch.record_bus import News
-from holdfast.launch.run import Run
+from holdfast.launch.record_bus import News, Run
+from holdfast.launch.rendezvous import check_nodes
 from holdfast.launch.run_paths import Places
 from holdfast.launch.stopping import Stopping
 from holdfast.records.files import read_run

@@ -1,17 +1,21 @@
-"""What is new: taken in from the files of the workers and from the other launchers, told to everybody whom it concerns."""
+"""What is new in a run: taken in from the workers' files and the other launchers, told to all that it concerns."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
+from holdfast.clock import Clock
 from holdfast.errors import StoreLost
-from holdfast.launch.attempt import Attempt
-from holdfast.launch.job_state import cause_of_death
-from holdfast.launch.live import Status, Story
+from holdfast.launch.attempt import Attempt, Files
+from holdfast.launch.job import Job
+from holdfast.launch.job_state import Judge, cause_of_death
+from holdfast.launch.live import Status, Story, View
 from holdfast.launch.nodes import Nodes
-from holdfast.launch.run import Run
+from holdfast.launch.population import Births
+from holdfast.launch.run_paths import Places
 from holdfast.records.beacon import Position
 from holdfast.records.files import FileRecorder
 from holdfast.records.paths import records_path
@@ -26,6 +30,29 @@ from holdfast.records.types import (
     WorkerFenced,
 )
 from holdfast.report.history import is_distributed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """One run of a job, over all its starts.
+
+    ``nodes`` is None where the fabric needs no store. The clock's zero is when the run began, on the first node.
+    """
+
+    job: Job
+    view: View
+    judge: Judge
+    births: Births
+    nodes: Nodes | None
+    places: Places
+    files: Files
+    clock: Clock
+
+    @property
+    def others(self) -> Nodes | None:
+        """The launchers of the other nodes, None if there are none, or this node can take no part any more."""
+        nodes = self.nodes
+        return None if nodes is None or self.job.nnodes == 1 or nodes.store_lost else nodes
 
 
 class News:

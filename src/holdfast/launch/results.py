@@ -12,7 +12,7 @@ from typing import Any
 from holdfast.errors import ConfigError
 from holdfast.faults.plan import PHASES, Fault, FaultPlan
 from holdfast.launch.job import Job, command_line
-from holdfast.launch.noted import note
+from holdfast.launch.provenance import note
 from holdfast.records.types import FaultFired, Record
 
 

@@ -12,8 +12,7 @@ from holdfast.errors import StoreLost
 from holdfast.launch.attempt import Attempt
 from holdfast.launch.job_state import Broken, Completed, Verdict
 from holdfast.launch.nodes import FENCE_LEASES
-from holdfast.launch.record_bus import News
-from holdfast.launch.run import Run
+from holdfast.launch.record_bus import News, Run
 from holdfast.records.paths import stop_path
 
 _TOGETHER_S = 1.0
