@@ -90,11 +90,10 @@ class Attempt:
 
     def is_ended(self, rank: int) -> bool:
         """Return whether a worker of this machine has ended, or its watcher has, with which it ends."""
-        started, pair = self._watchers.get(rank), self.pair(rank)
+        started, pair = self._watchers.get(rank), self._pair_here(rank)
         if started is not None and started.poll() is not None:
             return True
-        is_here = pair is not None and pair.node in ("", this_node())
-        return is_here and pair is not None and not (pair.worker.is_alive() and pair.watcher.is_alive())
+        return pair is not None and not (pair.worker.is_alive() and pair.watcher.is_alive())
 
     def is_watched(self, rank: int) -> bool:
         """Return whether the watcher of a worker is there."""
@@ -116,10 +115,10 @@ class Attempt:
 
     def sign(self, rank: int, position: Position | None) -> Sign:
         """Return what is seen of a worker that may not have begun yet; ``position`` is where it is."""
-        pair = self.pair(rank)
-        is_here = pair is not None and pair.node in ("", this_node())
-        processes = [pair.worker, *([pair.watcher] if position is None else [])] if is_here and pair is not None else []
-        if pair is None and rank in self._watchers:
+        pair, processes = self._pair_here(rank), []
+        if pair is not None:
+            processes = [pair.worker, *([pair.watcher] if position is None else [])]
+        elif rank in self._watchers and self.pair(rank) is None:
             processes = _living(self._watchers[rank])
         is_stopped = any(process.is_stopped() for process in processes)
         if position is None:
@@ -164,6 +163,11 @@ class Attempt:
         """Return the processes of ``rank``, None if they have not started yet."""
         pair = Pair.read(pair_path(self._run_dir, rank))
         return pair if pair is None or self._hosts is None else self._hosts.reach(pair)
+
+    def _pair_here(self, rank: int) -> Pair | None:
+        """Return the processes of ``rank`` if they are on this machine."""
+        pair = self.pair(rank)
+        return pair if pair is not None and pair.node in ("", this_node()) else None
 
     def pairs(self) -> list[Pair]:
         """Return the processes of all that have started."""

@@ -10,17 +10,15 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, Self
+from typing import Any, Self
 
 from holdfast.comm.fabrics.registry import make_fabric
 from holdfast.errors import ConfigError
+from holdfast.launch.job import Job, refuse
 from holdfast.launch.processes import Process
 from holdfast.launch.run_paths import SHARED
 from holdfast.options import request_in
 from holdfast.recovery.registry import strategy_class, strategy_names
-
-if TYPE_CHECKING:
-    from holdfast.launch.job import Job
 
 _ABOUT = "job.json"
 _ASKED = "asked.jsonl"
@@ -59,16 +57,10 @@ class Running:
     @classmethod
     def of(cls, job: Job) -> Self:
         """Return the job of this launcher."""
-        settings = job.settings
+        told = {name: getattr(job.settings, name) for name in ("fabric", "split", "min_workers")}
+        process, saves = str(Process.of(os.getpid())), bool(job.settings.checkpoint_dir)
         return cls(
-            process=str(Process.of(os.getpid())),
-            script=job.script.name,
-            fabric=settings.fabric,
-            slices=job.slices,
-            split=settings.split,
-            min_workers=settings.min_workers,
-            saves=bool(settings.checkpoint_dir),
-            folder=str(Path.cwd()),
+            process=process, script=job.script.name, slices=job.slices, saves=saves, folder=str(Path.cwd()), **told
         )
 
     @property
@@ -107,15 +99,15 @@ def find(pid: int | None = None) -> Running:
     if not all_jobs:
         asked = "" if pid is None else f", and none has the launcher {pid}"
         where = tempfile.gettempdir()
-        _refuse(f"no job of yours runs on this machine{asked} (looked for in {where}); holdfast run starts one")
+        refuse(f"no job of yours runs on this machine{asked} (looked for in {where}); holdfast run starts one")
     if len(jobs) == 1:
         job = jobs[0]
         where = f"in {job.folder}" if job.folder else "elsewhere"
-        _refuse(f"job {job.pid} ({job.script}) was started {where}, not here: name it with --job {job.pid}")
+        refuse(f"job {job.pid} ({job.script}) was started {where}, not here: name it with --job {job.pid}")
     there = ", ".join(f"{job.pid} ({job.script})" for job in all_jobs)
     if pid is None:
-        _refuse(f"{len(all_jobs)} jobs run: {there}; say which with --job NUMBER")
-    return _refuse(f"--job must be the number of a launcher that runs: {there}; got {pid}")
+        refuse(f"{len(all_jobs)} jobs run: {there}; say which with --job NUMBER")
+    return refuse(f"--job must be the number of a launcher that runs: {there}; got {pid}")
 
 
 def _jobs() -> Iterator[Running]:
@@ -138,16 +130,12 @@ def _read(about: Path) -> Running | None:
 
 
 def ask(job: Running, **changes: Any) -> None:
-    """Ask for changes to a running job, some of :data:`CHANGES`.
-
-    Raises:
-        ConfigError: if a value is not allowed, or the job has ended.
-    """
+    """Ask for some of :data:`CHANGES`; raise a ConfigError if a value is not allowed, or the job has ended."""
     check(changes, job)
     try:
         append(job.run_dir / _ASKED, changes)
     except OSError:
-        _refuse(f"job {job.pid} ({job.script}) has ended meanwhile")
+        refuse(f"job {job.pid} ({job.script}) has ended meanwhile")
 
 
 def advice(job: Running, changes: Mapping[str, Any]) -> str:
@@ -161,8 +149,7 @@ def advice(job: Running, changes: Mapping[str, Any]) -> str:
     )
 
 
-# ---------------------------------------------------------------------------------------------
-# What may be asked
+# -- what may be asked
 
 
 def check(changes: Mapping[str, Any], job: Running) -> None:
@@ -179,56 +166,51 @@ def check(changes: Mapping[str, Any], job: Running) -> None:
 def check_values(changes: Mapping[str, Any]) -> None:
     """Raise a ConfigError if no job could be asked this."""
     if not changes:
-        _refuse("nothing is asked for: give at least one of --lr, --batch-size, --strategy, --checkpoint-every")
+        refuse("nothing is asked for: give at least one of --lr, --batch-size, --strategy, --checkpoint-every")
     for name, value in changes.items():
         match name:
             case "workers":
                 _check_number("WORKERS", value, 1, MAX_WORKERS)
             case "lr":
                 if type(value) not in (int, float) or not 0 <= value <= sys.float_info.max:
-                    _refuse(f"--lr must be a finite number of at least 0, got {value!r}")
+                    refuse(f"--lr must be a finite number of at least 0, got {value!r}")
             case "batch_size":
                 _check_number("--batch-size", value, 1, _MAX_NUMBER)
             case "strategy":
                 live = [name for name in strategy_names() if strategy_class(name).can_change_live]
                 if value in strategy_names() and strategy_class(value).rebuilds:
-                    _refuse(
+                    refuse(
                         f"--strategy {value} is for a job that is started with it: its script is built again by holdfast.reinit"
                     )
                 if value not in live:
-                    _refuse(f"--strategy must be one of {', '.join(live)}, got {value!r}")
+                    refuse(f"--strategy must be one of {', '.join(live)}, got {value!r}")
             case "checkpoint_every":
                 _check_number("--checkpoint-every", value, 0, _MAX_NUMBER)
             case _:
-                _refuse(f"{name} cannot be changed while a job runs; {', '.join(CHANGES)} can")
+                refuse(f"{name} cannot be changed while a job runs; {', '.join(CHANGES)} can")
 
 
 def _check_workers(value: Any, job: Running) -> None:
     if not make_fabric(job.fabric).can_join:
-        _refuse(
+        refuse(
             f"job {job.pid} ({job.script}) runs with --fabric {job.fabric}, which cannot take in or give up workers; "
             "start it with --fabric gloo"
         )
     if value < job.min_workers:
-        _refuse(f"WORKERS must be at least {job.min_workers}, because the job runs with --min-workers, got {value}")
+        refuse(f"WORKERS must be at least {job.min_workers}, because the job runs with --min-workers, got {value}")
 
 
 def _check_number(what: str, value: Any, least: int, most: int) -> None:
     if type(value) is not int or not least <= value <= most:
-        _refuse(f"{what} must be a whole number from {least} to {most}, got {value!r}")
+        refuse(f"{what} must be a whole number from {least} to {most}, got {value!r}")
 
 
 def _check_saves(what: str, job: Running) -> None:
     if not job.saves:
-        _refuse(f"{what} needs a place for checkpoints, and job {job.pid} ({job.script}) runs without --checkpoint-dir")
+        refuse(f"{what} needs a place for checkpoints, and job {job.pid} ({job.script}) runs without --checkpoint-dir")
 
 
-def _refuse(message: str) -> NoReturn:
-    raise ConfigError(message)
-
-
-# ---------------------------------------------------------------------------------------------
-# The launcher's side
+# -- the launcher's side
 
 
 class Asked:

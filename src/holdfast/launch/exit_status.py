@@ -51,13 +51,8 @@ def why_not_again(
 ) -> Broken | None:
     """Return the verdict where a job that is lost must not be started again, None where it may be.
 
-    Args:
-        job: What was run.
-        lost: How it was lost.
-        restarts: How often it was started again so far.
-        workers: How many there would be.
-        stopping: It was asked to stop.
-        distributed: The script speaks to ``torch.distributed``.
+    It was started again so many times so far, and there would be so many workers. ``distributed``: the script speaks to
+    ``torch.distributed``.
     """
     if stopping and distributed:
         return Broken(f"stopped on request: {lost.reason}")

@@ -231,25 +231,25 @@ def check(job: Job) -> None:
     """Raise a ConfigError, which says what to change, if the job cannot be started."""
     settings = job.settings
     if not job.script.is_file():
-        _refuse(f"there is no script {str(job.script)!r}")
+        refuse(f"there is no script {str(job.script)!r}")
     if settings.min_workers > job.workers:
-        _refuse(f"--min-workers must be at most the number of workers ({job.workers}), got {settings.min_workers}")
+        refuse(f"--min-workers must be at most the number of workers ({job.workers}), got {settings.min_workers}")
     if settings.auto_slices >= max(1, job.workers) and not settings.resume:
-        _refuse(
+        refuse(
             f"--slices auto:F must leave somebody: F must be below the number of workers ({job.workers}), got {settings.auto_slices}"
         )
     if settings.resume and not settings.checkpoint_dir:
-        _refuse("--resume needs --checkpoint-dir: where are the checkpoints to go on from?")
+        refuse("--resume needs --checkpoint-dir: where are the checkpoints to go on from?")
     _check_checkpoints(settings)
     strategy = strategy_class(settings.strategy)
     if strategy.needs_checkpoint and not settings.checkpoint_dir:
-        _refuse(
+        refuse(
             f"--strategy {settings.strategy} needs --checkpoint-dir: it goes back to the newest checkpoint after every failure"
         )
     if settings.reinit_from != "own" and not strategy.rebuilds:
-        _refuse(f"--reinit-from {settings.reinit_from} needs --strategy reinit: the others build nothing again")
+        refuse(f"--reinit-from {settings.reinit_from} needs --strategy reinit: the others build nothing again")
     if settings.reinit_from == "checkpoint" and not settings.checkpoint_dir:
-        _refuse("--reinit-from checkpoint needs --checkpoint-dir: where are the checkpoints to go on from?")
+        refuse("--reinit-from checkpoint needs --checkpoint-dir: where are the checkpoints to go on from?")
     _check_amounts(job)
     check_plan(job)
     for folder, flag in ((job.report_dir, "--report"), (job.log_dir, "--log-dir")):
@@ -259,20 +259,17 @@ def check(job: Job) -> None:
 
 
 def _check_checkpoints(settings: Settings) -> None:
-    place = settings.checkpoint_dir
-    if not place:
-        for given, flag in (
-            (settings.checkpoint_every or settings.checkpoint_auto, "--checkpoint-every"),
-            (settings.keep_last, "--keep-last"),
-        ):
-            if given:
-                _refuse(f"{flag} needs --checkpoint-dir: where are the checkpoints to go?")
-    if place and not _is_remote(place) and Path(_local(place)).exists() and not Path(_local(place)).is_dir():
-        _refuse(f"--checkpoint-dir must be a folder, and {place} is a file")
+    place, local = settings.checkpoint_dir, Path(settings.checkpoint_dir.removeprefix("file://"))
+    often = settings.checkpoint_every or settings.checkpoint_auto
+    for given, flag in ((often, "--checkpoint-every"), (settings.keep_last, "--keep-last")):
+        if given and not place:
+            refuse(f"{flag} needs --checkpoint-dir: where are the checkpoints to go?")
+    if place and not _is_remote(place) and local.exists() and not local.is_dir():
+        refuse(f"--checkpoint-dir must be a folder, and {place} is a file")
     if settings.keep_every and not settings.keep_last:
-        _refuse("--keep-every needs --keep-last: without it all checkpoints are kept")
+        refuse("--keep-every needs --keep-last: without it all checkpoints are kept")
     if settings.checkpoint_format == "hdf5" and importlib.util.find_spec("h5py") is None:
-        _refuse("--checkpoint-format hdf5 needs h5py: pip install h5py, or choose another format")
+        refuse("--checkpoint-format hdf5 needs h5py: pip install h5py, or choose another format")
 
 
 def _is_remote(place: str) -> bool:
@@ -280,41 +277,35 @@ def _is_remote(place: str) -> bool:
     return "://" in place and not place.startswith("file://")
 
 
-def _local(place: str) -> str:
-    return place.removeprefix("file://")
-
-
 def _check_amounts(job: Job) -> None:
     in_all = job.nnodes * (job.settings.workers + job.settings.spares)
     if in_all > MOST_WORKERS:
         where = f"on all {job.nnodes} nodes together" if job.nnodes > 1 else "together"
-        _refuse(f"workers and spares must be at most {MOST_WORKERS} {where}, got {in_all}")
-    if job.max_restarts < 0:
-        _refuse(f"--max-restarts must be at least 0, got {job.max_restarts}")
-    if job.max_respawns < 0:
-        _refuse(f"--max-respawns must be at least 0, got {job.max_respawns}")
-    if not 0 < job.rdzv_timeout_s < math.inf:
-        _refuse(f"--rdzv-timeout must be more than 0 seconds and finite, got {job.rdzv_timeout_s:g}")
+        refuse(f"workers and spares must be at most {MOST_WORKERS} {where}, got {in_all}")
+    for flag, times in (("--max-restarts", job.max_restarts), ("--max-respawns", job.max_respawns)):
+        if times < 0:
+            refuse(f"{flag} must be at least 0, got {times}")
+    for flag, time_s in (("--rdzv-timeout", job.rdzv_timeout_s), ("--grace", job.grace_s)):
+        if not 0 < time_s < math.inf:
+            refuse(f"{flag} must be more than 0 seconds and finite, got {time_s:g}")
     if job.stragglers not in POLICIES:
-        _refuse(f"--stragglers must be one of {', '.join(POLICIES)}, got {job.stragglers!r}")
+        refuse(f"--stragglers must be one of {', '.join(POLICIES)}, got {job.stragglers!r}")
     if job.stragglers == "replace" and not (job.settings.spares or job.max_respawns):
-        _refuse("--stragglers replace needs --spares or --respawn: who is to take the place of a slow worker?")
+        refuse("--stragglers replace needs --spares or --respawn: who is to take the place of a slow worker?")
     if not 1 < job.straggler_factor < math.inf:
-        _refuse(f"--straggler-factor must be more than 1 and finite, got {job.straggler_factor:g}")
+        refuse(f"--straggler-factor must be more than 1 and finite, got {job.straggler_factor:g}")
     if job.max_respawns and not job.fabric.can_join:
-        _refuse(
+        refuse(
             f"--respawn needs --fabric gloo: the {job.settings.fabric} fabric cannot take in workers while it runs; --spares can wait there"
         )
     if not job.stall_timeout_s > 0:
-        _refuse(f"--stall-timeout must be more than 0 seconds, got {job.stall_timeout_s:g}")
-    if not 0 < job.grace_s < math.inf:
-        _refuse(f"--grace must be more than 0 seconds and finite, got {job.grace_s:g}")
+        refuse(f"--stall-timeout must be more than 0 seconds, got {job.stall_timeout_s:g}")
     if job.mtbf_s and job.is_virtual:
-        _refuse(
+        refuse(
             f"--mtbf kills processes, and with --fabric {job.settings.fabric} all workers are one; use --inject, or --fabric ulfm"
         )
     if not 0 <= job.mtbf_s < math.inf:
-        _refuse(f"--mtbf must be more than 0 seconds and finite, got {job.mtbf_s:g}")
+        refuse(f"--mtbf must be more than 0 seconds and finite, got {job.mtbf_s:g}")
 
 
 def check_plan(job: Job) -> None:
@@ -335,12 +326,12 @@ def _check_writable(folder: Path, option: str) -> None:
         raise ConfigError(f"{option} {folder} cannot be written: {error.strerror}") from error
 
 
-def _refuse(message: str) -> NoReturn:
+def refuse(message: str) -> NoReturn:
+    """Raise a ConfigError."""
     raise ConfigError(message)
 
 
-# ---------------------------------------------------------------------------------------------
-# The command line that says it again
+# -- the command line that says it again
 
 _SAID_APART = ("workers", "token", "certificate", "resume", "max_respawns", "page")
 """Fields whose options :func:`command_line` writes in its own way, or not at all."""
@@ -369,13 +360,12 @@ def command_line(job: Job, *, faults: Sequence[str] = ()) -> str:
 
 def _said(given: object, options: Sequence[tuple[str, str]], usual: object) -> list[str]:
     """Return the options of what is not as usual, each with its value; what is wanted or not has none."""
-    values = [(option, getattr(given, name), getattr(usual, name)) for option, name in options]
-    return [
-        word
-        for option, value, default in values
-        if value != default
-        for word in (option, *([] if value is True else [_word(value)]))
-    ]
+    words = []
+    for flag, name in options:
+        value = getattr(given, name)
+        if value != getattr(usual, name):
+            words += [flag] if value is True else [flag, _word(value)]
+    return words
 
 
 def _word(value: Any) -> str:
@@ -397,12 +387,7 @@ def resume_command(job: Job, workers: int, checkpoint_dir: str) -> str:
         workers = min(len(job.ranks), sum(host.slots for host in job.hosts))
     share = max(min(workers, job.workers) if job.settings.spares else workers, job.settings.min_workers)
     settings = dataclasses.replace(
-        job.settings,
-        workers=math.ceil(share / job.nnodes),
-        slices=job.slices,
-        auto_slices=-1,
-        checkpoint_dir=checkpoint_dir,
-        stop_after=-1,
-        resume=True,
+        job.settings, workers=math.ceil(share / job.nnodes), slices=job.slices, auto_slices=-1, stop_after=-1
     )
+    settings = dataclasses.replace(settings, checkpoint_dir=checkpoint_dir, resume=True)
     return command_line(dataclasses.replace(job, settings=settings, mtbf_s=0.0))

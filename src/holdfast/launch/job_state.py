@@ -53,13 +53,8 @@ class Departed(Verdict):
 class Broken(Verdict):
     """The job must not go on.
 
-    Args:
-        message: One line.
-        exit_code: 1, or 2 for a wrong setting.
-        traceback: Of the script, or "".
-        unexplained: No worker has said why, so mpirun may have.
-        rank: Whose script ended wrongly without a word, or -1.
-        step: Where.
+    ``exit_code`` is 2 for a wrong setting. Unexplained: no worker has said why, so mpirun may have. ``rank`` and ``step`` tell
+    whose script ended wrongly without a word, and where; -1 for none.
     """
 
     message: str

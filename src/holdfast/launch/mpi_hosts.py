@@ -16,10 +16,9 @@ import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
 
 from holdfast.errors import ConfigError
-from holdfast.launch.job import Job
+from holdfast.launch.job import Job, refuse
 from holdfast.launch.processes import Pair, Process, end, this_node
 from holdfast.launch.run_paths import Places
 
@@ -129,15 +128,15 @@ def check_hosts(job: Job) -> None:
     if not job.hosts:
         options = {"--launch-agent": job.launch_agent, "--network": job.network, "--run-dir": job.run_dir}
         for option in filter(options.get, options):
-            _refuse(f"{option} needs --hosts: on one machine it has no meaning")
+            refuse(f"{option} needs --hosts: on one machine it has no meaning")
         return
     if not job.fabric.spans_hosts:
-        _refuse(
+        refuse(
             f"--hosts needs --fabric ulfm, got {job.settings.fabric}; with gloo start a launcher on each machine, see docs/nodes.md"
         )
     slots = sum(host.slots for host in job.hosts)
     if len(job.ranks) > slots:
-        _refuse(f"--hosts has room for {slots} workers, and -n and --spares ask for {len(job.ranks)}")
+        refuse(f"--hosts has room for {slots} workers, and -n and --spares ask for {len(job.ranks)}")
     _agent_words(job)
     shared_folder(job)
 
@@ -146,7 +145,7 @@ def _agent_words(job: Job) -> list[str]:
     words = shlex.split(job.launch_agent) or list(SSH)
     if shutil.which(words[0]) is None:
         where = f"--launch-agent {words[0]}" if job.launch_agent else "ssh"
-        _refuse(f"{where} cannot be run; --launch-agent names the program that reaches the other machines, as ssh does")
+        refuse(f"{where} cannot be run; --launch-agent names the program that reaches the other machines, as ssh does")
     return words
 
 
@@ -160,7 +159,7 @@ def shared_folder(job: Job) -> Path | None:
     if not job.hosts:
         return None
     if job.run_dir is None and (not place or "://" in place):
-        _refuse("--hosts needs a folder that all machines see: --checkpoint-dir, or --run-dir if that is not one")
+        refuse("--hosts needs a folder that all machines see: --checkpoint-dir, or --run-dir if that is not one")
     folder = Path(job.run_dir or place).absolute()
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -171,12 +170,7 @@ def shared_folder(job: Job) -> Path | None:
     return folder
 
 
-def _refuse(message: str) -> NoReturn:
-    raise ConfigError(message)
-
-
-# ---------------------------------------------------------------------------------------------
-# What is left of them
+# -- what is left of them
 
 
 class Hosts:
@@ -201,11 +195,11 @@ class Hosts:
         """Raise a ConfigError that names each machine that cannot take part, and why."""
         answers, missing = self._look({})
         if missing:
-            _refuse("; ".join(f"host {name} {why}" for name, why in missing.items()))
+            refuse("; ".join(f"host {name} {why}" for name, why in missing.items()))
         for name, answer in answers.items():
             node = _node(answer)
             if node in self._names:
-                _refuse(f"hosts {self._names[node]} and {name} are one machine, {node}; name it once, HOST:WORKERS")
+                refuse(f"hosts {self._names[node]} and {name} are one machine, {node}; name it once, HOST:WORKERS")
             self._names[node] = name
 
     def look_again(self, pairs: Iterable[Pair]) -> dict[str, str]:

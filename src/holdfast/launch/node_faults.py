@@ -6,6 +6,7 @@ about to happen, tells the other launchers, which will hear nothing more of this
 
 from __future__ import annotations
 
+import dataclasses
 import ipaddress
 import json
 import os
@@ -115,18 +116,10 @@ class Strikes:
                 self._run.view.say(f"the network of node {node} could not be healed in {_HEAL_S:g} s")
 
     def _tell(self, attempt: Attempt, number: int, fault: Fault, step: int) -> None:
-        self._news.note(
-            FaultFired(
-                t_s=self._run.clock.now_s(),
-                rank=min(attempt.processes),
-                step=step,
-                fault=number,
-                kind=fault.kind,
-                phase=fault.phase,
-                node=self._run.job.node_rank,
-                workers=tuple(rank for rank in self._run.judge.living() if rank in attempt.processes),
-            )
-        )
+        now_s, first, node = self._run.clock.now_s(), min(attempt.processes), self._run.job.node_rank
+        own = tuple(rank for rank in self._run.judge.living() if rank in attempt.processes)
+        fired = FaultFired(t_s=now_s, rank=first, step=step, fault=number, kind=fault.kind, phase=fault.phase)
+        self._news.note(dataclasses.replace(fired, node=node, workers=own))
         self._news.read(attempt)
         time.sleep(_HEARD_S)
 
@@ -149,8 +142,7 @@ class Strikes:
             self._run.view.say(f"the network of node {self._run.job.node_rank} is no longer cut")
 
 
-# ---------------------------------------------------------------------------------------------
-# Whether it can be done
+# -- whether it can be done
 
 
 def check_strikes(job: Job) -> None:

@@ -32,13 +32,8 @@ def shut_ports(mpirun: int, workers: Sequence[int] | None) -> int | None:
 
     Other connections made before are closed. If the system does not permit copies of mpirun's sockets, the ports stay open.
 
-    Args:
-        mpirun: The number of its process.
-        workers: Process numbers of its living workers; None as long as some have not started.
-
-    Returns:
-        How many connections were closed; None if the workers are not connected yet. Connections that waited to be accepted
-        when the ports were shut are found by later calls.
+    Both are process numbers, of living workers; None as long as some have not started. Returns how many connections were
+    closed, None if the workers are not connected yet. Those that waited to be accepted are found by later calls.
     """
     with contextlib.ExitStack() as copies:
         try:

@@ -126,12 +126,7 @@ def pair_path(run_dir: Path, rank: int) -> Path:
 
 
 def die_with_parent(number: signal.Signals, parent: int | None = None) -> None:
-    """Have this process get the signal ``number`` when the process that started it dies.
-
-    Args:
-        number: SIGKILL, or SIGTERM for a program that should clean up.
-        parent: Number of the parent, if known: if it is dead already, this process ends here.
-    """
+    """Have this process get the signal ``number`` when its parent dies; if a parent is named that is dead, end here."""
     _LIBC.prctl(_PR_SET_PDEATHSIG, number)
     if os.getppid() == 1 if parent is None else os.getppid() != parent:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -183,10 +178,7 @@ def end_children() -> None:
 def end_at_once(spared: Collection[int] = ()) -> NoReturn:
     """End this process and all below it by SIGKILL, as if the power failed: nobody saves, or tells anything.
 
-    All are stopped before the first is ended, so that none finds out that others are gone.
-
-    Args:
-        spared: Numbers of children that go on.
+    All are stopped before the first is ended, so that none finds out that others are gone; ``spared`` children go on.
     """
     stopped: set[Process] = set()
     while new := _below_us(spared) - stopped:
@@ -269,9 +261,7 @@ def start(
 def end(processes: Sequence[subprocess.Popen[bytes]], pairs: Sequence[Pair]) -> None:
     """End what :func:`start` started, all workers below it and what they started; nothing of it runs when this returns.
 
-    Args:
-        processes: What was started: mpirun, or watchers.
-        pairs: The watchers and workers that are known; those that have not noted themselves are found below ``processes``.
+    Watchers and workers that have not noted themselves, and are not in ``pairs``, are found below ``processes``.
     """
     known = [pair.worker.pid for pair in pairs if pair.worker.is_alive()]
     running = [process.pid for process in processes if process.poll() is None]

@@ -18,10 +18,24 @@ from typing import Any
 import xxhash
 
 from holdfast.errors import ConfigError, StoreLost
-from holdfast.launch.job import OPTIONS, Job
+from holdfast.launch.job import OPTIONS, Job, refuse
 from holdfast.membership import Hub, Store, open_store
 
 _RETRY_S = 0.5
+_ALIKE = (
+    "spares",
+    "strategy",
+    "reinit_from",
+    "order",
+    "split",
+    "batch",
+    "kinds",
+    "mirror",
+    "seed",
+    "min_workers",
+    "checkpoint_dir",
+)
+"""Settings of which all launchers must have the same: what begins with these words."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +122,7 @@ class Meeting:
         return self._open(self._run, str(start))
 
     def read(self, key: str) -> Any:
-        """Return what a key holds that somebody has written for sure."""
+        """Return what a key holds that was written for sure."""
         return json.loads(self.store.wait(lambda: self.store.get(key)) or "null")
 
     def origin_s(self) -> float:
@@ -208,19 +222,9 @@ class Meeting:
         return {
             "--nnodes": job.nnodes,
             "-n": settings.workers,
-            "--spares": settings.spares,
-            "--strategy": settings.strategy,
-            "--reinit-from": settings.reinit_from,
+            **{option: getattr(settings, field) for option, field in OPTIONS if field.startswith(_ALIKE)},
             "--slices": settings.auto_text or settings.slices,
-            "--order": settings.order,
-            "--split": settings.split,
-            "--batch": settings.batch,
-            "--kinds": settings.kinds,
-            **{option: getattr(settings, field) for option, field in OPTIONS if option.startswith("--mirror")},
-            "--seed": settings.seed,
-            "--min-workers": settings.min_workers,
             "--max-restarts": job.max_restarts,
-            "--checkpoint-dir": settings.checkpoint_dir,
             "--node-timeout": job.node_timeout_s,
             "SCRIPT": job.script.name,
             "ARGS": list(job.args),
@@ -233,7 +237,7 @@ class Meeting:
         theirs = self.read("about")
         for name, value in alike.items():
             if theirs.get(name) != value:
-                raise ConfigError(
+                refuse(
                     f"node {self._me} was started with {name} {value!r}, the others with {theirs.get(name)!r}: give all nodes the same"
                 )
 
@@ -252,9 +256,7 @@ class Meeting:
             self.store.wait(lambda: self.there().get(self._me), patience_s)
             if there := self.there().get(self._me):
                 holder = self.read(f"seat/{self._me}/{there.seat}")
-                raise ConfigError(
-                    f"node {self._me} has a launcher already, {holder}: give each node a --node-rank of its own"
-                )
+                refuse(f"node {self._me} has a launcher already, {holder}: give each node a --node-rank of its own")
 
     def _meet(self) -> dict[int, int]:
         """Wait until all launchers are there, unless the job has begun; return the seats of those it began with."""
@@ -267,7 +269,7 @@ class Meeting:
         seats = self.store.wait(ready, self._job.rdzv_timeout_s)
         if seats is None:
             missing = ", ".join(str(node) for node in range(self._job.nnodes) if node not in self.there())
-            raise ConfigError(f"node {missing} did not come within {self._job.rdzv_timeout_s:g} s (--rdzv-timeout)")
+            refuse(f"node {missing} did not come within {self._job.rdzv_timeout_s:g} s (--rdzv-timeout)")
         self.store.create("start/0", seats)
         return {int(node): seat for node, seat in self.read("start/0").items()}
 
@@ -279,7 +281,7 @@ def split_address(url: str) -> tuple[str, int]:
     """Return host and port of ``holdfast://HOST:PORT``; raise a ConfigError if it is not that."""
     host, _, port = url.removeprefix("holdfast://").rpartition(":")
     if not url.startswith("holdfast://") or not host or not port.isdigit() or not 0 < int(port) < 65536:
-        raise ConfigError(
+        refuse(
             f"--rdzv must be holdfast://HOST:PORT, the address of the first node, or etcd://HOST:PORT[,HOST:PORT...]/JOB, got {url!r}"
         )
     return host.strip("[]"), int(port)
@@ -288,32 +290,28 @@ def split_address(url: str) -> tuple[str, int]:
 def check_nodes(job: Job) -> None:
     """Raise a ConfigError if the options about nodes do not go together."""
     if job.nnodes < 1:
-        raise ConfigError(f"--nnodes must be at least 1, got {job.nnodes}")
+        refuse(f"--nnodes must be at least 1, got {job.nnodes}")
     if not 0.5 <= job.node_timeout_s <= 3600:
-        raise ConfigError(f"--node-timeout must be between 0.5 and 3600 seconds, got {job.node_timeout_s:g}")
+        refuse(f"--node-timeout must be between 0.5 and 3600 seconds, got {job.node_timeout_s:g}")
     if job.nnodes == 1 and not job.rdzv:
         if job.node_rank:
-            raise ConfigError(f"--node-rank must be 0 with one node, got {job.node_rank}")
+            refuse(f"--node-rank must be 0 with one node, got {job.node_rank}")
         return
     if not job.fabric.survives_node_loss:
-        raise ConfigError(
+        refuse(
             f"--nnodes and --rdzv need --fabric gloo, got {job.settings.fabric}; with ulfm mpirun reaches the nodes, see docs/nodes.md"
         )
     if job.nnodes > 1 and job.stragglers == "rebalance":
-        raise ConfigError(
+        refuse(
             "--stragglers rebalance works on one node: each launcher knows only how fast its own workers are; take warn or replace"
         )
     if not 0 <= job.node_rank < job.nnodes:
-        raise ConfigError(
-            f"--node-rank must be from 0 to {job.nnodes - 1} (--nnodes {job.nnodes}), got {job.node_rank}"
-        )
+        refuse(f"--node-rank must be from 0 to {job.nnodes - 1} (--nnodes {job.nnodes}), got {job.node_rank}")
     if not job.rdzv:
-        raise ConfigError(
+        refuse(
             "--nnodes needs --rdzv: where do the nodes meet? For instance holdfast://HOST:29400, the address of the first node"
         )
     if not job.rdzv.startswith("etcd://"):
         host, _ = split_address(job.rdzv)
         if host not in _LOOPBACK and not job.settings.token:
-            raise ConfigError(
-                "--rdzv beyond this machine needs a secret that all nodes share: --rdzv-token, or HOLDFAST_TOKEN"
-            )
+            refuse("--rdzv beyond this machine needs a secret that all nodes share: --rdzv-token, or HOLDFAST_TOKEN")

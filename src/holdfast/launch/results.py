@@ -27,15 +27,8 @@ def write_results(
 ) -> tuple[dict[str, Any], str]:
     """Return the report, and why it could not be written, "" if it was or if the job has no folder for it.
 
-    The folder gets the report, the records, the faults and the page.
-
-    Args:
-        job: What was run.
-        records: Of all workers and of the launcher.
-        plan: The faults that were planned.
-        fired: Numbers of those that struck.
-        wall_s: How long it took.
-        facts: What :func:`~holdfast.launch.provenance.job_facts` returned when it was started.
+    The folder gets the report, the records, the faults (``fired`` are the numbers of those that struck) and the page. ``facts``
+    is what :func:`~holdfast.launch.provenance.job_facts` returned when the job was started.
     """
     from holdfast.report import build_report, write_page, write_report
 

@@ -40,11 +40,7 @@ class Places:
 
     @classmethod
     def make(cls, log_dir: Path | None, shared: Path | None = None) -> Self:
-        """Make them; the log folder inside the run folder if None is given.
-
-        Args:
-            log_dir: The log folder.
-            shared: The run folder is to be in here, where several machines see it.
+        """Make them: the log folder inside the run folder if None is given, that in ``shared``, which several machines see.
 
         Raises:
             ConfigError: if one cannot be made.

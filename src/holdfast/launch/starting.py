@@ -23,15 +23,7 @@ WARN_AFTER_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Sign:
-    """What is seen of a worker.
-
-    Args:
-        phase: Where it is, one of :data:`holdfast.records.beacon.PHASES`; "" if it is not known yet.
-        pulse: Grows while its interpreter runs.
-        beats: Grows whenever it reports its phase.
-        waits: It waits for others.
-        is_stopped: Its process is stopped by a signal.
-    """
+    """What is seen of a worker, as in its beacon; "" if its phase is not known yet, and whether a signal stops its process."""
 
     phase: str = ""
     pulse: int = 0
@@ -105,13 +97,10 @@ class Starting:
     def look(
         self, signs: Mapping[int, Sign], now_s: float, *, has_begun: bool = False, elsewhere: bool = False
     ) -> Finding:
-        """Return what is to be done; each worker is given up once.
+        """Return what is to be done, from the signs of all living workers of this node; each worker is given up once.
 
-        Args:
-            signs: Of all living workers of this node.
-            now_s: The time, seconds.
-            has_begun: The job trains; a worker that is not connected is a newcomer, for which no other one waits.
-            elsewhere: :attr:`keeps_waiting` is true on another node.
+        In a job that ``has_begun`` a worker that is not connected is a newcomer, for which no other one waits. ``elsewhere``:
+        :attr:`keeps_waiting` is true on another node.
         """
         if not self.timeout_s:
             return Finding()
@@ -136,9 +125,9 @@ class Starting:
         self._looked_s = now_s
         if gap_s > _STANDSTILL_S:
             for seen in self._seen.values():
-                seen.began_s, seen.moved_s, seen.alive_s = (
-                    at_s + gap_s for at_s in (seen.began_s, seen.moved_s, seen.alive_s)
-                )
+                seen.began_s += gap_s
+                seen.moved_s += gap_s
+                seen.alive_s += gap_s
             self._quiet_since_s += gap_s
             if self._elsewhere_since_s is not None:
                 self._elsewhere_since_s += gap_s

@@ -26,7 +26,8 @@ class Stopping:
     def __init__(self, run: Run, news: News) -> None:
         self._run = run
         self._news = news
-        self._asked = False
+        self.is_asked = False
+        """Whether the job, or this node's part in it, was asked to stop."""
         self._signals = 0
         self._at_once = False
         self._by_s: float | None = None
@@ -49,19 +50,14 @@ class Stopping:
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
 
-    @property
-    def is_asked(self) -> bool:
-        """Whether somebody has asked to stop."""
-        return self._asked
-
     def ask(self) -> None:
         """Hear that the job is to stop; who asks twice is no more urgent."""
-        self._asked = True
+        self.is_asked = True
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self._at_once |= self._signals > 0 and number == signal.SIGINT  # schedulers repeat SIGTERM, people do not
         self._signals += 1
-        self._asked = True
+        self.is_asked = True
 
     # -- answers
 

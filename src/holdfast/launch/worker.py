@@ -14,8 +14,10 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import dataclasses
 import io
 import os
+import runpy
 import signal
 import sys
 import threading
@@ -23,6 +25,9 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, TextIO
 
+from holdfast.clock import SystemClock
+from holdfast.config import Settings
+from holdfast.errors import ConfigError
 from holdfast.launch.processes import (
     Pair,
     Process,
@@ -38,49 +43,40 @@ from holdfast.launch.processes import (
     wait_for_end,
 )
 from holdfast.launch.raised import describe
+from holdfast.records.beacon import Beacon, show_life
+from holdfast.records.files import FileRecorder
+from holdfast.records.paths import beacon_path, gone_path, records_path, stop_path
+from holdfast.records.types import ScriptFailed, WorkerEnded
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from typing_extensions import Buffer
 
-    from holdfast.config import Settings
-    from holdfast.records.types import ScriptFailed
-
 LOG_DIR = "HOLDFAST_LOG_DIR"
 """Names the folder in which each worker keeps its output; without it output goes where it went."""
-
 LAUNCHER = "HOLDFAST_LAUNCHER"
 """Names the launcher's process: the workers end with it, even if mpirun hangs."""
-
 STOPPED = 4
 """Exit code of a script whose session saved its state because it was told to stop (SIGTERM)."""
-
+ALL_STOP = "HOLDFAST_ALL_STOP"
+"""Says whether all workers of the job stop when the launcher is gone, not only those of this node."""
+LAUNCHER_NODE = "HOLDFAST_LAUNCHER_NODE"
+"""Where workers may be on other machines than the launcher: the name of its machine, and ``origin_s`` as Unix time."""
+GRACE_S = "HOLDFAST_GRACE_S"
+"""How long workers may take to save and end when the launcher is gone, in seconds."""
+_WAKE_S = 1.0
+"""Interval at which a worker resumes its watcher after the launcher is gone."""
+_PUBLISH_S = 1.0
+"""How often what a worker has written is brought to the other machines."""
+_LONGER = 0.5
+"""A worker that waits for others has so much more of the grace: they may be the ones that do not answer."""
 _RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK")
 
 
 def mpi_rank() -> int:
     """Return the number that mpirun gave to this process, 0 without mpirun."""
     return next((int(os.environ[name]) for name in _RANK_VARIABLES if name in os.environ), 0)
-
-
-ALL_STOP = "HOLDFAST_ALL_STOP"
-"""Says whether all workers of the job stop when the launcher is gone, not only those of this node."""
-
-LAUNCHER_NODE = "HOLDFAST_LAUNCHER_NODE"
-"""Where workers may be on other machines than the launcher: the name of its machine, and ``origin_s`` as Unix time."""
-
-GRACE_S = "HOLDFAST_GRACE_S"
-"""How long workers may take to save and end when the launcher is gone, in seconds."""
-
-_WAKE_S = 1.0
-"""Interval at which a worker resumes its watcher after the launcher is gone."""
-
-_PUBLISH_S = 1.0
-"""How often what a worker has written is brought to the other machines."""
-
-_LONGER = 0.5
-"""A worker that waits for others has so much more of the grace: they may be the ones that do not answer."""
 
 
 def main() -> NoReturn:
@@ -99,8 +95,7 @@ def main() -> NoReturn:
     watch(pid, mpirun)
 
 
-# ---------------------------------------------------------------------------------------------
-# The watcher
+# -- the watcher
 
 
 def watch(pid: int, mpirun: Process | None) -> NoReturn:
@@ -129,9 +124,6 @@ def watch(pid: int, mpirun: Process | None) -> NoReturn:
 
 
 def _who() -> tuple[Settings, int]:
-    from holdfast.config import Settings
-    from holdfast.errors import ConfigError
-
     try:
         settings = Settings.from_env()
     except ConfigError:  # the worker says so; the watcher need not
@@ -199,8 +191,6 @@ def _wait_and_publish(handles: dict[str, int], settings: Settings, rank: int) ->
     """Return who has ended. Until then, let other machines see what the worker writes into the shared folder."""
     if LAUNCHER_NODE not in os.environ or not settings.run_dir:
         return wait_for_end(handles)
-    from holdfast.records.paths import beacon_path, records_path
-
     run_dir = Path(settings.run_dir)
     while not (ended := wait_for_end(handles, _PUBLISH_S)):
         for path in (beacon_path(run_dir, rank), records_path(run_dir, str(rank))):
@@ -221,8 +211,6 @@ def _publish(path: Path) -> None:
 
 def _tell_to_stop(pid: int, settings: Settings) -> None:
     """Tell the worker ``pid``, whose launcher is gone, to save and stop: with all, or to leave the others."""
-    from holdfast.records.paths import gone_path, stop_path
-
     run_dir = Path(settings.run_dir)
     if os.environ.get(ALL_STOP) == "1" and settings.run_dir and run_dir.is_dir():
         stop_path(run_dir).touch()
@@ -245,9 +233,6 @@ def _pairs(settings: Settings) -> list[Pair]:
 
 def _wait_for_stop(handles: dict[str, int], settings: Settings, rank: int) -> set[str]:
     """Return who of worker and mpirun has ended within the grace; nobody if none has."""
-    from holdfast.records.beacon import Beacon
-    from holdfast.records.paths import beacon_path
-
     grace_s = float(os.environ.get(GRACE_S, "30"))
     ended = wait_for_end(handles, grace_s)
     position = Beacon.read(beacon_path(Path(settings.run_dir), rank)) if settings.run_dir else None
@@ -273,13 +258,7 @@ def _end_mpirun(mpirun: Process) -> None:
 
 
 def _prepare_to_tell(settings: Settings, rank: int, pid: int) -> Callable[[int], None]:
-    """Return what writes down how the worker ended. Imports come now: the others wait for us when it has died."""
-    from holdfast.clock import SystemClock
-    from holdfast.records.beacon import Beacon
-    from holdfast.records.files import FileRecorder
-    from holdfast.records.paths import beacon_path, records_path
-    from holdfast.records.types import WorkerEnded
-
+    """Return what writes down how the worker ended; the file is opened now: the others wait for us when it has died."""
     if not settings.run_dir:
         return lambda exit_code: None
     run_dir = Path(settings.run_dir)
@@ -288,15 +267,18 @@ def _prepare_to_tell(settings: Settings, rank: int, pid: int) -> Callable[[int],
     recorder = FileRecorder(records_path(run_dir, f"watch-{rank}"))
 
     def tell(exit_code: int) -> None:
-        position = Beacon.read(beacon_path(run_dir, rank))
-        step = -1 if position is None else position.step
+        step = _step_of(run_dir, rank)
         recorder.write(WorkerEnded(t_s=clock.now_s(), rank=rank, step=step, exit_code=exit_code, pid=pid))
 
     return tell
 
 
-# ---------------------------------------------------------------------------------------------
-# The worker
+def _step_of(run_dir: Path, rank: int) -> int:
+    position = Beacon.read(beacon_path(run_dir, rank))
+    return -1 if position is None else position.step
+
+
+# -- the worker
 
 
 def _wake_without_launcher(watcher: int) -> None:
@@ -317,8 +299,6 @@ def _wake_without_launcher(watcher: int) -> None:
 
 def run_script(script: Path, args: list[str]) -> NoReturn:
     """Run ``script`` as if it had been started by itself, and end the process as it ended."""
-    import runpy
-
     exit_code = 0
     try:
         settings, rank = _who()
@@ -345,7 +325,6 @@ def run_script(script: Path, args: list[str]) -> NoReturn:
 def _remember_notice(settings: Settings) -> None:
     """Keep a SIGTERM that comes before training; not if nobody counts on this worker yet, or the whole job stops."""
     from holdfast import notice
-    from holdfast.records.paths import stop_path
 
     is_newcomer = settings.rank >= 0 and str(settings.rank) not in settings.ranks.split(",")
     run_dir = Path(settings.run_dir)
@@ -402,10 +381,6 @@ class _Output(io.FileIO):
 
 def _show_life(settings: Settings, rank: int) -> None:
     """Start the pulse before imports and the script: it tells a slow worker from a stuck one."""
-    from holdfast.errors import ConfigError
-    from holdfast.records.beacon import show_life
-    from holdfast.records.paths import beacon_path
-
     if not settings.run_dir:
         return
     run_dir = Path(settings.run_dir)
@@ -456,17 +431,8 @@ def _report_failure(error: BaseException, script: Path) -> int:
 
 
 def _record_failure(settings: Settings, rank: int, failed: ScriptFailed) -> None:
-    import dataclasses
-
-    from holdfast.clock import SystemClock
-    from holdfast.records.beacon import Beacon
-    from holdfast.records.files import FileRecorder
-    from holdfast.records.paths import beacon_path, records_path
-
-    run_dir = Path(settings.run_dir)
-    position = Beacon.read(beacon_path(run_dir, rank))
-    step = -1 if position is None else position.step
-    record = dataclasses.replace(failed, t_s=SystemClock(settings.origin_s).now_s(), rank=rank, step=step)
+    run_dir, now_s = Path(settings.run_dir), SystemClock(settings.origin_s).now_s()
+    record = dataclasses.replace(failed, t_s=now_s, rank=rank, step=_step_of(run_dir, rank))
     FileRecorder(records_path(run_dir, str(rank))).write(record)
 
 
