@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Annotated, NoReturn
 
 import typer
+from typer import Option
 
 from holdfast.cli.ckpt import ckpt
 from holdfast.cli.control import scale, set_
@@ -16,9 +17,10 @@ from holdfast.cli.doctor import doctor
 from holdfast.cli.lab import COMMANDS, Commands, placeholder
 from holdfast.cli.report import report
 from holdfast.cli.run import run
-from holdfast.cli.tables import clean, need_command
+from holdfast.cli.tables import need_command
 from holdfast.cli.verify import verify
 from holdfast.errors import CheckpointCorrupt, CheckpointMissing, ConfigError, HoldfastError, InternalError
+from holdfast.report.formatting import clean
 
 app = typer.Typer(
     name="holdfast",
@@ -49,8 +51,8 @@ _LIMITS = {"ge": "at least", "gt": "more than", "le": "at most", "lt": "less tha
 def options(
     context: typer.Context,
     *,
-    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
-    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+    debug: Annotated[bool, Option("--debug", help="Show the traceback of an error.")] = False,
+    version: Annotated[bool, Option("--version", help="Print the version.")] = False,
 ) -> None:
     """Take the options that all commands share."""
     need_command(context)

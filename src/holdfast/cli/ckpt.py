@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
+from typer import Argument, Option
 
 from holdfast.cli.places import find, find_root, opened
-from holdfast.cli.tables import count, in_json, moment, need_command, progress, say, size, table, warn
+from holdfast.cli.tables import count, moment, need_command, print_json, progress, say, table, warn
 from holdfast.errors import CheckpointCorrupt, CheckpointMissing, ConfigError
+from holdfast.report.formatting import size
 
 if TYPE_CHECKING:
     from holdfast.checkpoint.compare import Comparison, TensorDiff
@@ -31,10 +33,10 @@ _Row = TypeVar("_Row")
 
 ckpt = typer.Typer(name="ckpt", rich_markup_mode=None)
 
-_Dir = Annotated[str, typer.Argument(metavar="DIR", help="Directory or URL of checkpoints.", show_default=False)]
-_Path = Annotated[str, typer.Argument(metavar="PATH", help="A checkpoint, a directory of them, or a file.")]
-_Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
-_All = Annotated[bool, typer.Option("--all", help="Print everything; otherwise long lists are cut.")]
+_Dir = Annotated[str, Argument(metavar="DIR", help="Directory or URL of checkpoints.", show_default=False)]
+_Path = Annotated[str, Argument(metavar="PATH", help="A checkpoint, a directory of them, or a file.")]
+_Json = Annotated[bool, Option("--json", help="Print JSON instead of text.")]
+_All = Annotated[bool, Option("--all", help="Print everything; otherwise long lists are cut.")]
 
 
 @ckpt.callback(invoke_without_command=True)
@@ -53,7 +55,7 @@ def about(context: typer.Context) -> None:
 def ls(
     directory: _Dir,
     *,
-    fast: Annotated[bool, typer.Option("--fast", help="Read only the manifests, not every byte.")] = False,
+    fast: Annotated[bool, Option("--fast", help="Read only the manifests, not every byte.")] = False,
     as_json: _Json = False,
 ) -> int:
     """List checkpoints, and say of each if it is intact.
@@ -71,7 +73,7 @@ def ls(
     if as_json:
         rows = [_described(examined) for examined in found]
         others = [dataclasses.asdict(attempt) for attempt in unfinished]
-        _print_json({"url": storage.url, "checkpoints": rows, "attempts": others})
+        print_json({"url": storage.url, "checkpoints": rows, "attempts": others})
     else:
         heads = ("step>", "size>", "tensors>", "workers>", "format", "written", "state")
         if found:
@@ -81,9 +83,8 @@ def ls(
         if any(examined.damage for examined in found):
             say(f"holdfast ckpt verify {directory} says what is damaged")
         for attempt in unfinished:
-            say(
-                f"incomplete: {attempt.folder}, {size(attempt.size_bytes)}; being written, or given up: nobody loads it"
-            )
+            what = f"{attempt.folder}, {size(attempt.size_bytes)}"
+            say(f"incomplete: {what}; being written, or given up: nobody loads it")
     return _DAMAGED if any(examined.damage for examined in found) else 0
 
 
@@ -106,22 +107,15 @@ def _ls_row(examined: Examined) -> tuple[str, ...]:
     state = {True: "intact", False: "DAMAGED", None: "not read"}[row["intact"]]
     if examined.damage:
         state += f" ({count(len(examined.damage), 'place')})"
-    return (
-        str(row["step"]),
-        size(row["bytes"]),
-        _number(row["tensors"]),
-        _number(row["workers"]),
-        row["format"] or "-",
-        moment(row["written_s"]),
-        state,
-    )
+    numbers = (str(row["step"]), size(row["bytes"]), _number(row["tensors"]), _number(row["workers"]))
+    return (*numbers, row["format"] or "-", moment(row["written_s"]), state)
 
 
 @ckpt.command("show")
 def show(
     path: _Path,
     *,
-    step: Annotated[int | None, typer.Option(metavar="N", help="Which one of a directory [newest intact].")] = None,
+    step: Annotated[int | None, Option(metavar="N", help="Which one of a directory [newest intact].")] = None,
     everything: _All = False,
     as_json: _Json = False,
 ) -> int:
@@ -134,7 +128,7 @@ def show(
     with progress(f"opening {path}") as now, opened(path, step, now) as source:
         facts = _facts(source, now)
     if as_json:
-        _print_json(facts)
+        print_json(facts)
         return 0
     for name in ("path", "format", "step", "generation", "files", "written", "versions"):
         if facts[name] is not None:
@@ -163,9 +157,8 @@ def _facts(source: Source, now: Any) -> dict[str, Any]:
         now(f"reading {path}")
         xxh3 = tensor_digest(source.read(path)) if manifest is None else manifest.tensors[path].xxh3
         dtype = str(entry.dtype).removeprefix("torch.")
-        tensors.append(
-            {"path": path, "dtype": dtype, "shape": list(entry.shape), "bytes": entry.size_bytes, "xxh3": xxh3}
-        )
+        shape = list(entry.shape)
+        tensors.append({"path": path, "dtype": dtype, "shape": shape, "bytes": entry.size_bytes, "xxh3": xxh3})
     return {
         "path": source.name,
         "format": source.kind,
@@ -192,9 +185,8 @@ def verify(path: _Path, *, everything: _All = False, as_json: _Json = False) -> 
     from holdfast.checkpoint.listing import examine, examine_all
 
     if Path(path).is_file() and Path(path).name != "manifest.json":
-        raise ConfigError(
-            f"{path} is a file of another program, which has no digests; name a checkpoint, or a directory of them"
-        )
+        what = f"{path} is a file of another program, which has no digests"
+        raise ConfigError(f"{what}; name a checkpoint, or a directory of them")
     storage, named = find(path)
     with progress(f"looking into {storage.url}") as now:
         if named is None:
@@ -205,7 +197,7 @@ def verify(path: _Path, *, everything: _All = False, as_json: _Json = False) -> 
     if not found:
         raise CheckpointMissing(f"there is no complete checkpoint in {storage.url}; name a directory that has one")
     if as_json:
-        _print_json({"url": storage.url, "checkpoints": [_described(examined) for examined in found]})
+        print_json({"url": storage.url, "checkpoints": [_described(examined) for examined in found]})
     else:
         for examined in found:
             _say_verified(examined, everything)
@@ -232,8 +224,8 @@ def _say_verified(examined: Examined, everything: bool) -> None:
 
 @ckpt.command("diff")
 def diff(
-    first: Annotated[str, typer.Argument(metavar="A", help="A checkpoint, a directory of them, or a file.")],
-    second: Annotated[str, typer.Argument(metavar="B", help="What is compared with it.")],
+    first: Annotated[str, Argument(metavar="A", help="A checkpoint, a directory of them, or a file.")],
+    second: Annotated[str, Argument(metavar="B", help="What is compared with it.")],
     *,
     everything: _All = False,
     as_json: _Json = False,
@@ -250,10 +242,9 @@ def diff(
 
     with progress(f"opening {first}") as now, opened(first, now=now) as a, opened(second, now=now) as b:
         found = compare(a, b, lambda path: now(f"comparing {path}"))
-        names = {"a": a.name, "b": b.name}
-        kinds = {"a": a.kind, "b": b.kind}
+        names, kinds = {"a": a.name, "b": b.name}, {"a": a.kind, "b": b.kind}
     if as_json:
-        _print_json({**names, "identical": found.is_identical, **dataclasses.asdict(found)})
+        print_json({**names, "identical": found.is_identical, **dataclasses.asdict(found)})
         return 0
     for letter, name in names.items():
         say(f"{letter}  {name} ({kinds[letter]})")
@@ -309,15 +300,12 @@ def _diff_row(tensor: TensorDiff) -> tuple[str, ...]:
 
 @ckpt.command("convert")
 def convert(
-    source: Annotated[str, typer.Argument(metavar="A", help="A checkpoint, a directory of them, or a file.")],
-    target: Annotated[str, typer.Argument(metavar="B", help="Directory or URL that the new checkpoint goes to.")],
+    source: Annotated[str, Argument(metavar="A", help="A checkpoint, a directory of them, or a file.")],
+    target: Annotated[str, Argument(metavar="B", help="Directory or URL that the new checkpoint goes to.")],
     *,
-    to: Annotated[str, typer.Option(metavar="safetensors|hdf5|npz|dcp", help="Format of the new one.")],
+    to: Annotated[str, Option(metavar="safetensors|hdf5|npz|dcp", help="Format of the new one.")],
     guard: Annotated[
-        str,
-        typer.Option(
-            metavar="|".join(_GUARDS), help="If another program's file, without digests, holds absurd values."
-        ),
+        str, Option(metavar="|".join(_GUARDS), help="If another program's file, without digests, holds absurd values.")
     ] = "warn",
     as_json: _Json = False,
 ) -> int:
@@ -345,18 +333,14 @@ def convert(
         saved = carry_out(opened_source, open_storage(target), to)
         num_tensors = len(opened_source.tensors) - len(opened_source.ties)
     if as_json:
-        _print_json({"path": saved.path, "step": saved.step, "bytes": saved.size_bytes, "tensors": num_tensors})
+        print_json({"path": saved.path, "step": saved.step, "bytes": saved.size_bytes, "tensors": num_tensors})
     else:
         say(f"{saved.path}: {to}, {count(num_tensors, 'tensor')}, {size(saved.size_bytes)}; every digest is the same")
     return 0
 
 
 def _check_plausible(source: Source, guard: str) -> None:
-    """Warn of values that nobody has trained, or refuse them.
-
-    Raises:
-        CheckpointCorrupt: if there are any and ``guard`` is ``"stop"``.
-    """
+    """Warn of values that no training comes to; if ``guard`` is ``"stop"``, raise a CheckpointCorrupt."""
     from holdfast.integrity.plausible import find_odd
 
     for path in source.tensors:
@@ -374,9 +358,9 @@ def _check_plausible(source: Source, guard: str) -> None:
 def prune(
     directory: _Dir,
     *,
-    keep_last: Annotated[int, typer.Option(metavar="K", help="How many of the newest stay, at least 2.")],
-    keep_every: Annotated[int, typer.Option(metavar="N", help="Steps that N divides stay, too.")] = 0,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be removed.")] = False,
+    keep_last: Annotated[int, Option(metavar="K", help="How many of the newest stay, at least 2.")],
+    keep_every: Annotated[int, Option(metavar="N", help="Steps that N divides stay, too.")] = 0,
+    dry_run: Annotated[bool, Option("--dry-run", help="Only say what would be removed.")] = False,
     as_json: _Json = False,
 ) -> int:
     """Remove checkpoints that are old or incomplete.
@@ -390,16 +374,15 @@ def prune(
 
     for name, value, least in (("--keep-last", keep_last, 2), ("--keep-every", keep_every, 0)):
         if value < least:
-            raise ConfigError(
-                f"{name} must be at least {least}, got {value}" + ("; the newest may be damaged" if least else "")
-            )
+            why = "; the newest may be damaged" if least else ""
+            raise ConfigError(f"{name} must be at least {least}, got {value}{why}")
     storage = find_root(directory)
     with progress(f"looking into {storage.url}"):
         done = carry_out(
             storage, keep_last, keep_every, dry_run=dry_run, on_damaged=lambda _, error: warn(f"warning: {error}")
         )
     if as_json:
-        _print_json({"url": storage.url, "dry_run": dry_run, **dataclasses.asdict(done)})
+        print_json({"url": storage.url, "dry_run": dry_run, **dataclasses.asdict(done)})
         return _DAMAGED if done.damaged else 0
     word = "would remove" if dry_run else "removed"
     for step in done.steps:
@@ -412,12 +395,7 @@ def prune(
     return _DAMAGED if done.damaged else 0
 
 
-# ---------------------------------------------------------------------------------------------
-# Words
-
-
-def _print_json(value: Mapping[str, Any]) -> None:
-    print(in_json(value))
+# -- words
 
 
 def _first(rows: Sequence[_Row], everything: bool) -> tuple[Sequence[_Row], int]:

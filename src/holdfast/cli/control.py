@@ -5,11 +5,11 @@ from __future__ import annotations
 import sys
 from typing import Annotated, Any
 
-import typer
+from typer import Argument, Option
 
 _Job = Annotated[
     int | None,
-    typer.Option(
+    Option(
         "--job",
         metavar="NUMBER",
         help="Process number of its launcher, if several jobs run, or it was started in another folder.",
@@ -18,9 +18,7 @@ _Job = Annotated[
 
 
 def scale(
-    workers: Annotated[int, typer.Argument(metavar="WORKERS", help="How many are to share the work.")],
-    *,
-    job: _Job = None,
+    workers: Annotated[int, Argument(metavar="WORKERS", help="How many are to share the work.")], *, job: _Job = None
 ) -> int:
     """Let a running job go on with more or fewer workers.
 
@@ -35,11 +33,11 @@ def scale(
 def set_(
     *,
     job: _Job = None,
-    lr: Annotated[float | None, typer.Option(metavar="RATE", help="Learning rate, of all parameter groups.")] = None,
-    batch_size: Annotated[int | None, typer.Option(metavar="N", help="Samples of a step, over all workers.")] = None,
-    strategy: Annotated[str | None, typer.Option(metavar="NAME", help="What survivors do.")] = None,
+    lr: Annotated[float | None, Option(metavar="RATE", help="Learning rate, of all parameter groups.")] = None,
+    batch_size: Annotated[int | None, Option(metavar="N", help="Samples of a step, over all workers.")] = None,
+    strategy: Annotated[str | None, Option(metavar="NAME", help="What survivors do.")] = None,
     checkpoint_every: Annotated[
-        int | None, typer.Option(metavar="STEPS", help="Steps between checkpoints; 0 takes no more.")
+        int | None, Option(metavar="STEPS", help="Steps between checkpoints; 0 takes no more.")
     ] = None,
 ) -> int:
     """Let a running job go on with other settings, from the same step on at all workers.

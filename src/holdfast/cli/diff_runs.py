@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from typer import Argument, Option
 
 from holdfast.cli.tables import count, in_json, progress, say
 
@@ -23,10 +23,10 @@ _MODEL = "replica/"
 
 
 def diff_runs(
-    first: Annotated[Path, typer.Argument(metavar="A", help="The report folder of a run.", show_default=False)],
-    second: Annotated[Path, typer.Argument(metavar="B", help="That of another.", show_default=False)],
+    first: Annotated[Path, Argument(metavar="A", help="The report folder of a run.", show_default=False)],
+    second: Annotated[Path, Argument(metavar="B", help="That of another.", show_default=False)],
     *,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
+    as_json: Annotated[bool, Option("--json", help="Print JSON instead of text.")] = False,
 ) -> int:
     """Say to which step two runs are the same, to the bit; where they part, in what.
 
@@ -48,10 +48,8 @@ def diff_runs(
     settings = different_settings(runs, reports)
     compared = compare_runs(*runs)
     if compared is None:
-        raise ConfigError(
-            f"no step is in both runs: {first} has steps {runs[0].first} to {runs[0].last}, "
-            f"{second} steps {runs[1].first} to {runs[1].last}"
-        )
+        a, b = (f"steps {run.first} to {run.last}" for run in runs)
+        raise ConfigError(f"no step is in both runs: {first} has {a}, {second} {b}")
     spot = None if compared.parting is None else _look_into_checkpoints(runs, compared.parting)
     findings = [run.check() or run.check_workers() for run in runs]
     if as_json:
@@ -106,24 +104,18 @@ def _show(
         for finding in (*found, *run.twice()[:1]):
             say(f"{letter}  {finding.what}", "bold red")
     if compared.parting is None:
-        if any(findings):
-            say(f"as far as such records tell: {_same(compared, runs)}")
-        else:
-            say(_same(compared, runs), "green")
+        doubt = "as far as such records tell: " if any(findings) else ""
+        say(f"{doubt}{_same(compared, runs)}", "" if doubt else "green")
         return
     parting = compared.parting
-    before = (
-        f"same to step {parting.step - 1}" if parting.step > compared.first else "not the same from the first step on"
-    )
-    say(before)
+    is_first = parting.step <= compared.first
+    say("not the same from the first step on" if is_first else f"same to step {parting.step - 1}")
     for line in _lines(parting):
         say(line, "bold red" if line.startswith("they part") else "")
     if spot is not None:
         step, value = spot
-        path = value.path.removeprefix(_MODEL)
-        say(
-            f"saved before step {step}, the first that differs: {path}{list(value.index)}: {value.values[0]} / {value.values[1]}"
-        )
+        place = f"{value.path.removeprefix(_MODEL)}{list(value.index)}"
+        say(f"saved before step {step}, the first that differs: {place}: {value.values[0]} / {value.values[1]}")
 
 
 def _same(compared: Compared, runs: list[Certified]) -> str:
@@ -147,8 +139,7 @@ def _lines(parting: Parting) -> list[str]:
         since = "" if parting.same_until < 0 else f"; there it was the same before step {parting.same_until}"
         lines.append(f"  the state differs in {parting.where}{since}")
     if parting.tensors:
-        shown = ", ".join(parting.tensors[:_MOST_TENSORS])
-        more = len(parting.tensors) - _MOST_TENSORS
+        shown, more = ", ".join(parting.tensors[:_MOST_TENSORS]), len(parting.tensors) - _MOST_TENSORS
         others = f" and {more} more" if more > 0 else ""
         lines.append(f"  tensors that differ before step {parting.tensors_step}: {shown}{others}")
     return lines

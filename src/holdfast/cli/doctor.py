@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from typer import Argument, Option
 
 from holdfast.cli.signals import sigterm_as_interrupt
 from holdfast.config import MOST_WORKERS
@@ -20,15 +20,15 @@ _STOPPED = 4
 def doctor(
     script: Annotated[
         Path | None,
-        typer.Argument(
+        Argument(
             metavar="[SCRIPT]", help="Look at this script's model instead of the usual layers.", show_default=False
         ),
     ] = None,
-    args: Annotated[list[str] | None, typer.Argument(metavar="[ARGS]...", help="Handed on to the script.")] = None,
+    args: Annotated[list[str] | None, Argument(metavar="[ARGS]...", help="Handed on to the script.")] = None,
     *,
     workers: Annotated[
         int,
-        typer.Option(
+        Option(
             "--workers",
             "-n",
             metavar="N",
@@ -37,8 +37,8 @@ def doctor(
             help="Of the job that it is for: slices are so large.",
         ),
     ] = 4,
-    timeout: Annotated[float, typer.Option(metavar="SECONDS", help="For all of it.")] = 600.0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print all that was found as JSON.")] = False,
+    timeout: Annotated[float, Option(metavar="SECONDS", help="For all of it.")] = 600.0,
+    as_json: Annotated[bool, Option("--json", help="Print all that was found as JSON.")] = False,
 ) -> int:
     """Find out on this machine what breaks bits, of the usual layers or of SCRIPT's model, and say what to set.
 

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any, TypeVar
 
-import typer
+from typer import Option
 
 from holdfast.options import Declared
 
@@ -36,7 +36,7 @@ def _parameter(declared: Declared) -> inspect.Parameter:
     )
     if how.is_shown:
         default = declared.default
-    told = typer.Option(
+    told = Option(
         *declared.flags,
         help=how.help,
         metavar=None if is_switch else declared.metavar,

@@ -54,11 +54,7 @@ def placeholder() -> None:
 
 
 def load(name: str) -> Any:
-    """Return a command of the lab.
-
-    Raises:
-        ConfigError: if what it needs is not installed.
-    """
+    """Return a command of the lab; raise a ConfigError if what it needs is not installed."""
     function = _find(name)
     made = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
     made.command(name=name, context_settings=_INTERSPERSED.get(name))(function)

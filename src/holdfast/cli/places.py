@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from holdfast.cli.tables import warn
+from holdfast.cli.tables import warn_of
 from holdfast.errors import CheckpointCorrupt, CheckpointMissing, ConfigError
 
 if TYPE_CHECKING:
@@ -16,11 +16,7 @@ if TYPE_CHECKING:
 
 
 def find(text: str) -> tuple[Storage, int | None]:
-    """Return the place of checkpoints that is meant, and the step if a single checkpoint is.
-
-    Raises:
-        ConfigError: if there is no such directory, or it is something else.
-    """
+    """Return the place of checkpoints that is meant, and the step if a single checkpoint is; a ConfigError if there is none."""
     from holdfast.checkpoint.storage import is_remote, open_storage, step_of
 
     if is_remote(text):
@@ -29,8 +25,7 @@ def find(text: str) -> tuple[Storage, int | None]:
         return open_storage(text if step is None else parent), step
     path = _folder(text)
     whole = path.resolve()  # the name of "." is that of the directory
-    step = step_of(whole.name)
-    if step is not None:
+    if (step := step_of(whole.name)) is not None:
         return open_storage(whole.parent if path.name in ("", "..") else path.parent), step
     if (path / "manifest.json").exists():
         raise ConfigError(
@@ -40,11 +35,7 @@ def find(text: str) -> tuple[Storage, int | None]:
 
 
 def find_root(text: str) -> Storage:
-    """Return the place of checkpoints that is meant.
-
-    Raises:
-        ConfigError: if a single checkpoint is, or something else.
-    """
+    """Return the place of checkpoints that is meant; raise a ConfigError if a single checkpoint is, or something else."""
     storage, step = find(text)
     if step is not None:
         raise ConfigError(f"{text} is a single checkpoint; name the directory in which it is: {storage.url}")
@@ -53,12 +44,7 @@ def find_root(text: str) -> Storage:
 
 @contextmanager
 def opened(text: str, step: int | None = None, now: Callable[[str], None] = lambda text: None) -> Iterator[Source]:
-    """Open what is meant; of a place of checkpoints the step, or the newest intact one.
-
-    Args:
-        text: The path or URL.
-        step: Which one of several; None: not said.
-        now: Is told what is being done.
+    """Open what is meant; of a place of checkpoints the step, or the newest intact one. ``now`` is told what is being done.
 
     Raises:
         ConfigError: if there is nothing of that name, or a step is asked for where there is one thing only.
@@ -89,14 +75,13 @@ def _newest(storage: Storage, now: Callable[[str], None]) -> int:
     from holdfast.checkpoint.loading import newest_intact, steps
 
     now(f"looking for the newest intact checkpoint in {storage.url}")
-    step = newest_intact(storage, lambda _, error: warn(f"warning: {error}"))
+    step = newest_intact(storage, warn_of)
     if step is not None:
         return step
     if steps(storage):
         raise CheckpointCorrupt(f"no checkpoint in {storage.url} is intact")
-    raise CheckpointMissing(
-        f"there is no complete checkpoint in {storage.url}; name a directory that has one, or a file"
-    )
+    what = f"there is no complete checkpoint in {storage.url}"
+    raise CheckpointMissing(f"{what}; name a directory that has one, or a file")
 
 
 def _is_foreign(text: str) -> bool:

@@ -16,9 +16,8 @@ def table(options: list[Declared]) -> str:
     """Return the options as a table in Markdown."""
     rows = [(_cell(each), each.manual, each.usual) for each in options]
     lines = ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
-    return "\n".join(
-        ["| option | meaning | default |", "|---|---|---|", *(line.replace("|  |", "| |") for line in lines)]
-    )
+    head = ["| option | meaning | default |", "|---|---|---|"]
+    return "\n".join([*head, *(line.replace("|  |", "| |") for line in lines)])
 
 
 def _cell(declared: Declared) -> str:
@@ -28,11 +27,7 @@ def _cell(declared: Declared) -> str:
 
 
 def rewritten(page: str) -> str:
-    """Return the page with the table between its two markers made anew.
-
-    Raises:
-        ValueError: if a marker is missing.
-    """
+    """Return the page with the table between its two markers made anew; raise a ValueError if one is missing."""
     before, behind = page[: page.index(_BEGIN)], page[page.index(_END) :]
     return f"{before}{_BEGIN}\n\n{table(OPTIONS)}\n\n{behind}"
 

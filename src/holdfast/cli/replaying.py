@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from holdfast.cli.tables import clean, warn
+from holdfast.cli.tables import warn
 from holdfast.errors import CheckpointError, ConfigError, JobError
+from holdfast.report.formatting import clean
 
 if TYPE_CHECKING:
     from holdfast.launch.job import Outcome
@@ -27,34 +28,22 @@ _DECIDE = ("slices", "order", "seed", "rescale")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replay:
-    """What is to be done again.
+    """Which steps of a script, the first and the last, are done again; ``job`` is what the report says was run.
 
-    Args:
-        script: The file.
-        args: Its arguments.
-        started: What the run said of itself.
-        threads: Of the process.
-        workers: How many it plays: as many as there were, because a model may be split among them.
-        start: The first step.
-        stop: The last.
-        checkpoint: The directory or URL in which the state before ``start`` is, "" for the beginning of training.
+    One process plays as many workers as there were, because a model may be split among them. ``checkpoint`` is the directory or
+    URL in which the state before the first step is, "" for the beginning of training; ``started`` what the run said of itself.
     """
 
     script: Path
-    args: tuple[str, ...]
+    job: Mapping[str, Any]
+    nodes: int
     started: RunStarted
-    threads: str
-    workers: int
     start: int
     stop: int
     checkpoint: str
 
     def run(self) -> tuple[Record, ...]:
-        """Run the script, and return the records.
-
-        Raises:
-            JobError: if it did not come as far as it should.
-        """
+        """Run the script, and return the records; raise a JobError if it did not come as far as it should."""
         with tempfile.TemporaryDirectory(prefix="holdfast-verify-") as folder:
             outcome = self._launch(Path(folder))
         if outcome.exit_code not in (0, 4):
@@ -71,31 +60,30 @@ class Replay:
             _copy_checkpoint(self.checkpoint, self.start, folder / "checkpoints")
         settings = Settings(
             fabric="virtual",
-            workers=self.workers,
+            workers=self.job["settings"]["workers"] * self.nodes,
             guard="off",
             checkpoint_dir=str(folder / "checkpoints"),  # never that of the run
             resume=bool(self.checkpoint),
             stop_after=self.stop,
             **{name: getattr(self.started, name) for name in _DECIDE},
         )
-        job = Job(script=self.script, args=self.args, settings=settings, max_restarts=0, log_dir=folder / "logs")
-        with _environment({FIRM: "1", "OMP_NUM_THREADS": self.threads}):
+        args = tuple(self.job["args"])
+        job = Job(script=self.script, args=args, settings=settings, max_restarts=0, log_dir=folder / "logs")
+        with _environment({FIRM: "1", "OMP_NUM_THREADS": self.job["threads"]}):
             return launch(job, make_view(sys.stderr) if sys.stderr.isatty() else None)
 
 
 @contextmanager
 def _environment(values: Mapping[str, str]) -> Iterator[None]:
     """Let the processes that are started find these variables."""
-    before = {name: os.environ.get(name) for name in values}
+    before = {name: os.environ[name] for name in values if name in os.environ}
     os.environ.update(values)
     try:
         yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+        for name in values:
+            del os.environ[name]
+        os.environ.update(before)
 
 
 def _copy_checkpoint(url: str, step: int, folder: Path) -> None:
@@ -109,11 +97,7 @@ def _copy_checkpoint(url: str, step: int, folder: Path) -> None:
 
 
 def find_start(run: Certified, report: Mapping[str, Any], wanted: int) -> tuple[int, str]:
-    """Return the step to begin with, at most ``wanted``, and where the state before it is, "" for the beginning of training.
-
-    Raises:
-        ConfigError: if nothing is left to begin with.
-    """
+    """Return the step to begin with, at most ``wanted``, and where the state before it is, "" for the beginning of training."""
     for step, url in sorted(_places(run, report, wanted).items(), reverse=True):
         if _is_intact(url, step, run):
             return step, url
@@ -165,15 +149,11 @@ def pass_over(why: str) -> None:
 def script_of(report: Mapping[str, Any], given: Path | None, *, trusted: bool) -> Path:
     """Return the script to run: the one that is named, else the run's own if it is what it was.
 
-    A report may come from an untrusted source, and the sha256 in it proves nothing about the script that it names.
-
-    Args:
-        report: The report of the run.
-        given: The script that the user names.
-        trusted: Execute the script that the report names, even if this user has not run it here.
+    A report may come from an untrusted source, and the sha256 in it proves nothing about the script that it names: unless it is
+    ``trusted``, this user must have run it here with these arguments.
 
     Raises:
-        ConfigError: if it is gone, was changed, or this user has not run it here with these arguments.
+        ConfigError: if the script is gone, was changed, or this user has not run it here.
     """
     job = report["job"]
     if given is not None:
@@ -188,9 +168,8 @@ def script_of(report: Mapping[str, Any], given: Path | None, *, trusted: bool) -
     if not path.is_file():
         raise ConfigError(f"the script is gone: there is no {path} any more; name where it is now with --script")
     if _sha256(path) != job["sha256"]:
-        raise ConfigError(
-            f"{path} was changed since the run; put back what was run, or name what to run instead with --script"
-        )
+        what = "put back what was run, or name what to run instead with --script"
+        raise ConfigError(f"{path} was changed since the run; {what}")
     if not (trusted or (path.is_absolute() and is_noted(job))):
         what = clean(shlex.join([str(path.absolute()), *job["args"]]))
         raise ConfigError(
@@ -243,11 +222,7 @@ def other_kind(run: Certified, again: Certified) -> str:
 
 
 def load_job(directory: Path) -> dict[str, Any]:
-    """Return the report of a run that can be looked at.
-
-    Raises:
-        ConfigError: if it is none, or its script spoke to ``torch.distributed``.
-    """
+    """Return the report of a run; raise a ConfigError if it is none, or its script spoke to ``torch.distributed``."""
     from holdfast.report.files import load_report
     from holdfast.report.formatting import is_distributed
 

@@ -6,12 +6,13 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from typer import Argument, Option
 
 
 def report(
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Where report.json or results.json is.")],
+    directory: Annotated[Path, Argument(metavar="DIR", help="Where report.json or results.json is.")],
     *,
-    show: Annotated[bool, typer.Option("--open", help="Open the page in a browser.")] = False,
+    show: Annotated[bool, Option("--open", help="Open the page in a browser.")] = False,
 ) -> None:
     """Draw what happened in a run, or in a demo: write DIR/index.html and print its path.
 

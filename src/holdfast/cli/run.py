@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from typer import Argument
 
 from holdfast.cli.given import takes
 from holdfast.cli.signals import sigterm_as_interrupt
@@ -64,8 +64,8 @@ _TOLD_APART = ("token", "slices", "checkpoint_every")
 
 @takes(OPTIONS)
 def run(
-    script: Annotated[Path, typer.Argument(metavar="SCRIPT", help="The training script.", show_default=False)],
-    args: Annotated[list[str] | None, typer.Argument(metavar="[ARGS]...", help="Handed on to the script.")] = None,
+    script: Annotated[Path, Argument(metavar="SCRIPT", help="The training script.", show_default=False)],
+    args: Annotated[list[str] | None, Argument(metavar="[ARGS]...", help="Handed on to the script.")] = None,
     **given: Any,
 ) -> int:
     """Train SCRIPT on N workers; when some die, the others go on.
@@ -95,11 +95,7 @@ def run(
 
 
 def _check(given: dict[str, Any]) -> None:
-    """Refuse what only the command line can get wrong.
-
-    Raises:
-        ConfigError: naming the option.
-    """
+    """Refuse what only the command line can get wrong; the ConfigError names the option."""
     values = [(each, given[each.parameter]) for each in OPTIONS if given[each.parameter] is not None]
     for each, value in values:
         how = each.option
@@ -114,11 +110,7 @@ def _check(given: dict[str, Any]) -> None:
 
 
 def _job(script: Path, args: list[str], given: dict[str, Any], asked: Asked) -> Job:
-    """Return what the launcher is to do.
-
-    Raises:
-        ConfigError: if an option has a value that is not allowed; it names the option.
-    """
+    """Return what the launcher is to do; the ConfigError names an option whose value is not allowed."""
     from holdfast.launch.hostlist import parse_hosts
 
     newcomers = _newcomers(given["max_respawns"], respawn=asked.respawn)
@@ -127,16 +119,9 @@ def _job(script: Path, args: list[str], given: dict[str, Any], asked: Asked) -> 
     if given["workers"] is None:
         given["workers"] = max(1, sum(host.slots for host in machines) - (given["spares"] or 0))
     settings = _settings(given)
-    settings = dataclasses.replace(
-        settings,
-        fabric=settings.fabric or "ulfm",
-        faults=_plan(list(asked.inject), settings, given["nnodes"], newcomers),
-        ranks="",
-        rank=-1,
-        store="",
-        token=given["rdzv_token"] or "",
-        run_dir="",
-    )
+    fabric, faults = settings.fabric or "ulfm", _plan(list(asked.inject), settings, given["nnodes"], newcomers)
+    settings = dataclasses.replace(settings, fabric=fabric, faults=faults, token=given["rdzv_token"] or "")
+    settings = dataclasses.replace(settings, ranks="", rank=-1, store="", run_dir="")
     for_launcher = {each.name: given[each.parameter] for each in declared(Job) if given[each.parameter] is not None} | {
         "max_respawns": newcomers,
         "hosts": machines,
@@ -146,26 +131,17 @@ def _job(script: Path, args: list[str], given: dict[str, Any], asked: Asked) -> 
 
 
 def _newcomers(max_respawns: int | None, *, respawn: bool) -> int:
-    """Return how many workers may be started in the place of the dead.
-
-    Raises:
-        ConfigError: if there is a limit without --respawn, or it is too high.
-    """
+    """Return how many workers may be started in the place of the dead; a limit without --respawn is refused."""
     if max_respawns is not None and not respawn:
-        raise ConfigError(
-            f"--max-respawns {max_respawns} needs --respawn: without it nobody is started in the place of the dead"
-        )
+        why = "without it nobody is started in the place of the dead"
+        raise ConfigError(f"--max-respawns {max_respawns} needs --respawn: {why}")
     if max_respawns is not None and max_respawns > MOST_WORKERS:
         raise ConfigError(f"--max-respawns must be at most {MOST_WORKERS}, got {max_respawns}")
     return (MAX_RESPAWNS if max_respawns is None else max_respawns) if respawn else 0
 
 
 def _settings(given: dict[str, Any]) -> Settings:
-    """Return the settings: those given, then those of the environment.
-
-    Raises:
-        ConfigError: if one is not allowed; it names the option of one that was given.
-    """
+    """Return the settings: those given, then those of the environment; the ConfigError names the option of one that was given."""
     options = {each.name: each for each in declared(Settings)}
     values = {name: _value(each, given[each.parameter]) for name, each in options.items() if name not in _TOLD_APART}
     values |= _slices(given["slices"]) | _how_often(given["checkpoint_every"])
@@ -184,11 +160,7 @@ def _value(option: Declared, given: Any) -> Any:
 
 
 def _slices(given: str | None) -> dict[str, Any]:
-    """Return the settings of ``--slices``.
-
-    Raises:
-        ConfigError: if it is neither a number nor ``auto``.
-    """
+    """Return the settings of ``--slices``; raise a ConfigError if it is neither a number nor ``auto``."""
     if given is None:
         return {}
     try:
@@ -198,11 +170,7 @@ def _slices(given: str | None) -> dict[str, Any]:
 
 
 def _how_often(checkpoint_every: str | None) -> dict[str, Any]:
-    """Return the settings of ``--checkpoint-every``.
-
-    Raises:
-        ConfigError: if it is neither a number of steps nor ``auto``.
-    """
+    """Return the settings of ``--checkpoint-every``; raise a ConfigError if it is neither a number of steps nor ``auto``."""
     if checkpoint_every is None:
         return {}
     if checkpoint_every == "auto":
@@ -241,11 +209,7 @@ def _plan(specs: list[str], settings: Settings, nnodes: int, newcomers: int) -> 
 
 
 def _check_baseline(baseline: Path | None, report_dir: Path | None) -> None:
-    """Refuse before anything runs what could not be compared after it.
-
-    Raises:
-        ConfigError: naming the option.
-    """
+    """Refuse before anything runs what could not be compared after it; the ConfigError names the option."""
     if baseline is None:
         return
     from holdfast.report.against import read_losses

@@ -10,11 +10,13 @@ import json
 import math
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import typer
+
+from holdfast.report.formatting import clean
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -42,13 +44,6 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def size(num_bytes: float | None) -> str:
-    """Return a size in decimal units, such as ``12.3 MB``; ``-`` if it is not known."""
-    from holdfast.report.formatting import size as in_words
-
-    return in_words(num_bytes)
-
-
 def moment(seconds: float | None) -> str:
     """Return a time since 1970 as local date and time; ``-`` if it is not known."""
     return "-" if seconds is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
@@ -57,13 +52,6 @@ def moment(seconds: float | None) -> str:
 def count(amount: int, what: str) -> str:
     """Return ``1 tensor``, ``1,234 tensors``."""
     return f"{amount:,} {what}" + ("" if amount == 1 else "s")
-
-
-def clean(text: object) -> str:
-    """Return text on one line, without anything that a terminal would obey: names come out of files."""
-    from holdfast.report.formatting import clean as in_words
-
-    return in_words(text)
 
 
 def say(text: str, style: str = "") -> None:
@@ -76,10 +64,7 @@ def say(text: str, style: str = "") -> None:
 def table(columns: Sequence[str], rows: Iterable[Sequence[object]], indent: int = 0) -> None:
     """Print a table on stdout.
 
-    Args:
-        columns: Their heads; one that ends with ``>`` is of numbers, which end in one column. Empty heads: no line of heads.
-        rows: A cell for each.
-        indent: Spaces before each line.
+    A column whose head ends with ``>`` is of numbers, which end in one column. Empty heads: no line of heads.
     """
     from rich.padding import Padding
     from rich.table import Table
@@ -91,17 +76,26 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[object]], indent: int 
         is_number = head.endswith(">")
         # The last column may be long; the others are short, or names that one wants to copy.
         folds = place in (0, len(columns) - 1) and not is_number
-        made.add_column(
-            head.removesuffix(">"), justify="right" if is_number else "left", no_wrap=not folds, overflow="fold"
-        )
+        side: Literal["right", "left"] = "right" if is_number else "left"
+        made.add_column(head.removesuffix(">"), justify=side, no_wrap=not folds, overflow="fold")
     for row in rows:
         made.add_row(*(Text(text := clean(cell), style=_STYLES.get(text.split(" (")[0], "")) for cell in row))
     _print(console, Padding(made, (0, 0, 0, indent)))
 
 
+def print_json(value: Any) -> None:
+    """Print a value as :func:`in_json` has it."""
+    print(in_json(value))
+
+
 def warn(text: str) -> None:
     """Print a line on stderr."""
     print(clean(text), file=sys.stderr)
+
+
+def warn_of(step: int, error: Exception) -> None:
+    """Warn of a checkpoint that is passed over because it is damaged."""
+    warn(f"warning: {error}")
 
 
 def need_command(context: typer.Context) -> None:
@@ -113,36 +107,16 @@ def need_command(context: typer.Context) -> None:
 
 
 @contextmanager
-def progress(text: str) -> Iterator[Progress]:
-    """Show on stderr what is being done, if that is a terminal; it is gone when it is done."""
+def progress(text: str) -> Iterator[Callable[[str], None]]:
+    """Show on stderr what is being done, if that is a terminal, and yield what says more; it is gone when it is done."""
+    if not sys.stderr.isatty():
+        yield lambda text: None
+        return
     from rich.console import Console
+    from rich.markup import escape
 
-    with Console(file=sys.stderr).status(clean(text)) if sys.stderr.isatty() else _Silent() as status:
-        yield Progress(status)
-
-
-class Progress:
-    """What is being done just now."""
-
-    def __init__(self, status: object) -> None:
-        self._status = status
-
-    def __call__(self, text: str) -> None:
-        """Say it."""
-        from rich.markup import escape
-
-        self._status.update(escape(clean(text)))  # type: ignore[attr-defined]
-
-
-class _Silent:
-    def __enter__(self) -> _Silent:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        return
-
-    def update(self, text: str) -> None:
-        return
+    with Console(file=sys.stderr).status(clean(text)) as status:
+        yield lambda text: status.update(escape(clean(text)))
 
 
 def _console() -> Console:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from typer import Argument, Option
 
 from holdfast.cli.tables import count, in_json, say, warn
 from holdfast.errors import ConfigError
@@ -25,24 +25,22 @@ _NAMED = 5
 
 
 def verify(
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="The report folder of a run.", show_default=False)],
+    directory: Annotated[Path, Argument(metavar="DIR", help="The report folder of a run.", show_default=False)],
     *,
     start: Annotated[
-        int | None, typer.Option("--from", metavar="STEP", min=0, help="The first step to do again [the first].")
+        int | None, Option("--from", metavar="STEP", min=0, help="The first step to do again [the first].")
     ] = None,
     stop: Annotated[
-        int | None, typer.Option("--to", metavar="STEP", min=0, help="The last step to do again [the last].")
+        int | None, Option("--to", metavar="STEP", min=0, help="The last step to do again [the last].")
     ] = None,
-    script: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Where the script is now, if not where it was.")
-    ] = None,
+    script: Annotated[Path | None, Option(metavar="FILE", help="Where the script is now, if not where it was.")] = None,
     trust: Annotated[
-        bool, typer.Option("--trust", help="Run the script that the report names, though it was not run here.")
+        bool, Option("--trust", help="Run the script that the report names, though it was not run here.")
     ] = False,
     records_only: Annotated[
-        bool, typer.Option("--records-only", help="Do nothing again: only look whether all links hold.")
+        bool, Option("--records-only", help="Do nothing again: only look whether all links hold.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
+    as_json: Annotated[bool, Option("--json", help="Print JSON instead of text.")] = False,
 ) -> int:
     """Check the certificate of a run: its records first, then by doing its steps again on one process.
 
@@ -85,12 +83,7 @@ def verify(
 def _replay(
     run: Certified, report: dict[str, Any], script: Path | None, wanted: int | None, stop: int | None, *, trusted: bool
 ) -> dict[str, Any]:
-    """Do steps again; return which, from which state on, and where they part from the records, if they do.
-
-    Raises:
-        ConfigError: if that cannot be done.
-        JobError: if the script failed.
-    """
+    """Do steps again; return which, from which state on, and where they part from the records, if they do."""
     from holdfast.cli.replaying import Replay, find_start, other_kind, script_of, why_not
     from holdfast.report.certificate import Certified
     from holdfast.report.divergence import compare_runs
@@ -98,9 +91,8 @@ def _replay(
     first = run.first if wanted is None else wanted
     last = run.last if stop is None else stop
     if not run.first <= first <= last <= run.last:
-        given = " ".join(
-            f"{option} {step}" for option, step in (("--from", wanted), ("--to", stop)) if step is not None
-        )
+        options = {"--from": wanted, "--to": stop}
+        given = " ".join(f"{option} {step}" for option, step in options.items() if step is not None)
         raise ConfigError(
             f"--from and --to must lie in the steps of {run.name}, {run.first} to {run.last}, in this order, got {given}"
         )
@@ -114,10 +106,9 @@ def _replay(
         )
     replay = Replay(
         script=path,
-        args=tuple(report["job"]["args"]),
+        job=report["job"],
+        nodes=report["nodes"],
         started=run.started,
-        threads=report["job"]["threads"],
-        workers=report["job"]["settings"]["workers"] * report["nodes"],
         start=begin,
         stop=last,
         checkpoint=url,
@@ -127,9 +118,8 @@ def _replay(
         warn(f"bits may be others for that alone: {odd}")
     compared = compare_runs(run, again, until=last)
     if compared is None or (compared.parting is None and compared.last < last):
-        raise ConfigError(
-            f"steps {begin} to {last} were to be done again, and only steps {again.first} to {again.last} were"
-        )
+        done = f"only steps {again.first} to {again.last} were"
+        raise ConfigError(f"steps {begin} to {last} were to be done again, and {done}")
     at_end = bool(run.finished) and run.finished[0].step == last + 1
     return {"first": begin, "last": last, "checkpoint": url, "at_end": at_end, "parting": compared.parting}
 

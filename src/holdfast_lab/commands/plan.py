@@ -10,7 +10,8 @@ from typing import Annotated, Any
 
 import typer
 
-from holdfast.cli.tables import clean, progress, say, table
+from holdfast.cli.tables import progress, say, table
+from holdfast.report.formatting import clean
 from holdfast_lab.commands.simulate import settings_of, show_rows, write
 
 _TIMES = (
