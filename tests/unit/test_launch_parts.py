@@ -25,10 +25,10 @@ from holdfast.launch.launcher import Launcher
 from holdfast.launch.live import Status, Story, View, make_view
 from holdfast.launch.node_faults import Kills
 from holdfast.launch.processes import Pair, Process, descendants_of, end_gently, wait_for_end
-from holdfast.launch.raised import describe
 from holdfast.launch.run_paths import Places
 from holdfast.launch.stopping import Stopping
 from holdfast.launch.tail import LineTail, RecordTail
+from holdfast.launch.worker import describe
 from holdfast.records.files import FileRecorder, read_records
 from holdfast.records.paths import stop_path
 from holdfast.records.types import (

@@ -38,7 +38,7 @@ app.command()(report)
 app.command(name="diff-runs")(diff_runs)
 app.command()(verify)
 app.add_typer(ckpt)
-for _name, (_, _help) in COMMANDS.items():
+for _name, _help in COMMANDS.items():
     app.command(name=_name, help=_help)(placeholder)
 
 _USAGE_ERROR: type[Exception] = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "UsageError")
@@ -75,7 +75,9 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
     except typer.Abort:
         sys.exit(1)
     except _USAGE_ERROR as error:
-        _complain_of_usage(error)
+        message = _of_number(error) or " ".join(error.format_message().split())  # type: ignore[attr-defined]
+        print(f"error: {message}", file=sys.stderr)
+        sys.exit(2)
 
 
 def _complain(error: HoldfastError, *, debug: bool) -> NoReturn:
@@ -84,19 +86,9 @@ def _complain(error: HoldfastError, *, debug: bool) -> NoReturn:
     else:
         # Some messages quote what stands in a file, and that may be anything.
         print("\n".join(map(clean, f"error: {error}".split("\n"))), file=sys.stderr)
-    sys.exit(_exit_code(error))
-
-
-def _exit_code(error: HoldfastError) -> int:
     if isinstance(error, ConfigError | CheckpointMissing):
-        return 2
-    return 3 if isinstance(error, CheckpointCorrupt) else 1
-
-
-def _complain_of_usage(error: Exception) -> NoReturn:
-    message = _of_number(error) or " ".join(error.format_message().split())  # type: ignore[attr-defined]
-    print(f"error: {message}", file=sys.stderr)
-    sys.exit(2)
+        sys.exit(2)
+    sys.exit(3 if isinstance(error, CheckpointCorrupt) else 1)
 
 
 def _of_number(error: Exception) -> str:

@@ -6,13 +6,13 @@ import dataclasses
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer import Argument, Option
 
 from holdfast.cli.places import find, find_root, opened
-from holdfast.cli.tables import count, moment, need_command, print_json, progress, say, table, warn
+from holdfast.cli.tables import count, moment, need_command, print_json, progress, say, table, warn, warn_of
 from holdfast.errors import CheckpointCorrupt, CheckpointMissing, ConfigError
 from holdfast.report.formatting import size
 
@@ -28,8 +28,6 @@ _GUARDS = ("warn", "stop", "off")
 
 _MOST_ROWS = 40
 _MOST_LETTERS = 100
-
-_Row = TypeVar("_Row")
 
 ckpt = typer.Typer(name="ckpt", rich_markup_mode=None)
 
@@ -136,10 +134,9 @@ def show(
     for name, value in facts["info"].items():
         say(f"{'info':<12}{name}: {_cut(json.dumps(value), everything)}")
     say("")
-    rows, num_more = _first(facts["tensors"], everything)
     heads = ("tensor", "dtype", "shape", "size>", "xxh3")
-    table(heads, [(t["path"], t["dtype"], _shape(t["shape"]), size(t["bytes"]), t["xxh3"]) for t in rows])
-    _say_more(num_more, "tensor")
+    rows = [(t["path"], t["dtype"], _shape(t["shape"]), size(t["bytes"]), t["xxh3"]) for t in facts["tensors"]]
+    _show_rows(heads, rows, "tensor", everything)
     for name, first in facts["ties"].items():
         say(f"{name} is tied to {first}")
     say(f"{count(len(facts['tensors']), 'tensor')}, {size(facts['bytes'])}")
@@ -214,12 +211,9 @@ def _say_verified(examined: Examined, everything: bool) -> None:
     for damage in examined.damage:
         if not damage.tensor:
             say(f"  {damage.what}")
-    tensors = [damage for damage in examined.damage if damage.tensor]
-    rows, num_more = _first(tensors, everything)
+    rows = [(d.tensor, str(d.start), str(d.end), d.file) for d in examined.damage if d.tensor]
     if rows:
-        heads = ("damaged tensor", "from byte>", "to byte>", "file")
-        table(heads, [(d.tensor, str(d.start), str(d.end), d.file) for d in rows], indent=2)
-    _say_more(num_more, "place")
+        _show_rows(("damaged tensor", "from byte>", "to byte>", "file"), rows, "place", everything, indent=2)
 
 
 @ckpt.command("diff")
@@ -256,25 +250,19 @@ def _say_differences(found: Comparison, everything: bool) -> None:
     odd = [tensor for tensor in found.tensors if not tensor.is_same]
     if odd:
         say("")
-        rows, num_more = _first(odd, everything)
         heads = ("tensor", "differ>", "of>", "max abs>", "max rel>", "distance>", "note")
-        table(heads, [_diff_row(tensor) for tensor in rows])
-        _say_more(num_more, "tensor")
+        _show_rows(heads, [_diff_row(tensor) for tensor in odd], "tensor", everything)
     for letter, paths in (("a", found.only_first), ("b", found.only_second)):
-        rows_alone, num_more = _first(paths, everything)
-        if rows_alone:
+        if paths:
             say("")
             say(f"only in {letter}:")
-        for path in rows_alone:
-            say(f"  {path}")
-        _say_more(num_more, "tensor")
+            _show_rows(("",), [(path,) for path in paths], "tensor", everything, indent=2)
     if found.scalars:
         say("")
         say("values beside the tensors:")
-        shown, num_more = _first(list(found.scalars.items()), everything)
-        cells = [(path, _cut(a, everything) or "-", _cut(b, everything) or "-") for path, (a, b) in shown]
-        table(("value", "a", "b"), cells, indent=2)
-        _say_more(num_more, "value")
+        pairs = found.scalars.items()
+        cells = [(path, _cut(a, everything) or "-", _cut(b, everything) or "-") for path, (a, b) in pairs]
+        _show_rows(("value", "a", "b"), cells, "value", everything, indent=2)
     num_same = len(found.tensors) - len(odd)
     say("")
     if found.is_identical:
@@ -378,9 +366,7 @@ def prune(
             raise ConfigError(f"{name} must be at least {least}, got {value}{why}")
     storage = find_root(directory)
     with progress(f"looking into {storage.url}"):
-        done = carry_out(
-            storage, keep_last, keep_every, dry_run=dry_run, on_damaged=lambda _, error: warn(f"warning: {error}")
-        )
+        done = carry_out(storage, keep_last, keep_every, dry_run=dry_run, on_damaged=warn_of)
     if as_json:
         print_json({"url": storage.url, "dry_run": dry_run, **dataclasses.asdict(done)})
         return _DAMAGED if done.damaged else 0
@@ -398,15 +384,14 @@ def prune(
 # -- words
 
 
-def _first(rows: Sequence[_Row], everything: bool) -> tuple[Sequence[_Row], int]:
-    """Return the rows that are printed, and how many are not."""
+def _show_rows(
+    heads: Sequence[str], rows: Sequence[Sequence[str]], what: str, everything: bool, indent: int = 0
+) -> None:
+    """Print a table; of a long one only the first rows, unless everything is wanted, and how many more there are."""
     shown = rows if everything or len(rows) <= _MOST_ROWS else rows[: _MOST_ROWS - 5]
-    return shown, len(rows) - len(shown)
-
-
-def _say_more(number: int, what: str) -> None:
-    if number:
-        say(f"... and {count(number, f'more {what}')}; --all prints them", "dim")
+    table(heads, shown, indent)
+    if more := len(rows) - len(shown):
+        say(f"... and {count(more, f'more {what}')}; --all prints them", "dim")
 
 
 def _cut(text: str, everything: bool) -> str:

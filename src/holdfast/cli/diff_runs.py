@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Argument, Option
 
-from holdfast.cli.tables import count, in_json, progress, say
+from holdfast.cli.tables import count, print_json, progress, say
 
 if TYPE_CHECKING:
     from holdfast.checkpoint.compare import Spot
@@ -53,7 +53,7 @@ def diff_runs(
     spot = None if compared.parting is None else _look_into_checkpoints(runs, compared.parting)
     findings = [run.check() or run.check_workers() for run in runs]
     if as_json:
-        print(in_json(_as_dict(compared, settings, spot, findings)))
+        print_json(_as_dict(compared, settings, spot, findings))
     else:
         _show(compared, runs, settings, spot, findings)
     if compared.parting is not None:

@@ -31,10 +31,8 @@ def takes(options: Sequence[Declared]) -> Callable[[Command], Command]:
 def _parameter(declared: Declared) -> inspect.Parameter:
     how, kind = declared.option, declared.kind
     is_switch = kind is bool
-    default = (
-        declared.default if is_switch and any("/" in flag for flag in declared.flags) else False if is_switch else None
-    )
-    if how.is_shown:
+    default = False if is_switch else None
+    if how.is_shown or (is_switch and any("/" in flag for flag in declared.flags)):
         default = declared.default
     told = Option(
         *declared.flags,

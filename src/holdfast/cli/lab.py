@@ -11,29 +11,14 @@ from typer.core import TyperGroup
 from holdfast.errors import ConfigError
 
 COMMANDS = {
-    "demo": (
-        "holdfast_lab.commands.demo:demo",
-        "Train on handwritten digits: undisturbed, then under each strategy with two workers killed.",
-    ),
-    "rehearse": (
-        "holdfast_lab.commands.rehearse:rehearse",
-        "Kill workers in rehearsals of SCRIPT with each predictor and codec; print the options that cost fewest steps.",
-    ),
-    "study": (
-        "holdfast_lab.commands.study:study",
-        "Repeat a published experiment on this code: measure, hold the claims against it, draw a page.",
-    ),
-    "simulate": (
-        "holdfast_lab.commands.simulate:simulate",
-        "Simulate a job under failures, once for each strategy, with the strategies that run in production.",
-    ),
-    "plan": (
-        "holdfast_lab.commands.plan:plan",
-        "Say which strategy to use, how often to save, how many spares to keep, and why.",
-    ),
-    "inject": ("holdfast_lab.commands.inject:inject", "Flip bits of values in a checkpoint, as soft errors do."),
+    "demo": "Train on handwritten digits: undisturbed, then under each strategy with two workers killed.",
+    "rehearse": "Kill workers in rehearsals of SCRIPT with each predictor and codec; print the options that cost fewest steps.",
+    "study": "Repeat a published experiment on this code: measure, hold the claims against it, draw a page.",
+    "simulate": "Simulate a job under failures, once for each strategy, with the strategies that run in production.",
+    "plan": "Say which strategy to use, how often to save, how many spares to keep, and why.",
+    "inject": "Flip bits of values in a checkpoint, as soft errors do.",
 }
-"""Where each is, and the first line of its help, so that ``holdfast --help`` loads none of them."""
+"""The first line of the help of each, so that ``holdfast --help`` loads none of them; it is in a module of its name."""
 
 _INTERSPERSED = {"rehearse": {"allow_interspersed_args": False}}
 """What stands behind the script is the script's."""
@@ -80,9 +65,8 @@ def _find(name: str) -> Any:
 
     for point in entry_points(group="holdfast.commands", name=name):
         return point.load()
-    module, _, function = COMMANDS[name][0].partition(":")
     try:
-        return getattr(importlib.import_module(module), function)
+        return getattr(importlib.import_module(f"holdfast_lab.commands.{name}"), name)
     except ModuleNotFoundError as error:
         raise _missing(name, error) from error
 

@@ -202,13 +202,10 @@ def why_not(report: Mapping[str, Any], start: int, stop: int) -> str:
 
 
 def _says_what_was_run(job: Any) -> bool:
-    return (
-        isinstance(job, dict)
-        and all(isinstance(job.get(name), str) for name in ("path", "sha256", "threads"))
-        and isinstance(job.get("args"), list)
-        and all(isinstance(word, str) for word in job["args"])
-        and isinstance(job.get("settings"), dict)
-    )
+    kinds = {"path": str, "sha256": str, "threads": str, "args": list, "settings": dict}
+    if not (isinstance(job, dict) and all(isinstance(job.get(name), kind) for name, kind in kinds.items())):
+        return False
+    return all(isinstance(word, str) for word in job["args"])
 
 
 def other_kind(run: Certified, again: Certified) -> str:

@@ -190,8 +190,7 @@ def _split_off_report(args: list[str]) -> tuple[tuple[str, ...], Path | None]:
     match args:
         case [*others, "--report", directory] if "--" not in others:
             return tuple(others), Path(directory)
-        case _:
-            return tuple(args), None
+    return tuple(args), None
 
 
 def _plan(specs: list[str], settings: Settings, nnodes: int, newcomers: int) -> str:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Argument, Option
 
-from holdfast.cli.tables import count, in_json, say, warn
+from holdfast.cli.tables import count, print_json, say, warn
 from holdfast.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ def verify(
             if not as_json:
                 _show_replay(replay)
     if as_json:
-        print(in_json(told | {"verified": not wrong}))
+        print_json(told | {"verified": not wrong})
     return _WRONG if wrong else 0
 
 
@@ -173,7 +173,6 @@ def _lines(parting: Parting, source: str) -> list[str]:
     if parting.workers:
         whose = f"worker{'s' if len(parting.workers) > 1 else ''} {', '.join(map(str, parting.workers))}"
         more = f" and {len(parting.tensors) - _NAMED} more" if len(parting.tensors) > _NAMED else ""
-        lines.append(
-            f"  before step {parting.tensors_step} {whose} had other values in {', '.join(parting.tensors[:_NAMED])}{more}"
-        )
+        which = f"{', '.join(parting.tensors[:_NAMED])}{more}"
+        lines.append(f"  before step {parting.tensors_step} {whose} had other values in {which}")
     return lines

@@ -36,8 +36,6 @@ class Running:
 
     Args:
         process: Its launcher, whose number is how the job is named.
-        script: Name of the file that it runs.
-        fabric: As in its :class:`holdfast.config.Settings`; so are ``split`` and ``min_workers``.
         slices: Pieces of a mini-batch; 0 if a checkpoint says it.
         saves: It has a place for checkpoints.
         folder: Where its launcher was started; "" if an older one does not say it.

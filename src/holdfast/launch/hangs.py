@@ -48,11 +48,7 @@ class _Sight:
 
 @dataclass(slots=True)
 class Hangs:
-    """Looks at all workers of a job again and again.
-
-    Args:
-        timeout_s: The least time without a sign after which a worker is given up; 0 gives none up.
-    """
+    """Looks at all workers of a job again and again; none is given up before ``timeout_s`` without a sign, or if it is 0."""
 
     timeout_s: float
     _pulses: dict[int, _Sight] = field(default_factory=dict)
@@ -77,12 +73,9 @@ class Hangs:
         return self.timeout_s / 10
 
     def look(self, positions: Mapping[int, Position], now_s: float, *, elsewhere: bool = False) -> list[Stuck]:
-        """Return which workers of this node are to be given up; each is named once.
+        """Return which workers of this node, of those that have said where they are, are to be given up; each is named once.
 
-        Args:
-            positions: Of all that live and have said where they are.
-            now_s: The time, seconds.
-            elsewhere: A worker on another node is kept waiting.
+        ``elsewhere``: a worker on another node is kept waiting.
         """
         if not self.timeout_s:
             return []

@@ -32,13 +32,8 @@ class Host:
 def parse_hosts(text: str, env: Mapping[str, str] | None = None) -> tuple[Host, ...]:
     """Return the machines that ``--hosts`` names.
 
-    Args:
-        text: ``node0:8,node1:8``; or a file with a line for each, ``node0:8`` or ``node0 slots=8``; or ``slurm`` for those
-            of the allocation.
-        env: Where Slurm says which these are; None: the environment of this process.
-
-    Raises:
-        ConfigError: if it is none of these.
+    That is ``node0:8,node1:8``; or a file with a line for each, ``node0:8`` or ``node0 slots=8``; or ``slurm`` for those of the
+    allocation, which are read from ``env`` (None: that of this process). A ConfigError says what is none of these.
     """
     if text == SLURM:
         hosts = _of_slurm(os.environ if env is None else env)

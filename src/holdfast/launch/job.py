@@ -378,10 +378,7 @@ def _word(value: Any) -> str:
 def resume_command(job: Job, workers: int, checkpoint_dir: str) -> str:
     """Return the command that goes on from ``checkpoint_dir``, the same on every node.
 
-    Args:
-        job: What was run.
-        workers: How many are left, spares among them; the job may need more.
-        checkpoint_dir: Where the state is.
+    So many workers are left, spares among them; the job may need more.
     """
     if job.hosts:  # all workers end with a host that is lost, and those that are left have room again
         workers = min(len(job.ranks), sum(host.slots for host in job.hosts))

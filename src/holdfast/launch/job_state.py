@@ -95,12 +95,9 @@ class _Start:
 class Judge:
     """Hears every record of a job, over all its starts, and says when and how it is over.
 
-    Args:
-        script: Name of the script, for messages.
-        virtual: Whether all workers live in one process.
-        all_connect: Whether the fabric connects all workers or none: a death before that keeps the others waiting.
-        stall_timeout_s: After this long without a sign of life while all wait for each other, or with recoveries of which
-            nothing comes, the job is lost.
+    ``virtual``: all workers live in one process. ``all_connect``: the fabric connects all workers or none, so a death before
+    that keeps the others waiting. After ``stall_timeout_s`` without a sign of life while all wait for each other, or with
+    recoveries of which nothing comes, the job is lost.
     """
 
     def __init__(
@@ -257,10 +254,7 @@ class Judge:
     def verdict(self, now_s: float, *, running: bool, crash: str = "") -> Verdict | None:
         """Return how the job is over, None while it goes on.
 
-        Args:
-            now_s: The time, seconds.
-            running: Whether mpirun (or the one process) was alive before the last records were heard.
-            crash: How mpirun was killed, "" if it was not.
+        ``running``: mpirun, or the one process, was alive before the last records were heard; ``crash``: how it was killed.
         """
         return (
             self._never_began()

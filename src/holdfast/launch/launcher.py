@@ -38,11 +38,7 @@ _NO_DAEMON = "A daemon failed to report back after being spawned"
 
 
 def launch(job: Job, view: View | None = None) -> Outcome:
-    """Run ``job`` to its end, whatever that is.
-
-    Args:
-        job: What to run.
-        view: Who shows it; None shows nothing.
+    """Run ``job`` to its end, whatever that is; without a view nothing of it is shown.
 
     Raises:
         ConfigError: if the job cannot be started as it is; nothing was started.

@@ -109,12 +109,6 @@ class RemoteProcess(Process):
         return True
 
 
-def reached(pair: Pair, host: str, agent: Agent) -> Pair:
-    """Return a pair of another machine so that it can be sent signals."""
-    worker, watcher = (RemoteProcess(p.pid, p.started, host, agent) for p in (pair.worker, pair.watcher))
-    return Pair(worker, watcher, pair.node)
-
-
 _MARK = "holdfast-node"
 _FIRST_CODE = 91
 _PROBES = 3
@@ -150,11 +144,7 @@ def _agent_words(job: Job) -> list[str]:
 
 
 def shared_folder(job: Job) -> Path | None:
-    """Return where launcher and workers meet that are on several machines; None for a job on one.
-
-    Raises:
-        ConfigError: if there is no such place.
-    """
+    """Return where launcher and workers on several machines meet; None for a job on one. A ConfigError says what is missing."""
     place = job.settings.checkpoint_dir.removeprefix("file://")
     if not job.hosts:
         return None
@@ -261,7 +251,10 @@ class Hosts:
     def reach(self, pair: Pair) -> Pair:
         """Return a pair so that it can be sent signals, wherever it is."""
         name = self._names.get(pair.node)
-        return pair if name is None or pair.node == this_node() else reached(pair, name, self._agent)
+        if name is None or pair.node == this_node():
+            return pair
+        worker, watcher = (RemoteProcess(p.pid, p.started, name, self._agent) for p in (pair.worker, pair.watcher))
+        return Pair(worker, watcher, pair.node)
 
     def end(self, processes: Sequence[subprocess.Popen[bytes]], pairs: Sequence[Pair]) -> None:
         """End mpirun and all that is under it; on machines that do not answer that is left to Open MPI."""

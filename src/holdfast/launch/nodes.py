@@ -49,14 +49,7 @@ FENCE_LEASES = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """One start of the job, as this launcher has a part in it.
-
-    Args:
-        store: For the workers.
-        ranks: All that the job is started with.
-        own: Those of this node.
-        living: All but those that have ended, if this launcher comes late.
-    """
+    """One start of the job: the workers' store, all ranks, those of this node, and those that have not ended if it comes late."""
 
     store: str
     ranks: tuple[int, ...]

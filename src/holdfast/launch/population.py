@@ -14,12 +14,7 @@ _LONGEST_S = 60.0
 
 @dataclass(slots=True)
 class Births:
-    """Counts deaths, and says when which worker is to be started.
-
-    Args:
-        limit: Most workers that are started in the place of the dead; then they are not replaced any more.
-        next_rank: Number of the first.
-    """
+    """Counts deaths, and says when which worker is to be started: at most ``limit`` in the place of the dead."""
 
     limit: int
     next_rank: int

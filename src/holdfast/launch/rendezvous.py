@@ -50,9 +50,6 @@ class Seated:
 class Meeting:
     """This launcher's place among those that share a store. Making it waits until all are there, or the job has begun.
 
-    Args:
-        job: The same for all, but for the number of the node.
-
     Raises:
         ConfigError: if the store cannot be opened, the launchers were not started alike, this node has one already, or
             another does not come in time.

@@ -78,7 +78,9 @@ class Stopping:
         if self._news.is_distributed:
             what = "the ranks are sent a SIGTERM"
         self._run.view.say(f"stopping: {what}, within {grace_s:g} s (Ctrl-C to stop at once)")
-        self._tell(attempt, all_stop=all_stop)
+        if all_stop:
+            stop_path(self._run.places.run_dir).touch()
+        self._reach(attempt)
 
     def timed_out(self) -> Verdict | None:
         """Return the verdict if the workers were given enough time, or somebody will not wait for them."""
@@ -105,11 +107,6 @@ class Stopping:
         nodes = self._run.nodes
         return nodes is None or nodes.is_host or self._run.job.nnodes == 1
 
-    def _tell(self, attempt: Attempt, *, all_stop: bool) -> None:
-        if all_stop:
-            stop_path(self._run.places.run_dir).touch()
-        self._reach(attempt)
-
     def _reach(self, attempt: Attempt) -> None:
         """Send a SIGTERM to all who have not got theirs, such as those that were just being started."""
         for rank in attempt.processes:
@@ -128,7 +125,8 @@ class Stopping:
         if self._lost_store_by_s is None:
             grace_s, what = run.job.grace_s, "the workers finish their step and save"
             if self._is_needed():
-                self._tell(attempt, all_stop=True)
+                stop_path(run.places.run_dir).touch()
+                self._reach(attempt)
             else:
                 what += " if no node reaches the store, and are ended otherwise"
             if run.job.nnodes > 1:

@@ -22,12 +22,13 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, TextIO
 
 from holdfast.clock import SystemClock
 from holdfast.config import Settings
-from holdfast.errors import ConfigError
+from holdfast.errors import ConfigError, HoldfastError, InternalError
 from holdfast.launch.processes import (
     Pair,
     Process,
@@ -42,7 +43,6 @@ from holdfast.launch.processes import (
     value_of,
     wait_for_end,
 )
-from holdfast.launch.raised import describe
 from holdfast.records.beacon import Beacon, show_life
 from holdfast.records.files import FileRecorder
 from holdfast.records.paths import beacon_path, gone_path, records_path, stop_path
@@ -50,6 +50,7 @@ from holdfast.records.types import ScriptFailed, WorkerEnded
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from types import TracebackType
 
     from typing_extensions import Buffer
 
@@ -434,6 +435,44 @@ def _record_failure(settings: Settings, rank: int, failed: ScriptFailed) -> None
     run_dir, now_s = Path(settings.run_dir), SystemClock(settings.origin_s).now_s()
     record = dataclasses.replace(failed, t_s=now_s, rank=rank, step=_step_of(run_dir, rank))
     FileRecorder(records_path(run_dir, str(rank))).write(record)
+
+
+def describe(error: BaseException, script: Path) -> ScriptFailed:
+    """Return what to tell of ``error``, which ended ``script``; time, rank and step are left to the caller.
+
+    A :class:`~holdfast.errors.HoldfastError` explains itself in one line; anything else keeps its traceback, without
+    the frames above the script's own.
+    """
+    frames = _script_frames(error.__traceback__, script)
+    if isinstance(error, SystemExit):
+        message, text = f"{script.name} ended with sys.exit({error.code!r})", ""
+    elif isinstance(error, KeyboardInterrupt):
+        message, text = f"{script.name} was interrupted", ""
+    elif isinstance(error, HoldfastError) and not isinstance(error, InternalError):
+        where = _line_in(frames, script)
+        message, text = f"{error}{where}", ""
+    else:
+        text = "".join(traceback.format_exception(type(error), error, frames))
+        message = traceback.format_exception_only(error)[-1].strip().splitlines()[0]
+    exit_code = 2 if isinstance(error, ConfigError) else 1
+    return ScriptFailed(t_s=0.0, rank=-1, step=-1, exit_code=exit_code, message=message, traceback=text)
+
+
+def _script_frames(frames: TracebackType | None, script: Path) -> TracebackType | None:
+    """Drop the frames above the script's own; all of them if the script never ran."""
+    while frames is not None and frames.tb_frame.f_code.co_filename != str(script):
+        frames = frames.tb_next
+    return frames
+
+
+def _line_in(frames: TracebackType | None, script: Path) -> str:
+    """Return where in ``script`` it happened: the deepest of its frames, as ``" (train.py, line 12)"``."""
+    line = 0
+    while frames is not None:
+        if frames.tb_frame.f_code.co_filename == str(script):
+            line = frames.tb_lineno
+        frames = frames.tb_next
+    return f" ({script.name}, line {line})" if line else ""
 
 
 def _leave(exit_code: int) -> NoReturn:
