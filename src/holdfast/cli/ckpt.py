@@ -23,9 +23,7 @@ if TYPE_CHECKING:
 
 _DAMAGED = 3
 """The exit code if damaged data was found."""
-
 _GUARDS = ("warn", "stop", "off")
-
 _MOST_ROWS = 40
 _MOST_LETTERS = 100
 
