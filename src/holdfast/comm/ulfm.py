@@ -194,13 +194,7 @@ class UlfmCommunicator(FixedMembership):
     def share_progress(self, progress: Progress) -> Mapping[int, Progress]:
         """Sum a vector with one slot a worker of the first world; see :meth:`Communicator.share_progress`."""
         mine = np.zeros((len(self._world), 5), dtype=np.int64)
-        mine[self._world.index(self._me)] = (
-            1,
-            progress.completed,
-            progress.computed,
-            progress.flags,
-            progress.heard,
-        )
+        mine[self._world.index(self._me)] = (1, progress.completed, progress.computed, progress.flags, progress.heard)
         result = np.empty_like(mine)
         self._collective(self._comm.Allreduce, mine, result, self._mpi.SUM)
         return {

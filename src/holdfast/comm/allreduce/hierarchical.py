@@ -183,12 +183,7 @@ class HostsSum:
         plan.taken.append(result)
 
     def _finish(
-        self,
-        plan: _Plan,
-        span: Span,
-        piece: Piece,
-        terms: dict[int, Vector],
-        of_host: list[list[tuple[int, ...]]],
+        self, plan: _Plan, span: Span, piece: Piece, terms: dict[int, Vector], of_host: list[list[tuple[int, ...]]]
     ) -> None:
         """Take the sums of the other hosts, add them and the slices of this one, and give the result to all hosts."""
         meeting = [(n, term[piece.part]) for n, term in terms.items()]

@@ -46,13 +46,7 @@ class OrderedSum:
     """
 
     def __init__(
-        self,
-        comm: Exchange,
-        order: str,
-        size_bytes: int,
-        *,
-        device: torch.device | str = "cpu",
-        shared_bytes: int = -1,
+        self, comm: Exchange, order: str, size_bytes: int, *, device: torch.device | str = "cpu", shared_bytes: int = -1
     ) -> None:
         self._comm = comm
         self._order = order
