@@ -6,7 +6,8 @@ from datetime import timedelta
 import pytest
 import torch
 
-from holdfast.comm.groups import Aside, Meeting, as_bytes, as_peer_failure, wait
+from holdfast.comm.groups import Aside, Meeting, as_peer_failure, wait
+from holdfast.comm.memory import as_bytes
 from holdfast.errors import PeerFailed
 from holdfast.membership import Hub, HubStore
 

@@ -2,55 +2,61 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 
 from holdfast.errors import InternalError
 from holdfast.recovery.messages import Progress
 
+BROADCAST_BYTES = 16 << 20
+"""A broadcast goes in pieces of this size, so that it needs little memory beside the data."""
+
+POST_TAG = 1
+"""The tag of what is posted; those of swaps are others."""
+NOBODYS_TAG = (1 << 30) + 1
+"""A tag that no message has."""
+
+Placed = Sequence[tuple[int, torch.Tensor]]
+"""Contiguous tensors of any shape and dtype, each with the place in :attr:`Exchange.processes` that it goes to or comes from."""
+
 
 class Exchange(Protocol):
-    """The collectives that a sum needs, among a fixed set of workers; see :class:`Communicator` for the promises."""
+    """The collectives that a sum needs, among a fixed set of workers; see :class:`Communicator` for the promises.
+
+    Each raises :class:`~holdfast.errors.PeerFailed` if it did not complete here.
+    """
 
     @property
     def members(self) -> tuple[int, ...]:
         """Ranks that were alive at the last shrink, ascending."""
-        ...
 
     @property
     def here(self) -> tuple[int, ...]:
         """Members that this process plays, ascending."""
-        ...
 
     @property
     def processes(self) -> tuple[tuple[int, ...], ...]:
         """Members by process, in the order in which tensors are exchanged."""
-        ...
 
     @property
     def crowd(self) -> int:
         """Number of processes that may do the same at the same time, in whichever part of the world: all of them."""
-        ...
 
     @property
     def generation(self) -> int:
         """Number of shrinks so far."""
-        ...
 
     def alltoall(self, send: torch.Tensor, out: torch.Tensor) -> None:
         """Give row ``i`` of ``send`` to process ``i``; row ``i`` of ``out`` comes from it.
 
         Args:
-            send: Contiguous, shape ``(len(processes), ...)``, any dtype.
-            out: Contiguous, the same shape and dtype; must not overlap ``send``.
-
-        Raises:
-            PeerFailed: if it did not complete here; ``out`` is undefined then, ``send`` is untouched.
+            send: Contiguous, shape ``(len(processes), ...)``, any dtype; untouched even by a failure.
+            out: Contiguous, the same shape and dtype; must not overlap ``send``. Undefined after a failure.
         """
-        ...
 
     def allgather(self, part: torch.Tensor, out: torch.Tensor) -> None:
         """Collect ``part`` of every process in the rows of ``out``.
@@ -58,40 +64,22 @@ class Exchange(Protocol):
         Args:
             part: Contiguous, any shape and dtype, the same at every process.
             out: Contiguous, shape ``(len(processes), *part.shape)``.
-
-        Raises:
-            PeerFailed: if it did not complete here.
         """
-        ...
 
-    def swap(self, send: Sequence[tuple[int, torch.Tensor]], receive: Sequence[tuple[int, torch.Tensor]]) -> None:
+    def swap(self, send: Placed, receive: Placed) -> None:
         """Give tensors to some processes and take tensors from some; that it completed says nothing of the others.
 
         Args:
-            send: What to give to which place in :attr:`processes`; contiguous, any shape and dtype.
-            receive: What to overwrite by what comes from which place; contiguous. The n-th that is taken from a process
-                is the n-th that it gives, and has its size.
-
-        Raises:
-            PeerFailed: if it did not complete here; what was to be received is undefined then, and may still change.
+            send: What to give to which place.
+            receive: What to overwrite by what comes from which place. The n-th that is taken from a process is the n-th
+                that it gives, and has its size. After a failure it is undefined, and may still change.
         """
-        ...
 
     def maximum(self, values: Sequence[int]) -> list[int]:
-        """Return the maximum of each of a few 64-bit integers over all members.
-
-        Raises:
-            PeerFailed: if it did not complete here.
-        """
-        ...
+        """Return the maximum of each of a few 64-bit integers over all members."""
 
     def barrier(self) -> None:
-        """Return when every member has called it.
-
-        Raises:
-            PeerFailed: if it did not complete here.
-        """
-        ...
+        """Return when every member has called it."""
 
     def look(self) -> None:
         """Return at once; for those who wait for their peers by other means than a collective.
@@ -99,7 +87,6 @@ class Exchange(Protocol):
         Raises:
             PeerFailed: if a member is known to have died, or a peer has revoked this generation.
         """
-        ...
 
 
 class Communicator(Exchange, Protocol):
@@ -120,20 +107,14 @@ class Communicator(Exchange, Protocol):
       makes, with all members; so one of those comes before.
     """
 
-    def swap(
-        self, send: Sequence[tuple[int, torch.Tensor]], receive: Sequence[tuple[int, torch.Tensor]], tag: int = 0
-    ) -> None:
-        """Exchange tensors with some; see :meth:`Exchange.swap`.
+    def swap(self, send: Placed, receive: Placed, tag: int = 0) -> None:
+        """Exchange tensors with some; see :meth:`Exchange.swap`. It fails, too, if any member is known to have died.
 
         Args:
             send: What to give to which place.
             receive: What to overwrite by what comes from which place.
             tag: Told apart from other messages between the same two; ``>= 0`` and below ``2**30``, but not 1.
-
-        Raises:
-            PeerFailed: if it did not complete here, or a member is known to have died, whoever it is.
         """
-        ...
 
     def post(self, rank: int, data: torch.Tensor) -> None:
         """Begin to give ``data`` to the process that plays ``rank``, and return; it never waits for that one.
@@ -147,7 +128,6 @@ class Communicator(Exchange, Protocol):
         Raises:
             PeerFailed: if it cannot be begun.
         """
-        ...
 
     def take(self, rank: int, data: torch.Tensor) -> None:
         """Wait for what the process that plays ``rank`` posted; the n-th that is taken is the n-th that it posted here.
@@ -159,35 +139,23 @@ class Communicator(Exchange, Protocol):
         Raises:
             PeerFailed: if it did not arrive; ``data`` is undefined then, and may still change.
         """
-        ...
 
     def broadcast(self, data: torch.Tensor, root: int) -> None:
-        """Overwrite ``data`` everywhere with that of the process that plays ``root``.
+        """Overwrite ``data`` everywhere with that of the process that plays the member ``root``.
 
         Args:
-            data: Contiguous, the same shape and dtype at every process.
+            data: Contiguous, the same shape and dtype at every process. After a failure it is whole, the old or the new.
             root: A member.
-
-        Raises:
-            PeerFailed: if it did not complete here; ``data`` is whole then, the old or the new.
         """
-        ...
 
     def share_progress(self, progress: Progress) -> Mapping[int, Progress]:
-        """Return the progress of every member, by rank.
-
-        Raises:
-            PeerFailed: if it did not complete here.
-        """
-        ...
+        """Return the progress of every member, by rank."""
 
     def agree(self, flag: bool) -> bool:
         """Return the AND of everybody's flags; False too if a member is found dead. Uniform over the living."""
-        ...
 
     def revoke(self) -> None:
         """Make every collective of this generation fail at every member that waits in one, soon."""
-        ...
 
     def shrink(self, *, admits: int = -1, leaves: bool = False) -> bool:
         """Go on with the living: :attr:`members` is new, :attr:`generation` has grown.
@@ -199,12 +167,10 @@ class Communicator(Exchange, Protocol):
         Returns:
             Whether this process goes on. If not, it must make no other call.
         """
-        ...
 
     @property
     def is_stranded(self) -> bool:
         """Whether this member can continue only with the current members: without the store no agreement is possible after a failure."""
-        ...
 
     def join(self, loop: int) -> bool:
         """Wait to be let into a training loop, for a worker that the job did not start with: it has no members before.
@@ -212,28 +178,18 @@ class Communicator(Exchange, Protocol):
         Returns:
             False if a later loop goes on by now.
         """
-        ...
 
     def newcomers(self, loop: int) -> tuple[int, ...]:
         """Return who, as far as this process knows, waits to join a training loop; costs next to nothing."""
-        ...
 
     def announce(self, loop: int, kind: str) -> None:
-        """Let those who come later know which training loop goes on; the lowest member says it.
-
-        Args:
-            loop: Its number.
-            kind: What :meth:`wanted_kind` returns to them.
-        """
-        ...
+        """Tell those who come later, as the lowest member, which training loop goes on, and what :meth:`wanted_kind` returns to them."""
 
     def wanted_kind(self) -> str:
         """Return, to a worker that has not joined yet, of what kind those are who are there; wait until they say it."""
-        ...
 
     def failed(self) -> tuple[int, ...]:
         """Return the members that this process knows to be dead."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -258,7 +214,6 @@ class MessageCommunicator(Communicator, Protocol):
     @property
     def first_size(self) -> int:
         """Number of workers that the job was started with."""
-        ...
 
     def start_send(self, data: torch.Tensor, rank: int, tag: int) -> Message:
         """Begin to give ``data`` to ``rank``; the message is through when that has taken it.
@@ -271,20 +226,9 @@ class MessageCommunicator(Communicator, Protocol):
         Raises:
             PeerFailed: if it cannot be begun.
         """
-        ...
 
     def start_receive(self, data: torch.Tensor, rank: int | None, tag: int) -> Message:
-        """Begin to overwrite ``data`` by what ``rank`` gives; see :meth:`start_send`.
-
-        Args:
-            data: CPU, contiguous, of the size of what is given.
-            rank: A member; None takes from whichever member gives first.
-            tag: That of the sender.
-
-        Raises:
-            PeerFailed: if it cannot be begun.
-        """
-        ...
+        """Begin to overwrite ``data``, of the size of what is given, by what ``rank`` gives, or by what any member gives first; see :meth:`start_send`."""
 
     def test(self, message: Message) -> int | None:
         """Return the rank at the other end once ``message`` is through (-1 for one that was sent), None before.
@@ -292,35 +236,24 @@ class MessageCommunicator(Communicator, Protocol):
         Raises:
             PeerFailed: if it did not arrive.
         """
-        ...
 
     def abandon(self, message: Message) -> None:
         """Keep the memory of a message whose end is of no interest any more, until the fabric is done with it."""
-        ...
 
     def is_revoked(self) -> bool:
         """Return at once whether a peer has revoked this generation."""
-        ...
 
     def revoke_from_outside(self) -> None:
         """Revoke, from another thread than the owner, which waits in a collective that will not complete."""
-        ...
 
 
 class FixedMembership:
     """What a communicator answers that nobody can join later, and whose agreements need no store."""
 
-    @property
-    def is_stranded(self) -> bool:
-        """No; see :attr:`Communicator.is_stranded`."""
-        return False
+    is_stranded = False
 
     def join(self, loop: int) -> bool:
-        """Refuse: everybody is here from the beginning.
-
-        Raises:
-            InternalError: always.
-        """
+        """Refuse: everybody is here from the beginning."""
         raise InternalError(f"a worker cannot join a training loop that it is in, loop {loop}")
 
     def newcomers(self, loop: int) -> tuple[int, ...]:
@@ -333,6 +266,57 @@ class FixedMembership:
     def wanted_kind(self) -> str:
         """Return nothing: nobody comes later."""
         return ""
+
+
+class OneWorker(Communicator, Protocol):
+    """A communicator whose process is one worker. The thread that makes it makes all calls."""
+
+    _me: int
+    _owner: int
+    _owned: ClassVar[str] = "the communicator"
+
+    def _be(self, rank: int) -> None:
+        self._me, self._owner = rank, threading.get_ident()
+
+    @property
+    def here(self) -> tuple[int, ...]:
+        """The one worker that this process is."""
+        return (self._me,)
+
+    @property
+    def processes(self) -> tuple[tuple[int, ...], ...]:
+        """One process a member."""
+        return tuple((rank,) for rank in self.members)
+
+    @property
+    def crowd(self) -> int:
+        """Number of members."""
+        return len(self.members)
+
+    def alltoall(self, send: torch.Tensor, out: torch.Tensor) -> None:
+        """Exchange rows; who is alone has nobody to ask."""
+        if len(self.members) == 1:
+            out.copy_(send)
+        else:
+            self._alltoall(send, out)
+
+    def allgather(self, part: torch.Tensor, out: torch.Tensor) -> None:
+        """Collect rows; who is alone has nobody to ask."""
+        if len(self.members) == 1:
+            out[0].copy_(part)
+        else:
+            self._allgather(part, out)
+
+    def _alltoall(self, send: torch.Tensor, out: torch.Tensor) -> None: ...
+
+    def _allgather(self, part: torch.Tensor, out: torch.Tensor) -> None: ...
+
+    def _place(self, rank: int) -> int:
+        return self.members.index(rank)
+
+    def _check_thread(self) -> None:
+        if threading.get_ident() != self._owner:
+            raise InternalError(f"{self._owned} was called from another thread than the one that owns it")
 
 
 def share_bytes(comm: Communicator, mine: bytes, root: int) -> bytes:

@@ -12,7 +12,6 @@ the recovery; :mod:`~holdfast.comm.allreduce.ordered` sees to both.
 from __future__ import annotations
 
 import functools
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -20,29 +19,26 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from holdfast.comm.groups import MAKERS, Aside, Meeting, Sending, Work, as_bytes, as_peer_failure, bury, wait
+from holdfast.comm.base import BROADCAST_BYTES, POST_TAG, OneWorker, Placed
+from holdfast.comm.groups import MAKERS, Aside, Meeting, Sending, Work, as_peer_failure, bury, wait
+from holdfast.comm.memory import as_bytes
 from holdfast.comm.storeless_agreement import Alone, Messages
 from holdfast.comm.waiting import waiting
-from holdfast.errors import InternalError, PeerFailed, StoreLost
+from holdfast.errors import PeerFailed, StoreLost
 from holdfast.membership import Roster, Store
 from holdfast.recovery.messages import Note, Progress
 from holdfast.torch_private import gather_flat
-
-_BROADCAST_BYTES = 16 << 20
-"""A broadcast goes in pieces of this size, so that it needs little memory beside the data."""
 
 _PATIENCE_ALONE_S = 5.0
 _NEW_WAIT_S = 1.0
 """Who has not looked for so long was not waiting."""
 
-_POST_TAG = 1
-"""The tag of what is posted; those of swaps are others."""
 _ALONE_TAG = (1 << 30) + 2
 """The tag of what members tell each other who have lost their store; nothing else has one so large."""
 
 
-class C10dCommunicator:
-    """Workers that meet in a store; the thread that makes it makes all calls.
+class C10dCommunicator(OneWorker):
+    """Workers that meet in a store.
 
     Args:
         store: Where membership is kept.
@@ -54,7 +50,7 @@ class C10dCommunicator:
     def __init__(self, store: Store, rank: int, world: Sequence[int] | None, *, timeout_s: float = 60.0) -> None:
         self._store = store
         self._roster = Roster(store, rank, world)
-        self._me = rank
+        self._be(rank)
         self._timeout_s = timeout_s
         self._groups: dict[str, Any] = {}
         self._sending: Sending | None = None
@@ -62,7 +58,6 @@ class C10dCommunicator:
         self._broken = ""
         self._waiting: tuple[int, ...] = ()
         self._looked_at = -1
-        self._owner = threading.get_ident()
         self._looked_s = self._waits_since_s = 0.0
 
     @property
@@ -71,53 +66,29 @@ class C10dCommunicator:
         return self._roster.members
 
     @property
-    def here(self) -> tuple[int, ...]:
-        """The one worker that this process is."""
-        return (self._me,)
-
-    @property
-    def processes(self) -> tuple[tuple[int, ...], ...]:
-        """One process a member."""
-        return tuple((rank,) for rank in self.members)
-
-    @property
-    def crowd(self) -> int:
-        """Number of members."""
-        return len(self.members)
-
-    @property
     def generation(self) -> int:
         """Number of shrinks so far."""
         return self._roster.generation
 
     # -- collectives
 
-    def alltoall(self, send: torch.Tensor, out: torch.Tensor) -> None:
-        """Exchange rows; see :meth:`Communicator.alltoall`."""
-        if len(self.members) == 1:
-            out.copy_(send)
-        elif not send.numel():
-            self.barrier()
-        else:
+    def _alltoall(self, send: torch.Tensor, out: torch.Tensor) -> None:
+        if send.numel():
             self._run(lambda group: group.alltoall_base(as_bytes(out), as_bytes(send), [], []), send.device.type)
-
-    def allgather(self, part: torch.Tensor, out: torch.Tensor) -> None:
-        """Collect rows; see :meth:`Communicator.allgather`."""
-        if len(self.members) == 1:
-            out[0].copy_(part)
-        elif not part.numel():
-            self.barrier()
         else:
-            self._run(lambda group: gather_flat(group, as_bytes(out), as_bytes(part)), part.device.type)
+            self.barrier()
 
-    def swap(
-        self, send: Sequence[tuple[int, torch.Tensor]], receive: Sequence[tuple[int, torch.Tensor]], tag: int = 0
-    ) -> None:
+    def _allgather(self, part: torch.Tensor, out: torch.Tensor) -> None:
+        if part.numel():
+            self._run(lambda group: gather_flat(group, as_bytes(out), as_bytes(part)), part.device.type)
+        else:
+            self.barrier()
+
+    def swap(self, send: Placed, receive: Placed, tag: int = 0) -> None:
         """Exchange CPU tensors with some; see :meth:`Communicator.swap`."""
-        me = self.members.index(self._me)
-        for taken, given in zip(
-            *([data for place, data in side if place == me] for side in (receive, send)), strict=True
-        ):
+        me = self._place(self._me)
+        own = ([data for place, data in side if place == me] for side in (receive, send))
+        for taken, given in zip(*own, strict=True):
             taken.copy_(given)  # Gloo has no way to oneself
         takes, gives = (
             [(as_bytes(data), place) for place, data in side if place != me and data.numel()]
@@ -135,15 +106,15 @@ class C10dCommunicator:
 
     def post(self, rank: int, data: torch.Tensor) -> None:
         """Begin to give; see :meth:`Communicator.post`."""
-        self._post(rank, data, _POST_TAG)
+        self._post(rank, data, POST_TAG)
 
     def take(self, rank: int, data: torch.Tensor) -> None:
         """Wait for what was posted; see :meth:`Communicator.take`."""
-        place = self.members.index(rank)
-        self._run(lambda group: Aside(group.recv([as_bytes(data)], place, _POST_TAG).wait, keep=data), "cpu")
+        place = self._place(rank)
+        self._run(lambda group: Aside(group.recv([as_bytes(data)], place, POST_TAG).wait, keep=data), "cpu")
 
     def _post(self, rank: int, data: torch.Tensor, tag: int) -> None:
-        place = self.members.index(rank)
+        place = self._place(rank)
 
         def begin(group: Any) -> None:
             if self._sending is None:
@@ -162,10 +133,10 @@ class C10dCommunicator:
         """Take the maximum of bytes of which all but the root's are zero; see :meth:`Communicator.broadcast`."""
         whole = as_bytes(data)
         result = torch.empty_like(whole)
-        for start in range(0, whole.numel(), _BROADCAST_BYTES):
-            piece = result[start : start + _BROADCAST_BYTES]
+        for start in range(0, whole.numel(), BROADCAST_BYTES):
+            piece = result[start : start + BROADCAST_BYTES]
             if root == self._me:
-                piece.copy_(whole[start : start + _BROADCAST_BYTES])
+                piece.copy_(whole[start : start + BROADCAST_BYTES])
             else:
                 piece.zero_()
             self._reduce(piece, dist.ReduceOp.MAX)
@@ -200,9 +171,8 @@ class C10dCommunicator:
             self._waits_since_s = now_s
         self._looked_s = now_s
         if now_s - self._waits_since_s > _PATIENCE_ALONE_S:
-            raise PeerFailed(
-                f"not everybody came within {_PATIENCE_ALONE_S:g} s, and there is no store that could say why"
-            )
+            said = f"not everybody came within {_PATIENCE_ALONE_S:g} s, and there is no store that could say why"
+            raise PeerFailed(said)
 
     # -- membership
 
@@ -230,15 +200,11 @@ class C10dCommunicator:
         return self._alone
 
     def _swap_alone(self, given: Messages, taken: Messages) -> None:
-        send, receive = ([(self.members.index(rank), data) for rank, data in side] for side in (given, taken))
+        send, receive = ([(self._place(rank), data) for rank, data in side] for side in (given, taken))
         self.swap(send, receive, _ALONE_TAG)
 
     def revoke(self) -> None:
-        """Wake everybody who waits in this generation.
-
-        Raises:
-            StoreLost: if there is no store any more.
-        """
+        """Wake everybody who waits in this generation; raise ``StoreLost`` if there is no store any more."""
         self._check_thread()
         try:
             self._roster.revoke()
@@ -274,11 +240,7 @@ class C10dCommunicator:
             self._store.put("kind", kind)
 
     def wanted_kind(self) -> str:
-        """Return of what kind the members are; see :meth:`Communicator.wanted_kind`.
-
-        Raises:
-            StoreLost: if the store is.
-        """
+        """Return of what kind the members are; see :meth:`Communicator.wanted_kind`. ``StoreLost`` if the store is."""
         with waiting:
             return self._store.wait(lambda: self._store.get("kind")) or ""
 
@@ -288,14 +250,7 @@ class C10dCommunicator:
         return bool(self._store.lost)
 
     def join(self, loop: int) -> bool:
-        """Wait to be let into a training loop, for a worker that the job did not start with.
-
-        Returns:
-            False if a later one goes on by now.
-
-        Raises:
-            StoreLost: if the store is.
-        """
+        """Wait to be let into a training loop; see :meth:`Communicator.join`. ``StoreLost`` if the store is."""
         with waiting:
             return self._roster.join(loop, lambda: int(self._store.get("loop") or 0) > loop)
 
@@ -314,11 +269,7 @@ class C10dCommunicator:
         self._run(lambda group: group.allreduce([data], options), data.device.type)
 
     def _run(self, begin: Callable[[Any], Work], device: str) -> None:
-        """Begin an operation of the group for tensors on a type of device, and wait for it.
-
-        Raises:
-            PeerFailed: if it did not complete here.
-        """
+        """Begin an operation of the group for tensors on a type of device, and wait for it."""
         self._with_group(lambda group: wait(begin(group), self.look), device)
 
     def _with_group(self, act: Callable[[Any], Any], device: str) -> None:
@@ -338,7 +289,7 @@ class C10dCommunicator:
         prefix = f"g/{self.generation}/c10d/{device}/"
         self._meet(f"{prefix}here/")
         meeting = Meeting(self._store, prefix, self._timeout_s)
-        place, size, address = self.members.index(self._me), len(self.members), self._store.own_address
+        place, size, address = self._place(self._me), len(self.members), self._store.own_address
         making = Aside(lambda: MAKERS[device](meeting, place, size, address, self._timeout_s))
         try:
             self._groups[device] = wait(making, self._roster.check)
@@ -366,7 +317,3 @@ class C10dCommunicator:
         while self._groups:
             bury(self._groups.popitem()[1])
         self._broken = ""
-
-    def _check_thread(self) -> None:
-        if threading.get_ident() != self._owner:
-            raise InternalError("the communicator was called from another thread than the one that owns it")

@@ -234,9 +234,3 @@ def bury(group: Any) -> None:
             sys.stderr.write(f"holdfast: an old process group did not end well: {error}\n")
 
     threading.Thread(target=end, name="holdfast-bury", daemon=True).start()
-
-
-def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the bytes of a contiguous tensor without copying."""
-    # A tensor of one element counts as contiguous whatever its stride is, and could then not be seen as bytes.
-    return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)

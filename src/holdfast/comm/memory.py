@@ -130,3 +130,9 @@ def _cgroup_free() -> int:
     except OSError:  # no cgroup of version 2, or its root, which has no limit
         return 1 << 62
     return 1 << 62 if limit == "max" else int(limit) - int(used)
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of a contiguous tensor without copying."""
+    # A tensor of one element counts as contiguous whatever its stride is, and could then not be seen as bytes.
+    return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from holdfast.comm.base import Communicator
+from holdfast.comm.base import Communicator, Placed
 
 
 class Subgroup:
@@ -67,12 +67,11 @@ class Subgroup:
         others = [i for i in range(len(out)) if i != me]
         self.swap([(i, part) for i in others], [(i, out[i]) for i in others])
 
-    def swap(self, send: Sequence[tuple[int, torch.Tensor]], receive: Sequence[tuple[int, torch.Tensor]]) -> None:
+    def swap(self, send: Placed, receive: Placed) -> None:
         """Exchange tensors with some; see :meth:`Exchange.swap`."""
         places = [i for i, ranks in enumerate(self._world.processes) if self._of(ranks)]
-        self._world.swap(
-            [(places[i], data) for i, data in send], [(places[i], data) for i, data in receive], tag=self._tag
-        )
+        gives, takes = ([(places[i], data) for i, data in side] for side in (send, receive))
+        self._world.swap(gives, takes, tag=self._tag)
 
     def maximum(self, values: Sequence[int]) -> list[int]:
         """Return the maximum of each integer; see :meth:`Exchange.maximum`."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import sys
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -17,27 +16,18 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import numpy as np
 import torch
 
-from holdfast.comm.base import FixedMembership, Message
+from holdfast.comm.base import BROADCAST_BYTES, NOBODYS_TAG, POST_TAG, FixedMembership, Message, OneWorker, Placed
+from holdfast.comm.memory import as_bytes
 from holdfast.comm.waiting import waiting
-from holdfast.errors import ConfigError, InternalError, PeerFailed
+from holdfast.errors import ConfigError, PeerFailed
 from holdfast.recovery.messages import Note, Progress
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-_BROADCAST_BYTES = 16 << 20
-"""A broadcast goes in pieces of this size, so that it needs little memory beside the data."""
-
 _SECOND_DEATH_WITHIN_S = 0.5
 _QUIET_S = 0.03
 """Deaths a few milliseconds apart can crash ``MPI_Comm_shrink``; a short quiet time before a second one prevents most of it."""
-
-
-_NOBODYS_TAG = (1 << 30) + 1
-"""A tag that no message has."""
-
-_POST_TAG = 1
-"""The tag of what is posted; those of swaps are others."""
 
 _LOOK_EVERY_S = 1e-3
 """How often a worker that waits for another one looks for deaths of third ones."""
@@ -68,7 +58,7 @@ def _load_mpi() -> Any:
     return MPI
 
 
-class UlfmCommunicator(FixedMembership):
+class UlfmCommunicator(FixedMembership, OneWorker):
     """The workers that ``mpirun --with-ft ulfm`` started; the thread that makes it owns MPI.
 
     Args:
@@ -77,6 +67,10 @@ class UlfmCommunicator(FixedMembership):
     Raises:
         ConfigError: if this process was not started by mpirun with fault tolerance, or mpi4py is missing.
     """
+
+    _owned = "MPI"
+    members: tuple[int, ...] = ()
+    generation: int = 0
 
     def __init__(self, ranks: Sequence[int] | None = None) -> None:
         self._mpi = _load_mpi()
@@ -89,62 +83,24 @@ class UlfmCommunicator(FixedMembership):
         world = tuple(range(self._comm.size)) if ranks is None else tuple(ranks)
         if len(world) != self._comm.size:
             raise ConfigError(f"{len(world)} worker numbers were given for {self._comm.size} processes: {world}")
-        self._world = world
-        self._members = world
-        self._me = world[self._comm.rank]
-        self._generation = 0
+        self._world = self.members = world
+        self._be(world[self._comm.rank])
         self._shrunk_s = -_SECOND_DEATH_WITHIN_S
-        self._owner = threading.get_ident()
         self._abandoned: list[Message] = []  # memory that MPI may still use
         self._posted: list[Message] = []
-
-    @property
-    def members(self) -> tuple[int, ...]:
-        """Ranks that were alive at the last shrink, ascending."""
-        return self._members
 
     @property
     def first_size(self) -> int:
         """Number of workers that the job was started with."""
         return len(self._world)
 
-    @property
-    def here(self) -> tuple[int, ...]:
-        """The one worker that this process is."""
-        return (self._me,)
-
-    @property
-    def processes(self) -> tuple[tuple[int, ...], ...]:
-        """One process a member."""
-        return tuple((rank,) for rank in self._members)
-
-    @property
-    def crowd(self) -> int:
-        """Number of members."""
-        return len(self._members)
-
-    @property
-    def generation(self) -> int:
-        """Number of shrinks so far."""
-        return self._generation
-
-    def alltoall(self, send: torch.Tensor, out: torch.Tensor) -> None:
-        """Exchange rows; see :meth:`Communicator.alltoall`."""
-        if len(self._members) == 1:
-            out.copy_(send)
-            return
+    def _alltoall(self, send: torch.Tensor, out: torch.Tensor) -> None:
         self._collective(self._comm.Alltoall, _bytes(send), _bytes(out))
 
-    def allgather(self, part: torch.Tensor, out: torch.Tensor) -> None:
-        """Collect rows; see :meth:`Communicator.allgather`."""
-        if len(self._members) == 1:
-            out[0].copy_(part)
-            return
+    def _allgather(self, part: torch.Tensor, out: torch.Tensor) -> None:
         self._collective(self._comm.Allgather, _bytes(part), _bytes(out))
 
-    def swap(
-        self, send: Sequence[tuple[int, torch.Tensor]], receive: Sequence[tuple[int, torch.Tensor]], tag: int = 0
-    ) -> None:
+    def swap(self, send: Placed, receive: Placed, tag: int = 0) -> None:
         """Exchange tensors with some; see :meth:`Communicator.swap`."""
         self._check_thread()
         self._clear_away()
@@ -162,11 +118,11 @@ class UlfmCommunicator(FixedMembership):
     def post(self, rank: int, data: torch.Tensor) -> None:
         """Begin to give; see :meth:`Communicator.post`."""
         self._clear_away()
-        self._posted.append(self._start(self._comm.Isend, data, self._place(rank), _POST_TAG))
+        self._posted.append(self._start(self._comm.Isend, data, self._place(rank), POST_TAG))
 
     def take(self, rank: int, data: torch.Tensor) -> None:
         """Wait for what was posted; see :meth:`Communicator.take`."""
-        message = self._start(self._comm.Irecv, data, self._place(rank), _POST_TAG)
+        message = self._start(self._comm.Irecv, data, self._place(rank), POST_TAG)
         try:
             self._finish(message)
         except PeerFailed:
@@ -184,9 +140,9 @@ class UlfmCommunicator(FixedMembership):
         """Sum bytes of which all but the root's are zero; see :meth:`Communicator.broadcast`."""
         whole = _bytes(data)
         result = np.empty_like(whole)
-        zeros = np.zeros(min(_BROADCAST_BYTES, whole.size), dtype=np.uint8)
-        for start in range(0, whole.size, _BROADCAST_BYTES):
-            piece = slice(start, min(start + _BROADCAST_BYTES, whole.size))
+        zeros = np.zeros(min(BROADCAST_BYTES, whole.size), dtype=np.uint8)
+        for start in range(0, whole.size, BROADCAST_BYTES):
+            piece = slice(start, min(start + BROADCAST_BYTES, whole.size))
             mine = whole[piece] if root == self._me else zeros[: piece.stop - start]
             self._collective(self._comm.Allreduce, mine, result[piece], self._mpi.BOR)
         whole[:] = result
@@ -210,7 +166,7 @@ class UlfmCommunicator(FixedMembership):
     def look(self) -> None:
         """Let MPI look at what has arrived; see :meth:`Exchange.look`."""
         # Once a member has died, MPI refuses to look for a message from anybody.
-        self._collective(self._comm.Iprobe, self._mpi.ANY_SOURCE, _NOBODYS_TAG)
+        self._collective(self._comm.Iprobe, self._mpi.ANY_SOURCE, NOBODYS_TAG)
 
     def agree(self, flag: bool) -> bool:
         """Return the AND of all flags; an agreement that reports a death counts as False."""
@@ -227,7 +183,7 @@ class UlfmCommunicator(FixedMembership):
         self._comm.Revoke()
 
     def revoke_from_outside(self) -> None:
-        """Revoke, from another thread than the owner, which waits in a collective that nobody will complete."""
+        """Revoke; see :meth:`MessageCommunicator.revoke_from_outside`."""
         self._comm.Revoke()
 
     def shrink(self, *, admits: int = -1, leaves: bool = False) -> bool:
@@ -251,8 +207,8 @@ class UlfmCommunicator(FixedMembership):
         self._abandoned.extend(self._posted)
         self._posted.clear()
         self._comm = comm
-        self._members = tuple(sorted(self._world[place] for place in places))
-        self._generation += 1
+        self.members = tuple(sorted(self._world[place] for place in places))
+        self.generation += 1
         self._shrunk_s = time.monotonic()
         return True
 
@@ -266,11 +222,7 @@ class UlfmCommunicator(FixedMembership):
     # -- between two workers
 
     def _finish(self, message: Message) -> None:
-        """Wait until ``message`` is through, and look meanwhile: MPI tells only of deaths at its other end.
-
-        Raises:
-            PeerFailed: if it did not arrive, or somebody has died.
-        """
+        """Wait until ``message`` is through, and look meanwhile: MPI tells only of deaths at its other end."""
         with waiting:
             looked_s = time.monotonic()
             while not self._is_through(message):
@@ -327,19 +279,16 @@ class UlfmCommunicator(FixedMembership):
         except self._mpi.Exception as error:
             self._abandoned.append(message)
             raise PeerFailed(str(error)) from error
-        return self._members[status.source] if 0 <= status.source < len(self._members) else -1
+        return self.members[status.source] if 0 <= status.source < len(self.members) else -1
 
     def is_revoked(self) -> bool:
-        """Return whether a peer has revoked this generation; it lets MPI look at what has arrived."""
+        """Return whether a peer has revoked this generation; lets MPI look at what has arrived."""
         self._check_thread()
         try:
-            self._comm.Iprobe(self._mpi.ANY_SOURCE, _NOBODYS_TAG)
+            self._comm.Iprobe(self._mpi.ANY_SOURCE, NOBODYS_TAG)
         except self._mpi.Exception:
             return bool(self._comm.Is_revoked())
         return False
-
-    def _place(self, rank: int) -> int:
-        return self._members.index(rank)
 
     def _collective(self, call: Callable[..., object], *args: Any) -> None:
         self._check_thread()
@@ -348,10 +297,6 @@ class UlfmCommunicator(FixedMembership):
                 call(*args)
         except self._mpi.Exception as error:  # any error: besides "failed" and "revoked" there is MPI_ERR_OTHER
             raise PeerFailed(str(error)) from error
-
-    def _check_thread(self) -> None:
-        if threading.get_ident() != self._owner:
-            raise InternalError("MPI was called from another thread than the one that owns it")
 
 
 def _give_up(why: str) -> NoReturn:
@@ -362,8 +307,5 @@ def _give_up(why: str) -> NoReturn:
 
 
 def _bytes(tensor: torch.Tensor) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """Return the bytes of a contiguous CPU tensor without copying; bfloat16 too, which NumPy does not know."""
-    # A tensor of one element counts as contiguous whatever its stride is, and could then not be seen as bytes.
-    flat = tensor.detach().as_strided((tensor.numel(),), (1,))
-    seen: np.ndarray[Any, np.dtype[np.uint8]] = flat.view(torch.uint8).numpy()
+    seen: np.ndarray[Any, np.dtype[np.uint8]] = as_bytes(tensor).numpy()
     return seen

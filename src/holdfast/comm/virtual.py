@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 
-from holdfast.comm.base import FixedMembership
+from holdfast.comm.base import FixedMembership, Placed
 from holdfast.errors import InternalError, JobError, PeerFailed
 from holdfast.recovery.messages import LOADING, Progress
 
@@ -27,40 +27,27 @@ class VirtualCommunicator(FixedMembership):
             it completes nowhere.
     """
 
+    crowd = 1
+
     def __init__(self, ranks: int | Sequence[int], *, reached: Callable[[int], Collection[int]] = _nobody) -> None:
-        self._members = tuple(range(ranks)) if isinstance(ranks, int) else tuple(sorted(ranks))
+        self.members = tuple(range(ranks)) if isinstance(ranks, int) else tuple(sorted(ranks))
         self._reached = reached
         self._dead: set[int] = set()
         self._late: set[int] = set()
         self._completes = False
         self._shared = False
-        self._generation = 0
+        self.generation = 0
         self._posted: deque[torch.Tensor] = deque()
-
-    @property
-    def members(self) -> tuple[int, ...]:
-        """Ranks that were alive at the last shrink, ascending."""
-        return self._members
 
     @property
     def here(self) -> tuple[int, ...]:
         """All members."""
-        return self._members
+        return self.members
 
     @property
     def processes(self) -> tuple[tuple[int, ...], ...]:
         """One process, which plays all members."""
-        return (self._members,)
-
-    @property
-    def crowd(self) -> int:
-        """This one process."""
-        return 1
-
-    @property
-    def generation(self) -> int:
-        """Number of shrinks so far."""
-        return self._generation
+        return (self.members,)
 
     def fail(self, rank: int, *, entered: bool = False) -> None:
         """Let ``rank`` die now.
@@ -69,14 +56,14 @@ class VirtualCommunicator(FixedMembership):
             rank: Who; nothing happens if it is dead already.
             entered: It has given its part to the sum in progress, or to the one that is about to begin.
         """
-        if rank not in self._members or rank in self._dead:
+        if rank not in self.members or rank in self._dead:
             return
         first = not self._dead
         self._dead.add(rank)
         if entered and first:
-            lucky = set(self._reached(rank)) & (set(self._members) - self._dead)
+            lucky = set(self._reached(rank)) & (set(self.members) - self._dead)
             self._completes = bool(lucky)
-            self._late = set(self._members) - self._dead - lucky if lucky else set()
+            self._late = set(self.members) - self._dead - lucky if lucky else set()
 
     def alltoall(self, send: torch.Tensor, out: torch.Tensor) -> None:
         """Copy, unless somebody is dead."""
@@ -88,9 +75,7 @@ class VirtualCommunicator(FixedMembership):
         self._enter()
         out[0].copy_(part)
 
-    def swap(
-        self, send: Sequence[tuple[int, torch.Tensor]], receive: Sequence[tuple[int, torch.Tensor]], tag: int = 0
-    ) -> None:
+    def swap(self, send: Placed, receive: Placed, tag: int = 0) -> None:
         """Copy, unless somebody is dead."""
         self._enter()
         for (_, given), (_, taken) in zip(send, receive, strict=True):
@@ -126,9 +111,9 @@ class VirtualCommunicator(FixedMembership):
         self._enter()
         self._shared = True
         if progress.completed == LOADING:
-            return dict.fromkeys(self._members, progress)
+            return dict.fromkeys(self.members, progress)
         behind = dataclasses.replace(progress, completed=progress.completed - 1, computed=True)
-        return {rank: behind if rank in self._late else progress for rank in self._members}
+        return {rank: behind if rank in self._late else progress for rank in self.members}
 
     def barrier(self) -> None:
         """Return at once, unless somebody is dead."""
@@ -156,15 +141,15 @@ class VirtualCommunicator(FixedMembership):
         Raises:
             JobError: if nobody is left.
         """
-        self._members = tuple(rank for rank in self._members if rank not in self._dead)
+        self.members = tuple(rank for rank in self.members if rank not in self._dead)
         self._late -= self._dead
-        if self._late >= set(self._members):  # it did reach this process, though all whom it reached are dead
+        if self._late >= set(self.members):  # it did reach this process, though all whom it reached are dead
             self._late.clear()
         self._dead.clear()
         self._posted.clear()
         self._shared = False
-        self._generation += 1
-        if not self._members:
+        self.generation += 1
+        if not self.members:
             raise JobError("every worker has died")
         return True
 
@@ -173,6 +158,6 @@ class VirtualCommunicator(FixedMembership):
         return tuple(sorted(self._dead))
 
     def _enter(self) -> None:
-        if self._dead and not self._completes:
-            raise PeerFailed(f"workers {sorted(self._dead)} are dead")
+        if not self._completes:
+            self.look()
         self._completes = False
