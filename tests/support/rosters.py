@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from holdfast.errors import VotedOut
 from holdfast.membership.roster import Roster
-from holdfast.membership.store import Mirror
+from holdfast.membership.store import Store
 
 LAST_GENERATION = 5
 """From here on nobody asks for a shrink any more."""
@@ -219,13 +219,18 @@ class Explored:
         self._lock.notify_all()
 
 
-class Seat(Mirror):
+class Seat(Store):
     """The explored store as one member sees it."""
+
+    own_address = ""
 
     def __init__(self, world, name):
         super().__init__()
         self.world, self.name = world, name
         self.known, self.waits, self.is_ready = 0, False, False
+
+    def close(self):
+        pass
 
     def put(self, key, value, *, leased=False):
         self._write([(key, value)])

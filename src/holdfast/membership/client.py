@@ -10,13 +10,13 @@ import time
 from typing import Any
 
 from holdfast.errors import ConfigError, StoreLost
-from holdfast.membership.store import LEASE_S, Mirror, Silence, beat_s, check_size, patience_s
+from holdfast.membership.store import LEASE_S, Silence, Store, beat_s, check_size, patience_s
 from holdfast.membership.wire import BEAT, HELLO, MAX_LINE_BYTES, Lines, dump, parse
 
 _MAX_READ = 1 << 16
 
 
-class HubStore(Mirror):
+class HubStore(Store):
     """A connection to a :class:`~holdfast.membership.hub.Hub`.
 
     When the hub has been silent for :func:`~holdfast.membership.store.patience_s` of its lease, the store is lost.
@@ -58,26 +58,26 @@ class HubStore(Mirror):
 
     @property
     def own_address(self) -> str:
-        """See :attr:`~holdfast.membership.store.Store.own_address`."""
+        """See :attr:`Store.own_address`."""
         return self._own_address
 
     def put(self, key: str, value: str, *, leased: bool = False) -> None:
-        """See :meth:`~holdfast.membership.store.Store.put`."""
+        """See :meth:`Store.put`."""
         check_size(key, value)
         self._ask("put", key=key, value=value, leased=leased)
 
     def create(self, key: str, value: str) -> bool:
-        """See :meth:`~holdfast.membership.store.Store.create`."""
+        """See :meth:`Store.create`."""
         check_size(key, value)
         return self._ask("create", key=key, value=value)
 
     def delete(self, key: str) -> None:
-        """See :meth:`~holdfast.membership.store.Store.delete`."""
+        """See :meth:`Store.delete`."""
         check_size(key, "")
         self._ask("delete", key=key)
 
     def close(self) -> None:
-        """See :meth:`~holdfast.membership.store.Store.close`."""
+        """See :meth:`Store.close`."""
         self._lose("the connection was closed here")
         if threading.current_thread() is not self._thread:
             self._thread.join()

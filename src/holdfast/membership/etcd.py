@@ -37,7 +37,7 @@ from holdfast.membership.gateway import (
     under,
     wake,
 )
-from holdfast.membership.store import LEASE_S, Mirror, Silence, beat_s, check_size, patience_s
+from holdfast.membership.store import LEASE_S, Silence, Store, beat_s, check_size, patience_s
 
 _NAP_S = 0.1
 _PAGE = 256
@@ -45,7 +45,7 @@ _PAGE = 256
 _PROBES = ((socket.TCP_KEEPIDLE, 3), (socket.TCP_KEEPINTVL, 1), (socket.TCP_KEEPCNT, 3))
 
 
-class EtcdStore(Mirror):
+class EtcdStore(Store):
     """A connection to a cluster of etcd.
 
     When no member answers for :func:`~holdfast.membership.store.patience_s` of a lease, the store is lost.
@@ -104,7 +104,7 @@ class EtcdStore(Mirror):
 
     @property
     def own_address(self) -> str:
-        """See :attr:`~holdfast.membership.store.Store.own_address`; a member on this machine says nothing about the way to others."""
+        """See :attr:`Store.own_address`; a member on this machine says nothing about the way to others."""
         ways = []
         for member in self._cluster.members:
             with contextlib.suppress(OSError):  # there is no way to this one
@@ -112,13 +112,13 @@ class EtcdStore(Mirror):
         return min(ways, key=lambda way: way.startswith("127.") or way == "::1", default="127.0.0.1")
 
     def put(self, key: str, value: str, *, leased: bool = False) -> None:
-        """See :meth:`~holdfast.membership.store.Store.put`."""
+        """See :meth:`Store.put`."""
         check_size(key, value)
         answer = self._ask("kv/put", lambda: self._pair(key, value) | ({"lease": self._take_lease()} if leased else {}))
         self._catch_up(answer["header"]["revision"])
 
     def create(self, key: str, value: str) -> bool:
-        """See :meth:`~holdfast.membership.store.Store.create`."""
+        """See :meth:`Store.create`."""
         check_size(key, value)
         pair = self._pair(key, value)
         body = {
@@ -135,7 +135,7 @@ class EtcdStore(Mirror):
         return bool(found["value"] == pair["value"])  # ours: the first time we asked, no answer came back
 
     def delete(self, key: str) -> None:
-        """See :meth:`~holdfast.membership.store.Store.delete`."""
+        """See :meth:`Store.delete`."""
         check_size(key, "")
         path = self._prefix + key
         answer = self._ask("kv/deleterange", lambda: under(path) if key.endswith("/") else {"key": encode(path)})
@@ -143,7 +143,7 @@ class EtcdStore(Mirror):
             self._catch_up(answer["header"]["revision"])
 
     def close(self) -> None:
-        """See :meth:`~holdfast.membership.store.Store.close`."""
+        """See :meth:`Store.close`."""
         self._lose("the connection was closed here")
         for thread in self._threads:
             if thread is not threading.current_thread():

@@ -80,11 +80,7 @@ class Cluster:
         return connection
 
     def request(self, connection: http.client.HTTPConnection, path: str, body: object) -> http.client.HTTPResponse:
-        """Ask, and return what begins to come.
-
-        Raises:
-            Refused: if etcd says no.
-        """
+        """Ask, and return what begins to come; raise :class:`Refused` if etcd says no."""
         headers = {"Content-Type": "application/json"}
         if self._user and path != "auth/authenticate":
             headers["Authorization"] = self._pass or self._log_in(connection)
@@ -120,12 +116,7 @@ class Line:
         self._member = cluster.member
 
     def ask(self, path: str, body: object) -> dict[str, Any]:
-        """Ask the member once.
-
-        Raises:
-            Refused: if etcd says no.
-            Unavailable: if there is no answer; the next is asked next time.
-        """
+        """Ask the member once. Without an answer (:class:`Unavailable`) the next is asked next time."""
         if self._connection is None or self._member != self._cluster.member:
             self.drop()
             self._member = self._cluster.member

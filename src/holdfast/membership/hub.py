@@ -37,12 +37,7 @@ _LOOKS = 10
 
 
 class Seldom:
-    """Limits log lines that unknown clients can cause at will: the first one is logged at once, later ones are counted.
-
-    Args:
-        every_s: At most one line in so many seconds.
-        clock: Tells the time, in seconds.
-    """
+    """Limits log lines that unknown clients can cause at will to one in ``every_s``: the first is logged at once, later ones are counted."""
 
     def __init__(self, every_s: float = _SAY_EVERY_S, clock: Callable[[], float] = time.monotonic) -> None:
         self._every_s = every_s

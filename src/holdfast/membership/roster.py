@@ -44,12 +44,7 @@ class Vote:
 
 @dataclass(frozen=True, slots=True, order=True)
 class Heard:
-    """The outcome of an agreement.
-
-    Args:
-        act: Its number in its generation.
-        value: What came of it.
-    """
+    """The outcome of an agreement: its number in its generation, and what came of it."""
 
     act: int = 0
     value: bool = True
@@ -57,6 +52,9 @@ class Heard:
 
 class Roster:
     """One member's part in the agreements of a job.
+
+    They raise :class:`~holdfast.errors.StoreLost` if the store is, and :class:`~holdfast.errors.VotedOut` if the others
+    have gone on without this member.
 
     Args:
         store: Where they are made.
@@ -77,12 +75,7 @@ class Roster:
             self._enter(0)
 
     def agree(self, flag: bool) -> bool:
-        """Return the AND of everybody's flags; False too if a member is dead. Uniform.
-
-        Raises:
-            StoreLost: if the store is.
-            VotedOut: if the others have gone on without this member.
-        """
+        """Return the AND of everybody's flags; False too if a member is dead. Uniform."""
         value = bool(self._decide(Vote(act="agree", flag=flag), self._next_act() + "decision"))
         self.heard = Heard(self._act, value)
         return value
@@ -91,10 +84,6 @@ class Roster:
         """Go on to the next generation: those who called and live, and newcomers if all admit them.
 
         Who leaves is left out, unless all would leave: then nobody is.
-
-        Raises:
-            StoreLost: if the store is.
-            VotedOut: if this member is not in it.
         """
         self._next_act()
         self._decide(Vote(act="shrink", admits=admits, leaves=leaves), self._members_key(self.generation + 1))
@@ -133,18 +122,7 @@ class Roster:
         return tuple(sorted(rank for rank, wish in waiting.items() if wish["loop"] == loop and rank not in gone))
 
     def join(self, loop: int, is_late: Callable[[], bool] = lambda: False) -> bool:
-        """Ask to be admitted to a training loop, and wait for it.
-
-        Args:
-            loop: Which.
-            is_late: Whether it is too late; looks at the store.
-
-        Returns:
-            Whether it came to that before it was too late.
-
-        Raises:
-            StoreLost: if the store is.
-        """
+        """Ask to be admitted to a training loop, and wait for it, until ``is_late``, which looks at the store; return whether we are in."""
         self.store.put(f"join/{self.rank}", json.dumps({"loop": loop}))
         generation = self.store.wait(lambda: self._my_generation() or (0 if is_late() else None))
         self.store.delete(f"join/{self.rank}")
@@ -178,9 +156,8 @@ class Roster:
         while (decided := self.store.get(key)) is None:
             proposal = self.store.wait(look)
             assert proposal is not None
-            if (others := next_members()) and self.store.get(
-                key
-            ) is None:  # what was decided here they have removed by now
+            others = next_members()
+            if others and self.store.get(key) is None:  # what was decided here they have removed by now
                 self._stop(self.generation + 1, others)
             self.store.create(key, proposal)
         return json.loads(decided)
@@ -210,13 +187,9 @@ class Roster:
 
     def _my_generation(self) -> int | None:
         """Return the newest generation that this newcomer is in."""
-        found = [
-            int(generation)
-            for key, members in self.store.under("g/").items()
-            if key.endswith("/members") and self.rank in json.loads(members)
-            for generation in [key.partition("/")[0]]
-        ]
-        return max(found, default=None)
+        known = {key: members for key, members in self.store.under("g/").items() if key.endswith("/members")}
+        mine = (int(key.partition("/")[0]) for key, members in known.items() if self.rank in json.loads(members))
+        return max(mine, default=None)
 
     def _enter(self, generation: int, *, leaves: bool = False) -> None:
         members = self.store.wait(lambda: self.store.get(self._members_key(generation)))

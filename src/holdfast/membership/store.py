@@ -12,8 +12,9 @@ import socket
 import threading
 import time
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from holdfast.errors import ConfigError, StoreLost
 
@@ -36,32 +37,35 @@ def patience_s(lease_s: float) -> float:
     return 0.7 * lease_s
 
 
-class Store(Protocol):
-    """Keys and values that all workers and launchers of a job share."""
+class Store(ABC):
+    """Keys and values that all workers and launchers of a job share, and the local copy of them.
+
+    What writes raises :class:`~holdfast.errors.StoreLost` if the store does not answer.
+    """
+
+    def __init__(self) -> None:
+        _stores.add(self)
+        self._items: dict[str, str] = {}
+        self._changed = threading.Condition()
+        self._version = 0
+        self._lost = ""
 
     @property
     def version(self) -> int:
         """Grows whenever the local copy changes, or the store is lost."""
-        ...
+        return self._version
 
     @property
     def lost(self) -> str:
         """Why the store cannot be reached any more, "" as long as it can."""
-        ...
+        return self._lost
 
     @property
+    @abstractmethod
     def own_address(self) -> str:
         """The address of this machine on the way to the store: others reach us there, too."""
-        ...
 
-    def get(self, key: str) -> str | None:
-        """Return the value as far as it is known here, without asking."""
-        ...
-
-    def under(self, prefix: str) -> dict[str, str]:
-        """Return what is known here of the keys that begin with ``prefix``, by the rest of the key."""
-        ...
-
+    @abstractmethod
     def put(self, key: str, value: str, *, leased: bool = False) -> None:
         """Write a value.
 
@@ -69,27 +73,28 @@ class Store(Protocol):
             key: Which; at most :data:`MAX_KEY_BYTES`.
             value: At most :data:`MAX_VALUE_BYTES`.
             leased: It goes when this client has not been heard of for the time of a lease.
-
-        Raises:
-            StoreLost: if the store does not answer.
         """
-        ...
 
+    @abstractmethod
     def create(self, key: str, value: str) -> bool:
-        """Write a value unless there is one; return whether there was none.
+        """Write a value unless there is one; return whether there was none."""
 
-        Raises:
-            StoreLost: if the store does not answer.
-        """
-        ...
-
+    @abstractmethod
     def delete(self, key: str) -> None:
-        """Remove a key; one that ends in ``/`` stands for all that begin with it.
+        """Remove a key; one that ends in ``/`` stands for all that begin with it."""
 
-        Raises:
-            StoreLost: if the store does not answer.
-        """
-        ...
+    @abstractmethod
+    def close(self) -> None:
+        """Let go of the store; what was leased runs out."""
+
+    def get(self, key: str) -> str | None:
+        """Return the value as far as it is known here, without asking."""
+        return self._items.get(key)
+
+    def under(self, prefix: str) -> dict[str, str]:
+        """Return what is known here of the keys that begin with ``prefix``, by the rest of the key."""
+        with self._changed:
+            return {key[len(prefix) :]: value for key, value in self._items.items() if key.startswith(prefix)}
 
     def wait(self, ready: Callable[[], _Found | None], timeout_s: float | None = None) -> _Found | None:
         """Return what ``ready`` returns as soon as it is not None; it is asked again after every change.
@@ -101,47 +106,6 @@ class Store(Protocol):
         Raises:
             StoreLost: if the store is lost and ``ready`` has nothing.
         """
-        ...
-
-    def close(self) -> None:
-        """Let go of the store; what was leased runs out."""
-        ...
-
-
-_mirrors: weakref.WeakSet[Mirror] = weakref.WeakSet()
-
-
-class Mirror:
-    """The local copy of a store's keys."""
-
-    def __init__(self) -> None:
-        _mirrors.add(self)
-        self._items: dict[str, str] = {}
-        self._changed = threading.Condition()
-        self._version = 0
-        self._lost = ""
-
-    @property
-    def version(self) -> int:
-        """See :attr:`Store.version`."""
-        return self._version
-
-    @property
-    def lost(self) -> str:
-        """See :attr:`Store.lost`."""
-        return self._lost
-
-    def get(self, key: str) -> str | None:
-        """See :meth:`Store.get`."""
-        return self._items.get(key)
-
-    def under(self, prefix: str) -> dict[str, str]:
-        """See :meth:`Store.under`."""
-        with self._changed:
-            return {key[len(prefix) :]: value for key, value in self._items.items() if key.startswith(prefix)}
-
-    def wait(self, ready: Callable[[], _Found | None], timeout_s: float | None = None) -> _Found | None:
-        """See :meth:`Store.wait`."""
         ends_s = None if timeout_s is None else time.monotonic() + timeout_s
         with self._changed:
             while (found := ready()) is None:
@@ -182,21 +146,21 @@ class Mirror:
                 os.close(number)
 
 
+_stores: weakref.WeakSet[Store] = weakref.WeakSet()
+
+
 def _after_fork() -> None:
-    for mirror in list(_mirrors):
-        mirror._forget()
+    for store in list(_stores):
+        store._forget()
 
 
 os.register_at_fork(after_in_child=_after_fork)
 
 
 class Silence:
-    """How long nothing has been heard, as far as this process was awake to hear it.
+    """How long nothing has been heard, as far as this process was awake to hear it: ``limit_s`` is too long.
 
-    Args:
-        limit_s: So long is too long.
-        look_s: One looks at least so often, or was held up.
-        clock: Tells the time, in seconds.
+    One looks at it every ``look_s`` at least, or was held up.
     """
 
     def __init__(self, limit_s: float, look_s: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -210,7 +174,7 @@ class Silence:
         self._since_s = max(self._since_s, at_s)
 
     def is_too_long(self) -> bool:
-        """Return whether it lasts too long; what passed while nobody looked, as when the process was stopped, does not count."""
+        """Return whether it lasts too long; the time in which nobody looked, as when the process was stopped, does not count."""
         now_s = self._clock()
         held_up_s = max(0.0, now_s - self._looked_s - 2 * self._look_s)
         self._since_s = min(self._since_s + held_up_s, now_s)
@@ -219,11 +183,7 @@ class Silence:
 
 
 def check_size(key: str, value: str) -> None:
-    """Make sure that a store takes this.
-
-    Raises:
-        ConfigError: if not.
-    """
+    """Make sure that a store takes this, or raise ``ConfigError``."""
     try:
         sizes = len(key.encode()), len(value.encode())
     except UnicodeEncodeError as error:

@@ -32,11 +32,7 @@ BEAT = b"\n"
 
 
 class Lines:
-    """Cuts what arrives into lines.
-
-    Args:
-        limit_bytes: None may be longer.
-    """
+    """Cuts what arrives into lines, of which none may be longer than ``limit_bytes``."""
 
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
@@ -44,11 +40,7 @@ class Lines:
         self._size = 0
 
     def feed(self, data: bytes) -> list[bytes]:
-        """Return the lines that are complete now.
-
-        Raises:
-            ValueError: if one is too long.
-        """
+        """Return the lines that are complete now; raise ``ValueError`` if one is too long."""
         lines = []
         *ends, rest = data.split(b"\n")
         for end in ends:
@@ -71,11 +63,7 @@ def dump(message: dict[str, Any]) -> bytes:
 
 
 def parse(line: bytes) -> dict[str, Any]:
-    """Return the message in a line.
-
-    Raises:
-        ValueError: if it is none.
-    """
+    """Return the message in a line; raise ``ValueError`` if it is none."""
     try:
         message = json.loads(line)
     except RecursionError as error:
