@@ -8,6 +8,7 @@ import torch
 
 from holdfast.comm.groups import Aside, Meeting, as_peer_failure, wait
 from holdfast.comm.memory import as_bytes
+from holdfast.distributed.tensors import bytes_of
 from holdfast.errors import PeerFailed
 from holdfast.membership import Hub, HubStore
 
@@ -81,3 +82,9 @@ def test_the_bytes_of_a_tensor_are_its_memory_whatever_it_holds():
 
         assert seen.numel() == tensor.numel() * tensor.element_size()
         assert seen.data_ptr() == tensor.data_ptr()
+
+
+def test_the_bytes_of_a_vector_with_gaps_are_those_of_its_numbers():
+    numbers = torch.arange(8.0)
+    assert bytes_of(numbers[::2]).view(torch.float32).tolist() == [0, 2, 4, 6]
+    assert bytes_of(numbers.view(2, 4)[:, 1]).view(torch.float32).tolist() == [1, 5]

@@ -10,6 +10,7 @@ import torch
 from torch.distributed import ReduceOp
 
 from holdfast.comm.allreduce.adding import ORDERS
+from holdfast.comm.memory import as_bytes
 from holdfast.errors import ConfigError
 
 ORDER_OF = {
@@ -58,11 +59,7 @@ def factor_of(op: Any) -> Any:
 
 
 def kind_of(op: Any, tensor: torch.Tensor) -> Any:
-    """Return the reduction, if it can be done with numbers of this type.
-
-    Raises:
-        ValueError: if it cannot.
-    """
+    """Return the reduction; raise ``ValueError`` if it cannot be done with numbers of this type."""
     check_device(tensor, "a reduction")
     kind = next((known for known in ORDER_OF if _type_of(op) == known), None)
     if kind is None:
@@ -79,11 +76,7 @@ def kind_of(op: Any, tensor: torch.Tensor) -> Any:
 
 @functools.cache
 def _try_out(order: str, dtype: torch.dtype, *, divides: bool) -> None:
-    """Make sure that torch can do this: found out later, by some ranks only, it would leave the others waiting.
-
-    Raises:
-        ValueError: if it cannot.
-    """
+    """Make sure that torch can do this, or raise ``ValueError``: found out later, by some ranks only, it would leave the others waiting."""
     out = torch.ones(1, dtype=dtype)
     try:
         ORDERS[order]([(n, torch.ones(1, dtype=dtype)) for n in range(3)], out)
@@ -100,9 +93,7 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return the bytes in one row; a copy only where they do not lie so."""
-    # A tensor of one element counts as contiguous whatever its stride is, and could then not be seen as bytes.
-    flat = tensor.detach().reshape(-1)
-    return flat.as_strided((flat.numel(),), (1,), flat.storage_offset()).contiguous().view(torch.uint8)
+    return as_bytes(plain(tensor))
 
 
 def of_its_own(flat: torch.Tensor) -> torch.Tensor:
