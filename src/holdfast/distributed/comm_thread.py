@@ -17,7 +17,6 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
@@ -49,14 +48,7 @@ WORLD = 1
 
 @dataclass(slots=True)
 class Adder:
-    """Sums of vectors of any length, in memory that grows with them.
-
-    Args:
-        comm: Who takes part.
-        shared_bytes: Most memory to share with others of the host; see :class:`~holdfast.comm.OrderedSum`.
-        size_bytes: Memory of :attr:`sums`.
-        sums: Adds; made by the first sum.
-    """
+    """Sums of vectors of any length, in memory that grows with them: see :class:`~holdfast.comm.OrderedSum`."""
 
     comm: Exchange
     shared_bytes: int = -1
@@ -64,12 +56,7 @@ class Adder:
     sums: OrderedSum | None = None
 
     def up_to(self, span: Span, order: str) -> OrderedSum:
-        """Return what adds vectors that end where ``span`` does; all members ask for the same.
-
-        Raises:
-            PeerFailed: if somebody died.
-            ScriptError: if they do not ask for the same.
-        """
+        """Return what adds vectors that end where ``span`` does; ``ScriptError`` if the members do not ask for the same."""
         size_bytes = span.end
         if self.sums is not None and size_bytes > self.size_bytes:
             self.sums.check_same(span, order)  # before somebody alone begins to set more memory up
@@ -133,7 +120,6 @@ class Collective:
         recovers: It is made again over the survivors when somebody dies.
         work: Is told.
         signature: What must be the same at all ranks.
-        begun_s: When it was its turn.
     """
 
     group: Members
@@ -162,9 +148,8 @@ class Transfer:
 class _Order:
     """Something else for the thread to do."""
 
-    do: Callable[[], Any]
+    do: Callable[[], None]
     done: threading.Event = field(default_factory=threading.Event)
-    answer: Any = None
     error: Exception | None = None
 
 
@@ -253,14 +238,13 @@ class Engine:
             self._left = True
             self._call(self._pass_gate, limit_s=None)
 
-    def _call(self, do: Callable[[], Any], limit_s: float | None = _START_WITHIN_S) -> Any:
+    def _call(self, do: Callable[[], None], limit_s: float | None = _START_WITHIN_S) -> None:
         order = _Order(do)
         self._inbox.put(order)
         if not order.done.wait(limit_s):
             raise HoldfastError("the thread that owns MPI does not answer")
         if order.error is not None:
             raise order.error
-        return order.answer
 
     # -- the thread
 
@@ -279,10 +263,7 @@ class Engine:
                 case Transfer() as transfer:
                     self._begin(transfer)
                 case _Order() as order:
-                    try:
-                        order.answer = order.do()
-                    except Exception as error:  # raised again where the order came from
-                        order.error = error
+                    order.error = _error_of(order.do)  # raised again where the order came from
                     order.done.set()
                 case None:
                     self._look()
@@ -310,14 +291,17 @@ class Engine:
     # -- collectives
 
     def _carry_out(self, job: Collective) -> None:
-        group, job.begun_s, self._current = job.group, time.monotonic(), job
+        job.begun_s, self._current = time.monotonic(), job
+        error = self._exchange(job)
+        self._end(job, _error_of(job.finish) if error is None else error)
+
+    def _exchange(self, job: Collective) -> Exception | None:
+        """Have the ranks meet in a collective, after a death once more if it can be made again; return why there is no result."""
+        group, failures = job.group, 0
         if group.broken:
-            self._end(job, HoldfastError(f"{job.what}: a collective of this group was given up, so it cannot be used"))
-            return
+            return HoldfastError(f"{job.what}: a collective of this group was given up, so it cannot be used")
         if group.completed in group.failed and not job.recovers:
-            self._end(job, self._lost(job))
-            return
-        failures = 0
+            return self._lost(job)
         while True:
             try:
                 if self._debug and job.signature:
@@ -328,32 +312,21 @@ class Engine:
                 before = self.world.members
                 completed = self._recover()
                 if group.broken:
-                    self._end(job, HoldfastError(f"{job.what} took too long, or failed at another rank"))
-                    return
+                    return HoldfastError(f"{job.what} took too long, or failed at another rank")
                 if completed.get(group.key, -1) > group.completed:
-                    break  # somebody has completed it, so everybody has entered its last barrier, this rank too
+                    return None  # completed somewhere, so everybody has entered its last barrier, this rank too
                 if self.world.members == before and failures >= _ATTEMPTS:
-                    self._end(job, HoldfastError(f"{job.what} failed {failures} times though nobody died: {error}"))
-                    return
+                    return HoldfastError(f"{job.what} failed {failures} times though nobody died: {error}")
                 if group.completed in group.failed and not job.recovers:
-                    self._end(job, self._lost(job))
-                    return
+                    return self._lost(job)
             except (RanksLost, ScriptError) as error:  # raised at all ranks alike
-                self._end(job, error)
-                return
+                return error
             except Exception as error:  # belongs to who called the collective
                 group.broken = True  # the others cannot know: they are told by a recovery
                 self._recover()
-                self._end(job, error)
-                return
+                return error
             else:
-                break
-        try:
-            job.finish()
-        except Exception as error:  # belongs to who called the collective
-            self._end(job, error)
-        else:
-            self._end(job, None)
+                return None
 
     def _end(self, job: Collective, error: Exception | None) -> None:
         self._current = None
@@ -372,20 +345,15 @@ class Engine:
         return RanksLost(f"{job.what} did not complete: {who} died; alive: {', '.join(map(str, alive))}", dead, alive)
 
     def _compare(self, job: Collective) -> None:
-        """Make sure that all ranks call the same thing.
-
-        Raises:
-            ScriptError: if they do not, with what each calls.
-        """
+        """Make sure that all ranks call the same thing, or raise ``ScriptError`` with what each calls."""
         mine = job.signature.encode()[:_SIGNATURE_BYTES].ljust(_SIGNATURE_BYTES)
         everybodys = torch.empty(len(job.group.comm.processes), _SIGNATURE_BYTES, dtype=torch.uint8)
         job.group.comm.allgather(torch.frombuffer(bytearray(mine), dtype=torch.uint8), everybodys)
         said = [bytes(row.tolist()).decode(errors="replace").strip() for row in everybodys]
         if len(set(said)) > 1:
             calls = "; ".join(f"rank {rank}: {call}" for rank, call in zip(job.group.alive, said, strict=True))
-            raise ScriptError(
-                f"the ranks call different collectives, as number {job.group.completed} of their group: {calls}"
-            )
+            number = job.group.completed
+            raise ScriptError(f"the ranks call different collectives, as number {number} of their group: {calls}")
 
     # -- messages between two ranks
 
@@ -413,9 +381,7 @@ class Engine:
         if source is None:
             return
         self._transfers.remove(transfer)
-        try:
-            transfer.finish()
-        except Exception as error:  # belongs to who called it
+        if (error := _error_of(transfer.finish)) is not None:
             transfer.work.fail(error)
         else:
             ranks = transfer.group.ranks
@@ -464,6 +430,15 @@ class Engine:
     def _pass_gate(self) -> None:
         pass_gate(self.world, lambda: self._recover(told=True))
         self.witness.finished()
+
+
+def _error_of(act: Callable[[], object]) -> Exception | None:
+    """Do something, and return the error that belongs to whoever wants it done."""
+    try:
+        act()
+    except Exception as error:
+        return error
+    return None
 
 
 _engine: Engine | None = None

@@ -51,21 +51,17 @@ class GroupBase(ProcessGroup):
         """Return the word for ``init_process_group``."""
         return "holdfast"
 
-    def getSize(self) -> int:  # noqa: N802 - torch calls it so
-        """Return how many ranks the group was made with, dead ones too."""
-        return len(self._members.ranks)
-
     def size(self) -> int:
         """Return how many ranks the group was made with, dead ones too."""
         return len(self._members.ranks)
 
-    def getRank(self) -> int:  # noqa: N802 - torch calls it so
-        """Return this rank, in the group."""
-        return self._place
+    getSize = size  # noqa: N815 - torch calls it so
 
     def rank(self) -> int:
         """Return this rank, in the group."""
         return self._place
+
+    getRank = rank  # noqa: N815 - torch calls it so
 
     @property
     def group_name(self) -> str:
@@ -190,11 +186,8 @@ class GroupBase(ProcessGroup):
     def _check_fits(self, parts: Sequence[torch.Tensor] | None, what: str) -> None:
         """Make sure that everybody who gives or takes a tensor a rank has one for each rank alive.
 
-        Some have no list, such as all but the root of a gather. So the ranks tell each other, once somebody has died: who
-        raised alone would leave the others waiting.
-
-        Raises:
-            RanksLost: at all ranks, if one has another number.
+        Some have no list, such as all but the root of a gather. So the ranks tell each other, once somebody has died, and
+        all raise ``RanksLost``: who raised alone would leave the others waiting.
         """
         members = self._members
         fits = parts is None or len(parts) == len(members.alive)

@@ -6,7 +6,9 @@ A step is one backward pass in which ``DistributedDataParallel`` sums gradients.
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from holdfast.clock import SystemClock
 from holdfast.config import Settings
@@ -16,7 +18,7 @@ from holdfast.faults.process import Injector, NoFaults, PlannedFaults, strike
 from holdfast.records.beacon import Beacon, NoBeacon, connected_beacon
 from holdfast.records.files import FileRecorder, NoRecorder
 from holdfast.records.paths import records_path
-from holdfast.records.types import FailureSeen, FaultFired, Finished, Recovered, RunStarted, StepCommitted
+from holdfast.records.types import FailureSeen, FaultFired, Finished, Record, Recovered, RunStarted, StepCommitted
 
 _PHASES = ("forward", "backward", "allreduce")
 """Where faults can strike. The backend sees a step when DDP has its first bucket of gradients: both before it are there."""
@@ -80,41 +82,19 @@ class Witness:
     def _commit(self) -> None:
         """Write down the step before: its optimizer has run, for the next one has begun."""
         if self._step >= 0 and self._alive[0] == self._numbers.index(self._rank) and not _has_session():
-            self._recorder.write(
-                StepCommitted(
-                    t_s=self._clock.now_s(),
-                    rank=self._rank,
-                    step=self._step,
-                    epoch=0,
-                    samples=0,
-                    workers=len(self._alive),
-                    metrics={},
-                )
-            )
+            self._write(StepCommitted, self._step, epoch=0, samples=0, workers=len(self._alive), metrics={})
 
     # -- failures
 
     def failure_seen(self) -> None:
         """Hear that a collective has failed."""
-        self._recorder.write(
-            FailureSeen(t_s=self._clock.now_s(), rank=self._rank, step=max(0, self._step), phase="allreduce")
-        )
+        self._write(FailureSeen, max(0, self._step), phase="allreduce")
 
     def recovered(self, lost: tuple[int, ...], alive: tuple[int, ...], generation: int) -> None:
         """Hear who is left."""
         self._alive = alive
-        self._recorder.write(
-            Recovered(
-                t_s=self._clock.now_s(),
-                rank=self._rank,
-                step=max(0, self._step),
-                lost=tuple(self._numbers[place] for place in lost),
-                survivors=tuple(self._numbers[place] for place in alive),
-                decision="continue",
-                redone_steps=0,
-                generation=generation,
-            )
-        )
+        who = {name: tuple(self._numbers[i] for i in ranks) for name, ranks in (("lost", lost), ("survivors", alive))}
+        self._write(Recovered, max(0, self._step), **who, decision="continue", redone_steps=0, generation=generation)
         if alive[0] == self._numbers.index(self._rank) and lost and not self.is_watched:  # or the launcher says it
             gone = ", ".join(map(str, lost))
             sys.stderr.write(f"holdfast: lost [{gone}]; {len(alive)} ranks go on\n")
@@ -125,26 +105,10 @@ class Witness:
         if self._announced or _has_session():
             return
         self._announced = True
-        self._recorder.write(
-            RunStarted(
-                t_s=self._clock.now_s(),
-                rank=self._rank,
-                step=0,
-                fabric="ulfm",
-                strategy="forward",
-                seed=0,
-                workers=len(self._alive),
-                slices=len(self._alive),
-                order="fold",
-                split="slices",
-                batch="local",
-                rescale="survivors",
-                steps_planned=0,
-                samples_planned=0,
-                num_buckets=0,
-                parameters=0,
-            )
-        )
+        count = len(self._alive)
+        how = {"order": "fold", "split": "slices", "batch": "local", "rescale": "survivors"}
+        unknown = dict.fromkeys(("seed", "steps_planned", "samples_planned", "num_buckets", "parameters"), 0)
+        self._write(RunStarted, 0, fabric="ulfm", strategy="forward", workers=count, slices=count, **how, **unknown)
 
     def finished(self) -> None:
         """Hear that nobody needs this rank any more."""
@@ -152,22 +116,12 @@ class Witness:
             return
         self._announce()
         self._commit()
-        self._recorder.write(
-            Finished(
-                t_s=self._clock.now_s(),
-                rank=self._rank,
-                step=self._step + 1,
-                outcome="done",
-                sha256="",
-                state_sha256="",
-                planned=0,
-                committed=0,
-                lost=0,
-                repeated=0,
-                metrics={},
-                checkpoint="",
-            )
-        )
+        unknown = dict.fromkeys(("planned", "committed", "lost", "repeated"), 0)
+        unsaid = dict.fromkeys(("sha256", "state_sha256", "checkpoint"), "")
+        self._write(Finished, self._step + 1, outcome="done", metrics={}, **unknown, **unsaid)
+
+    def _write(self, kind: Callable[..., Record], step: int, /, **fields: Any) -> None:
+        self._recorder.write(kind(**{"t_s": self._clock.now_s(), "rank": self._rank, "step": step} | fields))
 
     # -- faults
 
@@ -184,16 +138,7 @@ class Witness:
                 )
 
         def announce(number: int, fault: Fault) -> None:
-            self._recorder.write(
-                FaultFired(
-                    t_s=self._clock.now_s(),
-                    rank=fault.rank,
-                    step=self._step,
-                    fault=number,
-                    kind=fault.kind,
-                    phase=fault.phase,
-                )
-            )
+            self._write(FaultFired, self._step, rank=fault.rank, fault=number, kind=fault.kind, phase=fault.phase)
 
         return PlannedFaults(plan, strike, announce)
 

@@ -114,8 +114,7 @@ class Pending(Work):
         """Return the rank that a message came from, in its group."""
         return self._source
 
-    def _source_rank(self) -> int:
-        return self._source
+    _source_rank = source_rank
 
     def get_future(self) -> torch.futures.Future[Any]:
         """Return a future of the tensors."""
