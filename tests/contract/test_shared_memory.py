@@ -21,6 +21,7 @@ from holdfast.comm import Mean, Span
 from holdfast.comm.allreduce import adding
 from holdfast.comm.allreduce import hierarchical as hosts
 from holdfast.comm.allreduce.hierarchical import HostsSum, pieces
+from holdfast.comm.allreduce.shm import Memory
 from holdfast.errors import PeerFailed, ScriptError
 
 WORKER = Path(__file__).with_name("memory_worker.py")
@@ -160,7 +161,8 @@ def sums_of_threads(fabric, of_process, terms, slots, length, mean=None, comm=Th
         mine = of_process[me]
         reach = [m if of_process[p] == mine else [] for p, m in enumerate(memory)]
         try:
-            add = HostsSum(comm(fabric, me), of_process, reach, results[mine], results[mine], range(fabric.count))
+            of_host = Memory(reach, results[mine], results[mine], incarnations=range(fabric.count))
+            add = HostsSum(comm(fabric, me), of_process, of_host)
             for _ in range(times):
                 answers[me] = add(span, slots, "tree", mean, lambda: None).clone()
         except Exception as error:

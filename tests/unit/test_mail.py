@@ -301,17 +301,17 @@ def test_a_worker_without_a_slice_has_a_slot_that_all_have_mapped_before_it_is_n
         if comm.here != (2,):
             span.of(add.room(0)).fill_(1.0)
         add(span, {0: 0, 1: 1})
-        return [memory.data_ptr() for terms in add._path._terms for memory in terms]
+        return [memory.data_ptr() for terms in add._path._memory.terms for memory in terms]
 
     def second(comm):
         add = adders[comm.here[0]]
         add._comm = comm
         span.of(add.room(0)).fill_(2.0)
         assert torch.equal(add(span, {0: 0, 1: 2}), torch.full((1000,), 4.0))
-        return [memory.data_ptr() for terms in add._path._terms for memory in terms], add._path._result.data_ptr()
+        return [memory.data_ptr() for terms in add._path._memory.terms for memory in terms], add._path._memory.result.data_ptr()
 
     before = side_by_side((0, 1, 2), first)
-    results = {rank: add._path._result for rank, add in adders.items()}
+    results = {rank: add._path._memory.result for rank, add in adders.items()}
     after = side_by_side((0, 2), second, generation=1)
 
     for rank in (0, 2):

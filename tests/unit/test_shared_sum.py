@@ -19,7 +19,7 @@ from train_reference import train
 from holdfast.comm import Mean, OrderedSum, Span
 from holdfast.comm.allreduce import adding, ordered
 from holdfast.comm.allreduce import shm as shared
-from holdfast.comm.allreduce.shm import SharedSum
+from holdfast.comm.allreduce.shm import Memory, SharedSum
 from holdfast.comm.memory import Segment, open_segment
 from holdfast.data.plan import Cursor, MiniBatch
 from holdfast.errors import PeerFailed
@@ -351,7 +351,7 @@ def sum_with_a_liar(other_is_at):
     words[1, 2:5] = (other_is_at, SPAN.length, shared._kind(SPAN.dtype, "fold"))
     memory = torch.zeros(SPAN.end, dtype=torch.uint8)
     terms = [[term(0).view(torch.uint8)], [torch.zeros(4 * SPAN.length, dtype=torch.uint8)]]
-    return SharedSum(Liar(), terms, memory, memory, words, (11, 22)), words
+    return SharedSum(Liar(), Memory(terms, memory, memory, words, (11, 22))), words
 
 
 def sum_once(add):
@@ -395,7 +395,7 @@ def test_a_generation_gets_memory_of_its_own():
         add = adders[comm.here[0]] = OrderedSum(comm, "fold", SPAN.end)
         SPAN.of(add.room(0)).copy_(term(comm.here[0]))
         add(SPAN, {0: 0, 1: 1, 2: 2})
-        return add._path._result
+        return add._path._memory.result
 
     def second(comm):
         add = adders[comm.here[0]]

@@ -46,20 +46,13 @@ class Work(Protocol):
 
     def is_completed(self) -> bool:
         """Return whether it is over, well or not."""
-        ...
 
     def wait(self, timeout: timedelta) -> Any:
         """Complain, once it is over, if it did not end well."""
-        ...
 
 
 class Aside:
-    """Work that can only be waited for, done in a thread of its own so that it can be given up.
-
-    Args:
-        act: What is done; its result is what :meth:`wait` returns.
-        keep: Memory that it uses, which must last as long as it goes on.
-    """
+    """Work that can only be waited for, done in a thread of its own so that it can be given up, with the memory that it uses (``keep``)."""
 
     def __init__(self, act: Callable[[], Any], keep: object = None) -> None:
         self._task: tuple[Callable[[], Any], object] | None = (act, keep)
@@ -134,13 +127,7 @@ def as_peer_failure() -> Iterator[None]:
 
 
 class Meeting(dist.Store):  # type: ignore[name-defined,misc]  # torch has no stubs for it
-    """Where the processes of a group tell each other their addresses: keys of the store that membership is kept in.
-
-    Args:
-        store: That one.
-        prefix: Of the keys; nobody else uses it.
-        timeout_s: Of every wait.
-    """
+    """Where the processes of a group tell each other their addresses: keys of the store that membership is kept in, under a prefix."""
 
     def __init__(self, store: Store, prefix: str, timeout_s: float) -> None:
         super().__init__()
@@ -166,11 +153,7 @@ class Meeting(dist.Store):  # type: ignore[name-defined,misc]  # torch has no st
         return base64.b64decode(value)
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        """Return when all keys have values.
-
-        Raises:
-            PeerFailed: if they did not come in time, or nobody waits for the group any more.
-        """
+        """Return when all keys have values; ``PeerFailed`` if they did not come in time, or nobody waits for the group any more."""
         limit_s = self._timeout_s if timeout is None else min(timeout.total_seconds(), self._timeout_s)
         if self._store.wait(lambda: self._given_up or self.check(keys) or None, limit_s) is None or self._given_up:
             raise PeerFailed(f"not everybody said where to find it, within {limit_s:g} s")

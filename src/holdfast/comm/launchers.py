@@ -24,11 +24,7 @@ number of tasks of the allocation."""
 
 
 def others_started(env: Mapping[str, str]) -> str:
-    """Return what says that a launcher started this process beside others, and what to do; "" where nothing says so.
-
-    Args:
-        env: The variables of this process.
-    """
+    """Return which variable says that a launcher started this process beside others, and what to do; "" where none does."""
     sizes = {name: size for name in _SIZES if (size := _size(env, name)) > 0}
     saw = next((name for name, size in sizes.items() if size > 1), "")
     if not saw and not sizes:

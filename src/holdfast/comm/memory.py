@@ -22,14 +22,7 @@ _KEEP_FREE = 0.1
 
 
 class Segment:
-    """A piece of shared memory that this process made.
-
-    Args:
-        size_bytes: How large, ``>= 1``.
-
-    Raises:
-        OSError: if there is not so much memory.
-    """
+    """A piece of shared memory that this process made, of ``size_bytes >= 1``; ``OSError`` if there is not so much."""
 
     def __init__(self, size_bytes: int) -> None:
         self.fd = os.memfd_create("holdfast", os.MFD_CLOEXEC)
@@ -114,12 +107,9 @@ def host_id() -> int:
 
 def free_bytes() -> int:
     """Return how much memory sums may take: most of what this host, and this process's cgroup, have left."""
-    free = next(
-        int(line.split()[1]) << 10
-        for line in Path("/proc/meminfo").read_text().splitlines()
-        if line.startswith("MemAvailable")
-    )
-    return int((1 - _KEEP_FREE) * min(free, _cgroup_free()))
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    free_kib = next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
+    return int((1 - _KEEP_FREE) * min(free_kib << 10, _cgroup_free()))
 
 
 def _cgroup_free() -> int:

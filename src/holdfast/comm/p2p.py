@@ -36,7 +36,8 @@ _HEADER_WORDS = 3 + MAX_DIMS
 class Mail:
     """Messages between workers within a step, in order between each two of them.
 
-    The process that plays several workers (the virtual fabric's) says in ``me`` which of them sends or receives.
+    The process that plays several workers (the virtual fabric's) says in ``me`` which of them sends or receives. All
+    methods raise :class:`~holdfast.errors.PeerFailed` if somebody died meanwhile.
 
     Args:
         comm: Whose members take part.
@@ -60,9 +61,6 @@ class Mail:
 
         Costs no message unless the generation has changed. In one generation all members must have closed the step
         before: a step is not begun twice in it.
-
-        Raises:
-            PeerFailed: if somebody died while memory was set up.
         """
         if self._generation != self._comm.generation:
             self._set_up()
@@ -81,7 +79,6 @@ class Mail:
             me: Who sends, among those whom this process plays.
 
         Raises:
-            PeerFailed: if it cannot be sent.
             ScriptError: if it has more dimensions.
         """
         ranks = (to,) if isinstance(to, int) else tuple(to)
@@ -89,9 +86,8 @@ class Mail:
             self._check(rank)
         data = data.detach()
         if data.dim() > MAX_DIMS:
-            raise ScriptError(
-                f"a message may have at most {MAX_DIMS} dimensions, got the shape {tuple(data.shape)}: flatten some"
-            )
+            shape = tuple(data.shape)
+            raise ScriptError(f"a message may have at most {MAX_DIMS} dimensions, got the shape {shape}: flatten some")
         for rank in ranks:
             if rank in self._comm.here:
                 self._kept[self._who(me), rank].append(data.cpu().clone())
@@ -112,9 +108,6 @@ class Mail:
         Returns:
             A tensor of the CPU that must not be written: others may read the same memory. It may be read until this
             worker enters the sum that closes the step.
-
-        Raises:
-            PeerFailed: if somebody died.
         """
         self._check(source)
         if source in self._comm.here:
@@ -146,9 +139,8 @@ class Mail:
         kept = self._kept[source, me]
         if not kept:
             self._comm.look()
-            raise InternalError(
-                f"worker {me} waits for a message from worker {source}, which this process has not sent before"
-            )
+            waits = f"worker {me} waits for a message from worker {source}"
+            raise InternalError(f"{waits}, which this process has not sent before")
         return kept.popleft()
 
     # -- by messages
@@ -190,7 +182,8 @@ class Mail:
         comm.allgather(torch.tensor([host_id(), os.getpid(), self._make_table()]), told)
         for (rank, *_), (host, pid, table) in zip(comm.processes, told.tolist(), strict=True):
             if rank not in comm.here and host == host_id() and table != _NO_TABLE:
-                self._open_inbox(rank, pid, table)
+                with contextlib.suppress(OSError):  # its owner hears that this worker does not read it
+                    self._inboxes[rank] = Inbox(comm.here[0], pid, table, self._opened)
         reads = torch.tensor([rank in self._inboxes for rank, *_ in comm.processes])
         everybodys = torch.empty(count, count, dtype=torch.bool)
         comm.allgather(reads, everybodys)
@@ -198,16 +191,10 @@ class Mail:
         self._readers = frozenset(rank for (rank, *_), does in zip(comm.processes, mine, strict=True) if does)
 
     def _make_table(self) -> int:
-        if not self._shared_bytes or not ORDERED_STORES:
-            return _NO_TABLE
-        try:
-            return self._outbox.renew()
-        except OSError:
-            return _NO_TABLE  # the others hear that there is nothing to read
-
-    def _open_inbox(self, rank: int, pid: int, table: int) -> None:
-        with contextlib.suppress(OSError):  # its owner hears that this worker does not read it
-            self._inboxes[rank] = Inbox(self._comm.here[0], pid, table, self._opened)
+        if self._shared_bytes and ORDERED_STORES:
+            with contextlib.suppress(OSError):  # the others hear that there is nothing to read
+                return self._outbox.renew()
+        return _NO_TABLE
 
     def _may_take(self, held: int, more: int) -> bool:
         is_bounded = self._shared_bytes > 0

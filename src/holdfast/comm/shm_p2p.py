@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from holdfast.comm.allreduce.shm import ALIGN, DTYPES
+from holdfast.comm.allreduce.shm import DTYPES, aligned
 from holdfast.comm.memory import Opened, Segment, open_segment
 
 MAX_DIMS = 8
@@ -51,10 +51,9 @@ class _Part:
 
 
 class Outbox:
-    """What this worker sends.
+    """What this worker sends; ``may_take`` says whether it may share so many bytes more, beside those it shares.
 
-    Args:
-        may_take: Says whether this worker may share so many bytes more, beside those it shares.
+    Its methods raise ``OSError`` if there is no memory even for a line.
     """
 
     def __init__(self, may_take: Callable[[int, int], bool]) -> None:
@@ -64,11 +63,7 @@ class Outbox:
         self._table = self._line = self._attempt = 0
 
     def renew(self) -> int:
-        """Begin a table that nobody has seen; return its file.
-
-        Raises:
-            OSError: if there is no memory for it.
-        """
+        """Begin a table that nobody has seen; return its file."""
         self._tables = [Segment(TABLE_BYTES)]
         return self._tables[0].fd
 
@@ -79,11 +74,7 @@ class Outbox:
             part.used = 0
 
     def put(self, to: Collection[int], data: torch.Tensor) -> bool:
-        """Send one copy of ``data`` to some; return False if there is no memory for it, which the receivers are told.
-
-        Raises:
-            OSError: if there is no memory to say so.
-        """
+        """Send one copy of ``data`` to some; return False if there is no memory for it, which the receivers are told."""
         size = data.numel() * data.element_size()
         part = self._find_room(size)
         if part is None:
@@ -91,7 +82,7 @@ class Outbox:
                 self._say(rank, [ELSEWHERE])
             return False
         start = part.used
-        part.used += -(-size // ALIGN) * ALIGN
+        part.used += aligned(size)
         memory = part.segment.bytes
         memory[start : start + size].view(data.dtype).view(data.shape).copy_(data)
         shape = list(data.shape)
@@ -119,7 +110,7 @@ class Outbox:
             if part.used + size <= part.segment.bytes.numel():
                 return part
         held = sum(part.segment.bytes.numel() for part in self._parts)
-        wanted = -(-max(size, held, _LEAST_BYTES) // ALIGN) * ALIGN
+        wanted = aligned(max(size, held, _LEAST_BYTES))
         if not self._may_take(held, wanted):
             return None
         try:
@@ -132,6 +123,8 @@ class Outbox:
 @dataclass(slots=True)
 class Inbox:
     """What one other worker of this host sends to this one, in one generation.
+
+    Its methods raise ``OSError`` if the sender's memory cannot be opened: it has died.
 
     Args:
         me: This worker's rank.
@@ -151,11 +144,6 @@ class Inbox:
     _segments: dict[int, torch.Tensor] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Open the table.
-
-        Raises:
-            OSError: if it cannot be opened.
-        """
         self._open_table(self.table)
 
     def begin(self, attempt: int) -> None:
@@ -164,11 +152,7 @@ class Inbox:
         self._now = self._tables[self.table]
 
     def has_next(self) -> bool:
-        """Return whether the next message to this worker is there.
-
-        Raises:
-            OSError: if it cannot be opened: its sender has died.
-        """
+        """Return whether the next message to this worker is there."""
         while self._now[self._line, _STAMP] == self._attempt:
             to = self._now[self._line, _TO]
             if to == self.me:
@@ -181,11 +165,7 @@ class Inbox:
         return False
 
     def take(self) -> torch.Tensor | None:
-        """Return the next message, which is there, read-only; None if it comes by the communicator.
-
-        Raises:
-            OSError: if it cannot be opened: its sender has died.
-        """
+        """Return the next message, which is there, read-only; None if it comes by the communicator."""
         line = [int(word) for word in self._now[self._line]]
         self._line += 1
         if line[_FD] == ELSEWHERE:

@@ -55,17 +55,17 @@ class Subgroup:
 
     def alltoall(self, send: torch.Tensor, out: torch.Tensor) -> None:
         """Exchange rows; see :meth:`Exchange.alltoall`."""
-        me = self.processes.index(self.here)
-        out[me].copy_(send[me])
-        others = [i for i in range(len(send)) if i != me]
-        self.swap([(i, send[i]) for i in others], [(i, out[i]) for i in others])
+        self._exchange(list(send), out)
 
     def allgather(self, part: torch.Tensor, out: torch.Tensor) -> None:
         """Collect rows; see :meth:`Exchange.allgather`."""
+        self._exchange([part] * len(out), out)
+
+    def _exchange(self, gives: Sequence[torch.Tensor], out: torch.Tensor) -> None:
         me = self.processes.index(self.here)
-        out[me].copy_(part)
+        out[me].copy_(gives[me])
         others = [i for i in range(len(out)) if i != me]
-        self.swap([(i, part) for i in others], [(i, out[i]) for i in others])
+        self.swap([(i, gives[i]) for i in others], [(i, out[i]) for i in others])
 
     def swap(self, send: Placed, receive: Placed) -> None:
         """Exchange tensors with some; see :meth:`Exchange.swap`."""

@@ -19,15 +19,12 @@ _LOOK_AFTER_S = 2e-4
 
 
 class Patience(NamedTuple):
-    """How to wait.
-
-    Args:
-        looks: How often to look before it is time to nap.
-        longest_nap_s: Each nap is an eighth longer than the one before, up to this, seconds.
-    """
+    """How to wait."""
 
     looks: int
+    """How often to look before it is time to nap."""
     longest_nap_s: float
+    """Each nap is an eighth longer than the one before, up to this, seconds."""
 
 
 AMONG_FEW = Patience(200, _NAP_S)
@@ -69,12 +66,9 @@ def patience(processes: int) -> Patience:
 
 
 def wait_until(is_so: Callable[[], object], look: Callable[[], None], patience: Patience) -> None:
-    """Return when ``is_so`` returns something true.
+    """Return when ``is_so``, which looks at memory that others write, returns something true.
 
-    Args:
-        is_so: Looks at memory that others write.
-        look: Called every millisecond or so; raises if nobody will write it any more.
-        patience: How.
+    ``look`` is called every millisecond or so; it raises if nobody will write that memory any more.
     """
     looks, longest_nap_s = patience
     nap_s, since_look_s = _NAP_S, 0.0

@@ -14,6 +14,9 @@ import torch
 
 from holdfast.comm.allreduce.checksums import Altered, Vector, nobody_listens
 
+Terms = Sequence[tuple[int, torch.Tensor]]
+"""Each with its slice, ascending by slice."""
+
 
 @dataclass(frozen=True, slots=True)
 class Mean:
@@ -30,12 +33,12 @@ class Mean:
 
 @dataclass(frozen=True, slots=True)
 class _Tile:
-    """A part of a vector: its terms, ascending by slice, where their sum goes, and where that begins in the vector.
+    """A part of a vector: its terms, where their sum goes, and where that begins in the vector.
 
     Where there are checksums, ``checked`` has the terms with them, and ``sealed`` the sum if it is to have one.
     """
 
-    terms: list[tuple[int, torch.Tensor]]
+    terms: Terms
     out: torch.Tensor
     start: int
     checked: list[tuple[int, Vector]]
@@ -80,13 +83,10 @@ class Addition:
                 tile.sealed.seal()
 
 
-def fold(terms: Sequence[tuple[int, torch.Tensor]], out: torch.Tensor) -> None:
-    """Add ``((0+1)+2)+3``, the order of plain accumulation.
+def fold(terms: Terms, out: torch.Tensor) -> None:
+    """Add ``((0+1)+2)+3`` into ``out``, the order of plain accumulation.
 
-    Args:
-        terms: ``(slice, tensor)``, ascending by slice.
-        out: Where the sum goes. The first term is not added to zero: 0.0 + -0.0 would lose a sign. For the same reason
-            a sum of nothing is -0.0.
+    The first term is not added to zero: 0.0 + -0.0 would lose a sign. For the same reason a sum of nothing is -0.0.
     """
     match len(terms):
         case 0:
@@ -99,13 +99,8 @@ def fold(terms: Sequence[tuple[int, torch.Tensor]], out: torch.Tensor) -> None:
                 out.add_(term)
 
 
-def tree(terms: Sequence[tuple[int, torch.Tensor]], out: torch.Tensor) -> None:
-    """Add in a balanced binary tree over slice numbers: ``(0+1)+(2+3)``.
-
-    Args:
-        terms: ``(slice, tensor)``, ascending by slice.
-        out: Where the sum goes.
-    """
+def tree(terms: Terms, out: torch.Tensor) -> None:
+    """Add in a balanced binary tree over slice numbers: ``(0+1)+(2+3)``."""
     level = list(terms)
     while len(level) > 1:
         paired: list[tuple[int, torch.Tensor]] = []
@@ -170,13 +165,8 @@ def addable(holders: Mapping[int, int], order: str) -> list[tuple[int, ...]]:
     return [tuple(ahead)] * bool(ahead) + [(n,) for n in numbers[len(ahead) :]]
 
 
-def wide(terms: Sequence[tuple[int, torch.Tensor]], out: torch.Tensor) -> None:
-    """Add like :func:`fold`; numbers of 16 bits in float32, rounded once at the end.
-
-    Args:
-        terms: ``(slice, tensor)``, ascending by slice.
-        out: Where the sum goes.
-    """
+def wide(terms: Terms, out: torch.Tensor) -> None:
+    """Add like :func:`fold`; numbers of 16 bits in float32, rounded once at the end."""
     if out.dtype not in (torch.float16, torch.bfloat16) or len(terms) < 2:
         fold(terms, out)
         return
@@ -184,9 +174,6 @@ def wide(terms: Sequence[tuple[int, torch.Tensor]], out: torch.Tensor) -> None:
     for _, term in terms[1:]:
         total.add_(term)
     out.copy_(total)
-
-
-Terms = Sequence[tuple[int, torch.Tensor]]
 
 
 def _by(combine: Callable[..., torch.Tensor]) -> Callable[[Terms, torch.Tensor], None]:

@@ -25,18 +25,12 @@ class _Buffers:
     """What one exchange needs, kept from step to step because fresh memory costs page faults.
 
     What goes to a process is a chunk of each row, and right behind it the checksums of the chunk if there are any. A row
-    is a slice, or the sum of several.
+    is a slice, or the sum of several. ``send`` and ``received`` have the shape ``(processes, rows, numbers)``.
 
     Args:
-        cut: How chunks and checksums lie in a row.
-        slots: What the rows are of.
         raw: Where the slices lie that are sent as they are, and in which row.
         sums: Make the rows that are sums, chunk by chunk.
-        send: Shape ``(processes, rows, numbers)``.
-        received: Of the same shape.
-        share: This process's part of the result.
-        result: All of it.
-        addition: Makes the share.
+        addition: Makes the share of this process.
     """
 
     cut: _Cut
@@ -51,12 +45,7 @@ class _Buffers:
 
 
 class ExchangedSum:
-    """The sum among processes that share no memory, or none that is large enough.
-
-    Args:
-        comm: Who takes part.
-        terms: The memory of each slot of this process, bytes.
-    """
+    """The sum among processes that share no memory, or none that is large enough; ``terms`` is the memory of each slot here, bytes."""
 
     def __init__(self, comm: Exchange, terms: Sequence[torch.Tensor]) -> None:
         self._comm = comm
@@ -142,12 +131,7 @@ class ExchangedSum:
 
 
 class _Cut:
-    """How a vector is cut into a chunk for each process.
-
-    Args:
-        span: The vector.
-        processes: How many.
-    """
+    """How a vector is cut into a chunk for each process."""
 
     def __init__(self, span: Span, processes: int) -> None:
         self.span = span

@@ -31,7 +31,7 @@ import torch
 
 from holdfast.comm.allreduce.adding import Addition, Mean, groups
 from holdfast.comm.allreduce.checksums import SUM, Altered, Vector, nobody_listens, num_tiles
-from holdfast.comm.allreduce.shm import Introduction, Slots, Span
+from holdfast.comm.allreduce.shm import Memory, Slots, Span
 from holdfast.comm.base import Exchange
 from holdfast.errors import PeerFailed, ScriptError
 
@@ -39,6 +39,8 @@ ORDER_BETWEEN_HOSTS = "tree"
 """The order in which hosts may add before they send."""
 
 _Messages = list[tuple[int, torch.Tensor]]
+_Group = tuple[int, ...]
+_Terms = dict[int, Vector]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,28 +78,15 @@ class HostsSum:
     Args:
         comm: Who takes part.
         hosts: The host of each process, from 0 without gaps.
-        terms: Of each process, the memory of each slot, bytes; those of other hosts are not looked at.
-        result: Where the sum goes on this host, bytes, for writing.
-        given: The same memory as it is given out.
-        incarnations: Of each process, what it says who it is.
+        memory: Of this host; its words are not looked at.
     """
 
-    def __init__(
-        self,
-        comm: Exchange,
-        hosts: Sequence[int],
-        terms: Sequence[Sequence[torch.Tensor]],
-        result: torch.Tensor,
-        given: torch.Tensor,
-        incarnations: Sequence[int],
-    ) -> None:
+    def __init__(self, comm: Exchange, hosts: Sequence[int], memory: Memory) -> None:
         self._comm = comm
         self._hosts = hosts
-        self._terms = terms
-        self._result = result
-        self._given = given
+        self._memory = memory
         self._me = comm.processes.index(comm.here)
-        self._words = torch.tensor([[who, comm.generation, 0, 0] for who in incarnations], dtype=torch.int64)
+        self._words = torch.tensor([[who, comm.generation, 0, 0] for who in memory.incarnations], dtype=torch.int64)
         self._heard = torch.zeros_like(self._words)
         self._plans: dict[Span, _Plan] = {}
 
@@ -128,7 +117,7 @@ class HostsSum:
 
     def result(self, span: Span) -> torch.Tensor:
         """Return the sum that was made last; it is whole once *anybody* has completed it, on whichever host."""
-        return span.of(self._given)
+        return span.of(self._memory.given)
 
     def _meet(self, span: Span) -> None:
         """Hear from everybody, and make sure that everybody is as far as this worker, no less and no more."""
@@ -136,13 +125,11 @@ class HostsSum:
         self._words[self._me, 3] = span.length
         self._comm.allgather(self._words[self._me], self._heard)
         if not torch.equal(self._heard[:, :3], self._words[:, :3]):
-            raise PeerFailed(
-                f"not everybody was heard from at phase {self._words[0, 2]}: {self._heard[:, :3].tolist()}"
-            )
+            heard = self._heard[:, :3].tolist()
+            raise PeerFailed(f"not everybody was heard from at phase {self._words[0, 2]}: {heard}")
         if (self._heard[:, 3] != span.length).any():
-            raise ScriptError(
-                f"the workers sum vectors of different lengths, in the order of ranks {self._heard[:, 3].tolist()}"
-            )
+            lengths = self._heard[:, 3].tolist()
+            raise ScriptError(f"the workers sum vectors of different lengths, in the order of ranks {lengths}")
 
     # -- who adds what, and who tells whom
 
@@ -156,10 +143,12 @@ class HostsSum:
         plan, host = _Plan(slots), self._hosts[self._me]
         places = {n: (process, row) for process, held in enumerate(slots) for row, n in enumerate(held)}
         holders = {n: self._hosts[process] for n, (process, _) in places.items()}
-        of_host: list[list[tuple[int, ...]]] = [[] for _ in set(self._hosts)]
+        of_host: list[list[_Group]] = [[] for _ in set(self._hosts)]
         for group in groups(holders):
             of_host[holders[group[0]]].append(group)
-        terms = {n: span.vector(self._terms[p][row]) for n, (p, row) in sorted(places.items()) if holders[n] == host}
+        terms = {
+            n: span.vector(self._memory.terms[p][row]) for n, (p, row) in sorted(places.items()) if holders[n] == host
+        }
         for piece in pieces(self._hosts, span.length, span.line):
             if piece.workers[host] == self._me and piece.finisher == host:
                 self._finish(plan, span, piece, terms, of_host)
@@ -167,9 +156,7 @@ class HostsSum:
                 self._hand_in(plan, span, piece, terms, of_host[host])
         return plan
 
-    def _hand_in(
-        self, plan: _Plan, span: Span, piece: Piece, terms: dict[int, Vector], mine: list[tuple[int, ...]]
-    ) -> None:
+    def _hand_in(self, plan: _Plan, span: Span, piece: Piece, terms: _Terms, mine: list[_Group]) -> None:
         """Add the groups of this host, give their sums to who finishes the piece, and take the result from there."""
         peer, part = piece.workers[piece.finisher], piece.part
         if mine:
@@ -178,7 +165,7 @@ class HostsSum:
                 group_terms = [(n, terms[n][part]) for n in group]
                 plan.own.append(Addition(group_terms, _row(sums, i), part.start, ORDER_BETWEEN_HOSTS))
             plan.give_sums += [(peer, message) for message in sums.messages()]
-        result = _result(span, span.of(self._result)[part])
+        result = _result(span, span.of(self._memory.result)[part])
         plan.take_results += [(peer, message) for message in result.messages()]
         plan.taken.append(result)
 
@@ -187,7 +174,7 @@ class HostsSum:
     ) -> None:
         """Take the sums of the other hosts, add them and the slices of this one, and give the result to all hosts."""
         meeting = [(n, term[piece.part]) for n, term in terms.items()]
-        out = _result(span, span.of(self._result)[piece.part])
+        out = _result(span, span.of(self._memory.result)[piece.part])
         for host, (peer, theirs) in enumerate(zip(piece.workers, of_host, strict=True)):
             if host == piece.finisher:
                 continue
@@ -244,20 +231,3 @@ def pieces(hosts: Sequence[int], length: int, line: int) -> Iterator[Piece]:
 def _even(length: int, count: int, line: int) -> int:
     """Return the size of the largest of ``count`` parts of a vector, a multiple of ``line``, at least one."""
     return max(1, -(-length // (count * line))) * line
-
-
-def sum_hosts(known: Introduction) -> HostsSum | str:
-    """Return the sum between hosts, or in words why there can be none.
-
-    Args:
-        known: Of members on several hosts.
-
-    Raises:
-        PeerFailed: if somebody died meanwhile.
-    """
-    known.tell_results()
-    memory = known.open()
-    if isinstance(memory, str):
-        return memory
-    incarnations = [row.incarnation for row in known.told]
-    return HostsSum(known.comm, known.hosts, memory.terms, memory.result, memory.given, incarnations)

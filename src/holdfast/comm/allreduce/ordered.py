@@ -16,8 +16,8 @@ import torch
 from holdfast.comm.allreduce.adding import Mean
 from holdfast.comm.allreduce.alltoall import ExchangedSum
 from holdfast.comm.allreduce.checksums import SUM, Altered, nobody_listens
-from holdfast.comm.allreduce.hierarchical import ORDER_BETWEEN_HOSTS, HostsSum, sum_hosts
-from holdfast.comm.allreduce.shm import ALIGN, LEFT_OUT, Introduction, SharedSum, Slots, Span, sum_alone, sum_shared
+from holdfast.comm.allreduce.hierarchical import ORDER_BETWEEN_HOSTS, HostsSum
+from holdfast.comm.allreduce.shm import ALIGN, LEFT_OUT, Introduction, SharedSum, Slots, Span, sum_alone
 from holdfast.comm.base import Exchange
 from holdfast.comm.memory import Opened, Segment, free_bytes
 
@@ -36,6 +36,7 @@ class OrderedSum:
 
     A worker writes the terms of its slices into :meth:`room`, then all call the sum. From there until the step is
     closed, or until everybody has answered a recovery, it must not write them: others read them where they lie.
+    What involves the others raises :class:`~holdfast.errors.PeerFailed` if it did not complete here.
 
     Args:
         comm: Who takes part.
@@ -99,9 +100,6 @@ class OrderedSum:
             midway: Called when the terms of this process are known to all and its share of the result is not.
             altered: Where the span is checked, called with each slice whose term is not what was sealed, or, where sums of
                 several slices are sent, with the first of them; with ``SUM`` if the result changed on its way here.
-
-        Raises:
-            PeerFailed: if it did not complete here.
         """
         slots = tuple(tuple(sorted(n for n, rank in owners.items() if rank in ranks)) for ranks in self._comm.processes)
         if rows:
@@ -112,29 +110,20 @@ class OrderedSum:
         return self._taken(span, slots, order or self._order, mean, midway, altered)
 
     def open(self) -> None:
-        """Set up what this generation needs, if no sum has done so: then maxima cost no message. All members together.
-
-        Raises:
-            PeerFailed: if it did not complete here.
-        """
+        """Set up what this generation needs, if no sum has done so: then maxima cost no message. All members together."""
         self._path_of_generation(((),) * len(self._comm.processes))
 
     def check_same(self, span: Span, order: str) -> None:
         """Make sure that all are about to sum the same kind of vector, where it costs no message to know.
 
         Raises:
-            PeerFailed: if it did not complete here.
             ScriptError: if they are not.
         """
         if self._made_for[0] == self._comm.generation and isinstance(self._path, SharedSum):
             self._path.check_same(span, order)
 
     def maximum(self, values: Sequence[int]) -> list[int]:
-        """Return the maximum of each of a few 64-bit integers, the way that sums go in this generation; see :meth:`open`.
-
-        Raises:
-            PeerFailed: if it did not complete here.
-        """
+        """Return the maximum of each of a few 64-bit integers, the way that sums go in this generation; see :meth:`open`."""
         is_of_now = self._made_for[0] == self._comm.generation
         if is_of_now and isinstance(self._path, SharedSum):
             result = self._path.maximum(values)
@@ -187,10 +176,11 @@ class OrderedSum:
             known = Introduction(self._comm, self._segments, self._size_bytes, self._opened)
             if not known.is_one_host and self._order != ORDER_BETWEEN_HOSTS:
                 return ExchangedSum(self._comm, self._room), none  # nothing is amiss
-            made = sum_shared(known) if known.is_one_host else sum_hosts(known)
-            if not isinstance(made, str):
+            memory = known.open()
+            if not isinstance(memory, str):
+                made = SharedSum(self._comm, memory) if known.is_one_host else HostsSum(self._comm, known.hosts, memory)
                 return made, [len(row.slots) for row in known.told]
-            why = made
+            why = memory
         self._warn(why)
         return ExchangedSum(self._comm, self._room), none
 

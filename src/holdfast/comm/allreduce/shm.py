@@ -130,34 +130,34 @@ Slots = Sequence[Sequence[int]]
 """The slices that each process holds, ascending; the place of a slice in its list says where its term lies."""
 
 
-class SharedSum:
-    """The sum among processes whose terms and result lie in memory that all of them can reach.
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """The memory of one host, as one of its processes sees it.
 
     Args:
-        comm: Gives barriers.
-        terms: Of each process, the memory of each slot, bytes.
+        terms: Of each process, the memory of each slot, bytes; nothing of those on other hosts.
         result: Where the sum goes, bytes, for writing.
         given: The same memory as it is given out.
         words: How far each process is, 64-bit, shape ``(processes, 40)``; None where one process is all there is.
-        incarnations: What each process writes into its line first.
+        incarnations: Of each process, what it says who it is.
     """
 
-    def __init__(
-        self,
-        comm: Exchange,
-        terms: Sequence[Sequence[torch.Tensor]],
-        result: torch.Tensor,
-        given: torch.Tensor,
-        words: np.ndarray[tuple[int, int], np.dtype[np.int64]] | None = None,
-        incarnations: Sequence[int] = (),
-    ) -> None:
+    terms: Sequence[Sequence[torch.Tensor]]
+    result: torch.Tensor
+    given: torch.Tensor
+    words: np.ndarray[tuple[int, int], np.dtype[np.int64]] | None = None
+    incarnations: Sequence[int] = ()
+
+
+class SharedSum:
+    """The sum among processes whose terms and result lie in ``memory`` that all of them can reach."""
+
+    def __init__(self, comm: Exchange, memory: Memory) -> None:
         self._comm = comm
-        self._terms = terms
-        self._result = result
-        self._given = given
-        self._words = words
+        self._memory = memory
+        self._words = words = memory.words
         self._me = comm.processes.index(comm.here)
-        self._known = np.array([[who, comm.generation] for who in incarnations], dtype=np.int64)
+        self._known = np.array([[who, comm.generation] for who in memory.incarnations], dtype=np.int64)
         self._phase = 0
         self._words_far = np.zeros(1, dtype=np.int64) if words is None else words[:, 2]
         self._maxima = 0
@@ -182,12 +182,7 @@ class SharedSum:
         return self.result(span)
 
     def check_same(self, span: Span, order: str) -> None:
-        """Meet, and make sure that all sum vectors of one length, type and order.
-
-        Raises:
-            PeerFailed: if somebody died.
-            ScriptError: if they do not.
-        """
+        """Meet, and make sure that all sum vectors of one length, type and order, or raise ``ScriptError``."""
         if self._words is None:
             self._meet()
             return
@@ -220,7 +215,7 @@ class SharedSum:
 
     def result(self, span: Span) -> torch.Tensor:
         """Return the sum that was made last; it is whole once *anybody* has completed it."""
-        return span.of(self._given)
+        return span.of(self._memory.given)
 
     def _addition(self, span: Span, slots: Slots, order: str) -> Addition:
         if len(self._additions) > _MOST_KEPT:  # collectives may be of any length
@@ -232,13 +227,9 @@ class SharedSum:
             terms = sorted(
                 (n, (process, row)) for process, held in enumerate(slots) for row, n in enumerate(held) if n != LEFT_OUT
             )
-            addition = Addition(
-                [(n, span.vector(self._terms[process][row])[mine]) for n, (process, row) in terms],
-                Vector(span.of(self._result)[mine], tile=span.tile),
-                mine.start,
-                order,
-            )
-            known = self._additions[span, order] = (slots, addition)
+            vectors = [(n, span.vector(self._memory.terms[process][row])[mine]) for n, (process, row) in terms]
+            out = Vector(span.of(self._memory.result)[mine], tile=span.tile)
+            known = self._additions[span, order] = (slots, Addition(vectors, out, mine.start, order))
         return known[1]
 
     def _meet(self) -> None:
@@ -257,14 +248,13 @@ class SharedSum:
             raise PeerFailed(f"not everybody is at phase {self._phase}: {self._words[:, :3].tolist()}")
 
 
-# ---------------------------------------------------------------------------------------------
-# Setting up, an act of recovery: all members take part, and all end with the same answer
+# -- setting up, an act of recovery: all members take part, and all end with the same answer
 
 
 def sum_alone(comm: Exchange, slots: Sequence[torch.Tensor], size_bytes: int, device: torch.device) -> SharedSum:
     """Return the sum of a process that is all there is; the result lies in its private memory."""
     result = torch.zeros(size_bytes, dtype=torch.uint8, device=device)
-    return SharedSum(comm, [slots], result, result)
+    return SharedSum(comm, Memory([slots], result, result))
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,9 +286,6 @@ class Introduction:
         mine: This worker's slots; None if it has no memory for them.
         size_bytes: Of every slot.
         opened: Slots of others that are mapped already: only their owners write them, so they outlive a generation.
-
-    Raises:
-        PeerFailed: if somebody died meanwhile.
     """
 
     def __init__(self, comm: Exchange, mine: Sequence[Segment] | None, size_bytes: int, opened: Opened) -> None:
@@ -323,7 +310,7 @@ class Introduction:
         """Whether all members share memory."""
         return not any(self.hosts)
 
-    def tell_results(self) -> None:
+    def _tell_results(self) -> None:
         """Let the first process of each host make a result, and say so."""
         is_maker = self.me == self.hosts.index(self.hosts[self.me])
         if is_maker and self._made is None:
@@ -332,6 +319,8 @@ class Introduction:
 
     def open(self) -> Memory | str:
         """Return the memory of this worker's host, or in words why not everybody has all of it."""
+        if not self.is_one_host:
+            self._tell_results()
         memory = self._open() if all(row.ready for row in self.told) else None
         self._opened.forget_others()
         if self.comm.maximum([int(memory is None)])[0] or memory is None:
@@ -355,9 +344,8 @@ class Introduction:
         said = [int(ready), host_id(), os.getpid(), self._incarnation, result, *fds]
         width, largest, smallest = self.comm.maximum([len(said), self.size_bytes, -self.size_bytes])
         if largest != -smallest:
-            raise ScriptError(
-                f"the workers want memory for vectors of different lengths, of {-smallest} to {largest} bytes"
-            )
+            lengths = f"of {-smallest} to {largest} bytes"
+            raise ScriptError(f"the workers want memory for vectors of different lengths, {lengths}")
         row = torch.tensor(said + [-1] * (width - len(said)), dtype=torch.int64)
         rows = torch.empty(len(self.comm.processes), width, dtype=torch.int64)
         self.comm.allgather(row, rows)
@@ -370,11 +358,10 @@ class Introduction:
         host, size_bytes = self.told[self.me].host, self._head_bytes + self.size_bytes
         maker = next(row for row in self.told if row.host == host)
         try:
+            near = [row.slots if row.host == host else () for row in self.told]
             terms = [
-                [open_segment(row.pid, fd, self.size_bytes, opened=self._opened) for fd in row.slots]
-                if row.host == host
-                else []
-                for row in self.told
+                [open_segment(row.pid, fd, self.size_bytes, opened=self._opened) for fd in slots]
+                for row, slots in zip(self.told, near, strict=True)
             ]
             whole = open_segment(maker.pid, maker.result, size_bytes, writable=True)
             given = open_segment(maker.pid, maker.result, size_bytes)
@@ -384,37 +371,5 @@ class Introduction:
         if head[0, -1] != _MAGIC:
             return None
         head[self.me, :2] = (self._incarnation, self.comm.generation)
-        return Memory(terms, whole[self._head_bytes :], given[self._head_bytes :], head)
-
-
-@dataclass(frozen=True, slots=True)
-class Memory:
-    """The memory of one host, as one of its processes sees it.
-
-    Args:
-        terms: Of each process, the memory of each slot, bytes; nothing of those on other hosts.
-        result: Where the sum goes, bytes, for writing.
-        given: The same memory, for reading.
-        words: The head of the result, 64-bit, a line a process.
-    """
-
-    terms: list[list[torch.Tensor]]
-    result: torch.Tensor
-    given: torch.Tensor
-    words: np.ndarray[tuple[int, int], np.dtype[np.int64]]
-
-
-def sum_shared(known: Introduction) -> SharedSum | str:
-    """Return the sum through memory that all members share, or in words why there can be none.
-
-    Args:
-        known: Of members on one host.
-
-    Raises:
-        PeerFailed: if somebody died meanwhile.
-    """
-    memory = known.open()
-    if isinstance(memory, str):
-        return memory
-    incarnations = [row.incarnation for row in known.told]
-    return SharedSum(known.comm, memory.terms, memory.result, memory.given, memory.words, incarnations)
+        who = [row.incarnation for row in self.told]
+        return Memory(terms, whole[self._head_bytes :], given[self._head_bytes :], head, who)

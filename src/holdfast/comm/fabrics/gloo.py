@@ -20,11 +20,7 @@ class Gloo(Fabric):
     survives_node_loss = True
 
     def connect(self, endpoint: Endpoint) -> Communicator:
-        """Return the communicator of a worker whose launcher keeps the store.
-
-        Raises:
-            ConfigError: if no launcher started this process.
-        """
+        """Return the communicator of a worker whose launcher keeps the store."""
         from holdfast.comm.c10d import C10dCommunicator
         from holdfast.membership import open_store
 

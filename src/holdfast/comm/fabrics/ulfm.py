@@ -47,12 +47,7 @@ class Ulfm(Fabric):
 
 
 def mpirun_command(num_workers: int, hosts: Sequence[str] | None = None) -> list[str]:
-    """Return what starts ``num_workers`` processes of the program whose words follow.
-
-    Args:
-        num_workers: How many.
-        hosts: Words that say on which machines; None: on this one.
-    """
+    """Return what starts ``num_workers`` processes of the program whose words follow; see :meth:`Fabric.launch_command`."""
     where = _HERE if hosts is None else (*_BY_SLOTS, *hosts)
     root = ["--allow-run-as-root"] if os.getuid() == 0 else []
     mca = [word for name, value in _MCA for word in ("--mca", name, value)]
@@ -67,10 +62,8 @@ def find_mpirun() -> str:
     """
     beside = Path(sys.executable).with_name("mpirun")
     found = str(beside) if os.access(beside, os.X_OK) else shutil.which("mpirun")
-    missing = [
-        *(["mpirun"] if found is None else []),
-        *(["mpi4py"] if importlib.util.find_spec("mpi4py") is None else []),
-    ]
+    there = {"mpirun": found, "mpi4py": importlib.util.find_spec("mpi4py")}
+    missing = [name for name, what in there.items() if what is None]
     if found is None or missing:
         raise ConfigError(
             f"MPI is not installed (no {' and no '.join(missing)}): pip install 'holdfast[mpi]', or run with --fabric virtual"
