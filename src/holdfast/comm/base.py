@@ -320,11 +320,7 @@ class OneWorker(Communicator, Protocol):
 
 
 def share_bytes(comm: Communicator, mine: bytes, root: int) -> bytes:
-    """Return everywhere the bytes of the process that plays ``root``.
-
-    Raises:
-        PeerFailed: if it did not complete here.
-    """
+    """Return everywhere the bytes of the process that plays ``root``; a collective."""
     is_root = root in comm.here
     (length,) = comm.maximum([len(mine) if is_root else 0])
     if not length:

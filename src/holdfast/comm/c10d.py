@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from holdfast.comm.base import BROADCAST_BYTES, POST_TAG, OneWorker, Placed
-from holdfast.comm.groups import MAKERS, Aside, Meeting, Sending, Work, as_peer_failure, bury, wait
+from holdfast.comm.groups import Aside, Meeting, Sending, Work, as_peer_failure, bury, make_gloo, wait
 from holdfast.comm.memory import as_bytes
 from holdfast.comm.storeless_agreement import Alone, Messages
 from holdfast.comm.waiting import waiting
@@ -52,7 +52,7 @@ class C10dCommunicator(OneWorker):
         self._roster = Roster(store, rank, world)
         self._be(rank)
         self._timeout_s = timeout_s
-        self._groups: dict[str, Any] = {}
+        self._group: Any = None
         self._sending: Sending | None = None
         self._alone: Alone | None = None
         self._broken = ""
@@ -74,13 +74,13 @@ class C10dCommunicator(OneWorker):
 
     def _alltoall(self, send: torch.Tensor, out: torch.Tensor) -> None:
         if send.numel():
-            self._run(lambda group: group.alltoall_base(as_bytes(out), as_bytes(send), [], []), send.device.type)
+            self._run(lambda group: group.alltoall_base(as_bytes(out), as_bytes(send), [], []))
         else:
             self.barrier()
 
     def _allgather(self, part: torch.Tensor, out: torch.Tensor) -> None:
         if part.numel():
-            self._run(lambda group: gather_flat(group, as_bytes(out), as_bytes(part)), part.device.type)
+            self._run(lambda group: gather_flat(group, as_bytes(out), as_bytes(part)))
         else:
             self.barrier()
 
@@ -102,7 +102,7 @@ class C10dCommunicator(OneWorker):
             return Aside(lambda: [work.wait() for work in works], keep=(takes, gives))
 
         if takes or gives:
-            self._run(begin, "cpu")
+            self._run(begin)
 
     def post(self, rank: int, data: torch.Tensor) -> None:
         """Begin to give; see :meth:`Communicator.post`."""
@@ -111,7 +111,7 @@ class C10dCommunicator(OneWorker):
     def take(self, rank: int, data: torch.Tensor) -> None:
         """Wait for what was posted; see :meth:`Communicator.take`."""
         place = self._place(rank)
-        self._run(lambda group: Aside(group.recv([as_bytes(data)], place, POST_TAG).wait, keep=data), "cpu")
+        self._run(lambda group: Aside(group.recv([as_bytes(data)], place, POST_TAG).wait, keep=data))
 
     def _post(self, rank: int, data: torch.Tensor, tag: int) -> None:
         place = self._place(rank)
@@ -121,7 +121,7 @@ class C10dCommunicator(OneWorker):
                 self._sending = Sending()
             self._sending.add(group.send([as_bytes(data)], place, tag), data)
 
-        self._with_group(begin, "cpu")
+        self._with_group(begin)
 
     def maximum(self, values: Sequence[int]) -> list[int]:
         """Return the maximum of each integer; see :meth:`Communicator.maximum`."""
@@ -209,20 +209,15 @@ class C10dCommunicator(OneWorker):
         try:
             self._roster.revoke()
         except StoreLost:
-            self._drop_groups()  # closing them is the only way left to tell the others
+            self._drop_group()  # closing them is the only way left to tell the others
             raise
 
     def shrink(self, *, admits: int = -1, leaves: bool = False) -> bool:
-        """Go on with the living; see :meth:`Communicator.shrink`.
-
-        Raises:
-            StoreLost: if there is no store any more.
-            VotedOut: if the others went on without this worker.
-        """
+        """Go on with the living; see :meth:`Communicator.shrink` and :class:`~holdfast.membership.roster.Roster`."""
         self._check_thread()
         with waiting:
             self._roster.shrink(admits=admits, leaves=leaves)
-        self._drop_groups()
+        self._drop_group()
         return self._me in self.members
 
     def newcomers(self, loop: int) -> tuple[int, ...]:
@@ -266,37 +261,37 @@ class C10dCommunicator(OneWorker):
             return
         options = dist.AllreduceOptions()
         options.reduceOp = how
-        self._run(lambda group: group.allreduce([data], options), data.device.type)
+        self._run(lambda group: group.allreduce([data], options))
 
-    def _run(self, begin: Callable[[Any], Work], device: str) -> None:
-        """Begin an operation of the group for tensors on a type of device, and wait for it."""
-        self._with_group(lambda group: wait(begin(group), self.look), device)
+    def _run(self, begin: Callable[[Any], Work]) -> None:
+        """Begin an operation of the group, and wait for it."""
+        self._with_group(lambda group: wait(begin(group), self.look))
 
-    def _with_group(self, act: Callable[[Any], Any], device: str) -> None:
+    def _with_group(self, act: Callable[[Any], Any]) -> None:
         self._check_thread()
         self._roster.check()
         if self._broken:
             raise PeerFailed(f"this generation is broken: {self._broken}")
         try:
             with waiting, as_peer_failure():
-                act(self._groups.get(device) or self._connect(device))
+                act(self._group or self._connect())
         except PeerFailed as error:
             self._broken = str(error)
             raise
 
-    def _connect(self, device: str) -> Any:
-        """Make the group of this generation for a type of device, all together."""
-        prefix = f"g/{self.generation}/c10d/{device}/"
+    def _connect(self) -> Any:
+        """Make the group of this generation, all together."""
+        prefix = f"g/{self.generation}/c10d/cpu/"
         self._meet(f"{prefix}here/")
         meeting = Meeting(self._store, prefix, self._timeout_s)
         place, size, address = self._place(self._me), len(self.members), self._store.own_address
-        making = Aside(lambda: MAKERS[device](meeting, place, size, address, self._timeout_s))
+        making = Aside(lambda: make_gloo(meeting, place, size, address, self._timeout_s))
         try:
-            self._groups[device] = wait(making, self._roster.check)
+            self._group = wait(making, self._roster.check)
         except PeerFailed:
             meeting.give_up()
             raise
-        return self._groups[device]
+        return self._group
 
     def _meet(self, prefix: str) -> None:
         """Return when all members have come, however late."""
@@ -308,12 +303,13 @@ class C10dCommunicator(OneWorker):
 
         self._store.wait(all_here)
 
-    def _drop_groups(self) -> None:
-        """Forget the groups of the generation that is over."""
+    def _drop_group(self) -> None:
+        """Forget the group of the generation that is over."""
         if self._sending is not None:
             self._sending.end()
             self._sending = None
         self._alone = None
-        while self._groups:
-            bury(self._groups.popitem()[1])
+        group, self._group = self._group, None
+        if group is not None:
+            bury(group)
         self._broken = ""

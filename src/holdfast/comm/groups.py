@@ -168,14 +168,9 @@ class Meeting(dist.Store):  # type: ignore[name-defined,misc]  # torch has no st
 
 
 def make_gloo(meeting: Meeting, place: int, size: int, address: str, timeout_s: float) -> Any:
-    """Return a group of Gloo's, for CPU tensors.
+    """Return a group of Gloo's, for CPU tensors: the process number ``place`` of ``size``.
 
-    Args:
-        meeting: Where its processes meet.
-        place: Of this process.
-        size: Number of processes.
-        address: Of this machine, where the others reach it; ``GLOO_SOCKET_IFNAME`` overrules it.
-        timeout_s: Of making connections.
+    The others reach this machine at ``address``; ``GLOO_SOCKET_IFNAME`` overrules it. Connections must be made in time.
     """
     interfaces = os.environ.get("GLOO_SOCKET_IFNAME", "")
     make = dist.ProcessGroupGloo.create_device
@@ -185,17 +180,11 @@ def make_gloo(meeting: Meeting, place: int, size: int, address: str, timeout_s: 
     return group
 
 
-MAKERS: dict[str, Callable[[Meeting, int, int, str, float], Any]] = {"cpu": make_gloo}
-"""What makes the group for tensors on a type of device: models are in CPU memory."""
-
-
-def hang_up(group: Any) -> None:
+def _hang_up(group: Any) -> None:
     """Close the connections of a group of Gloo's, which ends what waits in it for members that live on.
 
     There is no call for it, but Gloo closes them all when a wait runs out of time; nobody sends with this tag.
     """
-    if group.name() != "gloo":
-        return
     for place in range(group.size()):
         if place != group.rank():
             with contextlib.suppress(RuntimeError):  # it ran out of time, or that one is closed already
@@ -209,7 +198,7 @@ def bury(group: Any) -> None:
 
     def end() -> None:
         group = remains.pop()
-        hang_up(group)
+        _hang_up(group)
         try:
             group.abort()
             group.shutdown()

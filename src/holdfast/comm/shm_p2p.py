@@ -122,15 +122,9 @@ class Outbox:
 
 @dataclass(slots=True)
 class Inbox:
-    """What one other worker of this host sends to this one, in one generation.
+    """What one other worker of this host, process ``pid``, sends to this one in one generation; ``table`` is its file there.
 
     Its methods raise ``OSError`` if the sender's memory cannot be opened: it has died.
-
-    Args:
-        me: This worker's rank.
-        pid: The other one's process.
-        table: File of its table there.
-        opened: What is mapped already.
     """
 
     me: int

@@ -246,8 +246,8 @@ class UlfmCommunicator(FixedMembership, OneWorker):
     def _is_over(self, message: Message) -> bool:
         """Return whether MPI has done with a message that was given up; one that was revoked ends with an error."""
         try:
-            return bool(message.request.Test())
-        except self._mpi.Exception:
+            return self._is_through(message)
+        except PeerFailed:
             return True
 
     def start_send(self, data: torch.Tensor, rank: int, tag: int) -> Message:

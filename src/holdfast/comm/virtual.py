@@ -87,13 +87,9 @@ class VirtualCommunicator(FixedMembership):
         self._posted.append(data)
 
     def take(self, rank: int, data: torch.Tensor) -> None:
-        """Copy what was posted first, unless somebody is dead.
-
-        Raises:
-            InternalError: if nothing was posted: nobody else could do so.
-        """
+        """Copy what was posted first, unless somebody is dead."""
         self.look()
-        if not self._posted:
+        if not self._posted:  # and nobody else could do so
             raise InternalError(f"nothing was posted that could be taken from worker {rank}")
         data.copy_(self._posted.popleft())
 
@@ -136,11 +132,7 @@ class VirtualCommunicator(FixedMembership):
         """Do nothing: nobody waits anywhere."""
 
     def shrink(self, *, admits: int = -1, leaves: bool = False) -> bool:
-        """Go on with the living; nobody joins or leaves.
-
-        Raises:
-            JobError: if nobody is left.
-        """
+        """Go on with the living; nobody joins or leaves. ``JobError`` if nobody is left."""
         self.members = tuple(rank for rank in self.members if rank not in self._dead)
         self._late -= self._dead
         if self._late >= set(self.members):  # it did reach this process, though all whom it reached are dead

@@ -113,12 +113,9 @@ class Collective:
     """Something that all members of a group do.
 
     Args:
-        group: Who.
-        what: For messages.
         exchange: Everything that needs the others, up to and with a last barrier.
         finish: Moves the result to where it belongs; needs nobody.
         recovers: It is made again over the survivors when somebody dies.
-        work: Is told.
         signature: What must be the same at all ranks.
     """
 
@@ -158,9 +155,6 @@ class Engine:
 
     Args:
         debug: Compare what the ranks call, before every collective.
-
-    Raises:
-        ConfigError: if MPI is not there.
     """
 
     def __init__(self, *, debug: bool = False) -> None:

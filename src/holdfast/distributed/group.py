@@ -28,10 +28,7 @@ _TAGS = 1 << 29
 
 
 def create(options: Any) -> HoldfastGroup:
-    """Return the group that torch asks for.
-
-    Args:
-        options: torch's ``_DistributedBackendOptions``.
+    """Return the group that torch asks for by its ``_DistributedBackendOptions``.
 
     Raises:
         ConfigError: if this process was not started by mpirun, or with another number than it says.

@@ -21,14 +21,7 @@ from holdfast.torch_private import task_of_backward
 
 
 class GroupBase(ProcessGroup):
-    """A group of ranks, and how it carries a collective out.
-
-    Args:
-        engine: Carries everything out.
-        members: The group, as the engine sees it.
-        rank: This rank, in the group.
-        timeout_s: How long a wait lasts at most.
-    """
+    """A group of ranks, and how it has a collective carried out by the engine; ``rank`` is that in the group."""
 
     def __init__(self, engine: Engine, members: Members, rank: int, timeout_s: float) -> None:
         super().__init__(rank, len(members.ranks))  # type: ignore[call-arg]

@@ -25,11 +25,7 @@ _PHASES = ("forward", "backward", "allreduce")
 
 
 class Witness:
-    """Writes records for one rank.
-
-    Args:
-        place: The rank in MPI's world.
-        size: Ranks at the start.
+    """Writes records for the rank at ``place`` in MPI's world, which had ``size`` at the start.
 
     Raises:
         ConfigError: if the environment holds a setting that is not allowed, or a fault that cannot strike here.

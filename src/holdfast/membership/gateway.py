@@ -43,13 +43,7 @@ FAILURES = (OSError, http.client.HTTPException, ValueError, KeyError, Unavailabl
 
 
 class Cluster:
-    """The members, and which of them is asked.
-
-    Args:
-        where: ``[USER@]HOST:PORT[,HOST:PORT...]``.
-        password: Of the user.
-        answer_s: How long a member may take to answer.
-    """
+    """The members, ``[USER@]HOST:PORT[,HOST:PORT...]``, and which of them is asked; it may take ``answer_s`` to answer."""
 
     def __init__(self, where: str, password: str, answer_s: float) -> None:
         user, _, hosts = where.rpartition("@")

@@ -117,13 +117,8 @@ def groups(holders: Mapping[int, int]) -> list[tuple[int, ...]]:
     """Return which slices a holder of several may add before anybody else's, by :func:`tree`, without changing a bit.
 
     They are the largest subtrees whose slices are all in one hand. In the tree over everything, the sum of such a group
-    takes the place of any one of its slices, because all of them meet before any other joins them.
-
-    Args:
-        holders: Who holds each slice that takes part. Those that do not leave no gap: what is beside them moves up.
-
-    Returns:
-        Each group's slices, ascending; the groups in the order of their slices.
+    takes the place of any one of its slices, because all of them meet before any other joins them. Slices that do not take
+    part, and so are not in ``holders``, leave no gap: what is beside them moves up. All are in the order of the slices.
     """
     level: list[tuple[int, list[tuple[int, ...]]]] = [(number, [(number,)]) for number in sorted(holders)]
     while len(level) > 1:
@@ -149,14 +144,9 @@ def _join(
 def addable(holders: Mapping[int, int], order: str) -> list[tuple[int, ...]]:
     """Return which slices their holder may add before they meet the others', without changing a bit of the sum.
 
-    Args:
-        holders: Who holds each slice that takes part.
-        order: Of the sum. In ``tree`` it is all aligned groups, in ``fold`` the slices that come before anybody else's;
-            otherwise none.
-
-    Returns:
-        Each group's slices, ascending, a slice that is added to no other by itself; the groups in the order of their
-        slices. The sum of a group stands where its first slice would.
+    In the order ``tree`` these are all aligned groups, in ``fold`` the slices that come before anybody else's, otherwise
+    none. A slice that is added to no other is a group by itself. All are in the order of the slices, and the sum of a
+    group stands where its first slice would.
     """
     if order == "tree":
         return groups(holders)

@@ -36,14 +36,7 @@ def nobody_listens(number: int) -> None:
 
 
 def note_altered(found: dict[str, int], what: str, owners: Mapping[int, int], number: int) -> None:
-    """Note a finding of a sum.
-
-    Args:
-        found: All of the step, by name, with the giver; :data:`NO_WORKER` for a sum.
-        what: What was summed, or handed over.
-        owners: Who gave each slice.
-        number: The slice for which it was altered, or :data:`SUM`.
-    """
+    """Note in ``found``, by name, which worker gave the slice that was altered in ``what`` was summed, or handed over."""
     if number == SUM:
         found[f"the sum of {what}"] = NO_WORKER
     else:
@@ -68,13 +61,7 @@ def num_tiles(numel: int, tile: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Vector:
-    """Numbers, and the checksums of their tiles, wherever they lie.
-
-    Args:
-        numbers: 1-D.
-        checksums: 64-bit, one a tile; None where nobody looks.
-        tile: Numbers of a tile.
-    """
+    """Numbers, 1-D, and the checksum of each tile, 64-bit, wherever they lie; no checksums where nobody looks."""
 
     numbers: torch.Tensor
     checksums: torch.Tensor | None = None

@@ -45,13 +45,7 @@ _Terms = dict[int, Vector]
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A part of the vector that lies in one worker's share on every host.
-
-    Args:
-        part: Where it lies.
-        workers: Of each host, the process in whose share it is.
-        finisher: Which of them finishes its sum.
-    """
+    """A part of the vector that lies in the share of one of each host's ``workers``; that of host ``finisher`` finishes its sum."""
 
     part: slice
     workers: tuple[int, ...]
@@ -75,10 +69,7 @@ class _Plan:
 class HostsSum:
     """The sum among processes on several hosts, each of which shares the memory of its own.
 
-    Args:
-        comm: Who takes part.
-        hosts: The host of each process, from 0 without gaps.
-        memory: Of this host; its words are not looked at.
+    ``hosts`` has the host of each process, from 0 without gaps. The words in ``memory`` are not looked at.
     """
 
     def __init__(self, comm: Exchange, hosts: Sequence[int], memory: Memory) -> None:
@@ -209,12 +200,7 @@ def pieces(hosts: Sequence[int], length: int, line: int) -> Iterator[Piece]:
     """Yield the pieces of a vector, ascending, none of them empty.
 
     Every host cuts the vector evenly among its workers. Between two cuts of any host, the vector is cut evenly among the
-    hosts; each finishes one of these pieces, so that all send and receive the same amounts.
-
-    Args:
-        hosts: The host of each process, from 0 without gaps.
-        length: Of the vector.
-        line: Cuts are at multiples of it.
+    hosts; each finishes one of these pieces, so that all send and receive the same amounts. Cuts are at multiples of ``line``.
     """
     count = max(hosts) + 1
     workers = [[process for process, host in enumerate(hosts) if host == mine] for mine in range(count)]

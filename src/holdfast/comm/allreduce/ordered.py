@@ -114,11 +114,7 @@ class OrderedSum:
         self._path_of_generation(((),) * len(self._comm.processes))
 
     def check_same(self, span: Span, order: str) -> None:
-        """Make sure that all are about to sum the same kind of vector, where it costs no message to know.
-
-        Raises:
-            ScriptError: if they are not.
-        """
+        """Make sure that all are about to sum the same kind of vector, or raise ``ScriptError``, where it costs no message to know."""
         if self._made_for[0] == self._comm.generation and isinstance(self._path, SharedSum):
             self._path.check_same(span, order)
 

@@ -259,15 +259,9 @@ def sum_alone(comm: Exchange, slots: Sequence[torch.Tensor], size_bytes: int, de
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """What a process says of itself before memory is shared.
+    """What a process says of itself before memory is shared: file descriptors of its slots, and of the result if it made one.
 
-    Args:
-        ready: Whether it has the memory that it needs.
-        host: Who shares memory with it; see :func:`~holdfast.comm.memory.host_id`.
-        pid: Its process.
-        incarnation: A number that no other process has.
-        result: File descriptor of the result that it made, or -1.
-        slots: File descriptors of its slots.
+    ``ready`` says whether it has the memory that it needs; no other process has the same ``incarnation``.
     """
 
     ready: bool
@@ -279,10 +273,10 @@ class Told:
 
 
 class Introduction:
-    """All members say where their memory is; then they know who shares a host, and the same things.
+    """All members say at the same time where their memory is; then they know who shares a host, and the same things.
 
     Args:
-        comm: Whose members take part, all at the same time.
+        comm: Whose members take part.
         mine: This worker's slots; None if it has no memory for them.
         size_bytes: Of every slot.
         opened: Slots of others that are mapped already: only their owners write them, so they outlive a generation.
