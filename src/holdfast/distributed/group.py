@@ -5,7 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch.distributed import ProcessGroup, Work
 from holdfast import notice
 from holdfast.config import debug_wanted
 from holdfast.distributed.comm_thread import WORLD, Transfer, get_engine
-from holdfast.distributed.group_base import nothing
+from holdfast.distributed.group_base import Tensors, nothing
 from holdfast.distributed.moves import Moves
 from holdfast.distributed.reductions import Reductions
 from holdfast.distributed.tensors import bytes_of, give, one
@@ -57,23 +58,17 @@ class HoldfastGroup(Reductions, Moves):
 
     # -- several at once
 
-    def all_gather_single_coalesced(
-        self, outs: Sequence[torch.Tensor], parts: Sequence[torch.Tensor], options: Any = None
-    ) -> Work:
+    def all_gather_single_coalesced(self, outs: Tensors, parts: Tensors, options: Any = None) -> Work:
         """Gather several tensors, each into one."""
         works = [self.all_gather_single(out, part) for out, part in zip(outs, parts, strict=True)]
         return self._last_of(works, list(outs), "all_gather_into_tensor_coalesced")
 
-    def allgather_coalesced(
-        self, outputs: Sequence[Sequence[torch.Tensor]], inputs: Sequence[torch.Tensor], options: Any = None
-    ) -> Work:
+    def allgather_coalesced(self, outputs: Sequence[Tensors], inputs: Tensors, options: Any = None) -> Work:
         """Gather several tensors; ``outputs`` has a list a rank."""
         works = [self.allgather([[row[i] for row in outputs]], [part]) for i, part in enumerate(inputs)]
         return self._last_of(works, [t for row in outputs for t in row], "all_gather_coalesced")
 
-    def reduce_scatter_single_coalesced(
-        self, outs: Sequence[torch.Tensor], wholes: Sequence[torch.Tensor], options: Any = None
-    ) -> Work:
+    def reduce_scatter_single_coalesced(self, outs: Tensors, wholes: Tensors, options: Any = None) -> Work:
         """Reduce and scatter several tensors."""
         works = [self.reduce_scatter_single(out, whole, options) for out, whole in zip(outs, wholes, strict=True)]
         return self._last_of(works, list(outs), "reduce_scatter_tensor_coalesced")
@@ -96,48 +91,36 @@ class HoldfastGroup(Reductions, Moves):
 
     # -- between two ranks
 
-    def send(self, tensors: Sequence[torch.Tensor], rank: int, tag: int) -> Work:
+    def send(self, tensors: Tensors, rank: int, tag: int) -> Work:
         """Give a tensor to one rank."""
-        data = bytes_of(one(tensors, "send")).clone()
-        return self._transfer(tensors, f"send to rank {rank}", rank, tag, data, nothing)
+        return self._transfer(one(tensors, "send"), f"send to rank {rank}", rank, tag, sends=True)
 
-    def recv(self, tensors: Sequence[torch.Tensor], rank: int, tag: int) -> Work:
+    def recv(self, tensors: Tensors, rank: int, tag: int) -> Work:
         """Take a tensor from one rank."""
-        tensor = one(tensors, "recv")
-        data = torch.empty(tensor.numel() * tensor.element_size(), dtype=torch.uint8)
-        return self._transfer(tensors, f"recv from rank {rank}", rank, tag, data, lambda: give(tensor, data))
+        return self._transfer(one(tensors, "recv"), f"recv from rank {rank}", rank, tag)
 
-    def recv_anysource(self, tensors: Sequence[torch.Tensor], tag: int) -> Work:
+    def recv_anysource(self, tensors: Tensors, tag: int) -> Work:
         """Take a tensor from whoever sends first."""
-        tensor = one(tensors, "recv")
-        data = torch.empty(tensor.numel() * tensor.element_size(), dtype=torch.uint8)
-        return self._transfer(tensors, "recv from any rank", None, tag, data, lambda: give(tensor, data))
+        return self._transfer(one(tensors, "recv"), "recv from any rank", None, tag)
 
-    def _transfer(
-        self,
-        tensors: Sequence[torch.Tensor],
-        what: str,
-        rank: int | None,
-        tag: int,
-        data: torch.Tensor,
-        finish: Callable[[], None],
-    ) -> Work:
+    def _transfer(self, tensor: torch.Tensor, what: str, rank: int | None, tag: int, *, sends: bool = False) -> Work:
+        length = tensor.numel() * tensor.element_size()
+        data = bytes_of(tensor).clone() if sends else torch.empty(length, dtype=torch.uint8)
         if rank is not None and not 0 <= rank < self.size():
             raise ValueError(f"{what}: there are ranks 0 to {self.size() - 1} in the group")
         members, world = self._members, self._engine.world
-        sends = what.startswith("send")
         number = _TAGS + xxhash.xxh3_64_intdigest(f"{members.key} {tag}".encode()) % _TAGS
 
         def begin() -> Any:
             if rank is not None:
                 self._check_alive(rank, what)
             peer = None if rank is None else members.ranks[rank]
-            if sends:
-                assert peer is not None
-                return world.start_send(data, peer, number)
-            return world.start_receive(data, peer, number)
+            if peer is None or not sends:
+                return world.start_receive(data, peer, number)
+            return world.start_send(data, peer, number)
 
-        work = Pending(list(tensors), what, self._timeout_s, _nothing_to_give_up)
+        finish = nothing if sends else functools.partial(give, tensor, data)
+        work = Pending([tensor], what, self._timeout_s, _nothing_to_give_up)
         return self._engine.submit(Transfer(members, what, begin, finish, work))
 
 

@@ -19,6 +19,8 @@ from holdfast.distributed.work import Pending
 from holdfast.errors import RanksLost
 from holdfast.torch_private import task_of_backward
 
+Tensors = Sequence[torch.Tensor]
+
 
 class GroupBase(ProcessGroup):
     """A group of ranks, and how it has a collective carried out by the engine; ``rank`` is that in the group."""
@@ -144,14 +146,14 @@ class GroupBase(ProcessGroup):
                 members.alive,
             )
 
-    def _check_count(self, parts: Sequence[torch.Tensor], what: str) -> None:
+    def _check_count(self, parts: Tensors, what: str) -> None:
         # Who is alive changes under our hands: how many that makes is compared later, at all ranks alike.
         if not 0 < len(parts) <= self.size() or (len(parts) < self.size() and not self._members.dead):
             raise ValueError(
                 f"{what} needs one tensor for each of the {self.size()} ranks of the group, got {len(parts)}"
             )
 
-    def _check_list(self, parts: Sequence[torch.Tensor], like: torch.Tensor, what: str) -> None:
+    def _check_list(self, parts: Tensors, like: torch.Tensor, what: str) -> None:
         self._check_count(parts, what)
         for part in parts:
             self._check_like(part, like, what)
@@ -176,7 +178,7 @@ class GroupBase(ProcessGroup):
             raise ValueError(f"{what} needs a contiguous tensor, or one whose first dimension {count} ranks divide")
         return list(whole.split(whole.shape[0] // count))
 
-    def _check_fits(self, parts: Sequence[torch.Tensor] | None, what: str) -> None:
+    def _check_fits(self, parts: Tensors | None, what: str) -> None:
         """Make sure that everybody who gives or takes a tensor a rank has one for each rank alive.
 
         Some have no list, such as all but the root of a gather. So the ranks tell each other, once somebody has died, and

@@ -13,14 +13,14 @@ from torch.distributed import Work
 
 from holdfast.comm.allreduce.ordered import Span
 from holdfast.comm.allreduce.shm import ALIGN
-from holdfast.distributed.group_base import GroupBase, nothing
+from holdfast.distributed.group_base import GroupBase, Tensors, nothing
 from holdfast.distributed.tensors import bytes_of, give, one, plain, split
 
 
 class Moves(GroupBase):
     """A group's collectives in which every rank's tensors arrive as they were given."""
 
-    def broadcast(self, tensors: Sequence[torch.Tensor], options: Any) -> Work:
+    def broadcast(self, tensors: Tensors, options: Any) -> Work:
         """Give every rank the root's tensor."""
         tensor, members, root = one(tensors, "broadcast"), self._members, options.rootRank
         by_ddp = self._asker().is_ddp_outside
@@ -48,9 +48,7 @@ class Moves(GroupBase):
 
         return self._submit("broadcast", [tensor], exchange, finish, like=tensor, root=root, recovers=by_ddp)
 
-    def allgather(
-        self, outputs: Sequence[Sequence[torch.Tensor]], inputs: Sequence[torch.Tensor], options: Any = None
-    ) -> Work:
+    def allgather(self, outputs: Sequence[Tensors], inputs: Tensors, options: Any = None) -> Work:
         """Give every rank the tensors of all."""
         outs, part = list(one(outputs, "all_gather")), one(inputs, "all_gather")
         self._check_list(outs, part, "all_gather")
@@ -63,7 +61,7 @@ class Moves(GroupBase):
 
     _allgather_base = all_gather_single
 
-    def gather(self, outputs: Sequence[Sequence[torch.Tensor]], inputs: Sequence[torch.Tensor], options: Any) -> Work:
+    def gather(self, outputs: Sequence[Tensors], inputs: Tensors, options: Any) -> Work:
         """Give the root the tensors of all."""
         part, root = one(inputs, "gather"), options.rootRank
         outs = list(one(outputs, "gather")) if self._place == root else None
@@ -73,7 +71,7 @@ class Moves(GroupBase):
 
     def _gather(
         self,
-        outs: Sequence[torch.Tensor] | None,
+        outs: Tensors | None,
         part: torch.Tensor,
         what: str,
         result: list[torch.Tensor],
@@ -107,7 +105,7 @@ class Moves(GroupBase):
 
         return self._submit(what, result, exchange, finish, like=part, root=root, recovers=by_ddp)
 
-    def scatter(self, outputs: Sequence[torch.Tensor], inputs: Sequence[Sequence[torch.Tensor]], options: Any) -> Work:
+    def scatter(self, outputs: Tensors, inputs: Sequence[Tensors], options: Any) -> Work:
         """Give every rank one of the root's tensors."""
         out, root = one(outputs, "scatter"), options.rootRank
         parts = list(one(inputs, "scatter")) if self._place == root else None
@@ -132,7 +130,7 @@ class Moves(GroupBase):
 
         return self._submit("scatter", [out], exchange, finish, like=out, root=root)
 
-    def alltoall(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], options: Any = None) -> Work:
+    def alltoall(self, outputs: Tensors, inputs: Tensors, options: Any = None) -> Work:
         """Give every rank one tensor, and take one from each."""
         if len(outputs) != len(inputs):
             raise ValueError(f"all_to_all needs as many outputs as inputs, got {len(outputs)} and {len(inputs)}")
@@ -156,9 +154,7 @@ class Moves(GroupBase):
 
     alltoall_base = all_to_all_single
 
-    def _alltoall(
-        self, outs: Sequence[torch.Tensor], parts: Sequence[torch.Tensor], what: str, result: list[torch.Tensor]
-    ) -> Work:
+    def _alltoall(self, outs: Tensors, parts: Tensors, what: str, result: list[torch.Tensor]) -> Work:
         members = self._members
         received: list[torch.Tensor] = []
 

@@ -15,7 +15,7 @@ from holdfast.comm.allreduce.adding import ORDERS, Mean
 from holdfast.comm.allreduce.ordered import Span
 from holdfast.distributed.call_site import Asker
 from holdfast.distributed.comm_thread import Engine, Members
-from holdfast.distributed.group_base import GroupBase, nothing
+from holdfast.distributed.group_base import GroupBase, Tensors, nothing
 from holdfast.distributed.tensors import ORDER_OF, factor_of, give, kind_of, name_of, of_its_own, one, plain
 
 
@@ -27,18 +27,18 @@ class Reductions(GroupBase):
         self._lent_in: object = None
         self._lent_bytes = 0
 
-    def allreduce(self, tensors: Sequence[torch.Tensor], options: Any = None) -> Work:
+    def allreduce(self, tensors: Tensors, options: Any = None) -> Work:
         """Reduce a tensor over all ranks, in place."""
         op = ReduceOp.SUM if options is None else options.reduceOp
         return self._reduce(one(tensors, "all_reduce"), op, "all_reduce")
 
-    def allreduce_coalesced(self, tensors: Sequence[torch.Tensor], options: Any = None) -> Work:
+    def allreduce_coalesced(self, tensors: Tensors, options: Any = None) -> Work:
         """Reduce several tensors over all ranks, in place."""
         op = ReduceOp.SUM if options is None else options.reduceOp
         works = [self._reduce(tensor, op, "all_reduce_coalesced") for tensor in tensors]
         return self._last_of(works, list(tensors), "all_reduce_coalesced")
 
-    def reduce(self, tensors: Sequence[torch.Tensor], options: Any) -> Work:
+    def reduce(self, tensors: Tensors, options: Any) -> Work:
         """Reduce a tensor over all ranks; the root has the result."""
         return self._reduce(one(tensors, "reduce"), options.reduceOp, "reduce", root=options.rootRank)
 
@@ -102,9 +102,7 @@ class Reductions(GroupBase):
             return Mean(alive / first, span.length)
         return None
 
-    def reduce_scatter(
-        self, outputs: Sequence[torch.Tensor], inputs: Sequence[Sequence[torch.Tensor]], options: Any = None
-    ) -> Work:
+    def reduce_scatter(self, outputs: Tensors, inputs: Sequence[Tensors], options: Any = None) -> Work:
         """Reduce a list of tensors over all ranks, and give each rank one of them."""
         out, parts = one(outputs, "reduce_scatter"), list(one(inputs, "reduce_scatter"))
         op = ReduceOp.SUM if options is None else options.reduceOp
@@ -117,7 +115,7 @@ class Reductions(GroupBase):
 
     _reduce_scatter_base = reduce_scatter_single
 
-    def _reduce_scatter(self, out: torch.Tensor, parts: Sequence[torch.Tensor], op: Any, what: str) -> Work:
+    def _reduce_scatter(self, out: torch.Tensor, parts: Tensors, op: Any, what: str) -> Work:
         members = self._members
         kind = kind_of(op, out)
         self._check_count(parts, what)

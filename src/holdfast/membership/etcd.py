@@ -22,21 +22,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from holdfast.errors import ConfigError, StoreLost
-from holdfast.membership.gateway import (
-    ANSWER_S,
-    CONNECT_S,
-    FAILURES,
-    NOT_FOUND,
-    Cluster,
-    Line,
-    Refused,
-    Unavailable,
-    decode,
-    encode,
-    sockets_of,
-    under,
-    wake,
-)
+from holdfast.membership import gateway
+from holdfast.membership.gateway import Cluster, Line, Refused, Unavailable, decode, encode, sockets_of, under, wake
 from holdfast.membership.store import LEASE_S, Silence, Store, beat_s, check_size, patience_s
 
 _NAP_S = 0.1
@@ -67,7 +54,7 @@ class EtcdStore(Store):
         self._where = where.rpartition("@")[2]
         self._prefix = f"holdfast/{job}/"
         self._lease_s = lease_s
-        self._cluster = Cluster(where, token, min(ANSWER_S, patience_s(lease_s) / 3))
+        self._cluster = Cluster(where, token, min(gateway.ANSWER_S, patience_s(lease_s) / 3))
         self._me, self._numbers = secrets.token_hex(4), itertools.count()
         self._lease = ""
         self._revision = 0
@@ -170,7 +157,7 @@ class EtcdStore(Store):
                     self._lose(error)
                 self._closing.wait(_NAP_S)
             except Refused as error:
-                if error.code != NOT_FOUND or not self._lease:
+                if error.code != gateway.NOT_FOUND or not self._lease:
                     self._lose(error)
                 self._lease = ""  # it has run out
         raise StoreLost(self._lost)
@@ -185,7 +172,7 @@ class EtcdStore(Store):
         return self._lease
 
     def _new_silence(self) -> Silence:
-        return Silence(patience_s(self._lease_s), CONNECT_S + self._cluster.answer_s)
+        return Silence(patience_s(self._lease_s), gateway.CONNECT_S + self._cluster.answer_s)
 
     def _lose(self, why: object) -> None:
         self._note_lost(f"etcd at {self._where} cannot be reached any more: {why}")
@@ -260,7 +247,7 @@ class EtcdStore(Store):
                     silence.broken(time.monotonic())
                     if not self._take(result):
                         break
-            except (*FAILURES, Refused) as error:
+            except (*gateway.FAILURES, Refused) as error:
                 why = str(error)
             if silence.is_too_long():
                 self._lose(why)

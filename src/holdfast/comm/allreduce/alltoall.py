@@ -6,13 +6,13 @@ so in the order ``tree`` who holds many slices has little more to send than who 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from holdfast.comm.allreduce.adding import Addition, Mean, addable
-from holdfast.comm.allreduce.checksums import SUM, Altered, Vector, nobody_listens, num_tiles
+from holdfast.comm.allreduce.checksums import SUM, Altered, Midway, Vector, nobody_listens, num_tiles
 from holdfast.comm.allreduce.shm import LEFT_OUT, Slots, Span, aligned
 from holdfast.comm.base import Exchange
 
@@ -55,13 +55,7 @@ class ExchangedSum:
         self._buffers: dict[tuple[Span, str], _Buffers] = {}
 
     def __call__(
-        self,
-        span: Span,
-        slots: Slots,
-        order: str,
-        mean: Mean | None,
-        midway: Callable[[], None],
-        altered: Altered = nobody_listens,
+        self, span: Span, slots: Slots, order: str, mean: Mean | None, midway: Midway, altered: Altered = nobody_listens
     ) -> torch.Tensor:
         """Return the sum; see :class:`~holdfast.comm.allreduce.ordered.OrderedSum`."""
         buffers = self._get_buffers(span, slots, order)

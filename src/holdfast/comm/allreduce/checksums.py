@@ -30,6 +30,9 @@ NO_WORKER = -1
 Altered = Callable[[int], None]
 """Called with the slice whose term is not what was given, or :data:`SUM`."""
 
+Midway = Callable[[], None]
+"""Called when the terms of this process are known to all and its share of the result is not."""
+
 
 def nobody_listens(number: int) -> None:
     """Do nothing."""

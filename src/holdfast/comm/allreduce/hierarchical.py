@@ -23,14 +23,14 @@ fails the sum.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
 import torch
 
 from holdfast.comm.allreduce.adding import Addition, Mean, groups
-from holdfast.comm.allreduce.checksums import SUM, Altered, Vector, nobody_listens, num_tiles
+from holdfast.comm.allreduce.checksums import SUM, Altered, Midway, Vector, nobody_listens, num_tiles
 from holdfast.comm.allreduce.shm import Memory, Slots, Span
 from holdfast.comm.base import Exchange
 from holdfast.errors import PeerFailed, ScriptError
@@ -82,13 +82,7 @@ class HostsSum:
         self._plans: dict[Span, _Plan] = {}
 
     def __call__(
-        self,
-        span: Span,
-        slots: Slots,
-        order: str,
-        mean: Mean | None,
-        midway: Callable[[], None],
-        altered: Altered = nobody_listens,
+        self, span: Span, slots: Slots, order: str, mean: Mean | None, midway: Midway, altered: Altered = nobody_listens
     ) -> torch.Tensor:
         """Return the sum; see :class:`~holdfast.comm.allreduce.ordered.OrderedSum`."""
         assert order == ORDER_BETWEEN_HOSTS, order

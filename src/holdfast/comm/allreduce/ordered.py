@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import errno
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
 from holdfast.comm.allreduce.adding import Mean
 from holdfast.comm.allreduce.alltoall import ExchangedSum
-from holdfast.comm.allreduce.checksums import SUM, Altered, nobody_listens
+from holdfast.comm.allreduce.checksums import SUM, Altered, Midway, nobody_listens
 from holdfast.comm.allreduce.hierarchical import ORDER_BETWEEN_HOSTS, HostsSum
 from holdfast.comm.allreduce.shm import ALIGN, LEFT_OUT, Introduction, SharedSum, Slots, Span, sum_alone
 from holdfast.comm.base import Exchange
@@ -82,7 +82,7 @@ class OrderedSum:
         rows: Sequence[int] = (),
         order: str = "",
         mean: Mean | None = None,
-        midway: Callable[[], None] = _nothing,
+        midway: Midway = _nothing,
         altered: Altered = nobody_listens,
     ) -> torch.Tensor:
         """Return the sum of one span, the same bits at every process.

@@ -23,14 +23,14 @@ from __future__ import annotations
 import functools
 import os
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from holdfast.comm.allreduce.adding import ORDERS, Addition, Mean
-from holdfast.comm.allreduce.checksums import TILE, Altered, Vector, nobody_listens, num_tiles, tile_of
+from holdfast.comm.allreduce.checksums import TILE, Altered, Midway, Vector, nobody_listens, num_tiles, tile_of
 from holdfast.comm.base import Exchange
 from holdfast.comm.memory import Opened, Segment, host_id, open_segment
 from holdfast.comm.waiting import patience, wait_until, waiting
@@ -165,13 +165,7 @@ class SharedSum:
         self._additions: dict[tuple[Span, str], tuple[Slots, Addition]] = {}
 
     def __call__(
-        self,
-        span: Span,
-        slots: Slots,
-        order: str,
-        mean: Mean | None,
-        midway: Callable[[], None],
-        altered: Altered = nobody_listens,
+        self, span: Span, slots: Slots, order: str, mean: Mean | None, midway: Midway, altered: Altered = nobody_listens
     ) -> torch.Tensor:
         """Return the sum; see :class:`~holdfast.comm.allreduce.ordered.OrderedSum`. Nothing is sent back: it is read where it was added."""
         addition = self._addition(span, slots, order)
