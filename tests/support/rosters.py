@@ -111,7 +111,7 @@ def _act(part, store, world, seen):
         return "late"
     agreements = 0
     while agreements < 3:
-        at = roster.generation, roster._act + 1
+        at = roster.generation, roster.act + 1
         seen.members[roster.generation][part.rank] = roster.members
         agreed = roster.agree(at not in part.refuses and not roster.newcomers(0))
         seen.agreed[at][part.rank] = agreed

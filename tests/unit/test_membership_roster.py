@@ -67,7 +67,7 @@ def test_the_plays_reach_what_they_are_about():
 
 def test_a_roster_that_decides_by_what_it_sees_is_found_out(monkeypatch):
     def decide_alone(self, vote, key):
-        prefix = f"g/{self.generation}/act/{self._act}/"
+        prefix = f"g/{self.generation}/act/{self.act}/"
         self.store.put(f"{prefix}{self.rank}", json.dumps({"act": vote.act, "flag": vote.flag}))
         decided = self.store.wait(lambda: self.store.get(key) or self._conclude(prefix, vote.act))
         self.store.put(key, decided)  # whatever the others have written

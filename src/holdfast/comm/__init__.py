@@ -20,20 +20,16 @@ if TYPE_CHECKING:
     from holdfast.comm.subgroup import Subgroup
     from holdfast.comm.virtual import VirtualCommunicator
 
-_WHERE = {
-    "SUM": "allreduce.ordered",
-    "Communicator": "base",
-    "Mail": "p2p",
-    "Mean": "allreduce.ordered",
-    "MessageCommunicator": "base",
-    "OrderedSum": "allreduce.ordered",
-    "Span": "allreduce.ordered",
-    "Subgroup": "subgroup",
-    "VirtualCommunicator": "virtual",
-    "checksum": "allreduce.checksums",
-    "connect": "connecting",
-    "share_bytes": "base",
+_NAMES = {
+    "allreduce.checksums": ("checksum",),
+    "allreduce.ordered": ("SUM", "Mean", "OrderedSum", "Span"),
+    "base": ("Communicator", "MessageCommunicator", "share_bytes"),
+    "connecting": ("connect",),
+    "p2p": ("Mail",),
+    "subgroup": ("Subgroup",),
+    "virtual": ("VirtualCommunicator",),
 }
+_WHERE = {name: module for module, names in _NAMES.items() for name in names}
 
 __all__ = [
     "SUM",

@@ -110,10 +110,7 @@ class Communicator(Exchange, Protocol):
     def swap(self, send: Placed, receive: Placed, tag: int = 0) -> None:
         """Exchange tensors with some; see :meth:`Exchange.swap`. It fails, too, if any member is known to have died.
 
-        Args:
-            send: What to give to which place.
-            receive: What to overwrite by what comes from which place.
-            tag: Told apart from other messages between the same two; ``>= 0`` and below ``2**30``, but not 1.
+        ``tag``, ``>= 0`` and below ``2**30`` but not 1, tells them from other messages between the same two.
         """
 
     def post(self, rank: int, data: torch.Tensor) -> None:
@@ -143,9 +140,7 @@ class Communicator(Exchange, Protocol):
     def broadcast(self, data: torch.Tensor, root: int) -> None:
         """Overwrite ``data`` everywhere with that of the process that plays the member ``root``.
 
-        Args:
-            data: Contiguous, the same shape and dtype at every process. After a failure it is whole, the old or the new.
-            root: A member.
+        It is contiguous, of the same shape and dtype at every process. After a failure it is whole, the old or the new.
         """
 
     def share_progress(self, progress: Progress) -> Mapping[int, Progress]:
@@ -173,11 +168,7 @@ class Communicator(Exchange, Protocol):
         """Whether this member can continue only with the current members: without the store no agreement is possible after a failure."""
 
     def join(self, loop: int) -> bool:
-        """Wait to be let into a training loop, for a worker that the job did not start with: it has no members before.
-
-        Returns:
-            False if a later loop goes on by now.
-        """
+        """Wait to be let into a training loop, as a worker that the job did not start with; False if a later loop goes on by now."""
 
     def newcomers(self, loop: int) -> tuple[int, ...]:
         """Return who, as far as this process knows, waits to join a training loop; costs next to nothing."""
@@ -194,12 +185,7 @@ class Communicator(Exchange, Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Message:
-    """A message between two workers that is on its way.
-
-    Args:
-        request: What the fabric knows it by.
-        data: Its memory, which the fabric may use until it is done with the message.
-    """
+    """A message between two workers that is on its way: what the fabric knows it by, and its memory, in use until it is through."""
 
     request: Any
     data: torch.Tensor
@@ -216,12 +202,12 @@ class MessageCommunicator(Communicator, Protocol):
         """Number of workers that the job was started with."""
 
     def start_send(self, data: torch.Tensor, rank: int, tag: int) -> Message:
-        """Begin to give ``data`` to ``rank``; the message is through when that has taken it.
+        """Begin to give ``data`` to the member ``rank``; the message is through when that has taken it.
 
         Args:
             data: CPU, contiguous, any shape and dtype; not written until the message is through.
             rank: A member.
-            tag: Told apart from other messages between the same two; ``>= 0`` and below ``2**30``, but not 1.
+            tag: As that of :meth:`swap`.
 
         Raises:
             PeerFailed: if it cannot be begun.

@@ -75,11 +75,8 @@ class Mail:
 
         Args:
             to: A member, this worker too; or some members, who read the same copy if they share memory with this worker.
-            data: Any shape of at most 8 dimensions, any dtype and device.
+            data: Any shape of at most 8 dimensions, any dtype and device; ``ScriptError`` if it has more.
             me: Who sends, among those whom this process plays.
-
-        Raises:
-            ScriptError: if it has more dimensions.
         """
         ranks = (to,) if isinstance(to, int) else tuple(to)
         for rank in ranks:

@@ -59,13 +59,9 @@ def _load_mpi() -> Any:
 
 
 class UlfmCommunicator(FixedMembership, OneWorker):
-    """The workers that ``mpirun --with-ft ulfm`` started; the thread that makes it owns MPI.
+    """The workers that ``mpirun --with-ft ulfm`` started, numbered by ``ranks``, or from 0; the thread that makes it owns MPI.
 
-    Args:
-        ranks: Numbers of the workers by MPI rank; None counts from 0.
-
-    Raises:
-        ConfigError: if this process was not started by mpirun with fault tolerance, or mpi4py is missing.
+    ``ConfigError`` if this process was not started by mpirun with fault tolerance, or mpi4py is missing.
     """
 
     _owned = "MPI"
@@ -104,9 +100,12 @@ class UlfmCommunicator(FixedMembership, OneWorker):
         """Exchange tensors with some; see :meth:`Communicator.swap`."""
         self._check_thread()
         self._clear_away()
+        self._exchange([(self._comm.Irecv, receive), (self._comm.Isend, send)], tag)
+
+    def _exchange(self, sides: Sequence[tuple[Callable[..., MPI.Request], Placed]], tag: int) -> None:
         begun: list[Message] = []
         try:
-            for call, items in ((self._comm.Irecv, receive), (self._comm.Isend, send)):
+            for call, items in sides:
                 for place, data in items:
                     begun.append(self._start(call, data, place, tag))
             for message in begun:  # one by one: Waitall was seen to hang after a death
@@ -122,12 +121,7 @@ class UlfmCommunicator(FixedMembership, OneWorker):
 
     def take(self, rank: int, data: torch.Tensor) -> None:
         """Wait for what was posted; see :meth:`Communicator.take`."""
-        message = self._start(self._comm.Irecv, data, self._place(rank), POST_TAG)
-        try:
-            self._finish(message)
-        except PeerFailed:
-            self._abandoned.append(message)
-            raise
+        self._exchange([(self._comm.Irecv, [(self._place(rank), data)])], POST_TAG)
 
     def maximum(self, values: Sequence[int]) -> list[int]:
         """Return the maximum of each integer; see :meth:`Communicator.maximum`."""
@@ -201,13 +195,13 @@ class UlfmCommunicator(FixedMembership, OneWorker):
             with waiting:
                 comm = self._comm.Shrink()
             comm.Set_errhandler(self._mpi.ERRORS_RETURN)
-            places = self._mpi.Group.Translate_ranks(comm.group, None, self._mpi.COMM_WORLD.group)
+            members = self._ranks_in(comm.group)
         except self._mpi.Exception as error:
             _give_up(f"worker {self._me}: Open MPI failed in MPI_Comm_shrink: {error}")
         self._abandoned.extend(self._posted)
         self._posted.clear()
         self._comm = comm
-        self.members = tuple(sorted(self._world[place] for place in places))
+        self.members = members
         self.generation += 1
         self._shrunk_s = time.monotonic()
         return True
@@ -215,7 +209,9 @@ class UlfmCommunicator(FixedMembership, OneWorker):
     def failed(self) -> tuple[int, ...]:
         """Return the members that MPI has reported dead to this process."""
         self._check_thread()
-        group = self._comm.Get_failed()
+        return self._ranks_in(self._comm.Get_failed())
+
+    def _ranks_in(self, group: MPI.Group) -> tuple[int, ...]:
         places = self._mpi.Group.Translate_ranks(group, None, self._mpi.COMM_WORLD.group)
         return tuple(sorted(self._world[place] for place in places))
 

@@ -13,10 +13,6 @@ from holdfast.errors import InternalError, JobError, PeerFailed
 from holdfast.recovery.messages import LOADING, Progress
 
 
-def _nobody(_: int) -> Collection[int]:
-    return ()
-
-
 class VirtualCommunicator(FixedMembership):
     """All members are played by this process, so collectives move nothing.
 
@@ -29,7 +25,7 @@ class VirtualCommunicator(FixedMembership):
 
     crowd = 1
 
-    def __init__(self, ranks: int | Sequence[int], *, reached: Callable[[int], Collection[int]] = _nobody) -> None:
+    def __init__(self, ranks: int | Sequence[int], *, reached: Callable[[int], Collection[int]] = lambda _: ()) -> None:
         self.members = tuple(range(ranks)) if isinstance(ranks, int) else tuple(sorted(ranks))
         self._reached = reached
         self._dead: set[int] = set()
@@ -50,11 +46,9 @@ class VirtualCommunicator(FixedMembership):
         return (self.members,)
 
     def fail(self, rank: int, *, entered: bool = False) -> None:
-        """Let ``rank`` die now.
+        """Let ``rank`` die now, unless it is dead already.
 
-        Args:
-            rank: Who; nothing happens if it is dead already.
-            entered: It has given its part to the sum in progress, or to the one that is about to begin.
+        ``entered``: it has given its part to the sum in progress, or to the one that is about to begin.
         """
         if rank not in self.members or rank in self._dead:
             return

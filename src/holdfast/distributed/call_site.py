@@ -18,11 +18,9 @@ _DDP_START_MODULE = "torch.distributed.utils"
 
 
 class Asker:
-    """Who asks for a collective.
+    """Who asks for a collective, to be told from the innermost Python function outside this room on the way to it.
 
-    Args:
-        frame: The innermost Python function on the way to it, outside this room.
-        task: The backward pass that this thread carries out, -1 if none.
+    ``task`` is the backward pass that this thread carries out, -1 if none.
     """
 
     def __init__(self, frame: FrameType, task: int) -> None:

@@ -29,11 +29,7 @@ _TAGS = 1 << 29
 
 
 def create(options: Any) -> HoldfastGroup:
-    """Return the group that torch asks for by its ``_DistributedBackendOptions``.
-
-    Raises:
-        ConfigError: if this process was not started by mpirun, or with another number than it says.
-    """
+    """Return the group that torch asks for by its ``_DistributedBackendOptions``; ``ConfigError`` if mpirun says otherwise."""
     notice.decline()  # nothing is saved here that a notice would leave time for
     engine = get_engine(debug=debug_wanted())
     ranks = tuple(options.global_ranks_in_group) or tuple(range(options.group_size))
@@ -120,9 +116,5 @@ class HoldfastGroup(Reductions, Moves):
             return world.start_send(data, peer, number)
 
         finish = nothing if sends else functools.partial(give, tensor, data)
-        work = Pending([tensor], what, self._timeout_s, _nothing_to_give_up)
+        work = Pending([tensor], what, self._timeout_s, lambda _: None)  # it holds up no collective
         return self._engine.submit(Transfer(members, what, begin, finish, work))
-
-
-def _nothing_to_give_up(_: Pending) -> None:
-    """A message that does not come holds nobody up."""

@@ -27,8 +27,7 @@ _PHASES = ("forward", "backward", "allreduce")
 class Witness:
     """Writes records for the rank at ``place`` in MPI's world, which had ``size`` at the start.
 
-    Raises:
-        ConfigError: if the environment holds a setting that is not allowed, or a fault that cannot strike here.
+    ``ConfigError`` if the environment holds a setting that is not allowed, or a fault that cannot strike here.
     """
 
     def __init__(self, place: int, size: int) -> None:

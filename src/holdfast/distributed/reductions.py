@@ -29,20 +29,19 @@ class Reductions(GroupBase):
 
     def allreduce(self, tensors: Tensors, options: Any = None) -> Work:
         """Reduce a tensor over all ranks, in place."""
-        op = ReduceOp.SUM if options is None else options.reduceOp
-        return self._reduce(one(tensors, "all_reduce"), op, "all_reduce")
+        return self._reduce(one(tensors, "all_reduce"), options, "all_reduce")
 
     def allreduce_coalesced(self, tensors: Tensors, options: Any = None) -> Work:
         """Reduce several tensors over all ranks, in place."""
-        op = ReduceOp.SUM if options is None else options.reduceOp
-        works = [self._reduce(tensor, op, "all_reduce_coalesced") for tensor in tensors]
+        works = [self._reduce(tensor, options, "all_reduce_coalesced") for tensor in tensors]
         return self._last_of(works, list(tensors), "all_reduce_coalesced")
 
     def reduce(self, tensors: Tensors, options: Any) -> Work:
         """Reduce a tensor over all ranks; the root has the result."""
-        return self._reduce(one(tensors, "reduce"), options.reduceOp, "reduce", root=options.rootRank)
+        return self._reduce(one(tensors, "reduce"), options, "reduce", root=options.rootRank)
 
-    def _reduce(self, tensor: torch.Tensor, op: Any, what: str, root: int | None = None) -> Work:
+    def _reduce(self, tensor: torch.Tensor, options: Any, what: str, root: int | None = None) -> Work:
+        op = _op_of(options)
         kind = kind_of(op, tensor)
         what = f"{what}({name_of(op)})"
         members, flat = self._members, plain(tensor)
@@ -105,18 +104,18 @@ class Reductions(GroupBase):
     def reduce_scatter(self, outputs: Tensors, inputs: Sequence[Tensors], options: Any = None) -> Work:
         """Reduce a list of tensors over all ranks, and give each rank one of them."""
         out, parts = one(outputs, "reduce_scatter"), list(one(inputs, "reduce_scatter"))
-        op = ReduceOp.SUM if options is None else options.reduceOp
-        return self._reduce_scatter(out, parts, op, "reduce_scatter")
+        return self._reduce_scatter(out, parts, options, "reduce_scatter")
 
     def reduce_scatter_single(self, out: torch.Tensor, whole: torch.Tensor, options: Any = None) -> Work:
         """Reduce a tensor over all ranks, and give each rank a part of it."""
-        op = ReduceOp.SUM if options is None else options.reduceOp
-        return self._reduce_scatter(out, self._parts(whole, out, "reduce_scatter_tensor"), op, "reduce_scatter_tensor")
+        return self._reduce_scatter(
+            out, self._parts(whole, out, "reduce_scatter_tensor"), options, "reduce_scatter_tensor"
+        )
 
     _reduce_scatter_base = reduce_scatter_single
 
-    def _reduce_scatter(self, out: torch.Tensor, parts: Tensors, op: Any, what: str) -> Work:
-        members = self._members
+    def _reduce_scatter(self, out: torch.Tensor, parts: Tensors, options: Any, what: str) -> Work:
+        members, op = self._members, _op_of(options)
         kind = kind_of(op, out)
         self._check_count(parts, what)
         if len(parts) == self.size():
@@ -139,3 +138,7 @@ class Reductions(GroupBase):
             give(out, result.div_(len(rows)) if kind is ReduceOp.AVG else result)
 
         return self._submit(what, [out], exchange, finish, like=out)
+
+
+def _op_of(options: Any) -> Any:
+    return ReduceOp.SUM if options is None else options.reduceOp

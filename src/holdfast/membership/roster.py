@@ -27,13 +27,9 @@ from holdfast.membership.store import Store
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Vote:
-    """What a member says in an act.
+    """What a member says in an act, ``"agree"`` (with a flag) or ``"shrink"``.
 
-    Args:
-        act: ``"agree"`` or ``"shrink"``.
-        flag: For an agreement.
-        admits: For a shrink: newcomers to this training loop may come in; -1 admits none.
-        leaves: For a shrink: the member does not want to be in the next generation.
+    A shrink may admit newcomers to a training loop (-1: none), and the member may want to leave.
     """
 
     act: str
@@ -58,8 +54,8 @@ class Roster:
 
     Args:
         store: Where they are made.
-        rank: Who it is.
-        world: Whom the job starts with, the same for all; None for a newcomer, who is in no generation before :meth:`join`.
+        rank: Of this member.
+        world: Ranks that the job starts with, the same for all; None for a newcomer, in no generation before :meth:`join`.
     """
 
     def __init__(self, store: Store, rank: int, world: Sequence[int] | None) -> None:
@@ -68,7 +64,8 @@ class Roster:
         self.generation = 0
         self.members: tuple[int, ...] = ()
         self.heard = Heard()
-        self._act = 0
+        self.act = 0
+        """Number of the last act of this generation that this member took part in; those count that came to nothing."""
         self._seen = -1
         if world is not None:
             store.create("g/0/members", json.dumps(sorted(world)))
@@ -77,7 +74,7 @@ class Roster:
     def agree(self, flag: bool) -> bool:
         """Return the AND of everybody's flags; False too if a member is dead. Uniform."""
         value = bool(self._decide(Vote(act="agree", flag=flag), self._next_act() + "decision"))
-        self.heard = Heard(self._act, value)
+        self.heard = Heard(self.act, value)
         return value
 
     def shrink(self, *, admits: int = -1, leaves: bool = False) -> None:
@@ -97,11 +94,7 @@ class Roster:
         self.store.put(f"g/{self.generation}/revoked", str(self.rank))
 
     def check(self) -> None:
-        """Return at once; nearly free as long as nothing happens.
-
-        Raises:
-            PeerFailed: if a member is known to have died, or a peer has revoked this generation.
-        """
+        """Raise ``PeerFailed`` if a member is known to have died, or a peer has revoked this generation; nearly free."""
         version = self.store.version
         if version == self._seen:
             return
@@ -133,18 +126,13 @@ class Roster:
 
     # -- acts
 
-    @property
-    def act(self) -> int:
-        """Number of the last act of this generation that this member took part in; those count that came to nothing."""
-        return self._act
-
     def _next_act(self) -> str:
-        self._act += 1
-        return f"g/{self.generation}/act/{self._act}/"
+        self.act += 1
+        return f"g/{self.generation}/act/{self.act}/"
 
     def _decide(self, vote: Vote, key: str) -> Any:
         """Vote, and return what is decided."""
-        prefix = f"g/{self.generation}/act/{self._act}/"
+        prefix = f"g/{self.generation}/act/{self.act}/"
         self.store.put(f"{prefix}{self.rank}", json.dumps(asdict(vote)))
 
         def next_members() -> str | None:
@@ -195,7 +183,7 @@ class Roster:
         members = self.store.wait(lambda: self.store.get(self._members_key(generation)))
         assert members is not None
         self.members = tuple(json.loads(members))
-        self.generation, self._act, self._seen, self.heard = generation, 0, -1, Heard()
+        self.generation, self.act, self._seen, self.heard = generation, 0, -1, Heard()
         if self.rank not in self.members and not leaves:
             self._stop(generation, members)
 

@@ -20,12 +20,7 @@ Terms = Sequence[tuple[int, torch.Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class Mean:
-    """Turns sums into means, while they are in the cache.
-
-    Args:
-        divisor: What to divide by.
-        numbers: How many numbers at the beginning of the vector are divided; what follows stays a sum.
-    """
+    """Turns sums into means, while they are in the cache: divides the first ``numbers`` of the vector; the rest stays a sum."""
 
     divisor: float
     numbers: int

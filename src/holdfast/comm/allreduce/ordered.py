@@ -27,10 +27,6 @@ Path = SharedSum | HostsSum | ExchangedSum
 """How the terms meet."""
 
 
-def _nothing() -> None:
-    pass
-
-
 class OrderedSum:
     """Sums one term a slice, in slice order, over all processes of a communicator.
 
@@ -82,7 +78,7 @@ class OrderedSum:
         rows: Sequence[int] = (),
         order: str = "",
         mean: Mean | None = None,
-        midway: Midway = _nothing,
+        midway: Midway = lambda: None,
         altered: Altered = nobody_listens,
     ) -> torch.Tensor:
         """Return the sum of one span, the same bits at every process.

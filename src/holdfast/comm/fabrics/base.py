@@ -66,9 +66,7 @@ class Fabric(ABC):
     def launch_command(self, workers: int, hosts: Sequence[str] | None = None) -> list[str]:
         """Return the words that start ``workers`` processes of the program whose words follow.
 
-        Args:
-            workers: How many.
-            hosts: Words that name the machines; None: this one.
+        ``hosts`` are words that name the machines; None: this one.
         """
         return []
 

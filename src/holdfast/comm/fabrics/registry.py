@@ -48,11 +48,7 @@ def fabric_names() -> tuple[str, ...]:
 
 @functools.cache
 def make_fabric(name: str) -> Fabric:
-    """Return the fabric called ``name``.
-
-    Raises:
-        ConfigError: if there is no such fabric, or what another package offers under this name is none.
-    """
+    """Return the fabric called ``name``; ``ConfigError`` if there is none, or what another package offers is no fabric."""
     from holdfast.comm.fabrics.base import Fabric
 
     if name in BUILT_IN:

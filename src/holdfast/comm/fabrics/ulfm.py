@@ -55,11 +55,7 @@ def mpirun_command(num_workers: int, hosts: Sequence[str] | None = None) -> list
 
 
 def find_mpirun() -> str:
-    """Return the ``mpirun`` of this Python's environment, or the one on ``PATH``.
-
-    Raises:
-        ConfigError: if there is none, or if mpi4py is missing.
-    """
+    """Return the ``mpirun`` of this Python's environment, or the one on ``PATH``; ``ConfigError`` without it or mpi4py."""
     beside = Path(sys.executable).with_name("mpirun")
     found = str(beside) if os.access(beside, os.X_OK) else shutil.which("mpirun")
     there = {"mpirun": found, "mpi4py": importlib.util.find_spec("mpi4py")}
