@@ -308,7 +308,9 @@ def test_a_worker_without_a_slice_has_a_slot_that_all_have_mapped_before_it_is_n
         add._comm = comm
         span.of(add.room(0)).fill_(2.0)
         assert torch.equal(add(span, {0: 0, 1: 2}), torch.full((1000,), 4.0))
-        return [memory.data_ptr() for terms in add._path._memory.terms for memory in terms], add._path._memory.result.data_ptr()
+        return [
+            memory.data_ptr() for terms in add._path._memory.terms for memory in terms
+        ], add._path._memory.result.data_ptr()
 
     before = side_by_side((0, 1, 2), first)
     results = {rank: add._path._memory.result for rank, add in adders.items()}

@@ -97,7 +97,7 @@ class Communicator(Exchange, Protocol):
 
     Promises of every implementation:
 
-    - Collectives are blocking and *symmetric*: nobody's result exists without everybody's input. (A broadcast is
+    - Collectives are blocking and *symmetric*: no result exists anywhere without the input of all. (A broadcast is
       therefore a sum of bytes in which all but the root give zeros.)
     - When a member has died, a collective either completes with the right result or raises
       :class:`~holdfast.errors.PeerFailed`; some members may see the one and some the other.
@@ -120,7 +120,7 @@ class Communicator(Exchange, Protocol):
 
         Args:
             rank: A member that another process plays; the virtual fabric, which has no other, takes any.
-            data: CPU, contiguous, any shape and dtype, not empty. Nobody writes it any more.
+            data: CPU, contiguous, any shape and dtype, not empty. It is not written any more.
 
         Raises:
             PeerFailed: if it cannot be begun.
@@ -147,7 +147,7 @@ class Communicator(Exchange, Protocol):
         """Return the progress of every member, by rank."""
 
     def agree(self, flag: bool) -> bool:
-        """Return the AND of everybody's flags; False too if a member is found dead. Uniform over the living."""
+        """Return the AND of all flags; False too if a member is found dead. Uniform over the living."""
 
     def revoke(self) -> None:
         """Make every collective of this generation fail at every member that waits in one, soon."""
@@ -171,13 +171,13 @@ class Communicator(Exchange, Protocol):
         """Wait to be let into a training loop, as a worker that the job did not start with; False if a later loop goes on by now."""
 
     def newcomers(self, loop: int) -> tuple[int, ...]:
-        """Return who, as far as this process knows, waits to join a training loop; costs next to nothing."""
+        """Return the workers that, as far as this process knows, wait to join a training loop; costs next to nothing."""
 
     def announce(self, loop: int, kind: str) -> None:
-        """Tell those who come later, as the lowest member, which training loop goes on, and what :meth:`wanted_kind` returns to them."""
+        """Tell later workers, as the lowest member, which training loop goes on, and what :meth:`wanted_kind` returns to them."""
 
     def wanted_kind(self) -> str:
-        """Return, to a worker that has not joined yet, of what kind those are who are there; wait until they say it."""
+        """Return, to a worker that has not joined yet, of what kind the members are; wait until they say it."""
 
     def failed(self) -> tuple[int, ...]:
         """Return the members that this process knows to be dead."""
@@ -234,23 +234,23 @@ class MessageCommunicator(Communicator, Protocol):
 
 
 class FixedMembership:
-    """What a communicator answers that nobody can join later, and whose agreements need no store."""
+    """What a communicator answers that no worker can join later, and whose agreements need no store."""
 
     is_stranded = False
 
     def join(self, loop: int) -> bool:
-        """Refuse: everybody is here from the beginning."""
+        """Refuse: all workers are here from the beginning."""
         raise InternalError(f"a worker cannot join a training loop that it is in, loop {loop}")
 
     def newcomers(self, loop: int) -> tuple[int, ...]:
-        """Return nobody."""
+        """Return none."""
         return ()
 
     def announce(self, loop: int, kind: str) -> None:
-        """Do nothing: nobody comes later."""
+        """Do nothing: no worker comes later."""
 
     def wanted_kind(self) -> str:
-        """Return nothing: nobody comes later."""
+        """Return nothing: no worker comes later."""
         return ""
 
 
@@ -280,14 +280,14 @@ class OneWorker(Communicator, Protocol):
         return len(self.members)
 
     def alltoall(self, send: torch.Tensor, out: torch.Tensor) -> None:
-        """Exchange rows; who is alone has nobody to ask."""
+        """Exchange rows; a single worker copies them."""
         if len(self.members) == 1:
             out.copy_(send)
         else:
             self._alltoall(send, out)
 
     def allgather(self, part: torch.Tensor, out: torch.Tensor) -> None:
-        """Collect rows; who is alone has nobody to ask."""
+        """Collect rows; a single worker copies its own."""
         if len(self.members) == 1:
             out[0].copy_(part)
         else:

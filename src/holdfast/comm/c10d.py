@@ -143,7 +143,7 @@ class C10dCommunicator(OneWorker):
         whole.copy_(result)
 
     def share_progress(self, progress: Progress) -> Mapping[int, Progress]:
-        """Collect everybody's progress; see :meth:`Communicator.share_progress`."""
+        """Collect the progress of all; see :meth:`Communicator.share_progress`."""
         mine = torch.tensor([progress.completed, progress.computed, progress.flags, progress.heard], dtype=torch.int64)
         everybodys = torch.empty(len(self.members), len(mine), dtype=torch.int64)
         self.allgather(mine, everybodys)
@@ -204,7 +204,7 @@ class C10dCommunicator(OneWorker):
         self.swap(send, receive, _ALONE_TAG)
 
     def revoke(self) -> None:
-        """Wake everybody who waits in this generation; raise ``StoreLost`` if there is no store any more."""
+        """Wake all members that wait in this generation; raise ``StoreLost`` if there is no store any more."""
         self._check_thread()
         try:
             self._roster.revoke()
@@ -221,7 +221,7 @@ class C10dCommunicator(OneWorker):
         return self._me in self.members
 
     def newcomers(self, loop: int) -> tuple[int, ...]:
-        """Return who waits to join a training loop."""
+        """Return which workers wait to join a training loop."""
         version = self._store.version
         if version != self._looked_at:
             self._waiting = self._roster.newcomers(loop)

@@ -153,7 +153,7 @@ class Meeting(dist.Store):  # type: ignore[name-defined,misc]  # torch has no st
         return base64.b64decode(value)
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        """Return when all keys have values; ``PeerFailed`` if they did not come in time, or nobody waits for the group any more."""
+        """Return when all keys have values; ``PeerFailed`` if they did not come in time, or the group was given up."""
         limit_s = self._timeout_s if timeout is None else min(timeout.total_seconds(), self._timeout_s)
         if self._store.wait(lambda: self._given_up or self.check(keys) or None, limit_s) is None or self._given_up:
             raise PeerFailed(f"not everybody said where to find it, within {limit_s:g} s")

@@ -34,7 +34,7 @@ class Segment:
             raise
 
     def __del__(self) -> None:
-        """Close the file; the memory lasts as long as anybody maps it."""
+        """Close the file; the memory lasts as long as any process maps it."""
         fd = self.__dict__.pop("fd", -1) if "bytes" in self.__dict__ else -1
         if fd >= 0:
             os.close(fd)
@@ -61,7 +61,7 @@ class Opened:
         return known
 
     def forget_others(self) -> None:
-        """Forget what nobody has asked for since this was called last."""
+        """Forget what was not asked for since this was called last."""
         self._known, self._asked = self._asked, {}
 
 

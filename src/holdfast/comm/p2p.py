@@ -37,7 +37,7 @@ class Mail:
     """Messages between workers within a step, in order between each two of them.
 
     The process that plays several workers (the virtual fabric's) says in ``me`` which of them sends or receives. All
-    methods raise :class:`~holdfast.errors.PeerFailed` if somebody died meanwhile.
+    methods raise :class:`~holdfast.errors.PeerFailed` if a worker died meanwhile.
 
     Args:
         comm: Whose members take part.

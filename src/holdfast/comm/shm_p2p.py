@@ -63,12 +63,12 @@ class Outbox:
         self._table = self._line = self._attempt = 0
 
     def renew(self) -> int:
-        """Begin a table that nobody has seen; return its file."""
+        """Begin a new table; return its file."""
         self._tables = [Segment(TABLE_BYTES)]
         return self._tables[0].fd
 
     def begin(self, attempt: int) -> None:
-        """Begin anew, for everybody's ``attempt``, ``>= 1``: what was sent may be overwritten."""
+        """Begin anew, for the ``attempt`` of all, ``>= 1``: what was sent may be overwritten."""
         self._table, self._line, self._attempt = 0, 0, attempt
         for part in self._parts:
             part.used = 0
@@ -141,7 +141,7 @@ class Inbox:
         self._open_table(self.table)
 
     def begin(self, attempt: int) -> None:
-        """Look for the messages of everybody's ``attempt`` from now on."""
+        """Look for the messages of this ``attempt`` of all from now on."""
         self._attempt, self._line = attempt, 0
         self._now = self._tables[self.table]
 

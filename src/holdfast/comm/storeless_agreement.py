@@ -45,7 +45,7 @@ class Alone:
             post(rank, _message(heard))
 
     def agree(self, act: int, flag: bool) -> bool:
-        """Return the outcome of an agreement that the store did not tell of; ``PeerFailed`` if somebody does not answer."""
+        """Return the outcome of an agreement that the store did not tell of; ``PeerFailed`` if a member does not answer."""
         if not self._has_asked:
             self._known = max([self._known, *self._listen([])])
             self._has_asked = True

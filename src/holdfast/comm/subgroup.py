@@ -84,14 +84,14 @@ class Subgroup:
         self._world.look()
 
     def barrier(self) -> None:
-        """Return when every member has called it: after log2(n) rounds everybody has heard of everybody."""
+        """Return when every member has called it: after log2(n) rounds each has heard of all."""
         count, place, step = len(self.processes), self.processes.index(self.here), 1
         word, heard = torch.zeros(1, dtype=torch.uint8), torch.empty(1, dtype=torch.uint8)
         while step < count:
             self.swap([((place + step) % count, word)], [((place - step) % count, heard)])
             step *= 2
         if count == 1:
-            self.swap([], [])  # nobody to wait for, but somebody may be dead
+            self.swap([], [])  # there is none to wait for, but a worker may be dead
 
     def _of(self, ranks: Sequence[int]) -> tuple[int, ...]:
         return tuple(rank for rank in ranks if rank in self._ranks)

@@ -60,40 +60,40 @@ class VirtualCommunicator(FixedMembership):
             self._late = set(self.members) - self._dead - lucky if lucky else set()
 
     def alltoall(self, send: torch.Tensor, out: torch.Tensor) -> None:
-        """Copy, unless somebody is dead."""
+        """Copy, unless a worker is dead."""
         self._enter()
         out.copy_(send)
 
     def allgather(self, part: torch.Tensor, out: torch.Tensor) -> None:
-        """Copy, unless somebody is dead."""
+        """Copy, unless a worker is dead."""
         self._enter()
         out[0].copy_(part)
 
     def swap(self, send: Placed, receive: Placed, tag: int = 0) -> None:
-        """Copy, unless somebody is dead."""
+        """Copy, unless a worker is dead."""
         self._enter()
         for (_, given), (_, taken) in zip(send, receive, strict=True):
             taken.copy_(given)
 
     def post(self, rank: int, data: torch.Tensor) -> None:
-        """Keep it for this process, which plays everybody, unless somebody is dead."""
+        """Keep it for this process, which plays all workers, unless a worker is dead."""
         self.look()
         self._posted.append(data)
 
     def take(self, rank: int, data: torch.Tensor) -> None:
-        """Copy what was posted first, unless somebody is dead."""
+        """Copy what was posted first, unless a worker is dead."""
         self.look()
-        if not self._posted:  # and nobody else could do so
+        if not self._posted:  # and no other process could do so
             raise InternalError(f"nothing was posted that could be taken from worker {rank}")
         data.copy_(self._posted.popleft())
 
     def maximum(self, values: Sequence[int]) -> list[int]:
-        """Return the values, unless somebody is dead."""
+        """Return the values, unless a worker is dead."""
         self._enter()
         return list(values)
 
     def broadcast(self, data: torch.Tensor, root: int) -> None:
-        """Change nothing, unless somebody is dead."""
+        """Change nothing, unless a worker is dead."""
         self._enter()
 
     def share_progress(self, progress: Progress) -> Mapping[int, Progress]:
@@ -106,16 +106,16 @@ class VirtualCommunicator(FixedMembership):
         return {rank: behind if rank in self._late else progress for rank in self.members}
 
     def barrier(self) -> None:
-        """Return at once, unless somebody is dead."""
+        """Return at once, unless a worker is dead."""
         self._enter()
 
     def look(self) -> None:
-        """Complain if somebody is dead."""
+        """Complain if a worker is dead."""
         if self._dead:
             raise PeerFailed(f"workers {sorted(self._dead)} are dead")
 
     def agree(self, flag: bool) -> bool:
-        """Return ``flag``, or False if somebody is dead."""
+        """Return ``flag``, or False if a worker is dead."""
         agreed = flag and not self._dead
         if agreed and self._shared:  # everybody knows who was behind, and that all know: they catch up now
             self._late.clear()
@@ -123,13 +123,13 @@ class VirtualCommunicator(FixedMembership):
         return agreed
 
     def revoke(self) -> None:
-        """Do nothing: nobody waits anywhere."""
+        """Do nothing: no process waits anywhere."""
 
     def shrink(self, *, admits: int = -1, leaves: bool = False) -> bool:
-        """Go on with the living; nobody joins or leaves. ``JobError`` if nobody is left."""
+        """Go on with the living; no worker joins or leaves. ``JobError`` if none is left."""
         self.members = tuple(rank for rank in self.members if rank not in self._dead)
         self._late -= self._dead
-        if self._late >= set(self.members):  # it did reach this process, though all whom it reached are dead
+        if self._late >= set(self.members):  # it did reach this process, though all others that it reached are dead
             self._late.clear()
         self._dead.clear()
         self._posted.clear()

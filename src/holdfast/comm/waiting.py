@@ -1,6 +1,6 @@
 """Saying that this process waits for others: whoever watches from outside blames those who do not.
 
-A process has one place where it waits at a time, so this is a thing of the process. Unless somebody wants to hear of it,
+A process has one place where it waits at a time, so this is a thing of the process. Without a listener
 it costs less than a microsecond.
 """
 
@@ -68,7 +68,7 @@ def patience(processes: int) -> Patience:
 def wait_until(is_so: Callable[[], object], look: Callable[[], None], patience: Patience) -> None:
     """Return when ``is_so``, which looks at memory that others write, returns something true.
 
-    ``look`` is called every millisecond or so; it raises if nobody will write that memory any more.
+    ``look`` is called every millisecond or so; it raises if that memory will not be written any more.
     """
     looks, longest_nap_s = patience
     nap_s, since_look_s = _NAP_S, 0.0

@@ -18,7 +18,7 @@ _DDP_START_MODULE = "torch.distributed.utils"
 
 
 class Asker:
-    """Who asks for a collective, to be told from the innermost Python function outside this room on the way to it.
+    """The asker of a collective, told from the innermost Python function outside this room on the way to it.
 
     ``task`` is the backward pass that this thread carries out, -1 if none.
     """

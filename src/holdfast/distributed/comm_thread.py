@@ -83,7 +83,7 @@ class Members:
         lender: Of DDP's buckets, which lie behind one another: DDP reads the results where they were added, at the end
             of its backward pass.
         completed: Collectives that are over at this rank, failed ones too.
-        broken: A collective of it took too long; nobody knows any more who is where.
+        broken: A collective of it took too long; how far each rank is, is not known any more.
         failed: Numbers of collectives that fail at all ranks, those included that have not called them yet.
     """
 
@@ -98,12 +98,12 @@ class Members:
 
     @property
     def alive(self) -> tuple[int, ...]:
-        """Those who are left."""
+        """Those that are left."""
         return self.comm.members
 
     @property
     def dead(self) -> tuple[int, ...]:
-        """Those who are not."""
+        """Those that are not."""
         alive = self.comm.members
         return tuple(rank for rank in self.ranks if rank not in alive)
 
@@ -308,7 +308,7 @@ class Engine:
                 if group.broken:
                     return HoldfastError(f"{job.what} took too long, or failed at another rank")
                 if completed.get(group.key, -1) > group.completed:
-                    return None  # completed somewhere, so everybody has entered its last barrier, this rank too
+                    return None  # completed somewhere, so all have entered its last barrier, this rank too
                 if self.world.members == before and failures >= _ATTEMPTS:
                     return HoldfastError(f"{job.what} failed {failures} times though nobody died: {error}")
                 if group.completed in group.failed and not job.recovers:
@@ -427,7 +427,7 @@ class Engine:
 
 
 def _error_of(act: Callable[[], object]) -> Exception | None:
-    """Do something, and return the error that belongs to whoever wants it done."""
+    """Do something, and return the error that belongs to its caller."""
     try:
         act()
     except Exception as error:

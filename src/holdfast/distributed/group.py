@@ -96,7 +96,7 @@ class HoldfastGroup(Reductions, Moves):
         return self._transfer(one(tensors, "recv"), f"recv from rank {rank}", rank, tag)
 
     def recv_anysource(self, tensors: Tensors, tag: int) -> Work:
-        """Take a tensor from whoever sends first."""
+        """Take a tensor from the rank that sends first."""
         return self._transfer(one(tensors, "recv"), "recv from any rank", None, tag)
 
     def _transfer(self, tensor: torch.Tensor, what: str, rank: int | None, tag: int, *, sends: bool = False) -> Work:

@@ -179,10 +179,10 @@ class GroupBase(ProcessGroup):
         return list(whole.split(whole.shape[0] // count))
 
     def _check_fits(self, parts: Tensors | None, what: str) -> None:
-        """Make sure that everybody who gives or takes a tensor a rank has one for each rank alive.
+        """Make sure that each rank that gives or takes a tensor a rank has one for each rank alive.
 
-        Some have no list, such as all but the root of a gather. So the ranks tell each other, once somebody has died, and
-        all raise ``RanksLost``: who raised alone would leave the others waiting.
+        Some have no list, such as all but the root of a gather. So the ranks tell each other, once a rank has died, and
+        all raise ``RanksLost``: a rank that raised alone would leave the others waiting.
         """
         members = self._members
         fits = parts is None or len(parts) == len(members.alive)

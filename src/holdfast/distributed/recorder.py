@@ -50,7 +50,7 @@ class Witness:
 
     @property
     def is_watched(self) -> bool:
-        """Whether somebody watches how this process ends."""
+        """Whether the end of this process is watched."""
         return bool(self.settings.run_dir)
 
     # -- steps
@@ -86,7 +86,7 @@ class Witness:
         self._write(FailureSeen, max(0, self._step), phase="allreduce")
 
     def recovered(self, lost: tuple[int, ...], alive: tuple[int, ...], generation: int) -> None:
-        """Hear who is left."""
+        """Hear which ranks are left."""
         self._alive = alive
         who = {name: tuple(self._numbers[i] for i in ranks) for name, ranks in (("lost", lost), ("survivors", alive))}
         self._write(Recovered, max(0, self._step), **who, decision="continue", redone_steps=0, generation=generation)
@@ -106,7 +106,7 @@ class Witness:
         self._write(RunStarted, 0, fabric="ulfm", strategy="forward", workers=count, slices=count, **how, **unknown)
 
     def finished(self) -> None:
-        """Hear that nobody needs this rank any more."""
+        """Hear that this rank is not needed any more."""
         if _has_session():
             return
         self._announce()

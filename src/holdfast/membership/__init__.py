@@ -2,7 +2,7 @@
 
 :class:`~holdfast.membership.store.Store` is the seam: :class:`~holdfast.membership.client.HubStore` talks to the launcher's
 :class:`~holdfast.membership.hub.Hub`, :class:`~holdfast.membership.etcd.EtcdStore` to a cluster.
-:class:`~holdfast.membership.roster.Roster` makes agreements of it that are uniform, whoever dies. No torch.
+:class:`~holdfast.membership.roster.Roster` makes agreements of it that are uniform, whichever worker dies. No torch.
 """
 
 from holdfast.errors import ConfigError

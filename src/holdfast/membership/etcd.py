@@ -141,12 +141,12 @@ class EtcdStore(Store):
     # -- questions and answers
 
     def _pair(self, key: str, value: str) -> dict[str, Any]:
-        """Return a key and a value; what stands before the value tells it from the same one written by somebody else."""
+        """Return a key and a value; what stands before the value tells it from the same one written by another client."""
         tag = f"{self._me}.{next(self._numbers)}"
         return {"key": encode(self._prefix + key), "value": encode(f"{tag} {value}")}
 
     def _ask(self, path: str, body: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """Ask until somebody answers. What is asked twice, because an answer was lost, may be done twice."""
+        """Ask until a member answers. What is asked twice, because an answer was lost, may be done twice."""
         silence = self._new_silence()
         while not self._lost:
             try:

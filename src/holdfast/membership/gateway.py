@@ -60,7 +60,7 @@ class Cluster:
         return self.members[self._turn % len(self.members)]
 
     def give_up(self, member: tuple[str, int]) -> None:
-        """Turn to the next, unless somebody did."""
+        """Turn to the next, unless another thread did."""
         with self._lock:
             if member == self.member:
                 self._turn += 1
@@ -91,7 +91,7 @@ class Cluster:
         raise refused
 
     def log_out(self) -> None:
-        """Have the next question say anew who asks."""
+        """Have the next question log in anew."""
         self._pass = ""
 
     def _log_in(self, connection: http.client.HTTPConnection) -> str:

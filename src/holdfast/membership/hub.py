@@ -65,7 +65,7 @@ class Seldom:
 
 
 class _Incoming:
-    """The lines that somebody sends."""
+    """The lines that a connection sends."""
 
     def __init__(self, reader: asyncio.StreamReader) -> None:
         self._reader = reader
@@ -108,7 +108,7 @@ class _Job:
         self.clients: set[_Client] = set()
 
     def change(self, key: str, value: str | None, owner: _Client | None = None) -> None:
-        """Write or, with None, remove, and tell everybody."""
+        """Write or, with None, remove, and tell all clients."""
         self.leases.pop(key, None)
         if value is None:
             del self.items[key]
@@ -234,7 +234,7 @@ class Hub:
             writer.close()
 
     async def _first(self, incoming: _Incoming, writer: asyncio.StreamWriter) -> bytes | None:
-        """Return what somebody says first, None if that is nothing."""
+        """Return what a connection says first, None if that is nothing."""
         if len(self._strangers) >= _MAX_STRANGERS:  # a client that knows the token sends it at once
             oldest = next(iter(self._strangers))
             self._seldom.say(

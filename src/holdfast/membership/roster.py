@@ -72,7 +72,7 @@ class Roster:
             self._enter(0)
 
     def agree(self, flag: bool) -> bool:
-        """Return the AND of everybody's flags; False too if a member is dead. Uniform."""
+        """Return the AND of all flags; False too if a member is dead. Uniform."""
         value = bool(self._decide(Vote(act="agree", flag=flag), self._next_act() + "decision"))
         self.heard = Heard(self.act, value)
         return value
@@ -90,7 +90,7 @@ class Roster:
                 self.store.delete(f"g/{self.generation - 2}/{done}/")
 
     def revoke(self) -> None:
-        """Let everybody's :meth:`check` fail."""
+        """Let the :meth:`check` of all members fail."""
         self.store.put(f"g/{self.generation}/revoked", str(self.rank))
 
     def check(self) -> None:
@@ -109,7 +109,7 @@ class Roster:
         return tuple(rank for rank in self.members if self.store.get(f"dead/{rank}") is not None)
 
     def newcomers(self, loop: int) -> tuple[int, ...]:
-        """Return who waits to be admitted to a training loop."""
+        """Return which workers wait to be admitted to a training loop."""
         waiting = {int(rank): json.loads(wish) for rank, wish in self.store.under("join/").items()}
         gone = {*self.members, *map(int, self.store.under("dead/"))}  # a member's wish may not have been taken back yet
         return tuple(sorted(rank for rank, wish in waiting.items() if wish["loop"] == loop and rank not in gone))

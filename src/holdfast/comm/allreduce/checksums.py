@@ -64,7 +64,7 @@ def num_tiles(numel: int, tile: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Vector:
-    """Numbers, 1-D, and the checksum of each tile, 64-bit, wherever they lie; no checksums where nobody looks."""
+    """Numbers, 1-D, and the checksum of each tile, 64-bit, wherever they lie; none where they are not checked."""
 
     numbers: torch.Tensor
     checksums: torch.Tensor | None = None

@@ -101,11 +101,11 @@ class HostsSum:
         return self.result(span)
 
     def result(self, span: Span) -> torch.Tensor:
-        """Return the sum that was made last; it is whole once *anybody* has completed it, on whichever host."""
+        """Return the sum that was made last; it is whole once *any* worker has completed it, on whichever host."""
         return span.of(self._memory.given)
 
     def _meet(self, span: Span) -> None:
-        """Hear from everybody, and make sure that everybody is as far as this worker, no less and no more."""
+        """Hear from all, and make sure that all are as far as this worker, no less and no more."""
         self._words[:, 2] += 1
         self._words[self._me, 3] = span.length
         self._comm.allgather(self._words[self._me], self._heard)

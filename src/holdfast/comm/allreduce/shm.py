@@ -139,7 +139,7 @@ class Memory:
         result: Where the sum goes, bytes, for writing.
         given: The same memory as it is given out.
         words: How far each process is, 64-bit, shape ``(processes, 40)``; None where one process is all there is.
-        incarnations: Of each process, what it says who it is.
+        incarnations: Of each process, a number that no other process has.
     """
 
     terms: Sequence[Sequence[torch.Tensor]]
@@ -208,7 +208,7 @@ class SharedSum:
         return largest
 
     def result(self, span: Span) -> torch.Tensor:
-        """Return the sum that was made last; it is whole once *anybody* has completed it."""
+        """Return the sum that was made last; it is whole once *any* worker has completed it."""
         return span.of(self._memory.given)
 
     def _addition(self, span: Span, slots: Slots, order: str) -> Addition:
@@ -227,7 +227,7 @@ class SharedSum:
         return known[1]
 
     def _meet(self) -> None:
-        """Wait for everybody, and make sure that everybody is as far as this worker."""
+        """Wait for all, and make sure that all are as far as this worker."""
         self._phase += 1
         if self._words is None:
             self._comm.barrier()
@@ -267,7 +267,7 @@ class Told:
 
 
 class Introduction:
-    """All members say at the same time where their memory is; then they know who shares a host, and the same things.
+    """All members say at the same time where their memory is. Then all know the same, and which of them share a host.
 
     Args:
         comm: Whose members take part.
