@@ -15,6 +15,8 @@ from types import ModuleType
 
 MOVED = {
     "holdfast.dist": "holdfast.distributed",
+    "holdfast.faults.files": "holdfast_lab.inject.files",
+    "holdfast.faults.inject": "holdfast_lab.inject.inject",
     "holdfast.interval": "holdfast.checkpoint.interval",
     "holdfast.links": "holdfast.integrity.hash_chain",
     "holdfast.points": "holdfast.faults.points",
@@ -22,6 +24,7 @@ MOVED = {
     "holdfast.settings": "holdfast.config",
     "holdfast.simulate": "holdfast_lab.simulate",
     "holdfast.study": "holdfast_lab.studies",
+    "holdfast.testing.unordered": "holdfast_lab.studies.exact.unordered",
     "holdfast.train.batched": "holdfast_lab.virtual_ddp.training",
     "holdfast.train.session": "holdfast.session.session",
     "holdfast.train.step": "holdfast.session.step",
