@@ -32,7 +32,7 @@ def meet(parts, kind=C10dCommunicator):
             store.put(f"dead/{rank}", "killed by SIGKILL")  # as its launcher would
             return "died"
         finally:
-            comm._drop_groups()
+            comm._drop_group()
 
     with Hub("token") as hub, contextlib.ExitStack() as closing:
         stores = {rank: open_store(f"holdfast://{hub.address}/job", "token") for rank in parts}
