@@ -20,7 +20,7 @@ from typing import Any, Self
 
 from holdfast.errors import InternalError
 from holdfast.integrity.hash_chain import said_of_part
-from holdfast.recovery.messages import Note
+from holdfast.recovery.messages import NO_NOTE, Note
 
 
 class Reduction:
@@ -88,17 +88,18 @@ class Ballot:
 
     def pack(self) -> list[int]:
         """Return the integers whose maxima say it all, each from -2**63 to 2**63 - 1."""
+        kind: Any = type(self)
         packed: list[int] = []
-        for _, reduction, value in self._fields():
-            match value:
-                case None:
-                    pass
-                case Ballot() as ballot:
-                    packed += ballot.pack()
-                case tuple() as ballots:
-                    packed += [integer for ballot in ballots for integer in ballot.pack()]
-                case _:
-                    packed.append(reduction.sent(value))
+        for name, reduction in _reductions(kind):
+            value = getattr(self, name)
+            if value is None:
+                continue
+            if reduction is not None:
+                packed.append(reduction.sent(value))
+            elif isinstance(value, Ballot):
+                packed += value.pack()
+            else:
+                packed += [integer for ballot in value for integer in ballot.pack()]
         return packed
 
     def unpack(self, maxima: Sequence[int]) -> Self:
@@ -117,30 +118,28 @@ class Ballot:
         return heard
 
     def _unpack(self, said: Iterator[int]) -> Self:
-        heard: dict[str, Any] = {}
-        for name, reduction, value in self._fields():
-            match value:
-                case None:
-                    heard[name] = None
-                case Ballot() as ballot:
-                    heard[name] = ballot._unpack(said)
-                case tuple() as ballots:
-                    heard[name] = tuple([ballot._unpack(said) for ballot in ballots])
-                case _:
-                    heard[name] = reduction.heard(next(said))
-        return type(self)(**heard)
-
-    def _fields(self) -> Iterator[tuple[str, Reduction, Any]]:
         kind: Any = type(self)
-        return ((name, reduction, getattr(self, name)) for name, reduction in _reductions(kind))
+        heard: dict[str, Any] = {}
+        for name, reduction in _reductions(kind):
+            value = getattr(self, name)
+            if value is None:
+                heard[name] = None
+            elif reduction is not None:
+                heard[name] = reduction.heard(next(said))
+            elif isinstance(value, Ballot):
+                heard[name] = value._unpack(said)
+            else:
+                heard[name] = tuple([ballot._unpack(said) for ballot in value])
+        return type(self)(**heard)
 
 
 @functools.cache
-def _reductions(kind: type[Any]) -> tuple[tuple[str, Reduction], ...]:
-    return tuple((each.name, each.metadata.get("reduction", Reduction())) for each in dataclasses.fields(kind))
+def _reductions(kind: Any) -> tuple[tuple[str, Reduction | None], ...]:
+    """Return the fields of a ballot, and the reduction of each that is an integer."""
+    return tuple((each.name, each.metadata.get("reduction")) for each in dataclasses.fields(kind))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Spread(Ballot):
     """The largest and the smallest of numbers that workers have: whether they differ.
 
@@ -164,7 +163,7 @@ class Spread(Ballot):
         return self.largest != self.smallest
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class GuardVote(Ballot):
     """What the guard says as a step closes.
 
@@ -181,7 +180,7 @@ class GuardVote(Ballot):
     odd: Spread | None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class CommitVote(Ballot):
     """What one worker says as a step closes; and, unpacked, what all say together.
 
@@ -212,10 +211,14 @@ class CommitVote(Ballot):
     @property
     def notes(self) -> Note:
         """What it says of the step that follows. If none stays, or none reaches the store, no worker would go on: all stop."""
-        goes_on = self.stays and self.has_store
-        return (
-            Note.STOP.when(self.stop)
-            | Note.LEAVE.when(self.leave or not goes_on)
-            | Note.CHANGE.when(self.change and goes_on)
-            | Note.ASK.when(self.ask)
-        )
+        continues = self.stays and self.has_store
+        notes = NO_NOTE
+        if self.stop:
+            notes |= Note.STOP
+        if self.leave or not continues:
+            notes |= Note.LEAVE
+        if self.change and continues:
+            notes |= Note.CHANGE
+        if self.ask:
+            notes |= Note.ASK
+        return notes
