@@ -1,7 +1,7 @@
 """Options, declared once: in the field of the dataclass that holds the value.
 
 ``holdfast run --help``, the parser, the checks of amounts and choices, the table in ``docs/cli.md`` and the command line that a
-report names are all made from these fields. Whoever adds an option adds a field.
+report names are all made from these fields. To add an option, add a field.
 """
 
 from __future__ import annotations

@@ -31,6 +31,10 @@ PACKAGE = """
             return [*behind, DiscardStep(view.step)]
 
 
+    class Unsure(AgainAndAgain):
+        exact = None
+
+
     class Toy(Fabric):
         name = "toy"
         one_process = True
@@ -44,6 +48,7 @@ ENTRY_POINTS = """
     [holdfast.strategies]
     again = outside:AgainAndAgain
     wrong = outside:Toy
+    unsure = outside:Unsure
 
     [holdfast.fabrics]
     toy = outside:Toy
@@ -107,4 +112,12 @@ def test_what_is_none_is_refused_in_one_line(outside, tmp_path, option):
 
     assert done.returncode == 2
     assert done.stderr.startswith("error: the entry point 'wrong' of holdfast.")
+    assert done.stderr.count("\n") == 1
+
+
+def test_a_strategy_that_does_not_say_whether_it_is_exact_is_refused_in_one_line(outside, tmp_path):
+    done = jobs.holdfast("run", "-n", 2, "--report", tmp_path, "--strategy", "unsure", EXAMPLE)
+
+    assert done.returncode == 2
+    assert "must say whether it is exact" in done.stderr
     assert done.stderr.count("\n") == 1

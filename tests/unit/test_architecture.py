@@ -37,6 +37,7 @@ LOOP = {
 
 MAY_IMPORT = {
     "errors": set(),
+    "registered": {"errors"},
     "_moved": set(),
     "notice": set(),
     "temporary": set(),
@@ -47,8 +48,8 @@ MAY_IMPORT = {
     "config": {"errors", "options", "recovery.registry", "comm.fabrics"},
     "records": {"errors"},
     "membership": {"errors"},
-    "recovery": {"errors"},
-    "comm": {"errors", "recovery.messages", "clock", "faults.points", "membership", "torch_private"},
+    "recovery": {"errors", "registered"},
+    "comm": {"errors", "registered", "recovery.messages", "clock", "faults.points", "membership", "torch_private"},
     "checkpoint": {"errors", "clock", "faults.points", "temporary", "torch_private"},
     "faults": {"errors"},
     "data": {"errors"},
@@ -137,6 +138,7 @@ EVERYTHING = {"cli", "lab.commands", "__init__", "__main__", "lab.__init__"}
 
 WITHOUT_TORCH = (
     "errors",
+    "registered",
     "notice",
     "events",
     "clock",
@@ -430,3 +432,12 @@ def test_the_backend_may_be_imported_before_torch(first):
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
 
     assert (done.stdout.strip(), done.stderr) == ("True", "")
+
+
+def test_the_old_place_of_records_and_messages_answers():
+    from holdfast import events
+    from holdfast.records import encoding, types
+    from holdfast.recovery import messages
+
+    assert (events.Recovered, events.ProgressKnown) == (types.Recovered, messages.ProgressKnown)
+    assert events.record_from_dict is encoding.record_from_dict

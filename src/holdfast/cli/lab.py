@@ -1,4 +1,4 @@
-"""Commands for those who study resilience: known by name here, loaded only when they are called."""
+"""Commands of the laboratory: known by name here, loaded only when they are called."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ from typing import Any
 
 import typer
 from typer.core import TyperGroup
-
-from holdfast.errors import ConfigError
 
 COMMANDS = {
     "demo": "Train on handwritten digits: undisturbed, then under each strategy with two workers killed.",
@@ -22,8 +20,6 @@ COMMANDS = {
 
 _INTERSPERSED = {"rehearse": {"allow_interspersed_args": False}}
 """What stands behind the script is the script's."""
-_NEEDED = ("numba", "PIL", "pydantic", "sklearn")
-"""What the extra ``lab`` installs."""
 
 
 class Commands(TyperGroup):
@@ -39,21 +35,10 @@ def placeholder() -> None:
 
 
 def load(name: str) -> Any:
-    """Return a command of the lab; raise a ConfigError if what it needs is not installed."""
-    function = _find(name)
+    """Return a command of the lab. Whatever in it needs a library of the extra ``lab`` says so where it uses it."""
     made = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
-    made.command(name=name, context_settings=_INTERSPERSED.get(name))(function)
-    command = typer.main.get_command(made)
-    invoke = command.invoke
-
-    def invoke_or_say(context: Any) -> Any:
-        try:
-            return invoke(context)
-        except ModuleNotFoundError as error:
-            raise _missing(name, error) from error
-
-    command.invoke = invoke_or_say  # type: ignore[method-assign, assignment]
-    return command
+    made.command(name=name, context_settings=_INTERSPERSED.get(name))(_find(name))
+    return typer.main.get_command(made)
 
 
 def _find(name: str) -> Any:
@@ -65,15 +50,4 @@ def _find(name: str) -> Any:
 
     for point in entry_points(group="holdfast.commands", name=name):
         return point.load()
-    try:
-        return getattr(importlib.import_module(f"holdfast_lab.commands.{name}"), name)
-    except ModuleNotFoundError as error:
-        raise _missing(name, error) from error
-
-
-def _missing(name: str, error: ModuleNotFoundError) -> Exception:
-    """Return what to say about a module that is not there; the error itself if the lab does not install it."""
-    module = (error.name or "").partition(".")[0]
-    if module not in _NEEDED:
-        return error
-    return ConfigError(f'holdfast {name} needs {module}, which is not installed: pip install "holdfast[lab]"')
+    return getattr(importlib.import_module(f"holdfast_lab.commands.{name}"), name)

@@ -175,8 +175,9 @@ def check_values(changes: Mapping[str, Any]) -> None:
             case "batch_size":
                 _check_number("--batch-size", value, 1, _MAX_NUMBER)
             case "strategy":
-                live = [name for name in strategy_names() if strategy_class(name).can_change_live]
-                if value in strategy_names() and strategy_class(value).rebuilds:
+                names = strategy_names()
+                live = [name for name in names if strategy_class(name).can_change_live]
+                if value in names and strategy_class(value).rebuilds:
                     refuse(
                         f"--strategy {value} is for a job that is started with it: its script is built again by holdfast.reinit"
                     )

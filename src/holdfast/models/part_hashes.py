@@ -1,4 +1,4 @@
-"""The fingerprint of a split model: who holds a part hashes it, and the closing sum tells all."""
+"""The fingerprint of a split model: the holder of a part hashes it, and the commit vote carries the digest to all workers."""
 
 from __future__ import annotations
 

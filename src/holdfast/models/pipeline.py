@@ -209,7 +209,7 @@ class Pipelined(Split):
 
 
 class StageRunner(Runner):
-    """Computes the stages of slices that this worker holds, and sums their gradients among all who hold them."""
+    """Computes the stages of slices that this worker holds, and sums their gradients among all workers that hold them."""
 
     def __init__(self, context: StepContext, pipelined: Pipelined) -> None:
         super().__init__(context, pipelined.rest)

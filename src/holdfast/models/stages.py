@@ -55,7 +55,7 @@ class _Work:
 
 
 class Stages:
-    """Computes the stages that this worker holds, and sums their gradients among all who hold them."""
+    """Computes the stages that this worker holds, and sums their gradients among all workers that hold them."""
 
     def __init__(
         self,

@@ -15,7 +15,7 @@ from holdfast.models.part import Part
 
 
 class WholeFingerprint(Fingerprint):
-    """The fingerprint where everybody has all of the state, so that all know what the others hash without being told."""
+    """The fingerprint of a replicated model: every worker has all of the state, and knows without a message what the others hash."""
 
     def __init__(self, whole: Part, comm: Communicator, settings: Settings) -> None:
         super().__init__(comm, settings)

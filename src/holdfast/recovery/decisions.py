@@ -1,4 +1,4 @@
-"""What survivors decide after a failure, as it stands in records: one table for all who show or judge it."""
+"""What survivors decide after a failure, as it stands in records: one table for everything that shows or judges it."""
 
 from __future__ import annotations
 

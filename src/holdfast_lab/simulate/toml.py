@@ -71,10 +71,14 @@ def read_scenario(path: Path) -> ScenarioFile:
     Raises:
         ConfigError: if it cannot be read, or what stands in it is not allowed; the message says where.
     """
-    from pydantic import ValidationError
+    try:
+        from pydantic import ValidationError
 
-    from holdfast_lab.simulate.schema import File
-
+        from holdfast_lab.simulate.schema import File
+    except ImportError:
+        raise ConfigError(
+            "scenario files are checked by pydantic, which is not installed: pip install 'holdfast[lab]'"
+        ) from None
     try:
         table = tomllib.loads(path.read_text())
     except OSError as error:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
 
 from holdfast.cli import main
+from holdfast.errors import ConfigError
+from holdfast_lab.simulate.toml import read_scenario
 
 EXAMPLES = sorted((Path(__file__).parents[3] / "examples" / "scenarios").glob("*.toml"))
 
@@ -167,3 +170,10 @@ def test_a_wrong_option_is_refused_in_one_line(words, message, tmp_path, capsys)
     assert code == 2
     assert message in said.err
     assert len(said.err.splitlines()) == 1
+
+
+def test_without_what_the_lab_needs_one_line_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pydantic", None)
+
+    with pytest.raises(ConfigError, match=r"pydantic, which is not installed: pip install 'holdfast\[lab\]'"):
+        read_scenario(EXAMPLES[0])

@@ -1,0 +1,59 @@
+"""What a name stands for: classes that come with Holdfast, and those that other packages offer by entry points."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from holdfast.errors import ConfigError
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoints
+
+
+class Registered:
+    """Classes by name.
+
+    Args:
+        what: The setting that such a name is the value of.
+        group: The group of entry points in which other packages offer theirs.
+        built_in: Ours: the module and the class, ``"package.module:Class"``, by name.
+    """
+
+    def __init__(self, what: str, group: str, built_in: Mapping[str, str]) -> None:
+        self._what = what
+        self._group = group
+        self._built_in = built_in
+
+    def names(self) -> tuple[str, ...]:
+        """Return all names: ours first, then those of other packages."""
+        return (*self._built_in, *sorted(self._offered().names - self._built_in.keys()))
+
+    def load(self, name: str, base: type) -> Any:
+        """Return the class of this name.
+
+        Args:
+            name: One of :meth:`names`.
+            base: What it must be a subclass of.
+
+        Raises:
+            ConfigError: if there is no such name, or another package offers something else under it.
+        """
+        if name in self._built_in:
+            module, _, attribute = self._built_in[name].partition(":")
+            return getattr(importlib.import_module(module), attribute)
+        found = [point for point in self._offered() if point.name == name]
+        if not found:
+            raise ConfigError(f"{self._what} must be one of {', '.join(self.names())}, got {name!r}")
+        kind = found[0].load()
+        if not (isinstance(kind, type) and issubclass(kind, base)):
+            raise ConfigError(
+                f"the entry point {name!r} of {self._group} must name a subclass of {base.__module__}.{base.__name__}, got {kind!r}"
+            )
+        return kind
+
+    def _offered(self) -> EntryPoints:
+        import importlib.metadata  # takes 20 ms, and most runs name classes of ours alone
+
+        return importlib.metadata.entry_points(group=self._group)
