@@ -53,9 +53,9 @@ MAY_IMPORT = {
     "checkpoint": {"errors", "clock", "faults.points", "temporary", "torch_private"},
     "faults": {"errors"},
     "data": {"errors"},
-    "integrity": LOOP | {"data", "models.part", "engine.context", "engine.scribe", "engine.vote"},
+    "integrity": LOOP | {"data", "models.part", "engine.context", "engine.run_log", "engine.vote"},
     "models": LOOP
-    | {"data", "integrity", "engine.context", "engine.scribe", "engine.vote", "engine.flips"}
+    | {"data", "integrity", "engine.context", "engine.run_log", "engine.vote", "engine.flips"}
     | {"session.models", "session.step", "state.transfer"},
     "state": LOOP | {"data", "integrity", "models", "engine"},
     "engine": LOOP | {"data", "integrity", "models", "state", "session"},

@@ -10,7 +10,7 @@ from torch.nn.utils import prune
 from torch.utils.data import TensorDataset
 
 import holdfast
-from holdfast.engine.scribe import Scribe
+from holdfast.engine.run_log import RunLog
 from holdfast.errors import ScriptError
 from holdfast.faults.plan import FaultPlan, parse
 from holdfast.models import slice_batching as at_once
@@ -80,7 +80,7 @@ def same(got, expected):
 def seen(monkeypatch):
     """What sessions found; whichever way is faster, as long as the bits are the same slices go at once."""
     found = types.SimpleNamespace(tried=[], at_once=0)
-    add, told, compute = Tried.add, Scribe.slices_tried, at_once.AtOnce.compute
+    add, told, compute = Tried.add, RunLog.slices_tried, at_once.AtOnce.compute
 
     def count(self, tried, *arguments):
         is_known = tried.is_over
@@ -93,7 +93,7 @@ def seen(monkeypatch):
         told(self, tried)
 
     monkeypatch.setattr(Tried, "add", lambda self, *_, same: add(self, 0.0, 1.0, same=same))
-    monkeypatch.setattr(Scribe, "slices_tried", tell)
+    monkeypatch.setattr(RunLog, "slices_tried", tell)
     monkeypatch.setattr(at_once.AtOnce, "compute", count)
     return found
 

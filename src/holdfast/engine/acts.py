@@ -14,7 +14,7 @@ from holdfast.engine.exits import kill_self
 from holdfast.engine.live_config import Requests
 from holdfast.engine.recovery_log import Recovering
 from holdfast.engine.regroup import Status
-from holdfast.engine.scribe import Scribe
+from holdfast.engine.run_log import RunLog
 from holdfast.errors import InternalError, StateLost, Unwind
 from holdfast.integrity.sdc_guard import Watch
 from holdfast.models.trainable import Trainable
@@ -48,7 +48,7 @@ class Acts:
         world: What outlives the loop.
         replica: The model.
         status: What was heard in closing sums and is forgotten with the step, or comes back with the state.
-        scribe: Writes down.
+        log: Writes down.
         recovery: Hears what was decided.
         watch: Hears that a step was taken back.
         attempts: The step in progress.
@@ -62,7 +62,7 @@ class Acts:
         world: World,
         replica: Trainable,
         status: Status,
-        scribe: Scribe,
+        log: RunLog,
         recovery: Recovering,
         watch: Watch,
         attempts: Attempts,
@@ -74,7 +74,7 @@ class Acts:
         self._world = world
         self._replica = replica
         self._status = status
-        self._scribe = scribe
+        self._log = log
         self._recovery = recovery
         self._watch = watch
         self._attempts = attempts
@@ -171,7 +171,7 @@ class Acts:
         went_back = self._beginning.load(trained=status.announced or self._is_newcomer)
         if lost and world.is_lead:
             what = f"{'parts' if len(lost) > 1 else 'part'} {', '.join(map(str, lost))} of the model"
-            self._scribe.warn(f"nobody is left who holds {what}: all go back to step {world.step}")
+            self._log.warn(f"nobody is left who holds {what}: all go back to step {world.step}")
         self._recovery.decide("heal" if went_back else "load", reached - world.step if status.announced else 0)
         if world.snapshot is not None:
             status.heard |= Note(world.snapshot.info["heard"])
@@ -188,7 +188,7 @@ class Acts:
         """Make everything ready for the next application, and return what tells ``holdfast.reinit`` to build it."""
         began_s, reached = self._world.clock.now_s(), self._reached()
         self.discard()
-        self._scribe.write_last_step()
+        self._log.write_last_step()
         self._beginning.take_snapshot(self._status.heard)
         hand_over(self._world, self._recovery.rebuilding(reached=reached, began_s=began_s))
         return Unwind()
@@ -197,7 +197,7 @@ class Acts:
         """Let the launcher start the job again, as when all workers have died."""
         if not self._world.settings.run_dir or isinstance(self._world.comm, VirtualCommunicator):
             raise lost
-        self._scribe.warn(str(lost))
+        self._log.warn(str(lost))
         kill_self()
 
     # -- too few workers

@@ -7,7 +7,7 @@ from holdfast.data.loader import Loading, Source
 from holdfast.data.plan import MiniBatch
 from holdfast.data.position import Place
 from holdfast.engine.context import World
-from holdfast.engine.scribe import Scribe
+from holdfast.engine.run_log import RunLog
 from holdfast.models.runner import StepContext
 from holdfast.models.trainable import Trainable
 from holdfast.session.step import Step
@@ -20,7 +20,7 @@ class Attempts:
         world: The workers.
         replica: What computes.
         place: Says how the data are seeded.
-        scribe: Is told where this worker is.
+        log: Is told where this worker is.
         total: Adds gradients.
         source: Where inputs are from.
     """
@@ -30,16 +30,16 @@ class Attempts:
         world: World,
         replica: Trainable,
         place: Place,
-        scribe: Scribe,
+        log: RunLog,
         total: OrderedSum,
         source: Source,
     ) -> None:
         self._world = world
         self._replica = replica
-        self._scribe = scribe
+        self._log = log
         self._sum = total
         self._loading = Loading(source, lambda batch: place.ahead(batch, world.comm.members), self._slices)
-        context = StepContext(world, place, scribe, total, source, self._loading, self._reach, self.reach_in_sum)
+        context = StepContext(world, place, log, total, source, self._loading, self._reach, self.reach_in_sum)
         self._runner = replica.runner(context)
         self.batch: MiniBatch | None = None
         """Of the step in progress."""
@@ -63,7 +63,7 @@ class Attempts:
         self._replica.begin_step(self._reach)  # first of all that can fail: the step is taken back to here
         if not self._replica.num_buckets:
             self._sum.open()  # no sum of all workers would, before the closing one
-        self._scribe.mark("forward")
+        self._log.mark("forward")
         for rank in self._world.comm.here:
             self._world.faults.reach("forward", batch.step, rank)
         self._runner.between_slices(batch)
@@ -87,7 +87,7 @@ class Attempts:
     def _reach(self, phase: str, bucket: int | None) -> None:
         """Let a fault strike that is due in a phase of the step in progress."""
         if phase != "handover":  # a part of the way forward
-            self._scribe.mark(phase)
+            self._log.mark(phase)
         for rank in self._world.comm.here:
             self._world.faults.reach(phase, self._world.step, rank, bucket)
 

@@ -21,7 +21,7 @@ from holdfast.engine.exits import kill_self
 from holdfast.engine.live_config import Requests
 from holdfast.engine.recovery_log import Recovering
 from holdfast.engine.regroup import Regroup, Status
-from holdfast.engine.scribe import Scribe
+from holdfast.engine.run_log import RunLog
 from holdfast.engine.vote import CommitVote, Spread
 from holdfast.errors import (
     CheckpointError,
@@ -91,19 +91,19 @@ class Run:
         self._replica = replica
         strategy = make_strategy(world.settings.strategy, min_workers=world.settings.min_workers)
         self._protocol = Protocol(strategy, replica.num_buckets, split=not replica.is_replicated)
-        self._scribe = Scribe(world)
-        replica.begin_loop(world, self._scribe)
+        self._log = RunLog(world)
+        replica.begin_loop(world, self._log)
         self._fingerprint = replica.fingerprint(world.comm, world.settings)
-        self._watch = Watch(world, replica.whole, self._fingerprint, self._scribe)
+        self._watch = Watch(world, replica.whole, self._fingerprint, self._log)
         self._sum = self._get_sum()
         self._place = Place(plan, world.changes)
         self._requests = Requests(world, replica, self._place, self._protocol.set_strategy)
-        self._beginning = Beginning(world, replica, self._place, self._scribe, self._requests, self._watch)
-        self._attempts = Attempts(world, replica, self._place, self._scribe, self._sum, source)
+        self._beginning = Beginning(world, replica, self._place, self._log, self._requests, self._watch)
+        self._attempts = Attempts(world, replica, self._place, self._log, self._sum, source)
         self._certificate = self._begin_certificate()
         self._status = Status(announced=world.rebuilding is not None)
-        self._recovery = Recovering(world, self._scribe)
-        common = (world, replica, self._status, self._scribe, self._recovery, self._watch, self._attempts)
+        self._recovery = Recovering(world, self._log)
+        common = (world, replica, self._status, self._log, self._recovery, self._watch, self._attempts)
         self._regroup = Regroup(*common, self._certificate)
         self._acts = Acts(*common, self._beginning, self._requests, is_newcomer=is_newcomer)
         self._is_newcomer = is_newcomer
@@ -237,7 +237,7 @@ class Run:
                 self._status.outcome = "stopped"
             if self._status.outcome == "stopped":
                 self._beginning.save()
-        self._scribe.mark("gate")
+        self._log.mark("gate")
         return None
 
     def _begin(self, step: int) -> Step | None:
@@ -256,7 +256,7 @@ class Run:
     def _close(self, step: int) -> bool:
         """Vote on the step; return whether it is closed, or the guard found something."""
         self._recovery.end()
-        self._scribe.mark("allreduce")
+        self._log.mark("allreduce")
         self._attempts.reach_in_sum(step, self._replica.num_buckets)
         mine = self._vote(step)
         said = mine.unpack(self._sum.maximum(mine.pack()))
@@ -301,7 +301,7 @@ class Run:
 
     def _apply(self, step: int) -> None:
         world, batch, replica = self._world, self._attempts.in_progress(), self._replica
-        self._scribe.mark("optimizer")
+        self._log.mark("optimizer")
         world.reach("optimizer", step)
         lost = replica.missing_slices(batch)
         workers = replica.computing(batch, lost)
@@ -309,7 +309,7 @@ class Run:
         world.metrics = replica.apply(batch, self._attempts.names)
         samples = self._place.commit(batch, lost)
         self._attempts.batch, world.step, world.snapshot = None, step + 1, None
-        self._scribe.committed(batch, samples, len(workers), lost, link)
+        self._log.committed(batch, samples, len(workers), lost, link)
         self._beginning.keep_after_step()
         if world.keeper.is_due(world.step) or self._status.save_due:
             if not replica.is_replicated and self._recovery.now is not None:
@@ -322,7 +322,7 @@ class Run:
     def _announce(self) -> None:
         if not self._status.announced:
             self._status.announced = True
-            self._scribe.started(self._place.plan, self._replica.num_buckets, self._replica.numel)
+            self._log.started(self._place.plan, self._replica.num_buckets, self._replica.numel)
 
     def _publish(self, stable_step: int) -> None:
         world, keeper = self._world, self._world.keeper
@@ -330,10 +330,10 @@ class Run:
         keeper.publish(stable_step, world.comm.generation, is_lead=world.is_lead)
         at_gate = self._protocol.state is State.LAST_GATE
         if at_gate and keeper.step is not None:
-            self._scribe.mark("checkpoint")  # nobody leaves before what counts is written, which may take its time
+            self._log.mark("checkpoint")  # nobody leaves before what counts is written, which may take its time
         outcomes = keeper.finish() if at_gate else keeper.poll()
         for outcome in outcomes:
-            self._scribe.saved(outcome)
+            self._log.saved(outcome)
         if at_gate and self._status.outcome != "done" and world.is_lead and not self._beginning.belongs_to_later_loop:
             self._check_saved(outcomes)
 
@@ -354,9 +354,7 @@ class Run:
         world, run_dir = self._world, self._world.settings.run_dir
         has_begun = self._status.announced and self._protocol.progress.completed >= 0
         if has_begun and not launcher_is_gone(run_dir):
-            self._scribe.warn(
-                f"{lost}; this worker cannot take part in agreements any more, so it ends as if it had died"
-            )
+            self._log.warn(f"{lost}; this worker cannot take part in agreements any more, so it ends as if it had died")
             kill_self()
         if not has_begun or not self._replica.is_replicated:  # one alone has not all of it
             raise lost
@@ -364,7 +362,7 @@ class Run:
         with turn(run_dir):
             outcomes = self._beginning.save_alone()
         for outcome in outcomes:
-            self._scribe.saved(outcome)
+            self._log.saved(outcome)
         if not (world.keeper.has(world.step) or self._beginning.belongs_to_later_loop):
             raise lost
         self._recovery.forget()
@@ -378,14 +376,14 @@ class Run:
         world, replica = self._world, self._replica
         replica.leave()
         if self._status.outcome == "left":
-            self._scribe.left()
+            self._log.left()
             raise SystemExit(0)
         self._recovery.end()
-        self._scribe.summed_up(replica.summary)
+        self._log.summed_up(replica.summary)
         if self._certificate is not None:
-            self._scribe.hashed(world.step, world.link, self._certificate.hash_end())
-        self._scribe.finished(self._status.outcome, replica.sha256s(world.comm.here), self.account())
-        self._scribe.mark("script")
+            self._log.hashed(world.step, world.link, self._certificate.hash_end())
+        self._log.finished(self._status.outcome, replica.sha256s(world.comm.here), self.account())
+        self._log.mark("script")
         world.asked &= ~Note.STOP
         if self._status.outcome == "gave-up":
             alive, least = len(world.comm.members), world.settings.min_workers
@@ -393,7 +391,7 @@ class Run:
                 f"{alive} of at least {least} workers are left; the state before step {world.step} is in {world.keeper.url}"
             )
         if self._status.outcome == "stopped":
-            self._scribe.say(f"stopped on request; the state before step {world.step} is in {world.keeper.url}")
+            self._log.say(f"stopped on request; the state before step {world.step} is in {world.keeper.url}")
             raise SystemExit(4)
 
     def account(self) -> Account:

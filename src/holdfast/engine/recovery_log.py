@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from holdfast.engine.context import Rebuilding, World
-from holdfast.engine.scribe import Scribe
+from holdfast.engine.run_log import RunLog
 from holdfast.recovery.messages import Action
 
 
@@ -42,12 +42,12 @@ class Recovering:
 
     Args:
         world: Who is there; with ``rebuilding``, the recovery that the application before this one began goes on.
-        scribe: Writes it down.
+        log: Writes it down.
     """
 
-    def __init__(self, world: World, scribe: Scribe) -> None:
+    def __init__(self, world: World, log: RunLog) -> None:
         self._world = world
-        self._scribe = scribe
+        self._log = log
         self.now: Recovery | None = None
         """The recovery in progress."""
         if (before := world.rebuilding) is not None:
@@ -62,7 +62,7 @@ class Recovering:
         """Hear that nothing failed: all meet because members change."""
         if self.now is None:
             self.now = Recovery(self._world.comm.members, "grow", held_since_s=self._world.clock.now_s())
-            self._scribe.mark("recovery")
+            self._log.mark("recovery")
 
     def expect(self, newcomers: Sequence[int]) -> None:
         """Hear who comes; a newcomer does, too, because those who were there may die before they write it down."""
@@ -74,17 +74,17 @@ class Recovering:
         """Hear that the guard found something: all meet, and do so many steps again, or find out how many."""
         if self.now is None:
             self.now = Recovery(self._world.comm.members, "heal", redone_steps)
-            self._scribe.mark("recovery")
+            self._log.mark("recovery")
 
     def see_failure(self) -> None:
         """Hear that somebody died."""
         if self.now is None:
             self.now = Recovery(before=self._world.comm.members)
-            self._scribe.failure_seen()
-            self._scribe.mark("recovery")
+            self._log.failure_seen()
+            self._log.mark("recovery")
         elif self.is_calm:
             self.now.decision = "continue"
-            self._scribe.failure_seen()
+            self._log.failure_seen()
 
     def decide(self, decision: str, redone_steps: int | None = None) -> None:
         """Hear what was decided, if this is a recovery; ``redone_steps`` where that says how many there are."""
@@ -127,7 +127,7 @@ class Recovering:
             if recovery.decision not in ("grow", "heal") or (recovery.decision == "heal" and lost):
                 world.keeper.note_failure()
             held_s = world.clock.now_s() - recovery.held_since_s if recovery.held_since_s else 0.0
-            self._scribe.recovered(
+            self._log.recovered(
                 recovery.before,
                 recovery.decision,
                 recovery.redone_steps,
@@ -136,5 +136,5 @@ class Recovering:
                 times_s=recovery.times_s,
             )
         if world.rebuilding is not None:
-            self._scribe.reinitialised(world.rebuilding)
+            self._log.reinitialised(world.rebuilding)
             world.rebuilding = None

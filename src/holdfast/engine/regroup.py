@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from holdfast.engine.context import World
     from holdfast.engine.executor import Attempts
     from holdfast.engine.recovery_log import Recovering
-    from holdfast.engine.scribe import Scribe
+    from holdfast.engine.run_log import RunLog
     from holdfast.integrity.certificate import Certificate
     from holdfast.integrity.sdc_guard import Watch
     from holdfast.models.trainable import Trainable
@@ -109,7 +109,7 @@ class Regroup:
         world: Whose communicator.
         replica: Says whether a part of the model is lost with the dead.
         status: What closing sums have said is shared with the progress.
-        scribe: Marks where this worker is.
+        log: Marks where this worker is.
         recovery: Hears of failures that an agreement reports.
         watch: Whether state or messages were found corrupt is shared with the progress.
         attempts: The step in progress.
@@ -121,7 +121,7 @@ class Regroup:
         world: World,
         replica: Trainable,
         status: Status,
-        scribe: Scribe,
+        log: RunLog,
         recovery: Recovering,
         watch: Watch,
         attempts: Attempts,
@@ -130,7 +130,7 @@ class Regroup:
         self._world = world
         self._replica = replica
         self._status = status
-        self._scribe = scribe
+        self._log = log
         self._recovery = recovery
         self._watch = watch
         self._attempts = attempts
@@ -155,7 +155,7 @@ class Regroup:
                 return self._share(progress)
 
     def _agree(self, flag: bool) -> bool:
-        self._scribe.mark("recovery" if self._recovery.now else "gate")
+        self._log.mark("recovery" if self._recovery.now else "gate")
         value = self._world.comm.agree(flag)
         if flag and not value:
             self._recovery.see_failure()
@@ -182,7 +182,7 @@ class Regroup:
         """Write what others count on before this worker leaves them; what does not count yet they begin again."""
         self._world.keeper.drop()
         for outcome in self._world.keeper.finish():
-            self._scribe.saved(outcome)
+            self._log.saved(outcome)
 
     def _share(self, mine: Progress) -> ProgressKnown:
         heard = 0 if self._certificate is None else self._certificate.heard

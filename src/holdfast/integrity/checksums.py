@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from holdfast.comm.allreduce.checksums import NO_WORKER
 from holdfast.engine.context import World
-from holdfast.engine.scribe import Scribe
+from holdfast.engine.run_log import RunLog
 from holdfast.errors import MessageAltered
 
 _MOST_TIMES_REDONE = 3
@@ -19,9 +19,9 @@ _MOST_TIMES_REDONE = 3
 class Checking:
     """Carries what was found here into the closing sum, and says what comes of it."""
 
-    def __init__(self, world: World, scribe: Scribe) -> None:
+    def __init__(self, world: World, log: RunLog) -> None:
         self._world = world
-        self._scribe = scribe
+        self._log = log
         self._policy = world.settings.guard
         self._is_on = world.settings.guard_sums
         self.altered = False
@@ -62,11 +62,11 @@ class Checking:
         """Hear that a step is in the weights."""
         if 0 <= self._found_at < self._world.step:
             if self._world.is_lead:
-                self._scribe.corruption_healed((), self._found_at, self._found_at, "step", is_training=False)
+                self._log.corruption_healed((), self._found_at, self._found_at, "step", is_training=False)
             self._found_at = -1
 
     def _write_down(self) -> None:
         found = self._world.altered
         if found:
-            self._scribe.corruption_found("message", list(found), sorted({*found.values()} - {NO_WORKER}))
+            self._log.corruption_found("message", list(found), sorted({*found.values()} - {NO_WORKER}))
             found.clear()

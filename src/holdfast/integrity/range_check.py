@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterator
 
 from holdfast.engine.context import World
-from holdfast.engine.scribe import Scribe
+from holdfast.engine.run_log import RunLog
 from holdfast.integrity.fingerprint import LONGEST_ROTATION, WINDOW_BYTES, RotatingDigest
 from holdfast.integrity.ranges import Finding, Ranges
 from holdfast.models.part import Part
@@ -26,11 +26,11 @@ class Ranging:
     Sums are the same at all workers, so each looks at another window of them.
     """
 
-    def __init__(self, world: World, part: Part, digest: RotatingDigest, scribe: Scribe) -> None:
+    def __init__(self, world: World, part: Part, digest: RotatingDigest, log: RunLog) -> None:
         self._world = world
         self._part = part
         self._digest = digest
-        self._scribe = scribe
+        self._log = log
         self._ranges = Ranges()
         self._finding: Finding | None = None
         self._times_back = 0
@@ -67,7 +67,7 @@ class Ranging:
         if said < _FIRST:
             return False
         if said - _FIRST in self._world.comm.here and self._finding is not None:
-            self._scribe.corruption_found("range", (self._finding.where,), ())
+            self._log.corruption_found("range", (self._finding.where,), ())
         if self._world.settings.guard == "warn":
             self._ranges.accept()  # once is enough
         return True

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from holdfast.checkpoint import Loaded
 from holdfast.data.plan import MiniBatch
 from holdfast.engine.context import World
-from holdfast.engine.scribe import Scribe
+from holdfast.engine.run_log import RunLog
 from holdfast.engine.vote import GuardVote, Spread
 from holdfast.errors import ReplicasDiffer
 from holdfast.integrity.checksums import Checking
@@ -47,18 +47,18 @@ class WayBack:
 class Watch:
     """Compares replicas, as :attr:`Settings.guard` says; ``whole`` is None where workers hold parts."""
 
-    def __init__(self, world: World, whole: Part | None, fingerprint: Fingerprint, scribe: Scribe) -> None:
+    def __init__(self, world: World, whole: Part | None, fingerprint: Fingerprint, log: RunLog) -> None:
         self._world = world
         self._whole = whole
         self._fingerprint = fingerprint
-        self._scribe = scribe
+        self._log = log
         self._policy = world.settings.guard
         self._heals = self._policy == "heal"
         self._ranging: Ranging | None = None
         self._digest = fingerprint.digest
         if self._whole is not None and self._digest is not None and self._policy in ("warn", "heal"):
-            self._ranging = Ranging(world, self._whole, self._digest, scribe)
-        self._checking = Checking(world, scribe)
+            self._ranging = Ranging(world, self._whole, self._digest, log)
+        self._checking = Checking(world, log)
         self._warned: set[tuple[str, ...]] = set()
         self.corrupt = False
         """Whether somebody's state was found to be corrupt, and this worker has not gone back yet."""
@@ -158,7 +158,7 @@ class Watch:
                 new = []
             if new and self._world.is_lead:
                 ranks = sorted({rank for where in new for rank in found[where]})
-                self._scribe.corruption_found("replicas", [name for where in new for name in where], ranks)
+                self._log.corruption_found("replicas", [name for where in new for name in where], ranks)
             self._warned |= set() if self._heals else set(found)
 
     def _minorities(self, mine: dict[str, dict[int, int]]) -> dict[str, tuple[int, ...]]:
@@ -234,7 +234,7 @@ class Watch:
     def _say_healed(self) -> None:
         is_training = self._ranging is not None and self._ranging.is_training
         if self._world.is_lead:
-            self._scribe.corruption_healed(
+            self._log.corruption_healed(
                 self._verdict or (), self._found_at, self._went_back_to, self._source, is_training=is_training
             )
         self._source, self._verdict = "", None

@@ -13,7 +13,7 @@ from holdfast.checkpoint.parts import Wanted, all_but
 from holdfast.comm import Communicator, Mail
 from holdfast.config import Settings
 from holdfast.engine.context import World
-from holdfast.engine.scribe import Scribe
+from holdfast.engine.run_log import RunLog
 from holdfast.errors import CheckpointError, ConfigError
 from holdfast.models.part import Stateful
 from holdfast.models.part_hashes import InParts, PartFingerprint
@@ -37,21 +37,21 @@ class Split(InParts, Trainable):
         self.sends_copies = shape.lazy
         self.holdings = Holdings(shape, build, drop)
         self._world: World | None = None
-        self._scribe: Scribe | None = None
+        self._log: RunLog | None = None
         self._sha256s = ("", "")
         self._whole = torch.nn.Module()
         self.backups: Backups | None = None
 
     # -- a loop
 
-    def begin_loop(self, world: World, scribe: Scribe) -> None:
-        super().begin_loop(world, scribe)
+    def begin_loop(self, world: World, log: RunLog) -> None:
+        super().begin_loop(world, log)
         if world.settings.guard == "heal":
             raise ConfigError(
                 "guard heal needs a model that every worker has all of; of one that is split nobody keeps a state in memory: use stop or warn"
             )
-        self._world, self._scribe = world, scribe
-        self.backups = Backups(self.holdings, self._row_of, world, scribe.warn)
+        self._world, self._log = world, log
+        self.backups = Backups(self.holdings, self._row_of, world, log.warn)
 
     @abstractmethod
     def _row_of(self, part: int) -> torch.Tensor:
@@ -130,8 +130,8 @@ class Split(InParts, Trainable):
         restore = None
         if restores:
             assert self._world is not None
-            assert self._scribe is not None
-            restorer = Restorer(self._world, self.holdings, self.backups, self.at_beginning, self._scribe)
+            assert self._log is not None
+            restorer = Restorer(self._world, self.holdings, self.backups, self.at_beginning, self._log)
             restore = restorer.restore
         self.holdings.rehome(self._comm, restore)
 

@@ -10,7 +10,7 @@ import torch
 
 from holdfast.checkpoint.parts import all_but
 from holdfast.engine.context import World
-from holdfast.engine.scribe import Scribe
+from holdfast.engine.run_log import RunLog
 from holdfast.errors import CheckpointCorrupt, StateLost
 from holdfast.models.flat_params import BLOCK_BYTES
 from holdfast.models.resident_parts import Holdings
@@ -30,13 +30,13 @@ class Restorer:
         holdings: Holdings,
         backups: Backups | None,
         at_beginning: Callable[[int], dict[str, Any] | None],
-        scribe: Scribe,
+        log: RunLog,
     ) -> None:
         self._world = world
         self._holdings = holdings
         self._backups = backups
         self._beginning = at_beginning
-        self._scribe = scribe
+        self._log = log
 
     def restore(self, part: int) -> dict[str, Any]:
         """Return the state of a part as it was saved last, or as training began.
@@ -53,7 +53,7 @@ class Restorer:
         if self._world.settings.mirror_optimizer == "reset":
             restored.state["optimizer"]["state"] = {}
         self._go_on_with_schedule(restored.state)
-        self._scribe.restored(part, source, restored.ages, restored.optimizer_age)
+        self._log.restored(part, source, restored.ages, restored.optimizer_age)
         return restored.state
 
     def _in_memory(self, part: int) -> _Found | None:
@@ -100,4 +100,4 @@ class Restorer:
             group["lr"] = clone(theirs["lr"])
 
     def _warn(self, step: int, damage: CheckpointCorrupt) -> None:
-        self._scribe.warn(f"passed over step {step}: {damage}")
+        self._log.warn(f"passed over step {step}: {damage}")

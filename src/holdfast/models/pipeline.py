@@ -16,7 +16,7 @@ from holdfast.data.plan import MiniBatch
 from holdfast.data.samples import check_dataset
 from holdfast.data.seeds import seed_slice
 from holdfast.engine.context import World
-from holdfast.engine.scribe import Scribe
+from holdfast.engine.run_log import RunLog
 from holdfast.errors import CheckpointError, ConfigError, ScriptError
 from holdfast.integrity.hash_chain import in_order
 from holdfast.models.evaluation import Evaluation
@@ -95,8 +95,8 @@ class Pipelined(Split):
     def _row_of(self, part: int) -> torch.Tensor:
         return self._rows[part]
 
-    def begin_loop(self, world: World, scribe: Scribe) -> None:
-        super().begin_loop(world, scribe)
+    def begin_loop(self, world: World, log: RunLog) -> None:
+        super().begin_loop(world, log)
         self.stages = Stages(
             self.given, self.holdings, world.comm, self._settings, world.faults, world.altered, self._scaling
         )
@@ -248,7 +248,7 @@ class StageRunner(Runner):
         parts = np.array_split(np.arange(len(dataset)), range(batch_size, len(dataset), batch_size))
 
         def begin(number: int, part: int) -> None:
-            self._context.scribe.mark("forward")  # this worker gets further
+            self._context.log.mark("forward")  # this worker gets further
             seed_slice(seed, batch.step, _BESIDE - number, part)
 
         evaluation = Evaluation(

@@ -13,7 +13,7 @@ from holdfast.comm import Communicator, VirtualCommunicator
 from holdfast.config import Settings
 from holdfast.engine.context import World
 from holdfast.engine.flips import module_names, weights
-from holdfast.engine.scribe import Scribe
+from holdfast.engine.run_log import RunLog
 from holdfast.models.overlap import Eager, Spent
 from holdfast.models.part import Part, Stateful
 from holdfast.models.runner import Reach, Runner, StepContext
@@ -47,9 +47,9 @@ class Replica(Part, Trainable):
 
     # -- a loop
 
-    def begin_loop(self, world: World, scribe: Scribe) -> None:
+    def begin_loop(self, world: World, log: RunLog) -> None:
         """From the first loop on, update buckets eagerly if they are to be."""
-        super().begin_loop(world, scribe)
+        super().begin_loop(world, log)
         if world.settings.update == "eager":
             self.update_eagerly(world.clock, world.spent, beside=not isinstance(world.comm, VirtualCommunicator))
 

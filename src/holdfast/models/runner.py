@@ -12,7 +12,7 @@ from holdfast.data.plan import MiniBatch
 from holdfast.data.position import Place
 from holdfast.data.seeds import seed_slice
 from holdfast.engine.context import World
-from holdfast.engine.scribe import Scribe
+from holdfast.engine.run_log import RunLog
 from holdfast.errors import InternalError
 from holdfast.recovery.messages import Note
 from holdfast.session.step import Step
@@ -27,7 +27,7 @@ class StepContext:
 
     world: World
     place: Place
-    scribe: Scribe
+    log: RunLog
     total: OrderedSum  # the sum of all workers
     source: Source
     loading: Loading

@@ -20,7 +20,7 @@ from holdfast.comm import Communicator, Mail
 from holdfast.config import Settings
 from holdfast.data.plan import MiniBatch
 from holdfast.engine.context import World
-from holdfast.engine.scribe import Scribe
+from holdfast.engine.run_log import RunLog
 from holdfast.errors import CheckpointError, StateLost
 from holdfast.models.factories import Makers
 from holdfast.models.flat_params import in_row, places
@@ -70,8 +70,8 @@ class Shards(Split):
         self.device = self.flow.device
         self.numel = self.flow.numel
 
-    def begin_loop(self, world: World, scribe: Scribe) -> None:
-        super().begin_loop(world, scribe)
+    def begin_loop(self, world: World, log: RunLog) -> None:
+        super().begin_loop(world, log)
         self._mail = Mail(world.comm, shared_bytes=self._settings.shared_bytes)
 
     @property

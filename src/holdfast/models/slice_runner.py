@@ -113,7 +113,7 @@ class SliceRunner(Runner):
             tried.add(self._at_once.took_s, took_s, same=all(map(has_bits, slices, copies)))
         if tried.is_over and tried.told != tried.why_not:
             tried.told = tried.why_not
-            self._context.scribe.slices_tried(tried)
+            self._context.log.slices_tried(tried)
 
     def _may_go_at_once(self, batch: MiniBatch, numbers: Sequence[int]) -> bool:
         """Return whether nothing is to happen to one of the slices alone."""
@@ -141,7 +141,7 @@ class SliceRunner(Runner):
 
     def sum_bucket(self, batch: MiniBatch, bucket: int) -> None:
         members = self._world.comm.members
-        self._context.scribe.mark("allreduce")
+        self._context.log.mark("allreduce")
         self._reducer.sum(
             batch,
             bucket,

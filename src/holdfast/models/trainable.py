@@ -17,7 +17,7 @@ from holdfast.comm import Communicator
 from holdfast.config import Settings
 from holdfast.data.plan import MiniBatch
 from holdfast.engine.context import World
-from holdfast.engine.scribe import Scribe
+from holdfast.engine.run_log import RunLog
 from holdfast.integrity.state_hashes import Fingerprint
 from holdfast.models.part import Part, Stateful
 from holdfast.models.runner import Reach, Runner, StepContext
@@ -74,7 +74,7 @@ class Trainable(ABC):
 
     # -- a loop
 
-    def begin_loop(self, world: World, scribe: Scribe) -> None:
+    def begin_loop(self, world: World, log: RunLog) -> None:
         """Meet the other workers, if the model goes with the strategy and the guard. Called first of all in each training loop."""
         strategy_class(world.settings.strategy).check(self.kind)
 

@@ -17,7 +17,7 @@ from holdfast.data.position import Place
 from holdfast.data.seeds import generator_states, set_generator_states
 from holdfast.engine.context import World
 from holdfast.engine.live_config import Requests
-from holdfast.engine.scribe import Scribe
+from holdfast.engine.run_log import RunLog
 from holdfast.errors import CheckpointCorrupt, CheckpointError, ConfigError
 from holdfast.integrity.hash_chain import GENESIS
 from holdfast.integrity.sdc_guard import Watch, WayBack
@@ -33,12 +33,12 @@ class Beginning:
     """Saves the state of training, and brings all workers to the same one."""
 
     def __init__(
-        self, world: World, replica: Trainable, place: Place, scribe: Scribe, requests: Requests, watch: Watch
+        self, world: World, replica: Trainable, place: Place, log: RunLog, requests: Requests, watch: Watch
     ) -> None:
         self._world = world
         self._replica = replica
         self._place = place
-        self._scribe = scribe
+        self._log = log
         self._requests = requests
         self._watch = watch
         self._initial: Loaded | None = None
@@ -92,7 +92,7 @@ class Beginning:
         try:
             self._world.keeper.take_back(newest)
         except CheckpointError as error:
-            self._scribe.warn(f"checkpoints of later steps than {newest} are not right, and cannot be removed: {error}")
+            self._log.warn(f"checkpoints of later steps than {newest} are not right, and cannot be removed: {error}")
 
     def keep_on_joining(self) -> None:
         """Keep the state in memory that newcomers go on from, as all do then."""
@@ -157,7 +157,7 @@ class Beginning:
         step, *lacks = comm.maximum((newest, *(mine is None and rank in comm.here for rank in comm.members)))
         if step < 0:
             if world.rebuilding is not None and world.settings.reinit_from != "checkpoint" and world.is_lead:
-                self._scribe.warn("who had taken a snapshot at the fault is dead, too: all go back further")
+                self._log.warn("who had taken a snapshot at the fault is dead, too: all go back further")
             return False
         without = tuple(rank for rank, lack in zip(comm.members, lacks, strict=True) if lack)
         if mine is None:
@@ -177,7 +177,7 @@ class Beginning:
         if self.belongs_to_later_loop:
             return  # the checkpoint that was loaded holds more than this loop knows
         comm, replica = world.comm, self._replica
-        self._scribe.mark("checkpoint")
+        self._log.mark("checkpoint")
         writers = replica.writers(comm)
         mine = replica.state_dict() if comm.here in writers else {}
         state = {"replica": mine} if not (replica.is_replicated or world.is_lead) else self._state(mine)
@@ -263,12 +263,12 @@ class Beginning:
             return -1
         found = world.keeper.newest(self._warn, keep=self._replica.is_replicated)
         if found < 0 and not trained:
-            self._scribe.warn(f"there is no intact checkpoint in {world.keeper.url}: training starts at step 0")
+            self._log.warn(f"there is no intact checkpoint in {world.keeper.url}: training starts at step 0")
         of_another_loop = trained and found >= 0 and world.keeper.info(found)["loop"] != world.loop
         return -1 if of_another_loop else found
 
     def _warn(self, step: int, damage: CheckpointCorrupt) -> None:
-        self._scribe.warn(f"passed over step {step}: {damage}")
+        self._log.warn(f"passed over step {step}: {damage}")
 
     def _restore(self, loaded: Loaded, *, keeps: bool = False) -> None:
         """Go on from a state; its tensors are kept if nobody else has them."""

@@ -35,7 +35,7 @@ from holdfast.records.types import (
 )
 
 
-class Scribe:
+class RunLog:
     """Makes records of what the training loop tells it.
 
     Args:
