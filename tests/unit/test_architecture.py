@@ -46,7 +46,7 @@ MAY_IMPORT = {
     "clock": {"errors"},
     "options": {"errors"},
     "config": {"errors", "options", "recovery.registry", "comm.fabrics"},
-    "records": {"errors"},
+    "records": {"errors", "clock"},
     "membership": {"errors"},
     "recovery": {"errors", "registered"},
     "comm": {"errors", "registered", "recovery.messages", "clock", "faults.points", "membership", "torch_private"},

@@ -129,8 +129,7 @@ def newcomer(**settings):
         kind={"capability": "AVX2", "threads": "1"},
         settings=Settings(**settings),
         given_up="",
-        recorder=SimpleNamespace(write=written.append),
-        clock=SimpleNamespace(now_s=lambda: 2.5),
+        log=SimpleNamespace(write=written.append),
     )
     return world, written
 

@@ -1,4 +1,4 @@
-"""The beacon, the pulse of an interpreter, and records on a full disk."""
+"""The beacon, the pulse of an interpreter, records on a full disk, and the stamps of records."""
 
 import inspect
 import re
@@ -10,9 +10,12 @@ import pytest
 from small_disk import fill, small_disk
 
 from holdfast.comm.waiting import Waiting
+from holdfast.errors import InternalError
 from holdfast.faults.plan import Fault
 from holdfast.records.beacon import PHASES, Beacon, NoBeacon, Position, Pulse
+from holdfast.records.encoding import record_from_dict, record_to_dict
 from holdfast.records.files import FileRecorder, read_records
+from holdfast.records.logger import Logger
 from holdfast.records.types import FailureSeen, StepCommitted
 
 DEADLINE_S = 30.0
@@ -271,3 +274,56 @@ def test_a_line_that_a_full_disk_cut_short_is_skipped_and_the_next_one_is_whole(
         steps = [record.step for record in read_records(disk / "records.jsonl")]
     assert steps == [*range(len(steps) - 1), 2000]
     assert len(text.splitlines()) in (len(steps), len(steps) + 1)
+
+
+# -- stamps
+
+
+class Recorded(list):
+    """A sink, and a clock that stands still."""
+
+    write = list.append
+
+    def now_s(self):
+        return 2.5
+
+
+def test_a_record_gets_the_stamps_that_it_lacks_and_keeps_those_that_it_has():
+    sink = Recorded()
+    log = Logger(sink, lambda: (3, 7), sink)
+
+    written = [log.write(FailureSeen(phase="gate")), log.write(FailureSeen(rank=1, step=-1, phase="gate"))]
+
+    assert sink == written
+    assert [(record.t_s, record.rank, record.step) for record in sink] == [(2.5, 3, 7), (2.5, 1, -1)]
+    assert list(record_to_dict(sink[0])) == ["event", "t_s", "rank", "step", "phase"]
+
+
+def test_every_sink_gets_every_record_from_its_subscription_on():
+    first, second = Recorded(), Recorded()
+    log = Logger(first, lambda: (0, 0), first)
+
+    log.write(FailureSeen(phase="forward"))
+    log.subscribe(second)
+    log.write(FailureSeen(phase="gate"))
+
+    assert [record.phase for record in first] == ["forward", "gate"]
+    assert second == first[1:]
+
+
+def test_a_file_refuses_a_record_without_stamps(tmp_path):
+    recorder = FileRecorder(tmp_path / "records.jsonl")
+
+    with pytest.raises(InternalError, match="a FailureSeen is written down without t_s, step"):
+        recorder.write(FailureSeen(rank=0, phase="gate"))
+
+    assert (tmp_path / "records.jsonl").read_bytes() == b""
+
+
+@pytest.mark.parametrize("stamp", ["t_s", "rank", "step"])
+def test_a_line_without_a_stamp_is_no_record(stamp):
+    line = record_to_dict(seen(3))
+    del line[stamp]
+
+    with pytest.raises(TypeError, match=f"missing 1 required keyword-only argument: '{stamp}'"):
+        record_from_dict(line)

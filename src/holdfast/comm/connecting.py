@@ -4,17 +4,11 @@ from __future__ import annotations
 
 import os
 
-from holdfast.comm import ulfm
 from holdfast.comm.base import Communicator
 from holdfast.comm.fabrics.base import Endpoint
 from holdfast.comm.fabrics.registry import make_fabric
-from holdfast.comm.launchers import others_started
+from holdfast.comm.launchers import chosen, others_started
 from holdfast.errors import ConfigError
-
-
-def chosen(fabric: str) -> str:
-    """Return the name of the fabric of this process: what is asked for, or else ``ulfm`` under mpirun and ``virtual`` elsewhere."""
-    return fabric or ("ulfm" if ulfm.under_mpirun() else "virtual")
 
 
 def connect(fabric: str, workers: int, ranks: str, *, rank: int = -1, store: str = "", token: str = "") -> Communicator:

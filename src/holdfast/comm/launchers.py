@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from holdfast.comm.ulfm import under_mpirun
+
 _SIZES = {
     "WORLD_SIZE": "",  # torchrun's, but Ray Train, Accelerate, DeepSpeed and others set it, too
     "SLURM_STEP_NUM_TASKS": "srun",  # SLURM_NTASKS is there in a batch script, too, which is one process
@@ -21,6 +23,11 @@ _WITHOUT_SIZE = {"PMIX_RANK": "a PMIx launcher", "RAY_JOB_ID": "Ray"}
 _STEPS_OF_SLURM = 0xFFFFFFFA
 """Steps from this number on are Slurm's own: a batch script, the shell of ``salloc``. Each is one process, though that shell has the
 number of tasks of the allocation."""
+
+
+def chosen(fabric: str) -> str:
+    """Return the name of the fabric of this process: what is asked for, or else ``ulfm`` under mpirun and ``virtual`` elsewhere."""
+    return fabric or ("ulfm" if under_mpirun() else "virtual")
 
 
 def others_started(env: Mapping[str, str]) -> str:

@@ -6,7 +6,6 @@ A step is one backward pass in which ``DistributedDataParallel`` sums gradients.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +15,10 @@ from holdfast.errors import ConfigError
 from holdfast.faults.plan import FLIP, Fault, FaultPlan
 from holdfast.faults.process import Injector, NoFaults, PlannedFaults, strike
 from holdfast.records.beacon import Beacon, NoBeacon, connected_beacon
-from holdfast.records.files import FileRecorder, NoRecorder
+from holdfast.records.files import FileRecorder
+from holdfast.records.logger import Logger
 from holdfast.records.paths import records_path
-from holdfast.records.types import FailureSeen, FaultFired, Finished, Record, Recovered, RunStarted, StepCommitted
+from holdfast.records.types import FailureSeen, FaultFired, Finished, Recovered, RunStarted, StepCommitted
 
 _PHASES = ("forward", "backward", "allreduce")
 """Where faults can strike. The backend sees a step when DDP has its first bucket of gradients: both before it are there."""
@@ -34,11 +34,10 @@ class Witness:
         self.settings = settings = Settings.from_env()
         self._numbers = [int(n) for n in settings.ranks.split(",")] if settings.ranks else list(range(size))
         self._rank = self._numbers[place]
-        self._clock = SystemClock(settings.origin_s)
-        self._recorder: FileRecorder | NoRecorder = NoRecorder()
+        self._log = Logger(SystemClock(settings.origin_s), lambda: (self._rank, self._step))
         self._beacon: Beacon | NoBeacon = NoBeacon()
         if settings.run_dir:
-            self._recorder = FileRecorder(records_path(Path(settings.run_dir), str(self._rank)))
+            self._log.subscribe(FileRecorder(records_path(Path(settings.run_dir), str(self._rank))))
             # Nothing here says that it waits, so only a missing pulse is noticed.
             self._beacon = connected_beacon(Path(settings.run_dir), self._rank)
         self._alive = tuple(range(size))
@@ -77,19 +76,22 @@ class Witness:
     def _commit(self) -> None:
         """Write down the step before: its optimizer has run, for the next one has begun."""
         if self._step >= 0 and self._alive[0] == self._numbers.index(self._rank) and not _has_session():
-            self._write(StepCommitted, self._step, epoch=0, samples=0, workers=len(self._alive), metrics={})
+            self._log.write(StepCommitted(epoch=0, samples=0, workers=len(self._alive), metrics={}))
 
     # -- failures
 
     def failure_seen(self) -> None:
         """Hear that a collective has failed."""
-        self._write(FailureSeen, max(0, self._step), phase="allreduce")
+        self._log.write(FailureSeen(step=max(0, self._step), phase="allreduce"))
 
     def recovered(self, lost: tuple[int, ...], alive: tuple[int, ...], generation: int) -> None:
         """Hear which ranks are left."""
         self._alive = alive
-        who = {name: tuple(self._numbers[i] for i in ranks) for name, ranks in (("lost", lost), ("survivors", alive))}
-        self._write(Recovered, max(0, self._step), **who, decision="continue", redone_steps=0, generation=generation)
+        dead, left = (tuple(self._numbers[place] for place in places) for places in (lost, alive))
+        step = max(0, self._step)
+        self._log.write(
+            Recovered(step=step, lost=dead, survivors=left, decision="continue", redone_steps=0, generation=generation)
+        )
         if alive[0] == self._numbers.index(self._rank) and lost and not self.is_watched:  # or the launcher says it
             gone = ", ".join(map(str, lost))
             sys.stderr.write(f"holdfast: lost [{gone}]; {len(alive)} ranks go on\n")
@@ -103,7 +105,8 @@ class Witness:
         count = len(self._alive)
         how = {"order": "fold", "split": "slices", "batch": "local", "rescale": "survivors"}
         unknown = dict.fromkeys(("seed", "steps_planned", "samples_planned", "num_buckets", "parameters"), 0)
-        self._write(RunStarted, 0, fabric="ulfm", strategy="forward", workers=count, slices=count, **how, **unknown)
+        told: dict[str, Any] = how | unknown
+        self._log.write(RunStarted(step=0, fabric="ulfm", strategy="forward", workers=count, slices=count, **told))
 
     def finished(self) -> None:
         """Hear that this rank is not needed any more."""
@@ -113,10 +116,8 @@ class Witness:
         self._commit()
         unknown = dict.fromkeys(("planned", "committed", "lost", "repeated"), 0)
         unsaid = dict.fromkeys(("sha256", "state_sha256", "checkpoint"), "")
-        self._write(Finished, self._step + 1, outcome="done", metrics={}, **unknown, **unsaid)
-
-    def _write(self, kind: Callable[..., Record], step: int, /, **fields: Any) -> None:
-        self._recorder.write(kind(**{"t_s": self._clock.now_s(), "rank": self._rank, "step": step} | fields))
+        told: dict[str, Any] = unknown | unsaid
+        self._log.write(Finished(step=self._step + 1, outcome="done", metrics={}, **told))
 
     # -- faults
 
@@ -133,7 +134,7 @@ class Witness:
                 )
 
         def announce(number: int, fault: Fault) -> None:
-            self._write(FaultFired, self._step, rank=fault.rank, fault=number, kind=fault.kind, phase=fault.phase)
+            self._log.write(FaultFired(rank=fault.rank, fault=number, kind=fault.kind, phase=fault.phase))
 
         return PlannedFaults(plan, strike, announce)
 

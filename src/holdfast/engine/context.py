@@ -17,7 +17,7 @@ if TYPE_CHECKING:  # the torch.distributed backend needs none of these
     from holdfast.config import Settings
     from holdfast.faults.process import Injector
     from holdfast.records.beacon import Beacon, NoBeacon
-    from holdfast.records.files import Recorder
+    from holdfast.records.logger import Logger
     from holdfast.records.types import Finished
     from holdfast.state.manager import Keeper
 
@@ -55,7 +55,7 @@ class World:
         settings: As asked for.
         comm: The living.
         clock: For ``t_s``.
-        recorder: Takes records.
+        log: Takes records.
         beacon: Says where this worker is.
         faults: Strikes as planned.
         keeper: Checkpoints.
@@ -87,7 +87,7 @@ class World:
     settings: Settings
     comm: Communicator
     clock: Clock
-    recorder: Recorder
+    log: Logger
     beacon: Beacon | NoBeacon
     faults: Injector
     keeper: Keeper

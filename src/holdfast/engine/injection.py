@@ -29,29 +29,12 @@ def make_faults(world: World) -> Injector:
         if fault.is_of_node:
             ask_launcher(strike_path(Path(world.settings.run_dir), number), world.step)
             return
-        world.recorder.write(
-            FaultFired(
-                t_s=world.clock.now_s(),
-                rank=fault.rank,
-                step=world.step,
-                fault=number,
-                kind=fault.kind,
-                phase=fault.phase,
-            )
-        )
+        world.log.write(FaultFired(rank=fault.rank, fault=number, kind=fault.kind, phase=fault.phase))
 
     def tell(number: int, fault: Fault, listed: Sequence[Mapping[str, Any]], count: int) -> None:
         assert fault.flip is not None
-        world.recorder.write(
-            ValuesAltered(
-                t_s=world.clock.now_s(),
-                rank=fault.rank,
-                step=world.step,
-                fault=number,
-                target=fault.flip.target,
-                count=count,
-                values=tuple(listed),
-            )
+        world.log.write(
+            ValuesAltered(rank=fault.rank, fault=number, target=fault.flip.target, count=count, values=tuple(listed))
         )
 
     def fail(fault: Fault) -> None:

@@ -130,15 +130,7 @@ class Requests:
                     sys.stderr.write(f"holdfast: --strategy {value} {why}: left as it was\n")
                 continue
             _CHANGES[name](self, value)
-            self._world.recorder.write(
-                SettingChanged(
-                    t_s=self._world.clock.now_s(),
-                    rank=self._world.comm.here[0],
-                    step=self._world.step,
-                    name=name,
-                    value=json.dumps(value),
-                )
-            )
+            self._world.log.write(SettingChanged(name=name, value=json.dumps(value)))
 
     def _why_not(self, strategy: str) -> str:
         """Return why a strategy cannot be gone on with, "" if it can."""

@@ -34,6 +34,7 @@ from holdfast.integrity.certificate import Certificate
 from holdfast.integrity.hash_chain import GENESIS
 from holdfast.integrity.sdc_guard import Watch
 from holdfast.models.trainable import Trainable
+from holdfast.records.types import Left
 from holdfast.recovery import Protocol, make_strategy
 from holdfast.recovery.messages import (
     Action,
@@ -376,10 +377,12 @@ class Run:
         world, replica = self._world, self._replica
         replica.leave()
         if self._status.outcome == "left":
-            self._log.left()
+            self._log.write(Left())
+            self._log.warn(f"left before step {world.step}, as it was told to")
             raise SystemExit(0)
         self._recovery.end()
-        self._log.summed_up(replica.summary)
+        if (summary := replica.summary()) is not None:
+            self._log.write(summary)
         if self._certificate is not None:
             self._log.hashed(world.step, world.link, self._certificate.hash_end())
         self._log.finished(self._status.outcome, replica.sha256s(world.comm.here), self.account())

@@ -1,16 +1,14 @@
-"""Writing down what happens in a training loop."""
+"""What a training loop writes down: its records, and what it tells the user."""
 
 from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
-
 from holdfast.checkpoint.writer import Outcome
-from holdfast.comm.connecting import chosen
+from holdfast.comm.launchers import chosen
 from holdfast.data.ledger import Account
 from holdfast.data.plan import MiniBatch, Plan
 from holdfast.engine.context import Rebuilding, World
@@ -22,8 +20,6 @@ from holdfast.records.types import (
     CorruptionHealed,
     FailureSeen,
     Finished,
-    Left,
-    PartRestored,
     Record,
     Recovered,
     Reinitialised,
@@ -34,12 +30,19 @@ from holdfast.records.types import (
     StepCommitted,
 )
 
+_WRONG = {
+    "replicas": "replicas differ",
+    "range": "a value is out of all range",
+    "message": "a message was altered on its way",
+}
+"""What the guard found, for people; by ``what`` of :class:`CorruptionFound`."""
+
 
 class RunLog:
-    """Makes records of what the training loop tells it.
+    """Makes records of a training loop, and hands them to the job's logger.
 
     Args:
-        world: Gives time, ranks and the recorder.
+        world: What the records tell of.
     """
 
     def __init__(self, world: World) -> None:
@@ -52,15 +55,16 @@ class RunLog:
         self._phase = phase
         self._world.beacon.mark(phase, self._world.step)
 
+    def write(self, record: Record) -> None:
+        """Write a record with this worker's stamps."""
+        self._world.log.write(record)
+
     def started(self, plan: Plan, num_buckets: int, parameters: int) -> None:
         """Training begins, or goes on."""
         world, settings = self._world, self._world.settings
-        world.recorder.write(
+        self.write(
             RunStarted(
-                t_s=world.clock.now_s(),
-                rank=world.comm.here[0],
-                step=world.step,
-                fabric=chosen(world.settings.fabric),
+                fabric=chosen(settings.fabric),
                 strategy=settings.strategy,
                 seed=plan.seed,
                 workers=len(world.comm.members),
@@ -80,6 +84,8 @@ class RunLog:
             )
         )
 
+    # -- steps
+
     def committed(
         self, batch: MiniBatch, samples: int, workers: int, lost: dict[int, tuple[int, ...]], link: Link | None = None
     ) -> None:
@@ -93,19 +99,13 @@ class RunLog:
             link: Of the certificate, if there is one.
         """
         world = self._world
-        place: dict[str, Any] = {
-            "t_s": world.clock.now_s(),
-            "rank": min(world.comm.here),
-            "step": batch.step,
-            "epoch": batch.epoch,
-        }
-        self._last_step = [
-            StepCommitted(**place, samples=samples, workers=workers, metrics=world.metrics, **_certified(link)),
-            *(
-                SamplesLost(**place, ids=tuple(int(i) for i in batch.slices[number]), buckets=buckets)
-                for number, buckets in lost.items()
-            ),
+        place: dict[str, Any] = {"rank": min(world.comm.here), "step": batch.step, "epoch": batch.epoch}
+        committed = StepCommitted(**place, samples=samples, workers=workers, metrics=world.metrics, **_certified(link))
+        losses = [
+            SamplesLost(**place, ids=tuple(int(i) for i in batch.slices[number]), buckets=buckets)
+            for number, buckets in lost.items()
         ]
+        self._last_step = [world.log.stamped(record) for record in (committed, *losses)]
         if link is not None and link.whole:
             self._whole_hashed(batch.step, link)
         self.write_last_step()
@@ -115,40 +115,39 @@ class RunLog:
         if all(hashed.parts for hashed in link.tensors):
             self.hashed(step, link.before, link.tensors)
             return
-        self._last_step += self._state_hashed(step, link.before, link.tensors)
+        self._last_step += [
+            self._world.log.stamped(_state_hashed(hashed, step, link.before)) for hashed in link.tensors
+        ]
         if not self._world.is_lead:
             none = [dataclasses.replace(hashed, tensors={}) for hashed in link.tensors]
             self.hashed(step, link.before, none)
 
     def hashed(self, step: int, link: str, tensors: Sequence[Hashed]) -> None:
         """All of the state before ``step`` was hashed; see :class:`StateHashed`."""
-        self._write(self._state_hashed(step, link, tensors))
-
-    def _state_hashed(self, step: int, link: str, tensors: Sequence[Hashed]) -> list[StateHashed]:
-        t_s = self._world.clock.now_s()
-        return [
-            StateHashed(
-                t_s=t_s, rank=each.rank, step=step, link=link, tensors=each.tensors, part=each.part, parts=each.parts
-            )
-            for each in tensors
-        ]
+        for each in tensors:
+            self.write(_state_hashed(each, step, link))
 
     def write_last_step(self) -> None:
         """Write the last step down where this worker leads by now."""
         if self._world.is_lead:
-            self._write(self._last_step)
+            for record in self._last_step:
+                self.write(record)
             self._last_step = []
 
-    def _write(self, records: Sequence[Record]) -> None:
-        for record in records:
-            self._world.recorder.write(record)
+    def slices_tried(self, tried: Tried) -> None:
+        """It is known whether slices of some sizes go through the model at once."""
+        self.write(
+            SlicesTried(
+                samples=tried.sizes, why_not=tried.why_not, at_once_s=tried.at_once_s, one_by_one_s=tried.one_by_one_s
+            )
+        )
+
+    # -- failures
 
     def failure_seen(self) -> None:
         """A collective failed, in the phase that was marked last."""
-        world = self._world
-        dead = world.comm.failed()
-        rank = next((rank for rank in world.comm.here if rank not in dead), world.comm.here[0])
-        world.recorder.write(FailureSeen(t_s=world.clock.now_s(), rank=rank, step=world.step, phase=self._phase))
+        dead, here = self._world.comm.failed(), self._world.comm.here
+        self.write(FailureSeen(rank=next((rank for rank in here if rank not in dead), here[0]), phase=self._phase))
 
     def recovered(
         self,
@@ -166,11 +165,9 @@ class RunLog:
         joined = tuple(r for r in members if before and r not in before)
         self.write_last_step()  # the one who should have may have died just before
         for rank in world.comm.here:
-            world.recorder.write(
+            self.write(
                 Recovered(
-                    t_s=world.clock.now_s(),
                     rank=rank,
-                    step=world.step,
                     lost=lost,
                     survivors=members,
                     decision=decision,
@@ -188,11 +185,9 @@ class RunLog:
         """The application was built again, and goes on."""
         world = self._world
         for rank in world.comm.here:
-            world.recorder.write(
+            self.write(
                 Reinitialised(
-                    t_s=world.clock.now_s(),
                     rank=rank,
-                    step=world.step,
                     generation=world.comm.generation,
                     source="checkpoint" if world.snapshot is None else world.settings.reinit_from,
                     form="replaced" if len(world.comm.members) >= world.settings.workers else "survivors",
@@ -202,94 +197,27 @@ class RunLog:
                 )
             )
 
-    def restored(self, part: int, source: str, ages: torch.Tensor, optimizer_age: int | None) -> None:
-        """A part of the model is as it was saved, of each of its blocks so many steps ago; see :class:`PartRestored`."""
-        world = self._world
-        policy = world.settings.mirror_optimizer
-        known, counts = ages.unique(return_counts=True)
-        record = PartRestored(
-            t_s=world.clock.now_s(),
-            rank=world.comm.here[0],
-            step=world.step,
-            part=part,
-            source=source,
-            ages=tuple(known.tolist()),
-            blocks=tuple(counts.tolist()),
-            optimizer="saved" if policy == "kept" and optimizer_age is None else policy,
-            optimizer_age=optimizer_age,
-        )
-        world.recorder.write(record)
-        mean = float(ages.double().mean()) if len(ages) else 0.0
-        self.warn(
-            f"nobody is left who holds part {part} of the model: restored from its {source}, {mean:.1f} steps old on average"
-        )
-
     def corruption_found(self, what: str, where: Sequence[str], ranks: Sequence[int]) -> None:
         """The guard found something wrong; what, where and whose is as :class:`CorruptionFound` has it."""
         world = self._world
-        record = CorruptionFound(
-            t_s=world.clock.now_s(),
-            rank=world.comm.here[0],
-            step=world.step,
-            what=what,
-            where=tuple(where),
-            ranks=tuple(ranks),
-            policy=world.settings.guard,
-        )
-        world.recorder.write(record)
+        policy = world.settings.guard
+        self.write(CorruptionFound(what=what, where=tuple(where), ranks=tuple(ranks), policy=policy))
         whose = f" (worker {', '.join(map(str, ranks))})" if ranks else ""
-        wrong = {
-            "replicas": "replicas differ",
-            "range": "a value is out of all range",
-            "message": "a message was altered on its way",
-        }[what]
-        self.warn(f"corruption found in step {world.step}: {wrong}{whose} in {_some(where)}")
+        self.warn(f"corruption found in step {world.step}: {_WRONG[what]}{whose} in {_some(where)}")
 
     def corruption_healed(
         self, ranks: Sequence[int], found_at: int, step: int, source: str, *, is_training: bool
     ) -> None:
         """All are past the step in which corruption was found; see :class:`CorruptionHealed`."""
-        world = self._world
-        record = CorruptionHealed(
-            t_s=world.clock.now_s(),
-            rank=world.comm.here[0],
-            step=world.step,
-            ranks=tuple(ranks),
-            found_at=found_at,
-            went_back_to=step,
-            source=source,
-            is_training=is_training,
+        self.write(
+            CorruptionHealed(
+                ranks=tuple(ranks), found_at=found_at, went_back_to=step, source=source, is_training=is_training
+            )
         )
-        world.recorder.write(record)
         if is_training:
             self.warn(f"what was found in step {found_at} came again with the same bits: it is the training itself")
 
-    def slices_tried(self, tried: Tried) -> None:
-        """It is known whether slices of some sizes go through the model at once."""
-        world = self._world
-        record = SlicesTried(
-            t_s=world.clock.now_s(),
-            rank=world.comm.here[0],
-            step=world.step,
-            samples=tried.sizes,
-            why_not=tried.why_not,
-            at_once_s=tried.at_once_s,
-            one_by_one_s=tried.one_by_one_s,
-        )
-        world.recorder.write(record)
-
-    def summed_up(self, summary: Callable[..., Record | None]) -> None:
-        """Training ends; what is to be said of the model is what ``summary`` makes of time, rank and step."""
-        world = self._world
-        record = summary(t_s=world.clock.now_s(), rank=world.comm.here[0], step=world.step)
-        if record is not None:
-            world.recorder.write(record)
-
-    def left(self) -> None:
-        """This worker leaves the others."""
-        world = self._world
-        world.recorder.write(Left(t_s=world.clock.now_s(), rank=world.comm.here[0], step=world.step))
-        sys.stderr.write(f"holdfast: worker {world.comm.here[0]}: left before step {world.step}, as it was told to\n")
+    # -- checkpoints, the end
 
     def saved(self, outcome: Outcome) -> None:
         """A checkpoint counts, or could not be written."""
@@ -299,9 +227,8 @@ class RunLog:
             self.warn(f"the checkpoint of step {outcome.step} {what}: {outcome.error}")
         if kept is None:
             return
-        world.recorder.write(
+        self.write(
             CheckpointSaved(
-                t_s=world.clock.now_s(),
                 rank=world.comm.members[0],
                 step=kept.step,
                 path=kept.path,
@@ -321,24 +248,25 @@ class RunLog:
         """
         world = self._world
         world.finished = [
-            Finished(
-                t_s=world.clock.now_s(),
-                rank=rank,
-                step=world.step,
-                outcome=outcome,
-                sha256=sha256s[rank][0],
-                state_sha256=sha256s[rank][1],
-                planned=account.planned,
-                committed=account.committed,
-                lost=account.lost,
-                repeated=account.repeated,
-                metrics=world.metrics,
-                checkpoint="" if outcome == "done" else str(world.keeper.url),
-                link=world.link,
+            world.log.write(
+                Finished(
+                    rank=rank,
+                    outcome=outcome,
+                    sha256=sha256s[rank][0],
+                    state_sha256=sha256s[rank][1],
+                    planned=account.planned,
+                    committed=account.committed,
+                    lost=account.lost,
+                    repeated=account.repeated,
+                    metrics=world.metrics,
+                    checkpoint="" if outcome == "done" else str(world.keeper.url),
+                    link=world.link,
+                )
             )
             for rank in world.comm.here
         ]
-        self._write(world.finished)
+
+    # -- what the user is told
 
     def warn(self, text: str) -> None:
         """Tell the user of something that went wrong and does not end training."""
@@ -358,6 +286,12 @@ def _certified(link: Link | None) -> dict[str, Any]:
         return {}
     names = ("link", "ids", "figures", "state", "whole", "where")
     return {name: getattr(link, name) for name in names}
+
+
+def _state_hashed(hashed: Hashed, step: int, link: str) -> StateHashed:
+    return StateHashed(
+        rank=hashed.rank, step=step, link=link, tensors=hashed.tensors, part=hashed.part, parts=hashed.parts
+    )
 
 
 def _some(names: Sequence[str]) -> str:

@@ -100,13 +100,13 @@ class Attempt:
         pair = self.pair(rank)
         return pair is not None and pair.watcher.is_alive()
 
-    def untold_end(self, rank: int, t_s: float, exit_code: int) -> WorkerEnded:
+    def untold_end(self, rank: int, exit_code: int) -> WorkerEnded:
         """End the watcher of a worker that has ended, which over MPI tells the others; return the record that it did not write."""
         pair, position = self.pair(rank), self.position(rank)
         if pair is not None:
             pair.watcher.send(signal.SIGKILL)
         step, pid = -1 if position is None else position.step, -1 if pair is None else pair.worker.pid
-        return WorkerEnded(t_s=t_s, rank=rank, step=step, exit_code=exit_code, pid=pid)
+        return WorkerEnded(rank=rank, step=step, exit_code=exit_code, pid=pid)
 
     def is_connected(self, rank: int) -> bool:
         """Return whether a worker of this launcher is connected with the others."""

@@ -68,7 +68,7 @@ def why_not_again(
     return None
 
 
-def unsaid(broken: Broken, now_s: float) -> ScriptFailed:
+def unsaid(broken: Broken) -> ScriptFailed:
     """Return the record of why the run broke, where no worker has written one."""
     rank, step, message = broken.rank, broken.step, broken.message
-    return ScriptFailed(t_s=now_s, rank=rank, step=step, exit_code=1, message=message, traceback="")
+    return ScriptFailed(rank=rank, step=step, exit_code=1, message=message, traceback="")

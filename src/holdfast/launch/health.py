@@ -89,7 +89,7 @@ class Lookout:
                 is_over = rank in before  # a record of the watcher's own would have been read since
             if is_over:
                 exit_code = 0 if self._run.judge.has_finished(rank) else -signal.SIGKILL
-                self._news.note_end(attempt.untold_end(rank, now_s, exit_code), attempt)
+                self._news.note_end(attempt.untold_end(rank, exit_code), attempt)
 
     def _look_at_start(
         self, attempt: Attempt, watched: Set[int], positions: Mapping[int, Position], now_s: float
@@ -108,7 +108,7 @@ class Lookout:
         if found.warning:
             self._run.view.say(found.warning)
         for stuck in found.stuck:
-            self._note_fenced(stuck, -1, now_s)
+            self._note_fenced(stuck, -1)
         unknown = [stuck for stuck in found.stuck if not attempt.fence(stuck.rank)]  # over gloo there is none
         if found.lost or unknown:
             why = found.lost or f"rank {unknown[0].rank} {unknown[0].reason}"
@@ -123,13 +123,11 @@ class Lookout:
                 pair.watcher.send(signal.SIGCONT)  # if it is what was stopped, it cannot tell how its worker ended
             if pair is None or not pair.worker.is_alive():
                 continue
-            self._note_fenced(stuck, positions[stuck.rank].step, now_s)
+            self._note_fenced(stuck, positions[stuck.rank].step)
             pair.worker.send(signal.SIGKILL)
 
-    def _note_fenced(self, stuck: Stuck, step: int, now_s: float) -> None:
-        self._news.note(
-            WorkerFenced(t_s=now_s, rank=stuck.rank, step=step, silent_s=stuck.silent_s, reason=stuck.reason)
-        )
+    def _note_fenced(self, stuck: Stuck, step: int) -> None:
+        self._news.note(WorkerFenced(rank=stuck.rank, step=step, silent_s=stuck.silent_s, reason=stuck.reason))
 
     def _look_for_stragglers(self, attempt: Attempt, positions: Mapping[int, Position], now_s: float) -> None:
         policy = self._run.job.stragglers
@@ -141,7 +139,7 @@ class Lookout:
         for rank in sorted({*found, *([] if goes is None else [goes])}):
             score, step = self._stragglers.scores(positions)[rank], positions[rank].step
             done = "warn" if policy == "replace" and rank != goes else policy
-            self._news.note(StragglerSeen(t_s=now_s, rank=rank, step=step, score=score, policy=done))
+            self._news.note(StragglerSeen(rank=rank, step=step, score=score, policy=done))
         if goes is not None:  # it leaves in order, so that nothing of its work is lost
             attempt.send(goes, signal.SIGTERM)
             self._run.births.died(goes, now_s)

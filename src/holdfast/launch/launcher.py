@@ -312,9 +312,8 @@ class Launcher:
         if refused is not None:
             return refused
         self._restarts += 1
-        now_s, step = self._run.clock.now_s(), self._judge.last_step
         self._news.note(
-            JobRestarted(t_s=now_s, rank=-1, step=step, restart=self._restarts, workers=ranks, reason=lost.reason)
+            JobRestarted(step=self._judge.last_step, restart=self._restarts, workers=ranks, reason=lost.reason)
         )
         return None
 
@@ -324,7 +323,7 @@ class Launcher:
         from holdfast.launch.results import write_results
 
         if isinstance(verdict, Broken) and not self._news.is_explained:
-            self._news.note(unsaid(verdict, self._run.clock.now_s()))
+            self._news.note(unsaid(verdict))
         exit_code, message, traceback = explain(self._job, verdict, self._judge)
         records = read_run(self._places.run_dir)
         report, unwritten = write_results(

@@ -72,7 +72,7 @@ class Killer:
             return False
         number = self._planned + sum(fault >= self._planned for fault in run.judge.fired)
         step, phase = position.step, position.phase
-        self._news.note(FaultFired(t_s=now_s, rank=victim, step=step, fault=number, kind="kill", phase=phase))
+        self._news.note(FaultFired(rank=victim, step=step, fault=number, kind="kill", phase=phase))
         pair.worker.send(signal.SIGKILL)
         return True
 
@@ -116,9 +116,9 @@ class Strikes:
                 self._run.view.say(f"the network of node {node} could not be healed in {_HEAL_S:g} s")
 
     def _tell(self, attempt: Attempt, number: int, fault: Fault, step: int) -> None:
-        now_s, first, node = self._run.clock.now_s(), min(attempt.processes), self._run.job.node_rank
+        first, node = min(attempt.processes), self._run.job.node_rank
         own = tuple(rank for rank in self._run.judge.living() if rank in attempt.processes)
-        fired = FaultFired(t_s=now_s, rank=first, step=step, fault=number, kind=fault.kind, phase=fault.phase)
+        fired = FaultFired(rank=first, step=step, fault=number, kind=fault.kind, phase=fault.phase)
         self._news.note(dataclasses.replace(fired, node=node, workers=own))
         self._news.read(attempt)
         time.sleep(_HEARD_S)

@@ -18,6 +18,7 @@ from holdfast.launch.population import Births
 from holdfast.launch.run_paths import Places
 from holdfast.records.beacon import Position
 from holdfast.records.files import FileRecorder
+from holdfast.records.logger import Logger
 from holdfast.records.paths import records_path
 from holdfast.records.types import (
     FaultFired,
@@ -62,6 +63,7 @@ class News:
         self._run = run
         self._story = Story()
         self._recorder = FileRecorder(records_path(run.places.run_dir, "launcher"))
+        self._log = Logger(run.clock, lambda: (-1, -1), self._recorder)
         self._status = Status(alive={}, metrics={})
         self._noted: list[tuple[Record, Position | None]] = []
         self._tracebacks: dict[int, str] = {}
@@ -113,14 +115,14 @@ class News:
 
     def note(self, record: Record) -> None:
         """Write down what the launcher itself did; what it did to a worker is told to the other launchers."""
-        self._recorder.write(record)
+        record = self._log.write(record)
         self.hear(record)
         if isinstance(record, FaultFired | WorkerFenced | StragglerSeen):
             self._noted.append((record, None))
 
     def note_end(self, ended: WorkerEnded, attempt: Attempt) -> None:
         """Write down how a worker ended, in the place of its watcher, and answer it."""
-        self._recorder.write(ended)
+        ended = self._log.write(ended)
         position = self._end_of(ended, attempt)
         self.hear(ended, position)
         self._noted.append((ended, position))

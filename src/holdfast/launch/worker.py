@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import dataclasses
 import io
 import os
 import runpy
@@ -45,6 +44,7 @@ from holdfast.launch.processes import (
 )
 from holdfast.records.beacon import Beacon, show_life
 from holdfast.records.files import FileRecorder
+from holdfast.records.logger import Logger
 from holdfast.records.paths import beacon_path, gone_path, records_path, stop_path
 from holdfast.records.types import ScriptFailed, WorkerEnded
 
@@ -264,19 +264,23 @@ def _prepare_to_tell(settings: Settings, rank: int, pid: int) -> Callable[[int],
         return lambda exit_code: None
     run_dir = Path(settings.run_dir)
     _note_pair(run_dir, rank, pid, os.getpid())
-    clock = SystemClock(settings.origin_s)
-    recorder = FileRecorder(records_path(run_dir, f"watch-{rank}"))
+    log = _log_beside(settings, rank, f"watch-{rank}")
 
     def tell(exit_code: int) -> None:
-        step = _step_of(run_dir, rank)
-        recorder.write(WorkerEnded(t_s=clock.now_s(), rank=rank, step=step, exit_code=exit_code, pid=pid))
+        log.write(WorkerEnded(exit_code=exit_code, pid=pid))
 
     return tell
 
 
-def _step_of(run_dir: Path, rank: int) -> int:
-    position = Beacon.read(beacon_path(run_dir, rank))
-    return -1 if position is None else position.step
+def _log_beside(settings: Settings, rank: int, name: str) -> Logger:
+    """Return what writes to ``name`` in the run folder, with the step that the beacon of a worker gives."""
+    run_dir = Path(settings.run_dir)
+
+    def where() -> tuple[int, int]:
+        position = Beacon.read(beacon_path(run_dir, rank))
+        return rank, -1 if position is None else position.step
+
+    return Logger(SystemClock(settings.origin_s), where, FileRecorder(records_path(run_dir, name)))
 
 
 # -- the worker
@@ -425,16 +429,10 @@ def _report_failure(error: BaseException, script: Path) -> int:
     failed = describe(error, script)
     settings, rank = _who()
     if settings.run_dir:
-        _record_failure(settings, rank, failed)
+        _log_beside(settings, rank, str(rank)).write(failed)
     sys.stdout.flush()
     sys.stderr.write(failed.traceback or f"{failed.message}\n")
     return failed.exit_code
-
-
-def _record_failure(settings: Settings, rank: int, failed: ScriptFailed) -> None:
-    run_dir, now_s = Path(settings.run_dir), SystemClock(settings.origin_s).now_s()
-    record = dataclasses.replace(failed, t_s=now_s, rank=rank, step=_step_of(run_dir, rank))
-    FileRecorder(records_path(run_dir, str(rank))).write(record)
 
 
 def describe(error: BaseException, script: Path) -> ScriptFailed:
@@ -455,7 +453,7 @@ def describe(error: BaseException, script: Path) -> ScriptFailed:
         text = "".join(traceback.format_exception(type(error), error, frames))
         message = traceback.format_exception_only(error)[-1].strip().splitlines()[0]
     exit_code = 2 if isinstance(error, ConfigError) else 1
-    return ScriptFailed(t_s=0.0, rank=-1, step=-1, exit_code=exit_code, message=message, traceback=text)
+    return ScriptFailed(exit_code=exit_code, message=message, traceback=text)
 
 
 def _script_frames(frames: TracebackType | None, script: Path) -> TracebackType | None:

@@ -66,15 +66,12 @@ class Split(InParts, Trainable):
         if self.backups is not None:
             self.backups.close()
 
-    def summary(self, *, t_s: float, rank: int, step: int) -> PartsHeld:
+    def summary(self) -> PartsHeld:
         """Return what this worker has of the model in its memory."""
         homes, here = self.holdings.now, self._comm.here
         computes = sorted({part for _, part in homes.computed_by(here)})
         mirrors = sorted(set(self.holdings.held) - set(computes))
         return PartsHeld(
-            t_s=t_s,
-            rank=rank,
-            step=step,
             computes=tuple(computes),
             mirrors=tuple(mirrors),
             backups=tuple(part for part, ranks in enumerate(homes.backups) if not set(ranks).isdisjoint(here)),

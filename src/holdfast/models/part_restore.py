@@ -16,6 +16,7 @@ from holdfast.models.flat_params import BLOCK_BYTES
 from holdfast.models.resident_parts import Holdings
 from holdfast.models.standby import Backups, Restored
 from holdfast.models.training_state import clone
+from holdfast.records.types import PartRestored
 
 _Found = tuple[str, Restored]
 """What a part was found in, and the part."""
@@ -53,8 +54,26 @@ class Restorer:
         if self._world.settings.mirror_optimizer == "reset":
             restored.state["optimizer"]["state"] = {}
         self._go_on_with_schedule(restored.state)
-        self._log.restored(part, source, restored.ages, restored.optimizer_age)
+        self._tell(part, source, restored)
         return restored.state
+
+    def _tell(self, part: int, source: str, restored: Restored) -> None:
+        ages, policy = restored.ages, self._world.settings.mirror_optimizer
+        known, counts = ages.unique(return_counts=True)
+        self._log.write(
+            PartRestored(
+                part=part,
+                source=source,
+                ages=tuple(known.tolist()),
+                blocks=tuple(counts.tolist()),
+                optimizer="saved" if policy == "kept" and restored.optimizer_age is None else policy,
+                optimizer_age=restored.optimizer_age,
+            )
+        )
+        mean = float(ages.double().mean()) if len(ages) else 0.0
+        self._log.warn(
+            f"nobody is left who holds part {part} of the model: restored from its {source}, {mean:.1f} steps old on average"
+        )
 
     def _in_memory(self, part: int) -> _Found | None:
         backups = self._backups

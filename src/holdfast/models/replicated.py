@@ -61,12 +61,12 @@ class Replica(Part, Trainable):
     def runner(self, context: StepContext) -> Runner:
         return SliceRunner(context, self, self)
 
-    def summary(self, *, t_s: float, rank: int, step: int) -> UpdatedEagerly | None:
+    def summary(self) -> UpdatedEagerly | None:
         """Return what it took to update buckets before their step was closed, if they were."""
         if self.eager is None:
             return None
         spent: dict[str, Any] = dataclasses.asdict(self.eager.spent) | {"copy_bytes": self.eager.size_bytes}
-        return UpdatedEagerly(t_s=t_s, rank=rank, step=step, **spent)
+        return UpdatedEagerly(**spent)
 
     # -- a step
 

@@ -89,8 +89,8 @@ class Trainable(ABC):
         """End what goes on beside the loop: this worker is needed no more."""
 
     @abstractmethod
-    def summary(self, *, t_s: float, rank: int, step: int) -> Record | None:
-        """Return what is written down when training ends; None if there is nothing to say."""
+    def summary(self) -> Record | None:
+        """Return what is written down, without stamps, when training ends; None if there is nothing to say."""
 
     # -- a step
 

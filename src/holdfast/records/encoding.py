@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from holdfast.records.types import (
+    STAMPS,
     CheckpointSaved,
     CorruptionFound,
     CorruptionHealed,
@@ -81,4 +82,7 @@ def record_from_dict(line: Mapping[str, Any]) -> Record:
         TypeError: if fields are missing or unknown.
     """
     fields: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in line.items() if k != "event"}
-    return RECORDS[line["event"]](**fields)
+    record = RECORDS[line["event"]](**fields)
+    if missing := [name for name in STAMPS if name not in fields]:
+        raise TypeError(f"{line['event']}.__init__() missing 1 required keyword-only argument: {missing[0]!r}")
+    return record

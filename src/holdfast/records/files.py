@@ -14,9 +14,8 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Protocol
 
-from holdfast.errors import ConfigError
+from holdfast.errors import ConfigError, InternalError
 from holdfast.records.encoding import record_from_dict, record_to_dict
 from holdfast.records.types import Record, StateHashed, StepCommitted
 
@@ -38,21 +37,6 @@ _KEEP_SIZE = 1
 
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
-
-
-class Recorder(Protocol):
-    """Takes records."""
-
-    def write(self, record: Record) -> None:
-        """Write one record down at once."""
-        ...
-
-
-class NoRecorder:
-    """Writes nothing."""
-
-    def write(self, record: Record) -> None:
-        """Forget ``record``."""
 
 
 class FileRecorder:
@@ -78,7 +62,13 @@ class FileRecorder:
             self._reserve(0)
 
     def write(self, record: Record) -> None:
-        """Append one line; if it cannot be written, say so once and drop it."""
+        """Append one line; if it cannot be written, say so once and drop it.
+
+        Raises:
+            InternalError: if the record was not stamped; see :class:`~holdfast.records.logger.Logger`.
+        """
+        if missing := record.missing_stamps():
+            raise InternalError(f"a {type(record).__name__} is written down without {', '.join(missing)}")
         line = (json.dumps(record_to_dict(record)) + "\n").encode()
         try:
             if isinstance(record, _MANY):

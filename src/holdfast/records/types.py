@@ -6,10 +6,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+_NOT_STAMPED: Any = None
+
+STAMPS = ("t_s", "rank", "step")
+"""What :class:`holdfast.records.logger.Logger` adds to a record where the record does not give it."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
-    """One line of ``events.jsonl``.
+    """One line of ``events.jsonl``. Made without stamps, it gets them from a :class:`~holdfast.records.logger.Logger`.
 
     Args:
         t_s: Seconds since the launcher started the job.
@@ -17,9 +22,13 @@ class Record:
         step: The step in progress, -1 where there is none.
     """
 
-    t_s: float
-    rank: int
-    step: int
+    t_s: float = _NOT_STAMPED
+    rank: int = _NOT_STAMPED
+    step: int = _NOT_STAMPED
+
+    def missing_stamps(self) -> list[str]:
+        """Return which of :data:`STAMPS` the record lacks; none once it was written down."""
+        return [name for name in STAMPS if getattr(self, name) is _NOT_STAMPED]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -32,7 +32,8 @@ from holdfast.models.loss import check_name
 from holdfast.models.part import Stateful
 from holdfast.models.trainables import make_trainable
 from holdfast.records.beacon import NoBeacon, connected_beacon, say_connecting
-from holdfast.records.files import FileRecorder, NoRecorder
+from holdfast.records.files import FileRecorder
+from holdfast.records.logger import Logger
 from holdfast.records.paths import records_path, stop_path
 from holdfast.recovery.messages import Note
 from holdfast.session.models import Pipeline, Sharded
@@ -229,11 +230,9 @@ class Session:
         world = self._world
         values = {name: float(value) for name, value in metrics.items()}
         world.finished = [
-            dataclasses.replace(record, t_s=world.clock.now_s(), metrics={**record.metrics, **values})
+            world.log.write(dataclasses.replace(record, t_s=world.clock.now_s(), metrics={**record.metrics, **values}))
             for record in world.finished
         ]
-        for record in world.finished:
-            world.recorder.write(record)
 
     @contextlib.contextmanager
     def busy(self) -> Iterator[None]:
@@ -301,11 +300,15 @@ class Session:
             token=settings.token,
         )
         rank, run_dir = comm.here[0], Path(settings.run_dir)
+        clock = SystemClock(settings.origin_s)
+        log = Logger(clock, lambda: (comm.here[0], world.step))
+        if settings.run_dir:
+            log.subscribe(FileRecorder(records_path(run_dir, str(rank))))
         self._world = world = World(
             settings=settings,
             comm=comm,
-            clock=SystemClock(settings.origin_s),
-            recorder=FileRecorder(records_path(run_dir, str(rank))) if settings.run_dir else NoRecorder(),
+            clock=clock,
+            log=log,
             beacon=connected_beacon(run_dir, rank) if settings.run_dir else NoBeacon(),
             faults=NoFaults(),
             keeper=Keeper(settings, background=not isinstance(comm, VirtualCommunicator)),

@@ -153,7 +153,7 @@ def compare_with_others(world: World) -> None:
         _give_up(world, found)
         return
     why = f"{found.what}: it is not taken in, its bits would differ; {found.advice}, or allow it with --kinds any"
-    world.recorder.write(WorkerRefused(t_s=world.clock.now_s(), rank=me, step=-1, why=why, kind=world.kind))
+    world.log.write(WorkerRefused(step=-1, why=why, kind=world.kind))
     _say(world, why)
     raise SystemExit(0)
 

@@ -113,9 +113,8 @@ def train(
         seed=seed,
         faults=faults,
     )
-    session._connect().recorder = records = (
-        _Records()
-    )  # nothing public tells what was written down, without a directory
+    records = _Records()
+    session._connect().log.subscribe(records)  # nothing public tells what was written down, without a directory
     try:
         # It tells the user of what it finds.
         with contextlib.redirect_stderr(io.StringIO()):

@@ -128,9 +128,8 @@ class Training:
             seed=seed,
         )
         self._replica: Any = self._session._replica  # nothing public tells what each virtual worker has
-        self._session._connect().recorder = self._records = (
-            _Recoveries()
-        )  # nor what was written down, without a directory
+        self._records = _Recoveries()
+        self._session._connect().log.subscribe(self._records)  # nor what was written down, without a directory
 
     def train(self) -> float:
         """Train an epoch, and return the mean loss.

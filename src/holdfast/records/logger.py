@@ -1,0 +1,51 @@
+"""The logger stamps records with time, rank and step, and hands each to all sinks that subscribed."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar
+
+from holdfast.clock import Clock
+from holdfast.records.types import STAMPS, Record
+
+_Record = TypeVar("_Record", bound=Record)
+
+
+class Sink(Protocol):
+    """Takes stamped records; a :class:`~holdfast.records.files.FileRecorder` is one."""
+
+    def write(self, record: Record) -> None:
+        """Take one record at once."""
+        ...
+
+
+class Logger:
+    """Writes down what happens in one process.
+
+    Args:
+        clock: Gives ``t_s``.
+        where: Returns the rank that writes, -1 for the launcher, and the step in progress, -1 where there is none.
+        *sinks: Take the records; without any, records are dropped.
+    """
+
+    def __init__(self, clock: Clock, where: Callable[[], tuple[int, int]], *sinks: Sink) -> None:
+        self._clock = clock
+        self._where = where
+        self._sinks = list(sinks)
+
+    def subscribe(self, sink: Sink) -> None:
+        """Hand all further records to ``sink``, too."""
+        self._sinks.append(sink)
+
+    def stamped(self, record: _Record) -> _Record:
+        """Return ``record`` with the stamps that it lacks; those that it has stay, such as the rank of another worker."""
+        stamps: dict[str, Any] = dict(zip(STAMPS, (self._clock.now_s(), *self._where()), strict=True))
+        return dataclasses.replace(record, **{name: stamps[name] for name in record.missing_stamps()})
+
+    def write(self, record: _Record) -> _Record:
+        """Stamp a record, hand it to all sinks, and return it as they got it."""
+        record = self.stamped(record)
+        for sink in self._sinks:
+            sink.write(record)
+        return record
