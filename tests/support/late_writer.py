@@ -73,11 +73,11 @@ def wait_for(name):
 def stop_while_adding():
     """Stop between barrier A and the worker's own addition; once woken, add, say so, and do nothing more."""
     from holdfast.comm.allreduce.shm import SharedSum
-    from holdfast.engine.executor import Attempts
+    from holdfast.engine.injection import FaultPoints
 
     meet, was_stopped = SharedSum._meet, []
 
-    def reach(attempts, step, position):
+    def reach(points, step, position):
         if (step, position) == (STOPPED_IN, BUCKET):
             write("stopped", f"{os.getpid()} {os.getppid()}")
             was_stopped.append(step)
@@ -89,7 +89,7 @@ def stop_while_adding():
             time.sleep(PATIENCE_S)
         meet(add)
 
-    Attempts.reach_in_sum = reach
+    FaultPoints.reach_in_sum = reach
     SharedSum._meet = meet_no_more
 
 

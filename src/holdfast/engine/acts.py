@@ -11,6 +11,7 @@ from holdfast.comm import VirtualCommunicator
 from holdfast.engine.context import World
 from holdfast.engine.executor import Attempts
 from holdfast.engine.exits import kill_self
+from holdfast.engine.injection import FaultPoints
 from holdfast.engine.live_config import Requests
 from holdfast.engine.recovery_log import Recovering
 from holdfast.engine.regroup import Status
@@ -49,6 +50,7 @@ class Acts:
         replica: The model.
         status: What was heard in closing sums and is forgotten with the step, or comes back with the state.
         log: Writes down.
+        points: Let faults strike.
         recovery: Hears what was decided.
         watch: Hears that a step was taken back.
         attempts: The step in progress.
@@ -63,6 +65,7 @@ class Acts:
         replica: Trainable,
         status: Status,
         log: RunLog,
+        points: FaultPoints,
         recovery: Recovering,
         watch: Watch,
         attempts: Attempts,
@@ -75,6 +78,7 @@ class Acts:
         self._replica = replica
         self._status = status
         self._log = log
+        self._points = points
         self._recovery = recovery
         self._watch = watch
         self._attempts = attempts
@@ -141,12 +145,12 @@ class Acts:
     # -- members and parts
 
     def _welcome(self, step: int, newcomers: tuple[int, ...]) -> None:
-        self._world.reach("rejoin", step)
+        self._points.reach("rejoin", step)
         self._recovery.expect(newcomers)
         self._beginning.welcome(newcomers)
 
     def _rehome(self, *, restores: bool) -> None:
-        self._world.reach("rehome")
+        self._points.reach("rehome")
         try:
             self._replica.rehome(restores=restores)
         except StateLost as lost:

@@ -120,11 +120,6 @@ class World:
         """Whether the lowest worker alive is played here: it writes what is written once."""
         return self.comm.members[0] in self.comm.here
 
-    def reach(self, phase: str, step: int | None = None) -> None:
-        """Let a fault strike that is due in a phase of ``step`` (default: the next one), at every worker played here."""
-        for rank in self.comm.here:
-            self.faults.reach(phase, self.step if step is None else step, rank)
-
     def announce(self) -> None:
         """Let those who come later know which loop goes on, and of what kind they must be."""
         self.comm.announce(self.loop, json.dumps(self.kind))

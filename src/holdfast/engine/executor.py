@@ -7,6 +7,7 @@ from holdfast.data.loader import Loading, Source
 from holdfast.data.plan import MiniBatch
 from holdfast.data.position import Place
 from holdfast.engine.context import World
+from holdfast.engine.injection import FaultPoints
 from holdfast.engine.run_log import RunLog
 from holdfast.models.runner import StepContext
 from holdfast.models.trainable import Trainable
@@ -20,7 +21,8 @@ class Attempts:
         world: The workers.
         replica: What computes.
         place: Says how the data are seeded.
-        log: Is told where this worker is.
+        log: Writes down what the runner finds.
+        points: Are told where this worker is, and let faults strike.
         total: Adds gradients.
         source: Where inputs are from.
     """
@@ -31,15 +33,16 @@ class Attempts:
         replica: Trainable,
         place: Place,
         log: RunLog,
+        points: FaultPoints,
         total: OrderedSum,
         source: Source,
     ) -> None:
         self._world = world
         self._replica = replica
-        self._log = log
+        self._points = points
         self._sum = total
         self._loading = Loading(source, lambda batch: place.ahead(batch, world.comm.members), self._slices)
-        context = StepContext(world, place, log, total, source, self._loading, self._reach, self.reach_in_sum)
+        context = StepContext(world, place, log, total, source, self._loading, points.enter, points.reach_in_sum)
         self._runner = replica.runner(context)
         self.batch: MiniBatch | None = None
         """Of the step in progress."""
@@ -59,13 +62,11 @@ class Attempts:
         self.batch = batch
         number, times = self._count
         self._count = (batch.step, times + 1 if number == batch.step else 0)
-        self._alter_state(batch.step)
-        self._replica.begin_step(self._reach)  # first of all that can fail: the step is taken back to here
+        self._points.alter_state(self._replica, batch.step)
+        self._replica.begin_step(self._points.enter)  # first of all that can fail: the step is taken back to here
         if not self._replica.num_buckets:
             self._sum.open()  # no sum of all workers would, before the closing one
-        self._log.mark("forward")
-        for rank in self._world.comm.here:
-            self._world.faults.reach("forward", batch.step, rank)
+        self._points.enter("forward")
         self._runner.between_slices(batch)
         return self._runner.step(batch, self._slices(batch), self._count[1])
 
@@ -75,21 +76,6 @@ class Attempts:
     def close(self) -> None:
         """End what loads ahead of time."""
         self._loading.close()
-
-    def _alter_state(self, step: int) -> None:
-        """Let flips strike what a worker has before the step: that worker alone."""
-        here, faults = self._world.comm.here, self._world.faults
-        for rank in here:
-            for target in ("weights", "optimizer"):
-                for due in faults.flips(target, step, rank):
-                    faults.carry_out(due, self._replica.tensors_of(target, rank, here))
-
-    def _reach(self, phase: str, bucket: int | None) -> None:
-        """Let a fault strike that is due in a phase of the step in progress."""
-        if phase != "handover":  # a part of the way forward
-            self._log.mark(phase)
-        for rank in self._world.comm.here:
-            self._world.faults.reach(phase, self._world.step, rank, bucket)
 
     def finish(self, attempt: Step) -> None:
         """Do what is left of computing a step; see :meth:`Runner.finish`.
@@ -111,11 +97,6 @@ class Attempts:
             PeerFailed: if it did not complete here.
         """
         self._runner.sum_bucket(self.in_progress(), bucket)
-
-    def reach_in_sum(self, step: int, position: int) -> None:
-        """Let a fault strike that is due in the sum at a position of the step."""
-        for rank in self._world.comm.here:
-            self._world.faults.reach("allreduce", step, rank, position - 1 if position else None)
 
     def hand_over(self, bucket: int, source: int) -> None:
         """Give a sum, and the slices that are in it, to the workers that lack it.

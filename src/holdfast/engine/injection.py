@@ -8,13 +8,56 @@ from typing import Any
 
 from holdfast.comm import VirtualCommunicator
 from holdfast.engine.context import World
+from holdfast.engine.run_log import RunLog
 from holdfast.errors import ConfigError
 from holdfast.faults.names import chosen
 from holdfast.faults.plan import FLIP, SPLIT_PHASES, Fault, FaultPlan
 from holdfast.faults.process import Injector, PlannedFaults, ask_launcher, strike
 from holdfast.models.trainable import Trainable
+from holdfast.records.beacon import PHASES
 from holdfast.records.paths import strike_path
 from holdfast.records.types import FaultFired, ValuesAltered
+
+
+class FaultPoints:
+    """The seam through which planned faults enter the training loop: it is told where the workers played here are.
+
+    Args:
+        world: Whose faults; without any, nothing happens.
+        log: Marks the phases that a beacon can show.
+    """
+
+    def __init__(self, world: World, log: RunLog) -> None:
+        self._world = world
+        self._log = log
+
+    def enter(self, phase: str, bucket: int | None = None) -> None:
+        """Mark that a phase of the step in progress begins, and let a fault strike that is due there.
+
+        Args:
+            phase: Where.
+            bucket: In a sum: the bucket summed before it. In ``handover``, which is a part of the way forward: the slice.
+        """
+        if phase in PHASES:
+            self._log.mark(phase)
+        self.reach(phase, bucket=bucket)
+
+    def reach(self, phase: str, step: int | None = None, bucket: int | None = None) -> None:
+        """Let a fault strike that is due in a phase of ``step`` (default: the next one), at every worker played here."""
+        for rank in self._world.comm.here:
+            self._world.faults.reach(phase, self._world.step if step is None else step, rank, bucket)
+
+    def reach_in_sum(self, step: int, position: int) -> None:
+        """Let a fault strike that is due in the sum at a position of the step."""
+        self.reach("allreduce", step, position - 1 if position else None)
+
+    def alter_state(self, replica: Trainable, step: int) -> None:
+        """Let flips strike what a worker has before the step: that worker alone."""
+        here, faults = self._world.comm.here, self._world.faults
+        for rank in here:
+            for target in ("weights", "optimizer"):
+                for due in faults.flips(target, step, rank):
+                    faults.carry_out(due, replica.tensors_of(target, rank, here))
 
 
 def make_faults(world: World) -> Injector:

@@ -18,6 +18,7 @@ from holdfast.engine.acts import Acts
 from holdfast.engine.context import World
 from holdfast.engine.executor import Attempts
 from holdfast.engine.exits import kill_self
+from holdfast.engine.injection import FaultPoints
 from holdfast.engine.live_config import Requests
 from holdfast.engine.recovery_log import Recovering
 from holdfast.engine.regroup import Regroup, Status
@@ -93,6 +94,7 @@ class Run:
         strategy = make_strategy(world.settings.strategy, min_workers=world.settings.min_workers)
         self._protocol = Protocol(strategy, replica.num_buckets, split=not replica.is_replicated)
         self._log = RunLog(world)
+        self._points = FaultPoints(world, self._log)
         replica.begin_loop(world, self._log)
         self._fingerprint = replica.fingerprint(world.comm, world.settings)
         self._watch = Watch(world, replica.whole, self._fingerprint, self._log)
@@ -100,11 +102,11 @@ class Run:
         self._place = Place(plan, world.changes)
         self._requests = Requests(world, replica, self._place, self._protocol.set_strategy)
         self._beginning = Beginning(world, replica, self._place, self._log, self._requests, self._watch)
-        self._attempts = Attempts(world, replica, self._place, self._log, self._sum, source)
+        self._attempts = Attempts(world, replica, self._place, self._log, self._points, self._sum, source)
         self._certificate = self._begin_certificate()
         self._status = Status(announced=world.rebuilding is not None)
         self._recovery = Recovering(world, self._log)
-        common = (world, replica, self._status, self._log, self._recovery, self._watch, self._attempts)
+        common = (world, replica, self._status, self._log, self._points, self._recovery, self._watch, self._attempts)
         self._regroup = Regroup(*common, self._certificate)
         self._acts = Acts(*common, self._beginning, self._requests, is_newcomer=is_newcomer)
         self._is_newcomer = is_newcomer
@@ -258,7 +260,7 @@ class Run:
         """Vote on the step; return whether it is closed, or the guard found something."""
         self._recovery.end()
         self._log.mark("allreduce")
-        self._attempts.reach_in_sum(step, self._replica.num_buckets)
+        self._points.reach_in_sum(step, self._replica.num_buckets)
         mine = self._vote(step)
         said = mine.unpack(self._sum.maximum(mine.pack()))
         if said.step.differs:
@@ -302,8 +304,7 @@ class Run:
 
     def _apply(self, step: int) -> None:
         world, batch, replica = self._world, self._attempts.in_progress(), self._replica
-        self._log.mark("optimizer")
-        world.reach("optimizer", step)
+        self._points.enter("optimizer")
         lost = replica.missing_slices(batch)
         workers = replica.computing(batch, lost)
         link = None if self._certificate is None else self._certificate.commit(batch, lost)

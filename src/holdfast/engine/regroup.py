@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from holdfast.comm import Communicator
     from holdfast.engine.context import World
     from holdfast.engine.executor import Attempts
+    from holdfast.engine.injection import FaultPoints
     from holdfast.engine.recovery_log import Recovering
     from holdfast.engine.run_log import RunLog
     from holdfast.integrity.certificate import Certificate
@@ -110,6 +111,7 @@ class Regroup:
         replica: Says whether a part of the model is lost with the dead.
         status: What closing sums have said is shared with the progress.
         log: Marks where this worker is.
+        points: Let faults strike.
         recovery: Hears of failures that an agreement reports.
         watch: Whether state or messages were found corrupt is shared with the progress.
         attempts: The step in progress.
@@ -122,6 +124,7 @@ class Regroup:
         replica: Trainable,
         status: Status,
         log: RunLog,
+        points: FaultPoints,
         recovery: Recovering,
         watch: Watch,
         attempts: Attempts,
@@ -131,6 +134,7 @@ class Regroup:
         self._replica = replica
         self._status = status
         self._log = log
+        self._points = points
         self._recovery = recovery
         self._watch = watch
         self._attempts = attempts
@@ -175,7 +179,7 @@ class Regroup:
         world.announce()
         world.beacon.say_recovered(in_vain=world.comm.members == before)
         world.keeper.note_alive(world.comm.members)
-        world.reach("recovery")
+        self._points.reach("recovery")
         return True
 
     def _finish_checkpoints(self) -> None:
