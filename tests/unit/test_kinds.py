@@ -11,6 +11,7 @@ import torch
 from train_kinds import train
 
 from holdfast.config import Settings
+from holdfast.engine.context import Live
 from holdfast.records.types import RunStarted, WorkerRefused
 from holdfast.report import build_report
 from holdfast.state.platform import FIELDS, between, difference, number_of, promises_bits
@@ -128,6 +129,7 @@ def newcomer(**settings):
         comm=SimpleNamespace(here=(4,), wanted_kind=lambda: '{"capability": "AVX512", "threads": "1"}'),
         kind={"capability": "AVX2", "threads": "1"},
         settings=Settings(**settings),
+        live=Live.of(Settings(**settings)),
         given_up="",
         log=SimpleNamespace(write=written.append),
     )

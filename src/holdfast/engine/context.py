@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from holdfast.data.ledger import Account
 from holdfast.models.overlap import Spent
@@ -48,11 +48,36 @@ class Rebuilding:
 
 
 @dataclass(slots=True)
+class Live:
+    """What may change while the job runs, the same at all workers. Written by :mod:`holdfast.engine.live_config` alone.
+
+    Args:
+        strategy: What survivors do.
+        checkpoint_every: Steps between checkpoints.
+        checkpoint_auto: Checkpoints are taken as often as pays.
+        taken: How many requests for a change were taken.
+        cut: How mini-batches are cut otherwise than planned, see :meth:`holdfast.data.position.Place.change`.
+    """
+
+    strategy: str
+    checkpoint_every: int = 0
+    checkpoint_auto: bool = False
+    taken: int = 0
+    cut: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, settings: Settings) -> Self:
+        """Return what holds at the beginning."""
+        return cls(settings.strategy, settings.checkpoint_every, settings.checkpoint_auto)
+
+
+@dataclass(slots=True)
 class World:
     """What outlives one training loop: who is there, and where things are written.
 
     Args:
-        settings: As asked for.
+        settings: As asked for; they never change.
+        live: What may change.
         comm: The living.
         clock: For ``t_s``.
         log: Takes records.
@@ -65,8 +90,6 @@ class World:
         loop: Number of training loops before this one.
         asked: What this worker brings to the next closing sum: that it is to stop, or that it was told to leave.
         parts: This worker was told to leave the others.
-        requests_taken: How many changes to the running job were taken.
-        changes: Those of them that say how mini-batches are cut, see :meth:`holdfast.data.position.Place.change`.
         metrics: Of the last committed step.
         slices: Pieces of a mini-batch, fixed for the job.
         first_step_of_loop: Steps committed before this loop.
@@ -85,6 +108,7 @@ class World:
     """
 
     settings: Settings
+    live: Live
     comm: Communicator
     clock: Clock
     log: Logger
@@ -98,8 +122,6 @@ class World:
     loop: int = 0
     asked: Note = NO_NOTE
     parts: bool = False
-    requests_taken: int = 0
-    changes: dict[str, Any] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
     first_step_of_loop: int = 0
     loaded: Loaded | None = None

@@ -8,7 +8,6 @@ training: who loads an older one takes the later lines again.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import sys
 from collections.abc import Callable, Mapping
@@ -46,6 +45,7 @@ class Requests:
         self._replica = replica
         self._place = place
         self._set_strategy = set_strategy
+        self._live = world.live
         run_dir = world.settings.run_dir
         self._path = requests_path(Path(run_dir)) if run_dir else None
         self._seen_bytes = 0
@@ -55,7 +55,7 @@ class Requests:
     def are_due(self) -> bool:
         """Return whether there is a line that was not taken; costs a look at the size of a file."""
         self._read()
-        return len(self._lines) > self._world.requests_taken
+        return len(self._lines) > self._live.taken
 
     def take(self) -> None:
         """Get what is new, all workers at the same time, and keep it aside.
@@ -63,9 +63,9 @@ class Requests:
         Raises:
             PeerFailed: if somebody died.
         """
-        world, comm = self._world, self._world.comm
+        comm = self._world.comm
         me = comm.here[0]
-        best, least = comm.maximum([len(self._lines) * _MOST_RANKS - me, -world.requests_taken])
+        best, least = comm.maximum([len(self._lines) * _MOST_RANKS - me, -self._live.taken])
         count = -(-best // _MOST_RANKS)
         text = share_bytes(comm, json.dumps(self._lines[-least:count]).encode(), count * _MOST_RANKS - best)
         self._given = list(enumerate(json.loads(text), start=-least))
@@ -74,35 +74,34 @@ class Requests:
         """Make the changes that were kept aside."""
         given, self._given = self._given, None
         for number, line in given or ():
-            if number >= self._world.requests_taken:
-                self._world.requests_taken = number + 1
+            if number >= self._live.taken:
+                self._live.taken = number + 1
                 self._make(number, line)
 
     def state(self) -> dict[str, Any]:
         """Return what was changed up to now, as plain JSON."""
-        world, settings = self._world, self._world.settings
+        live = self._live
         return {
-            "job": settings.origin_s,
-            "taken": world.requests_taken,
-            "place": dict(world.changes),
-            "strategy": settings.strategy,
-            "checkpoint_every": settings.checkpoint_every,
-            "checkpoint_auto": settings.checkpoint_auto,
+            "job": self._world.settings.origin_s,
+            "taken": live.taken,
+            "place": dict(live.cut),
+            "strategy": live.strategy,
+            "checkpoint_every": live.checkpoint_every,
+            "checkpoint_auto": live.checkpoint_auto,
         }
 
     def go_on_from(self, state: Mapping[str, Any]) -> None:
         """Be as far as whoever returned ``state``. Of another job only the size of the mini-batch counts."""
-        world, settings = self._world, self._world.settings
-        if state["job"] != settings.origin_s:
-            world.changes = {k: value for k, value in state["place"].items() if k == "batch_size"}
-            self._place.change(world.changes)
+        live = self._live
+        if state["job"] != self._world.settings.origin_s:
+            self._cut({k: value for k, value in state["place"].items() if k == "batch_size"})
             return
-        world.requests_taken, world.changes = state["taken"], dict(state["place"])
-        self._place.change(world.changes)
-        if state["strategy"] != settings.strategy:
+        live.taken = state["taken"]
+        self._cut(dict(state["place"]))
+        if state["strategy"] != live.strategy:
             self._strategy(state["strategy"])
         how_often = (state["checkpoint_every"], state["checkpoint_auto"])
-        if how_often != (settings.checkpoint_every, settings.checkpoint_auto):
+        if how_often != (live.checkpoint_every, live.checkpoint_auto):
             self._set_interval(*how_often)
 
     def _read(self) -> None:
@@ -140,44 +139,32 @@ class Requests:
             return "does not go with --mirror-every above 1, which only partial can go on from"
         return ""
 
-    def _set(self, **values: Any) -> None:
-        self._world.settings = dataclasses.replace(self._world.settings, **values)
-
     def _lr(self, value: float) -> None:
         self._replica.set_learning_rate(value)
 
-    def _cut(self, name: str, value: Any) -> None:
-        self._world.changes = self._world.changes | {name: value}
-        self._place.change(self._world.changes)
-
-    def _batch_size(self, value: int) -> None:
-        self._cut("batch_size", value)
+    def _cut(self, cut: dict[str, Any]) -> None:
+        self._live.cut = cut
+        self._place.change(cut)
 
     def _strategy(self, name: str) -> None:
-        self._set(strategy=name)
+        self._live.strategy = name
         self._set_strategy(make_strategy(name, min_workers=self._world.settings.min_workers))
 
     def _checkpoint_every(self, value: int) -> None:
         self._set_interval(value, automatic=False)
 
     def _set_interval(self, steps: int, automatic: bool) -> None:
-        self._set(checkpoint_every=steps, checkpoint_auto=automatic)
+        self._live.checkpoint_every, self._live.checkpoint_auto = steps, automatic
         self._world.keeper.set_interval(steps, automatic=automatic)
-
-    def _workers(self, value: int) -> None:
-        self._cut("workers", value)
-
-    def _speeds(self, value: Mapping[str, float]) -> None:
-        self._cut("speeds", dict(value))
 
 
 _CHANGES: dict[str, Callable[[Requests, Any], None]] = {
     "lr": Requests._lr,
-    "batch_size": Requests._batch_size,
+    "batch_size": lambda self, value: self._cut(self._live.cut | {"batch_size": value}),
     "strategy": Requests._strategy,
     "checkpoint_every": Requests._checkpoint_every,
-    "workers": Requests._workers,
-    "speeds": Requests._speeds,
+    "workers": lambda self, value: self._cut(self._live.cut | {"workers": value}),
+    "speeds": lambda self, value: self._cut(self._live.cut | {"speeds": dict(value)}),
 }
 
 

@@ -91,7 +91,7 @@ class Run:
     ) -> None:
         self._world = world
         self._replica = replica
-        strategy = make_strategy(world.settings.strategy, min_workers=world.settings.min_workers)
+        strategy = make_strategy(world.live.strategy, min_workers=world.settings.min_workers)
         self._protocol = Protocol(strategy, replica.num_buckets, split=not replica.is_replicated)
         self._log = RunLog(world)
         self._points = FaultPoints(world, self._log)
@@ -99,7 +99,7 @@ class Run:
         self._fingerprint = replica.fingerprint(world.comm, world.settings)
         self._watch = Watch(world, replica.whole, self._fingerprint, self._log)
         self._sum = self._get_sum()
-        self._place = Place(plan, world.changes)
+        self._place = Place(plan, world.live.cut)
         self._requests = Requests(world, replica, self._place, self._protocol.set_strategy)
         self._beginning = Beginning(world, replica, self._place, self._log, self._requests, self._watch)
         self._attempts = Attempts(world, replica, self._place, self._log, self._points, self._sum, source)

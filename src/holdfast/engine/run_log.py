@@ -65,7 +65,7 @@ class RunLog:
         self.write(
             RunStarted(
                 fabric=chosen(settings.fabric),
-                strategy=settings.strategy,
+                strategy=world.live.strategy,
                 seed=plan.seed,
                 workers=len(world.comm.members),
                 slices=plan.slices,

@@ -22,7 +22,7 @@ from holdfast.data.loader import Source
 from holdfast.data.plan import Plan
 from holdfast.data.samples import check_dataset
 from holdfast.engine import exits
-from holdfast.engine.context import World
+from holdfast.engine.context import Live, World
 from holdfast.engine.injection import check_faults, make_faults, reach_point
 from holdfast.engine.loop import Run
 from holdfast.errors import ConfigError, ScriptError
@@ -306,6 +306,7 @@ class Session:
             log.subscribe(FileRecorder(records_path(run_dir, str(rank))))
         self._world = world = World(
             settings=settings,
+            live=Live.of(settings),
             comm=comm,
             clock=clock,
             log=log,

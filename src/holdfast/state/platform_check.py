@@ -26,7 +26,6 @@ from holdfast.records.types import WorkerRefused
 from holdfast.state.platform import Difference, Kind, between, difference, number_of, promises_bits
 
 if TYPE_CHECKING:
-    from holdfast.config import Settings
     from holdfast.engine.context import World
 
 _LETTERS = 12
@@ -132,7 +131,7 @@ def compare_kinds(world: World) -> None:
     found = difference(kinds)
     if found is None:
         return
-    if _refuses(world.settings):
+    if _refuses(world):
         raise ConfigError(f"{found.what}: their bits would differ; {found.advice}, or allow it with --kinds any")
     _give_up(world, found, aloud=world.is_lead)
 
@@ -149,7 +148,7 @@ def compare_with_others(world: World) -> None:
     found = None if theirs is None else between(world.kind, theirs, who=f"worker {me} has", others="the others")
     if found is None:
         return
-    if not _refuses(world.settings):
+    if not _refuses(world):
         _give_up(world, found)
         return
     why = f"{found.what}: it is not taken in, its bits would differ; {found.advice}, or allow it with --kinds any"
@@ -158,12 +157,12 @@ def compare_with_others(world: World) -> None:
     raise SystemExit(0)
 
 
-def _refuses(settings: Settings) -> bool:
-    return settings.kinds == "same" and _promises(settings)
+def _refuses(world: World) -> bool:
+    return world.settings.kinds == "same" and _promises(world)
 
 
-def _promises(settings: Settings) -> bool:
-    return promises_bits(settings.strategy, settings.split, settings.batch)
+def _promises(world: World) -> bool:
+    return promises_bits(world.live.strategy, world.settings.split, world.settings.batch)
 
 
 def compare_with_checkpoint(world: World, theirs: Kind) -> None:
@@ -176,7 +175,7 @@ def compare_with_checkpoint(world: World, theirs: Kind) -> None:
 
 def _give_up(world: World, found: Difference, *, aloud: bool = True) -> None:
     """Say once that workers differ; where bits were promised, write it down as well."""
-    promised = _promises(world.settings)
+    promised = _promises(world)
     text = f"not exact: {found.what}" if promised else f"{found.what}: their bits differ"
     if aloud and text != world.given_up:
         _say(world, text)

@@ -108,7 +108,7 @@ class Beginning:
 
     def _load(self, *, trained: bool) -> None:
         world = self._world
-        strategy = strategy_class(world.settings.strategy)
+        strategy = strategy_class(world.live.strategy)
         if strategy.rebuilds and self._load_snapshot():
             return
         world.keeper.drop()
