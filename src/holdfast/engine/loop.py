@@ -24,13 +24,7 @@ from holdfast.engine.recovery_log import Recovering
 from holdfast.engine.regroup import Regroup, Status
 from holdfast.engine.run_log import RunLog
 from holdfast.engine.vote import CommitVote, Spread
-from holdfast.errors import (
-    CheckpointError,
-    InternalError,
-    PeerFailed,
-    StoreLost,
-    TooFewWorkers,
-)
+from holdfast.errors import CheckpointError, InternalError, PeerFailed, StoreLost, TooFewWorkers
 from holdfast.integrity.certificate import Certificate
 from holdfast.integrity.hash_chain import GENESIS
 from holdfast.integrity.sdc_guard import Watch
@@ -81,13 +75,7 @@ class Run:
     """
 
     def __init__(
-        self,
-        world: World,
-        replica: Trainable,
-        plan: Plan,
-        source: Source,
-        *,
-        is_newcomer: bool = False,
+        self, world: World, replica: Trainable, plan: Plan, source: Source, *, is_newcomer: bool = False
     ) -> None:
         self._world = world
         self._replica = replica

@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Collection, Iterator, Sequence
+import operator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -23,47 +24,17 @@ from holdfast.integrity.hash_chain import said_of_part
 from holdfast.recovery.messages import NO_NOTE, Note
 
 
+@dataclass(frozen=True, slots=True)
 class Reduction:
-    """How workers reduce an integer: as the largest of all."""
-
-    def sent(self, value: int) -> int:
-        """Return what stands for ``value`` in a maximum."""
-        return value
-
-    def heard(self, maximum: int) -> int:
-        """Return what a maximum says."""
-        return maximum
-
-
-class Smallest(Reduction):
-    """The smallest of all: the complement of the largest complement."""
-
-    def sent(self, value: int) -> int:
-        """See :meth:`Reduction.sent`."""
-        return ~value
-
-    def heard(self, maximum: int) -> int:
-        """See :meth:`Reduction.heard`."""
-        return ~maximum
-
-
-class AnyOf(Reduction):
-    """Whether any of all says so.
+    """How workers reduce a value by a maximum of integers.
 
     Args:
-        yes: What stands for it, above 0.
+        sent: Returns what stands for a value in the maximum.
+        heard: Returns what the maximum says.
     """
 
-    def __init__(self, yes: int) -> None:
-        self._yes = yes
-
-    def sent(self, value: int) -> int:
-        """See :meth:`Reduction.sent`."""
-        return self._yes if value else 0
-
-    def heard(self, maximum: int) -> bool:
-        """See :meth:`Reduction.heard`."""
-        return maximum > 0
+    sent: Callable[[Any], int] = operator.pos
+    heard: Callable[[int], Any] = operator.pos
 
 
 def as_largest() -> Any:
@@ -72,13 +43,13 @@ def as_largest() -> Any:
 
 
 def as_smallest() -> Any:
-    """Declare a field of which all hear the smallest."""
-    return field(metadata={"reduction": Smallest()})
+    """Declare a field of which all hear the smallest: the complement of the largest complement."""
+    return field(metadata={"reduction": Reduction(operator.invert, operator.invert)})
 
 
 def as_any(yes: int = 1) -> Any:
-    """Declare a field of which all hear whether it is true anywhere; ``yes`` stands for it."""
-    return field(metadata={"reduction": AnyOf(int(yes))})
+    """Declare a field of which all hear whether it is true anywhere; ``yes``, above 0, stands for it."""
+    return field(metadata={"reduction": Reduction(lambda value: int(yes) if value else 0, lambda maximum: maximum > 0)})
 
 
 class Ballot:

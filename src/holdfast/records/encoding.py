@@ -6,65 +6,13 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from holdfast.records.types import (
-    STAMPS,
-    CheckpointSaved,
-    CorruptionFound,
-    CorruptionHealed,
-    FailureSeen,
-    FaultFired,
-    Finished,
-    JobRestarted,
-    Left,
-    PartRestored,
-    PartsHeld,
-    Record,
-    Recovered,
-    Reinitialised,
-    RunStarted,
-    SamplesLost,
-    ScriptFailed,
-    SettingChanged,
-    SlicesTried,
-    StateHashed,
-    StepCommitted,
-    StragglerSeen,
-    UpdatedEagerly,
-    ValuesAltered,
-    WorkerEnded,
-    WorkerFenced,
-    WorkerRefused,
-)
+from holdfast.records import types
+from holdfast.records.types import STAMPS, Record
 
 RECORDS: dict[str, type[Record]] = {
     kind.__name__: kind
-    for kind in (
-        RunStarted,
-        StepCommitted,
-        StateHashed,
-        FaultFired,
-        ValuesAltered,
-        FailureSeen,
-        Recovered,
-        CorruptionFound,
-        CorruptionHealed,
-        PartRestored,
-        PartsHeld,
-        UpdatedEagerly,
-        SlicesTried,
-        Reinitialised,
-        Left,
-        WorkerRefused,
-        SamplesLost,
-        CheckpointSaved,
-        Finished,
-        ScriptFailed,
-        WorkerEnded,
-        WorkerFenced,
-        SettingChanged,
-        StragglerSeen,
-        JobRestarted,
-    )
+    for kind in vars(types).values()
+    if isinstance(kind, type) and issubclass(kind, Record) and kind is not Record
 }
 """Every kind of record by its name, which stands under ``"event"`` in the JSON line."""
 

@@ -28,7 +28,7 @@ class Partial(Strategy):
     restores_parts: ClassVar[bool] = True
     can_change_live: ClassVar[bool] = False
     refused: ClassVar[Mapping[str, str]] = {
-        REPLICATED: "strategy partial needs a model that is split, a Pipeline or Sharded; of a replicated one nothing is lost: use rollback",
+        REPLICATED: "strategy partial needs a model that is split, a Pipeline or Sharded; of a replicated one nothing is lost: use rollback"
     }
 
     min_workers: int = 1
