@@ -8,17 +8,9 @@ from __future__ import annotations
 from typing import NoReturn
 
 from holdfast.comm import VirtualCommunicator
-from holdfast.engine.context import World
-from holdfast.engine.executor import Attempts
 from holdfast.engine.exits import kill_self
-from holdfast.engine.injection import FaultPoints
-from holdfast.engine.live_config import Requests
-from holdfast.engine.recovery_log import Recovering
-from holdfast.engine.regroup import Status
-from holdfast.engine.run_log import RunLog
+from holdfast.engine.regroup import LoopParts
 from holdfast.errors import InternalError, StateLost, Unwind
-from holdfast.integrity.sdc_guard import Watch
-from holdfast.models.trainable import Trainable
 from holdfast.recovery.messages import (
     ActDone,
     Action,
@@ -39,51 +31,18 @@ from holdfast.recovery.messages import (
     Welcome,
 )
 from holdfast.session.reinit_context import hand_over
-from holdfast.state.restorer import Beginning
 
 
 class Acts:
     """Carries out the orders of a strategy.
 
     Args:
-        world: What outlives the loop.
-        replica: The model.
-        status: What was heard in closing sums and is forgotten with the step, or comes back with the state.
-        log: Writes down.
-        points: Let faults strike.
-        recovery: Hears what was decided.
-        watch: Hears that a step was taken back.
-        attempts: The step in progress.
-        beginning: Saves and restores the state.
-        requests: Changes to the running job.
+        loop: What the loop is made of.
         is_newcomer: The others have begun without this worker.
     """
 
-    def __init__(
-        self,
-        world: World,
-        replica: Trainable,
-        status: Status,
-        log: RunLog,
-        points: FaultPoints,
-        recovery: Recovering,
-        watch: Watch,
-        attempts: Attempts,
-        beginning: Beginning,
-        requests: Requests,
-        *,
-        is_newcomer: bool,
-    ) -> None:
-        self._world = world
-        self._replica = replica
-        self._status = status
-        self._log = log
-        self._points = points
-        self._recovery = recovery
-        self._watch = watch
-        self._attempts = attempts
-        self._beginning = beginning
-        self._requests = requests
+    def __init__(self, loop: LoopParts, *, is_newcomer: bool) -> None:
+        self._loop = loop
         self._is_newcomer = is_newcomer
 
     def carry_out(self, order: Action) -> Event:
@@ -96,7 +55,7 @@ class Acts:
         """
         match order:
             case HandOver(step=step, bucket=bucket, source=source):
-                self._attempts.hand_over(bucket, source)
+                self._loop.attempts.hand_over(bucket, source)
                 return HandedOver(step, bucket)
             case LoadCheckpoint():
                 return CheckpointLoaded(self._load())
@@ -105,18 +64,18 @@ class Acts:
             case Welcome(step=step, newcomers=newcomers):
                 self._welcome(step, newcomers)
             case Install():
-                self._beginning.install()
-                self._beginning.keep_on_joining()
+                self._loop.beginning.install()
+                self._loop.beginning.keep_on_joining()
             case Rehome(restores=restores):
                 self._rehome(restores=restores)
             case Settle():
-                self._replica.settle()
+                self._loop.replica.settle()
             case TakeChanges():
-                self._recovery.end()
-                self._requests.take()
+                self._loop.recovery.end()
+                self._loop.requests.take()
             case MakeChanges():
-                self._requests.make()
-                self._status.heard &= ~Note.ASK
+                self._loop.requests.make()
+                self._loop.status.heard &= ~Note.ASK
             case Reinitialise():
                 raise self._unwound()
             case SaveAndStop():
@@ -129,30 +88,30 @@ class Acts:
 
     def discard(self) -> None:
         """Take the step in progress back, if there is one."""
-        is_computing = self._attempts.batch is not None
-        self._recovery.take_back(was_computing=is_computing)
-        self._watch.taken_back()
+        is_computing = self._loop.attempts.batch is not None
+        self._loop.recovery.take_back(was_computing=is_computing)
+        self._loop.watch.taken_back()
         if is_computing:
-            self._replica.discard_step()
+            self._loop.replica.discard_step()
             self._forget_stop()  # whoever heard it of a closed step has no step in progress
-        self._attempts.batch = None
+        self._loop.attempts.batch = None
 
     def _forget_stop(self) -> None:
         """Forget that a script asked to stop: it will ask again."""
-        self._world.asked &= ~Note.STOP
-        self._status.heard &= ~Note.STOP
+        self._loop.world.asked &= ~Note.STOP
+        self._loop.status.heard &= ~Note.STOP
 
     # -- members and parts
 
     def _welcome(self, step: int, newcomers: tuple[int, ...]) -> None:
-        self._points.reach("rejoin", step)
-        self._recovery.expect(newcomers)
-        self._beginning.welcome(newcomers)
+        self._loop.points.reach("rejoin", step)
+        self._loop.recovery.expect(newcomers)
+        self._loop.beginning.welcome(newcomers)
 
     def _rehome(self, *, restores: bool) -> None:
-        self._points.reach("rehome")
+        self._loop.points.reach("rehome")
         try:
-            self._replica.rehome(restores=restores)
+            self._loop.replica.rehome(restores=restores)
         except StateLost as lost:
             self._begin_job_again(lost)
 
@@ -166,47 +125,47 @@ class Acts:
             self._begin_job_again(lost)
 
     def _load_newest(self) -> int:
-        world, status = self._world, self._status
+        world, status = self._loop.world, self._loop.status
         reached = self._reached()
         self.discard()
         self._forget_stop()
         status.save_due = False
-        lost = self._replica.lost(world.comm.members)
-        went_back = self._beginning.load(trained=status.announced or self._is_newcomer)
+        lost = self._loop.replica.lost(world.comm.members)
+        went_back = self._loop.beginning.load(trained=status.announced or self._is_newcomer)
         if lost and world.is_lead:
             what = f"{'parts' if len(lost) > 1 else 'part'} {', '.join(map(str, lost))} of the model"
-            self._log.warn(f"nobody is left who holds {what}: all go back to step {world.step}")
-        self._recovery.decide("heal" if went_back else "load", reached - world.step if status.announced else 0)
+            self._loop.log.warn(f"nobody is left who holds {what}: all go back to step {world.step}")
+        self._loop.recovery.decide("heal" if went_back else "load", reached - world.step if status.announced else 0)
         if world.snapshot is not None:
             status.heard |= Note(world.snapshot.info["heard"])
-        if self._recovery.now is not None and world.rebuilding is not None:
+        if self._loop.recovery.now is not None and world.rebuilding is not None:
             world.rebuilding.loaded_s = world.clock.now_s()
-            self._recovery.decide("reinit", world.rebuilding.reached - world.step)
+            self._loop.recovery.decide("reinit", world.rebuilding.reached - world.step)
         return world.step
 
     def _reached(self) -> int:
         """Return how many steps this worker has begun."""
-        return self._world.step + int(self._attempts.batch is not None)
+        return self._loop.world.step + int(self._loop.attempts.batch is not None)
 
     def _unwound(self) -> Unwind:
         """Make everything ready for the next application, and return what tells ``holdfast.reinit`` to build it."""
-        began_s, reached = self._world.clock.now_s(), self._reached()
+        began_s, reached = self._loop.world.clock.now_s(), self._reached()
         self.discard()
-        self._log.write_last_step()
-        self._beginning.take_snapshot(self._status.heard)
-        hand_over(self._world, self._recovery.rebuilding(reached=reached, began_s=began_s))
+        self._loop.log.write_last_step()
+        self._loop.beginning.take_snapshot(self._loop.status.heard)
+        hand_over(self._loop.world, self._loop.recovery.rebuilding(reached=reached, began_s=began_s))
         return Unwind()
 
     def _begin_job_again(self, lost: StateLost) -> NoReturn:
         """Let the launcher start the job again, as when all workers have died."""
-        if not self._world.settings.run_dir or isinstance(self._world.comm, VirtualCommunicator):
+        if not self._loop.world.settings.run_dir or isinstance(self._loop.world.comm, VirtualCommunicator):
             raise lost
-        self._log.warn(str(lost))
+        self._loop.log.warn(str(lost))
         kill_self()
 
     # -- too few workers
 
     def _save_and_stop(self) -> None:
-        self._status.outcome = "gave-up"
-        self._recovery.decide("stop")
-        self._beginning.save()
+        self._loop.status.outcome = "gave-up"
+        self._loop.recovery.decide("stop")
+        self._loop.beginning.save()

@@ -21,7 +21,7 @@ from holdfast.engine.exits import kill_self
 from holdfast.engine.injection import FaultPoints
 from holdfast.engine.live_config import Requests
 from holdfast.engine.recovery_log import Recovering
-from holdfast.engine.regroup import Regroup, Status
+from holdfast.engine.regroup import LoopParts, Regroup, Status
 from holdfast.engine.run_log import RunLog
 from holdfast.engine.vote import CommitVote, Spread
 from holdfast.errors import CheckpointError, InternalError, PeerFailed, StoreLost, TooFewWorkers
@@ -94,9 +94,20 @@ class Run:
         self._certificate = self._begin_certificate()
         self._status = Status(announced=world.rebuilding is not None)
         self._recovery = Recovering(world, self._log)
-        common = (world, replica, self._status, self._log, self._points, self._recovery, self._watch, self._attempts)
-        self._regroup = Regroup(*common, self._certificate)
-        self._acts = Acts(*common, self._beginning, self._requests, is_newcomer=is_newcomer)
+        parts = LoopParts(
+            world=world,
+            replica=replica,
+            status=self._status,
+            log=self._log,
+            points=self._points,
+            recovery=self._recovery,
+            watch=self._watch,
+            attempts=self._attempts,
+            certificate=self._certificate,
+            beginning=self._beginning,
+            requests=self._requests,
+        )
+        self._regroup, self._acts = Regroup(parts), Acts(parts, is_newcomer=is_newcomer)
         self._is_newcomer = is_newcomer
 
     def _begin_certificate(self) -> Certificate | None:

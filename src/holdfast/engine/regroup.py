@@ -36,11 +36,13 @@ if TYPE_CHECKING:
     from holdfast.engine.context import World
     from holdfast.engine.executor import Attempts
     from holdfast.engine.injection import FaultPoints
+    from holdfast.engine.live_config import Requests
     from holdfast.engine.recovery_log import Recovering
     from holdfast.engine.run_log import RunLog
     from holdfast.integrity.certificate import Certificate
     from holdfast.integrity.sdc_guard import Watch
     from holdfast.models.trainable import Trainable
+    from holdfast.state.restorer import Beginning
 
 Known = TypeVar("Known")
 
@@ -103,42 +105,42 @@ class Status:
     announced: bool = False
 
 
-class Regroup:
-    """Carries out the orders of regrouping in a training loop, and the agreements of the protocol.
+@dataclass(slots=True, kw_only=True)
+class LoopParts:
+    """What a training loop is made of, for all that carries out its orders.
 
     Args:
-        world: Whose communicator.
-        replica: Says whether a part of the model is lost with the dead.
-        status: What closing sums have said is shared with the progress.
-        log: Marks where this worker is.
+        world: What outlives the loop.
+        replica: The model.
+        status: What was heard in closing sums and is forgotten with the step, or comes back with the state.
+        log: Writes down.
         points: Let faults strike.
-        recovery: Hears of failures that an agreement reports.
-        watch: Whether state or messages were found corrupt is shared with the progress.
+        recovery: Hears of failures, and what was decided.
+        watch: The guard: whether state or messages were found corrupt.
         attempts: The step in progress.
-        certificate: What the last closing sum said of the state is shared with the progress; None if there is none.
+        certificate: What closing sums said of the state; None if there is none.
+        beginning: Saves and restores the state.
+        requests: Changes to the running job.
     """
 
-    def __init__(
-        self,
-        world: World,
-        replica: Trainable,
-        status: Status,
-        log: RunLog,
-        points: FaultPoints,
-        recovery: Recovering,
-        watch: Watch,
-        attempts: Attempts,
-        certificate: Certificate | None,
-    ) -> None:
-        self._world = world
-        self._replica = replica
-        self._status = status
-        self._log = log
-        self._points = points
-        self._recovery = recovery
-        self._watch = watch
-        self._attempts = attempts
-        self._certificate = certificate
+    world: World
+    replica: Trainable
+    status: Status
+    log: RunLog
+    points: FaultPoints
+    recovery: Recovering
+    watch: Watch
+    attempts: Attempts
+    certificate: Certificate | None
+    beginning: Beginning
+    requests: Requests
+
+
+class Regroup:
+    """Carries out the orders of regrouping in a training loop, and the agreements of the protocol."""
+
+    def __init__(self, loop: LoopParts) -> None:
+        self._loop = loop
 
     def carry_out(self, order: Revoke | Agree | Shrink | ShareProgress) -> Event:
         """Carry one order out.
@@ -149,7 +151,7 @@ class Regroup:
         """
         match order:
             case Revoke():
-                self._world.comm.revoke()
+                self._loop.world.comm.revoke()
                 return Revoked()
             case Agree(flag=flag):
                 return Agreed(self._agree(flag))
@@ -159,15 +161,15 @@ class Regroup:
                 return self._share(progress)
 
     def _agree(self, flag: bool) -> bool:
-        self._log.mark("recovery" if self._recovery.now else "gate")
-        value = self._world.comm.agree(flag)
+        self._loop.log.mark("recovery" if self._loop.recovery.now else "gate")
+        value = self._loop.world.comm.agree(flag)
         if flag and not value:
-            self._recovery.see_failure()
+            self._loop.recovery.see_failure()
         return value
 
     def _shrink(self) -> bool:
         """Return whether this worker is a member of what was made; it is not if it asked to leave."""
-        world, status = self._world, self._status
+        world, status = self._loop.world, self._loop.status
         changes, status.heard = status.heard & Note.CHANGE, status.heard & ~Note.CHANGE
         parts = bool(changes) and world.parts
         if parts:
@@ -179,37 +181,37 @@ class Regroup:
         world.announce()
         world.beacon.say_recovered(in_vain=world.comm.members == before)
         world.keeper.note_alive(world.comm.members)
-        self._points.reach("recovery")
+        self._loop.points.reach("recovery")
         return True
 
     def _finish_checkpoints(self) -> None:
         """Write what others count on before this worker leaves them; what does not count yet they begin again."""
-        self._world.keeper.drop()
-        for outcome in self._world.keeper.finish():
-            self._log.saved(outcome)
+        self._loop.world.keeper.drop()
+        for outcome in self._loop.world.keeper.finish():
+            self._loop.log.saved(outcome)
 
     def _share(self, mine: Progress) -> ProgressKnown:
-        heard = 0 if self._certificate is None else self._certificate.heard
+        heard = 0 if self._loop.certificate is None else self._loop.certificate.heard
         flagged = dataclasses.replace(mine, flags=self._flags(), heard=heard)
-        known = self._world.comm.share_progress(flagged)
-        if self._certificate is not None and self._attempts.batch is not None:
-            self._certificate.learn(self._world.step, known, self._replica.num_buckets)
+        known = self._loop.world.comm.share_progress(flagged)
+        if self._loop.certificate is not None and self._loop.attempts.batch is not None:
+            self._loop.certificate.learn(self._loop.world.step, known, self._loop.replica.num_buckets)
         for other in known.values():
             self._hear(other.flags)
-        return ProgressKnown(known, self._replica.num_buckets)
+        return ProgressKnown(known, self._loop.replica.num_buckets)
 
     def _flags(self) -> Note:
         return (
-            self._status.heard
-            | Note.SAVE.when(self._status.save_due)
-            | Note.CALM.when(self._recovery.is_calm)
-            | Note.LOST.when(bool(self._replica.lost(self._world.comm.members)))
-            | Note.CORRUPT.when(self._watch.corrupt)
-            | Note.ALTERED.when(self._watch.altered)
+            self._loop.status.heard
+            | Note.SAVE.when(self._loop.status.save_due)
+            | Note.CALM.when(self._loop.recovery.is_calm)
+            | Note.LOST.when(bool(self._loop.replica.lost(self._loop.world.comm.members)))
+            | Note.CORRUPT.when(self._loop.watch.corrupt)
+            | Note.ALTERED.when(self._loop.watch.altered)
         )
 
     def _hear(self, flags: Note) -> None:
         """Take over what another worker has heard. A change is met for once; CALM, LOST and ALTERED are for the strategy."""
-        self._status.heard |= flags & VOTED
-        self._status.save_due |= bool(flags & Note.SAVE)
-        self._watch.corrupt |= bool(flags & Note.CORRUPT)
+        self._loop.status.heard |= flags & VOTED
+        self._loop.status.save_due |= bool(flags & Note.SAVE)
+        self._loop.watch.corrupt |= bool(flags & Note.CORRUPT)
