@@ -14,7 +14,7 @@ from torch.utils.data import TensorDataset
 import holdfast
 from holdfast.checkpoint import steps
 from holdfast.engine import loop as run
-from holdfast.engine.recovery_log import Recovery
+from holdfast.engine.context import Recovery
 from holdfast.errors import CheckpointError, ConfigError, PeerFailed, ScriptError, TooFewWorkers
 from holdfast.faults.plan import FaultPlan, parse
 from holdfast.faults.process import PlannedFaults

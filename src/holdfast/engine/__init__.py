@@ -1,7 +1,6 @@
-"""Doing it: the session that a script talks to, and what it is made of.
+"""The training loop. ``loop`` computes, sums, votes on and applies one step after another; ``executor`` begins each attempt.
 
-``session`` is what a script talks to and ``step`` what its loop gets; ``run`` carries out the orders of
-:mod:`holdfast.recovery`. ``batches`` says which samples belong to which slice, ``place`` how far the plan is used up,
-``ledger`` what of it is in the weights. ``replica`` holds the model, ``gradients`` the layout of what is summed.
-``beginning`` saves the state and brings everybody to the same one; ``log`` writes down what happens.
+``regroup`` and ``acts`` carry out what :mod:`holdfast.recovery` orders, ``vote`` is what workers say as a step closes, and
+``live_config`` changes the running job. ``context`` is what outlives a loop, ``run_log`` and ``recovery_log`` write down what
+happens, and ``injection`` is where planned faults enter.
 """

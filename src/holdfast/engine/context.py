@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from holdfast.data.ledger import Account
 from holdfast.models.overlap import Spent
-from holdfast.recovery.messages import NO_NOTE, Note
+from holdfast.recovery.messages import NO_NOTE, Action, Note
 
 if TYPE_CHECKING:  # the torch.distributed backend needs none of these
     from holdfast.checkpoint import Loaded
@@ -20,6 +20,33 @@ if TYPE_CHECKING:  # the torch.distributed backend needs none of these
     from holdfast.records.logger import Logger
     from holdfast.records.types import Finished
     from holdfast.state.manager import Keeper
+
+
+@dataclass(slots=True)
+class Recovery:
+    """A recovery, or a meeting because members change.
+
+    Args:
+        before: The members then.
+        decision: What was decided, as :class:`~holdfast.records.types.Recovered` has it.
+        redone_steps: How many steps are computed again.
+        held_since_s: When training was interrupted without a failure; 0 after a failure.
+        orders: How often each order was carried out, by name.
+        times_s: How long these took.
+    """
+
+    before: tuple[int, ...]
+    decision: str = "continue"
+    redone_steps: int = 0
+    held_since_s: float = 0.0
+    orders: dict[str, int] = field(default_factory=dict)
+    times_s: dict[str, float] = field(default_factory=dict)
+
+    def count(self, order: Action, took_s: float) -> None:
+        """Count an order that was carried out."""
+        name = type(order).__name__
+        self.orders[name] = self.orders.get(name, 0) + 1
+        self.times_s[name] = self.times_s.get(name, 0.0) + took_s
 
 
 @dataclass(slots=True, kw_only=True)

@@ -3,38 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
-from holdfast.engine.context import Rebuilding, World
+from holdfast.engine.context import Rebuilding, Recovery, World
 from holdfast.engine.run_log import RunLog
-from holdfast.recovery.messages import Action
-
-
-@dataclass(slots=True)
-class Recovery:
-    """A recovery, or a meeting because members change.
-
-    Args:
-        before: The members then.
-        decision: What was decided, as :class:`~holdfast.records.types.Recovered` has it.
-        redone_steps: How many steps are computed again.
-        held_since_s: When training was interrupted without a failure; 0 after a failure.
-        orders: How often each order was carried out, by name.
-        times_s: How long these took.
-    """
-
-    before: tuple[int, ...]
-    decision: str = "continue"
-    redone_steps: int = 0
-    held_since_s: float = 0.0
-    orders: dict[str, int] = field(default_factory=dict)
-    times_s: dict[str, float] = field(default_factory=dict)
-
-    def count(self, order: Action, took_s: float) -> None:
-        """Count an order that was carried out."""
-        name = type(order).__name__
-        self.orders[name] = self.orders.get(name, 0) + 1
-        self.times_s[name] = self.times_s.get(name, 0.0) + took_s
 
 
 class Recovering:
@@ -127,14 +98,7 @@ class Recovering:
             if recovery.decision not in ("grow", "heal") or (recovery.decision == "heal" and lost):
                 world.keeper.note_failure()
             held_s = world.clock.now_s() - recovery.held_since_s if recovery.held_since_s else 0.0
-            self._log.recovered(
-                recovery.before,
-                recovery.decision,
-                recovery.redone_steps,
-                held_s,
-                orders=recovery.orders,
-                times_s=recovery.times_s,
-            )
+            self._log.recovered(recovery, held_s)
         if world.rebuilding is not None:
             self._log.reinitialised(world.rebuilding)
             world.rebuilding = None

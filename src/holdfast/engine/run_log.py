@@ -11,7 +11,7 @@ from holdfast.checkpoint.writer import Outcome
 from holdfast.comm.launchers import chosen
 from holdfast.data.ledger import Account
 from holdfast.data.plan import MiniBatch, Plan
-from holdfast.engine.context import Rebuilding, World
+from holdfast.engine.context import Rebuilding, Recovery, World
 from holdfast.integrity.certified import Hashed, Link
 from holdfast.models.slice_batching import Tried
 from holdfast.records.types import (
@@ -149,18 +149,9 @@ class RunLog:
         dead, here = self._world.comm.failed(), self._world.comm.here
         self.write(FailureSeen(rank=next((rank for rank in here if rank not in dead), here[0]), phase=self._phase))
 
-    def recovered(
-        self,
-        before: Sequence[int],
-        decision: str,
-        redone_steps: int,
-        held_s: float,
-        *,
-        orders: Mapping[str, int],
-        times_s: Mapping[str, float],
-    ) -> None:
-        """The survivors go on, with newcomers if there are any; what they did for it stands in :class:`Recovered`."""
-        world, members = self._world, self._world.comm.members
+    def recovered(self, recovery: Recovery, held_s: float) -> None:
+        """The survivors go on, with newcomers if there are any; for ``held_s`` these kept them from computing."""
+        world, members, before = self._world, self._world.comm.members, recovery.before
         lost = tuple(r for r in before if r not in members)
         joined = tuple(r for r in members if before and r not in before)
         self.write_last_step()  # the one who should have may have died just before
@@ -170,16 +161,16 @@ class RunLog:
                     rank=rank,
                     lost=lost,
                     survivors=members,
-                    decision=decision,
-                    redone_steps=redone_steps,
+                    decision=recovery.decision,
+                    redone_steps=recovery.redone_steps,
                     generation=world.comm.generation,
                     joined=joined,
                     held_s=held_s,
-                    orders=dict(orders),
-                    times_s=dict(times_s),
+                    orders=dict(recovery.orders),
+                    times_s=dict(recovery.times_s),
                 )
             )
-        self.say(f"lost {list(lost)} at step {world.step}; {len(members)} workers go on ({decision})")
+        self.say(f"lost {list(lost)} at step {world.step}; {len(members)} workers go on ({recovery.decision})")
 
     def reinitialised(self, rebuilding: Rebuilding) -> None:
         """The application was built again, and goes on."""
