@@ -135,7 +135,7 @@ class Training:
     @property
     def sha256(self):
         """Of the model and the optimizer at the end."""
-        return self.session._world.finished[0].state_sha256
+        return self.session._world.loops.finished[0].state_sha256
 
 
 @functools.cache
@@ -235,7 +235,7 @@ class Deeds:
             case "await-2":
                 self.wait_until(lambda: len(self.world.comm.newcomers(self.world.loop)) == 2)
             case "await-notice":
-                self.wait_until(lambda: self.world.parts)
+                self.wait_until(lambda: self.world.told.leaves)
             case "await-request":
                 self.wait_until(requests_path(Path(os.environ["HOLDFAST_RUN_DIR"])).exists)
             case "block":  # what cannot be written to: root may write to any directory

@@ -11,7 +11,7 @@ import torch
 from train_kinds import train
 
 from holdfast.config import Settings
-from holdfast.engine.context import Live
+from holdfast.engine.context import Live, Platform
 from holdfast.records.types import RunStarted, WorkerRefused
 from holdfast.report import build_report
 from holdfast.state.platform import FIELDS, between, difference, number_of, promises_bits
@@ -127,10 +127,9 @@ def newcomer(**settings):
     written = []
     world = SimpleNamespace(
         comm=SimpleNamespace(here=(4,), wanted_kind=lambda: '{"capability": "AVX512", "threads": "1"}'),
-        kind={"capability": "AVX2", "threads": "1"},
+        platform=Platform({"capability": "AVX2", "threads": "1"}),
         settings=Settings(**settings),
         live=Live.of(Settings(**settings)),
-        given_up="",
         log=SimpleNamespace(write=written.append),
     )
     return world, written
@@ -160,7 +159,7 @@ def test_where_any_may_come_or_no_bits_are_promised_it_goes_in_and_says_so(setti
     compare_with_others(world)
 
     assert written == []
-    assert world.given_up == (said if settings == {"kinds": "any"} else "")
+    assert world.platform.given_up == (said if settings == {"kinds": "any"} else "")
     assert capsys.readouterr().err.startswith(f"holdfast: worker 4: {said}")
 
 
@@ -201,5 +200,7 @@ def test_going_on_from_a_checkpoint_of_another_kind_is_said_and_written_down(tmp
     monkeypatch.setattr("holdfast.session.session.kind_of_worker", lambda: AVX2)
     session = train(resume=True, **given)
 
-    assert session._world.given_up.startswith("not exact: worker 0 has CPU capability AVX2, who made the checkpoint ")
-    assert capsys.readouterr().err.count(session._world.given_up) == 1
+    assert session._world.platform.given_up.startswith(
+        "not exact: worker 0 has CPU capability AVX2, who made the checkpoint "
+    )
+    assert capsys.readouterr().err.count(session._world.platform.given_up) == 1

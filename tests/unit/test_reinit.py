@@ -53,8 +53,8 @@ class Script:
                     step.backward(F.cross_entropy(model(a), b))
                 if step.number == self.stop_at:
                     step.stop()
-        self.account = session._world.totals
-        return session.step, session._world.finished[0].state_sha256
+        self.account = session._world.loops.totals
+        return session.step, session._world.loops.finished[0].state_sha256
 
     def run(self):
         torch.manual_seed(7)

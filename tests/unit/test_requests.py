@@ -50,7 +50,7 @@ def test_a_change_counts_from_the_next_step_on_and_stays_in_later_loops(tmp_path
 
     assert changes(tmp_path / "run") == [(2, "batch_size", 15)]
     assert done.session.step == 5 + 8  # of 60 samples: 10, 10, 15, 15, 10, and then twice 15, 15, 15, 15
-    assert done.session._world.finished[0].committed == 180
+    assert done.session._world.loops.finished[0].committed == 180
 
 
 def test_a_new_learning_rate_is_what_the_scheduler_goes_on_from(tmp_path):

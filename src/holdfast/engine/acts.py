@@ -98,7 +98,7 @@ class Acts:
 
     def _forget_stop(self) -> None:
         """Forget that a script asked to stop: it will ask again."""
-        self._loop.world.asked &= ~Note.STOP
+        self._loop.world.told.notes &= ~Note.STOP
         self._loop.status.heard &= ~Note.STOP
 
     # -- members and parts
@@ -136,11 +136,11 @@ class Acts:
             what = f"{'parts' if len(lost) > 1 else 'part'} {', '.join(map(str, lost))} of the model"
             self._loop.log.warn(f"nobody is left who holds {what}: all go back to step {world.step}")
         self._loop.recovery.decide("heal" if went_back else "load", reached - world.step if status.announced else 0)
-        if world.snapshot is not None:
-            status.heard |= Note(world.snapshot.info["heard"])
-        if self._loop.recovery.now is not None and world.rebuilding is not None:
-            world.rebuilding.loaded_s = world.clock.now_s()
-            self._loop.recovery.decide("reinit", world.rebuilding.reached - world.step)
+        if world.rebuilds.snapshot is not None:
+            status.heard |= Note(world.rebuilds.snapshot.info["heard"])
+        if self._loop.recovery.now is not None and world.rebuilds.current is not None:
+            world.rebuilds.current.loaded_s = world.clock.now_s()
+            self._loop.recovery.decide("reinit", world.rebuilds.current.reached - world.step)
         return world.step
 
     def _reached(self) -> int:

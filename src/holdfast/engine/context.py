@@ -99,12 +99,109 @@ class Live:
 
 
 @dataclass(slots=True)
+class Committed:
+    """What the last committed step left. Written when a step is committed and when a state is loaded.
+
+    Args:
+        step: Steps committed.
+        metrics: Of the last committed step.
+        link: The certificate's last; "" where there is none.
+    """
+
+    step: int = 0
+    metrics: dict[str, float] = field(default_factory=dict)
+    link: str = ""
+
+    def begin_again(self) -> None:
+        """Go back to before the first step, for an application that is built again."""
+        self.step, self.link = 0, ""
+
+
+@dataclass(slots=True)
+class Loops:
+    """Where training is between loops, and what one loop leaves to the next.
+
+    Written by the session between loops, by a loop at its beginning and end, and when a state is loaded.
+
+    Args:
+        slices: Pieces of a mini-batch, fixed for the job.
+        number: Training loops before this one.
+        epoch: Epochs begun by earlier loops.
+        first_step: Steps committed before this loop.
+        loaded: A checkpoint of a later loop than this one: the loops before it are left out.
+        finished: The ``Finished`` records of the last loop.
+        totals: Accounts of earlier loops.
+        sum: Adds the gradients; made by the first loop.
+    """
+
+    slices: int
+    number: int = 0
+    epoch: int = 0
+    first_step: int = 0
+    loaded: Loaded | None = None
+    finished: list[Finished] = field(default_factory=list)
+    totals: Account = field(default_factory=Account)
+    sum: OrderedSum | None = None
+
+    def end(self, epochs: int) -> None:
+        """Go on to the next loop after one of so many epochs, which was trained or left out."""
+        self.number, self.epoch = self.number + 1, self.epoch + epochs
+
+    def begin_again(self) -> None:
+        """Go back to before the first loop, for an application that is built again."""
+        self.number = self.epoch = self.first_step = 0
+        self.loaded, self.finished, self.totals = None, [], Account()
+
+
+@dataclass(slots=True)
+class Told:
+    """What this worker was told and the others do not know yet. Written by signals and by the script's thread.
+
+    Args:
+        notes: What this worker brings to the next vote: that all are to stop.
+        leaves: Whether this worker is to leave the others.
+    """
+
+    notes: Note = NO_NOTE
+    leaves: bool = False
+
+
+@dataclass(slots=True)
+class Rebuilds:
+    """The application built again in this process. Written by :mod:`holdfast.session.reinit_context` and at recoveries.
+
+    Args:
+        count: How often it was.
+        current: Since it was taken down, until training goes on.
+        snapshot: The state at the fault, as long as a worker may need it: until a step is committed.
+    """
+
+    count: int = 0
+    current: Rebuilding | None = None
+    snapshot: Loaded | None = None
+
+
+@dataclass(slots=True)
+class Platform:
+    """The kind of this worker. Written by :mod:`holdfast.state.platform_check`.
+
+    Args:
+        kind: Of this worker, see :mod:`holdfast.state.platform`.
+        given_up: How workers of different kinds broke the promise of bits, as far as this one knows; "" if they did not.
+    """
+
+    kind: dict[str, str] = field(default_factory=dict)
+    given_up: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class World:
     """What outlives one training loop: who is there, and where things are written.
 
+    Nothing of it is set again: what changes stands in objects of its own, divided by what writes them.
+
     Args:
-        settings: As asked for; they never change.
-        live: What may change.
+        settings: As asked for.
         comm: The living.
         clock: For ``t_s``.
         log: Takes records.
@@ -112,30 +209,18 @@ class World:
         faults: Strikes as planned.
         keeper: Checkpoints.
         first_members: The workers that the job was started with.
-        step: Steps committed.
-        epoch: Epochs begun by earlier loops.
-        loop: Number of training loops before this one.
-        asked: What this worker brings to the next closing sum: that it is to stop, or that it was told to leave.
-        parts: This worker was told to leave the others.
-        metrics: Of the last committed step.
-        slices: Pieces of a mini-batch, fixed for the job.
-        first_step_of_loop: Steps committed before this loop.
-        loaded: A checkpoint of a later loop than this one: the loops before it are left out.
-        finished: The ``Finished`` records of the last loop.
-        totals: Accounts of earlier loops.
-        sum: Adds the gradients; made by the first loop.
-        rebuilt: How often the application was built again in this process.
-        rebuilding: Since it was taken down, until training goes on.
-        snapshot: The state at the fault, as long as somebody may need it: until a step is committed.
-        spent: On updating buckets before their step was closed.
-        link: The certificate's last; "" where there is none.
-        kind: Of this worker, see :mod:`holdfast.state.platform`.
-        given_up: How workers of different kinds broke the promise of bits, as far as this one knows; "" if they did not.
-        altered: What did not arrive here as it was given, in the step in progress, and who gave it; -1 for a sum.
+        committed: What the last committed step left.
+        loops: What one loop leaves to the next.
+        live: What may change while the job runs.
+        told: What this worker was told.
+        rebuilds: The application built again.
+        platform: The kind of this worker.
+        spent: On updating buckets before their step was closed. Written by :mod:`holdfast.models.overlap`.
+        altered: What did not arrive here as it was given, in the step in progress, and who gave it; -1 for a sum. Written where sums
+            and hand-overs arrive, emptied by :mod:`holdfast.integrity.checksums`.
     """
 
     settings: Settings
-    live: Live
     comm: Communicator
     clock: Clock
     log: Logger
@@ -143,26 +228,24 @@ class World:
     faults: Injector
     keeper: Keeper
     first_members: tuple[int, ...]
-    slices: int
-    step: int = 0
-    epoch: int = 0
-    loop: int = 0
-    asked: Note = NO_NOTE
-    parts: bool = False
-    metrics: dict[str, float] = field(default_factory=dict)
-    first_step_of_loop: int = 0
-    loaded: Loaded | None = None
-    finished: list[Finished] = field(default_factory=list)
-    totals: Account = field(default_factory=Account)
-    sum: OrderedSum | None = None
-    rebuilt: int = 0
-    rebuilding: Rebuilding | None = None
-    snapshot: Loaded | None = None
+    committed: Committed
+    loops: Loops
+    live: Live
+    told: Told = field(default_factory=Told)
+    rebuilds: Rebuilds = field(default_factory=Rebuilds)
+    platform: Platform = field(default_factory=Platform)
     spent: Spent = field(default_factory=Spent)
-    link: str = ""
-    kind: dict[str, str] = field(default_factory=dict)
-    given_up: str = ""
     altered: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def step(self) -> int:
+        """Steps committed."""
+        return self.committed.step
+
+    @property
+    def loop(self) -> int:
+        """Training loops before this one."""
+        return self.loops.number
 
     @property
     def is_lead(self) -> bool:
@@ -171,4 +254,4 @@ class World:
 
     def announce(self) -> None:
         """Let those who come later know which loop goes on, and of what kind they must be."""
-        self.comm.announce(self.loop, json.dumps(self.kind))
+        self.comm.announce(self.loop, json.dumps(self.platform.kind))

@@ -6,15 +6,17 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from holdfast.comm import VirtualCommunicator
-from holdfast.engine.context import World
+from holdfast.comm import Communicator, VirtualCommunicator
+from holdfast.config import Settings
+from holdfast.engine.context import Committed, World
 from holdfast.engine.run_log import RunLog
 from holdfast.errors import ConfigError
 from holdfast.faults.names import chosen
 from holdfast.faults.plan import FLIP, SPLIT_PHASES, Fault, FaultPlan
-from holdfast.faults.process import Injector, PlannedFaults, ask_launcher, strike
+from holdfast.faults.process import Injector, NoFaults, PlannedFaults, ask_launcher, strike
 from holdfast.models.trainable import Trainable
 from holdfast.records.beacon import PHASES
+from holdfast.records.logger import Logger
 from holdfast.records.paths import strike_path
 from holdfast.records.types import FaultFired, ValuesAltered
 
@@ -60,31 +62,33 @@ class FaultPoints:
                     faults.carry_out(due, replica.tensors_of(target, rank, here))
 
 
-def make_faults(world: World) -> Injector:
-    """Return what strikes as the settings say, and writes it down.
+def make_faults(settings: Settings, comm: Communicator, committed: Committed, log: Logger) -> Injector:
+    """Return what strikes as the settings say, and writes it down; without planned faults, what never strikes.
 
     Raises:
         ConfigError: if a fault cannot strike on this fabric.
     """
-    plan = FaultPlan.from_json(world.settings.faults)
+    if not settings.faults:
+        return NoFaults()
+    plan = FaultPlan.from_json(settings.faults)
 
     def announce(number: int, fault: Fault) -> None:
         if fault.is_of_node:
-            ask_launcher(strike_path(Path(world.settings.run_dir), number), world.step)
+            ask_launcher(strike_path(Path(settings.run_dir), number), committed.step)
             return
-        world.log.write(FaultFired(rank=fault.rank, fault=number, kind=fault.kind, phase=fault.phase))
+        log.write(FaultFired(rank=fault.rank, fault=number, kind=fault.kind, phase=fault.phase))
 
     def tell(number: int, fault: Fault, listed: Sequence[Mapping[str, Any]], count: int) -> None:
         assert fault.flip is not None
-        world.log.write(
+        log.write(
             ValuesAltered(rank=fault.rank, fault=number, target=fault.flip.target, count=count, values=tuple(listed))
         )
 
     def fail(fault: Fault) -> None:
-        assert isinstance(world.comm, VirtualCommunicator)
-        world.comm.fail(fault.rank, entered=fault.phase == "allreduce")
+        assert isinstance(comm, VirtualCommunicator)
+        comm.fail(fault.rank, entered=fault.phase == "allreduce")
 
-    if not isinstance(world.comm, VirtualCommunicator):
+    if not isinstance(comm, VirtualCommunicator):
         return PlannedFaults(plan, strike, announce, tell)
     if other := [fault for fault in plan.faults if fault.kind not in ("kill", FLIP)]:
         raise ConfigError(

@@ -92,7 +92,7 @@ class Run:
         self._beginning = Beginning(world, replica, self._place, self._log, self._requests, self._watch)
         self._attempts = Attempts(world, replica, self._place, self._log, self._points, self._sum, source)
         self._certificate = self._begin_certificate()
-        self._status = Status(announced=world.rebuilding is not None)
+        self._status = Status(announced=world.rebuilds.current is not None)
         self._recovery = Recovering(world, self._log)
         parts = LoopParts(
             world=world,
@@ -115,21 +115,21 @@ class Run:
         world = self._world
         if not world.settings.certificate:
             return None
-        world.link = world.link or GENESIS
+        world.committed.link = world.committed.link or GENESIS
         return Certificate(world, self._replica.figures, self._fingerprint)
 
     def _get_sum(self) -> OrderedSum:
         """Return the sum that the world keeps, with its memory, from one training loop to the next."""
         world, replica = self._world, self._replica
-        if world.sum is None:
-            world.sum = OrderedSum(
+        if world.loops.sum is None:
+            world.loops.sum = OrderedSum(
                 world.comm,
                 world.settings.order,
                 replica.size_bytes,
                 device=replica.device,
                 shared_bytes=world.settings.shared_bytes,
             )
-        return world.sum
+        return world.loops.sum
 
     # -- the loop
 
@@ -277,8 +277,8 @@ class Run:
         """Return what this worker says of the step, which it is ready to close."""
         world, asked, parts = (
             self._world,
-            self._world.asked,
-            self._world.parts,
+            self._world.told.notes,
+            self._world.told.leaves,
         )  # read once: a signal may come meanwhile
         return CommitVote(
             guard=self._watch.fill(step, is_last=self._place.is_last(self._attempts.in_progress())),
@@ -307,9 +307,9 @@ class Run:
         lost = replica.missing_slices(batch)
         workers = replica.computing(batch, lost)
         link = None if self._certificate is None else self._certificate.commit(batch, lost)
-        world.metrics = replica.apply(batch, self._attempts.names)
+        world.committed.metrics = replica.apply(batch, self._attempts.names)
         samples = self._place.commit(batch, lost)
-        self._attempts.batch, world.step, world.snapshot = None, step + 1, None
+        self._attempts.batch, world.committed.step, world.rebuilds.snapshot = None, step + 1, None
         self._log.committed(batch, samples, len(workers), lost, link)
         self._beginning.keep_after_step()
         if world.keeper.is_due(world.step) or self._status.save_due:
@@ -384,10 +384,10 @@ class Run:
         if (summary := replica.summary()) is not None:
             self._log.write(summary)
         if self._certificate is not None:
-            self._log.hashed(world.step, world.link, self._certificate.hash_end())
+            self._log.hashed(world.step, world.committed.link, self._certificate.hash_end())
         self._log.finished(self._status.outcome, replica.sha256s(world.comm.here), self.account())
         self._log.mark("script")
-        world.asked &= ~Note.STOP
+        world.told.notes &= ~Note.STOP
         if self._status.outcome == "gave-up":
             alive, least = len(world.comm.members), world.settings.min_workers
             raise TooFewWorkers(
@@ -399,4 +399,4 @@ class Run:
 
     def account(self) -> Account:
         """Return the account of all samples, earlier loops included."""
-        return self._world.totals.plus(self._place.account())
+        return self._world.loops.totals.plus(self._place.account())

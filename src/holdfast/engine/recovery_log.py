@@ -21,7 +21,7 @@ class Recovering:
         self._log = log
         self.now: Recovery | None = None
         """The recovery in progress."""
-        if (before := world.rebuilding) is not None:
+        if (before := world.rebuilds.current) is not None:
             self.now = Recovery(before.before, "reinit", orders=before.orders, times_s=before.times_s)
 
     @property
@@ -99,6 +99,6 @@ class Recovering:
                 world.keeper.note_failure()
             held_s = world.clock.now_s() - recovery.held_since_s if recovery.held_since_s else 0.0
             self._log.recovered(recovery, held_s)
-        if world.rebuilding is not None:
-            self._log.reinitialised(world.rebuilding)
-            world.rebuilding = None
+        if world.rebuilds.current is not None:
+            self._log.reinitialised(world.rebuilds.current)
+            world.rebuilds.current = None

@@ -171,7 +171,7 @@ class Regroup:
         """Return whether this worker is a member of what was made; it is not if it asked to leave."""
         world, status = self._loop.world, self._loop.status
         changes, status.heard = status.heard & Note.CHANGE, status.heard & ~Note.CHANGE
-        parts = bool(changes) and world.parts
+        parts = bool(changes) and world.told.leaves
         if parts:
             self._finish_checkpoints()
         before = world.comm.members

@@ -74,13 +74,13 @@ class RunLog:
                 batch=plan.batch,
                 rescale=settings.rescale,
                 update=settings.update,
-                steps_planned=world.first_step_of_loop + plan.num_steps,
+                steps_planned=world.loops.first_step + plan.num_steps,
                 samples_planned=plan.epochs * plan.epoch_samples,
                 num_buckets=num_buckets,
                 parameters=parameters,
-                link=world.link,
-                kind=world.kind,
-                given_up=world.given_up,
+                link=world.committed.link,
+                kind=world.platform.kind,
+                given_up=world.platform.given_up,
             )
         )
 
@@ -100,7 +100,9 @@ class RunLog:
         """
         world = self._world
         place: dict[str, Any] = {"rank": min(world.comm.here), "step": batch.step, "epoch": batch.epoch}
-        committed = StepCommitted(**place, samples=samples, workers=workers, metrics=world.metrics, **_certified(link))
+        committed = StepCommitted(
+            **place, samples=samples, workers=workers, metrics=world.committed.metrics, **_certified(link)
+        )
         losses = [
             SamplesLost(**place, ids=tuple(int(i) for i in batch.slices[number]), buckets=buckets)
             for number, buckets in lost.items()
@@ -180,7 +182,7 @@ class RunLog:
                 Reinitialised(
                     rank=rank,
                     generation=world.comm.generation,
-                    source="checkpoint" if world.snapshot is None else world.settings.reinit_from,
+                    source="checkpoint" if world.rebuilds.snapshot is None else world.settings.reinit_from,
                     form="replaced" if len(world.comm.members) >= world.settings.workers else "survivors",
                     snapshot_s=rebuilding.snapshot_s,
                     rebuild_s=rebuilding.connected_s - rebuilding.unwound_s,
@@ -238,7 +240,7 @@ class RunLog:
             account: Of the samples.
         """
         world = self._world
-        world.finished = [
+        world.loops.finished = [
             world.log.write(
                 Finished(
                     rank=rank,
@@ -249,9 +251,9 @@ class RunLog:
                     committed=account.committed,
                     lost=account.lost,
                     repeated=account.repeated,
-                    metrics=world.metrics,
+                    metrics=world.committed.metrics,
                     checkpoint="" if outcome == "done" else str(world.keeper.url),
-                    link=world.link,
+                    link=world.committed.link,
                 )
             )
             for rank in world.comm.here

@@ -68,10 +68,10 @@ class Certificate:
         committed = [number for number in sorted(batch.owners) if number not in lost]
         ids = digest_of_ids((number, batch.slices[number].astype("<i8").tobytes()) for number in committed)
         figures = digest_of_figures(self._figures())
-        before, world.link = (
-            world.link,
+        before, world.committed.link = (
+            world.committed.link,
             link_of(
-                world.link,
+                world.committed.link,
                 step=batch.step,
                 epoch=batch.epoch,
                 samples=batch.samples_of(committed),
@@ -83,7 +83,7 @@ class Certificate:
         whole = batch.step % WHOLE_EVERY == 0
         return Link(
             before=before,
-            link=world.link,
+            link=world.committed.link,
             ids=ids,
             figures=figures,
             state=state,

@@ -72,4 +72,4 @@ class Runner(ABC):
 
     def ask_to_stop(self) -> None:
         """Remember that training ends with this step."""
-        self._world.asked |= Note.STOP
+        self._world.told.notes |= Note.STOP

@@ -7,11 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from holdfast.config import Settings
-from holdfast.data.ledger import Account
 from holdfast.data.plan import Plan
 from holdfast.engine.context import Rebuilding, World
 from holdfast.errors import ConfigError, ScriptError
-from holdfast.integrity.hash_chain import GENESIS
 from holdfast.recovery.registry import strategy_class
 from holdfast.session.step import Step
 
@@ -35,19 +33,19 @@ application = Application()
 def hand_over(world: World, rebuilding: Rebuilding) -> None:
     """Keep ``world`` for the session that is built next, whose loops begin with the first one again."""
     world.beacon.say_busy(busy=True)  # for as long as the script's own code likes
-    world.rebuilt, world.rebuilding = world.rebuilt + 1, rebuilding
-    world.step = world.epoch = world.loop = world.first_step_of_loop = 0
-    world.loaded, world.finished, world.totals = None, [], Account()
-    world.link = GENESIS if world.link else ""
+    world.rebuilds.count += 1
+    world.rebuilds.current = rebuilding
+    world.committed.begin_again()
+    world.loops.begin_again()
     application.world = world
 
 
 def take_over() -> World | None:
     """Return the world of the application before this one, if there was one."""
     world, application.world = application.world, None
-    if world is not None and world.rebuilding is not None:
+    if world is not None and world.rebuilds.current is not None:
         world.beacon.say_busy(busy=False)
-        world.rebuilding.connected_s = world.clock.now_s()
+        world.rebuilds.current.connected_s = world.clock.now_s()
     return world
 
 

@@ -22,12 +22,11 @@ from holdfast.data.loader import Source
 from holdfast.data.plan import Plan
 from holdfast.data.samples import check_dataset
 from holdfast.engine import exits
-from holdfast.engine.context import Live, World
+from holdfast.engine.context import Committed, Live, Loops, World
 from holdfast.engine.injection import check_faults, make_faults, reach_point
 from holdfast.engine.loop import Run
 from holdfast.errors import ConfigError, ScriptError
 from holdfast.faults import points
-from holdfast.faults.process import NoFaults
 from holdfast.models.loss import check_name
 from holdfast.models.part import Stateful
 from holdfast.models.trainables import make_trainable
@@ -174,7 +173,7 @@ class Session:
                 f"slices must be at most {MOST_WORKERS}, or batch_size if that is more, got {self._settings.slices}"
             )
         world = self._connect()
-        world.slices = world.slices or self._choose_slices(world, batch_size)
+        world.loops.slices = world.loops.slices or self._choose_slices(world, batch_size)
         plan = self._plan(world, len(dataset), batch_size, epochs, shuffle=shuffle, drop_last=drop_last)
         if not plan.epoch_samples:
             raise ConfigError(
@@ -187,19 +186,19 @@ class Session:
         return self._train(world, plan, Source(dataset, collate, num_workers, prefetch_factor))
 
     def _train(self, world: World, plan: Plan, source: Source) -> Iterator[Step]:
-        if world.loaded is not None and world.loop < world.loaded.info["loop"]:
-            world.loop, world.epoch = world.loop + 1, world.epoch + plan.epochs
+        if world.loops.loaded is not None and world.loop < world.loops.loaded.info["loop"]:
+            world.loops.end(plan.epochs)
             return
-        world.kind = kind_of_worker()
+        world.platform.kind = kind_of_worker()
         is_newcomer = not world.comm.members
         if is_newcomer:
             compare_with_others(world)
         if is_newcomer and not world.comm.join(world.loop):
-            world.loop, world.epoch = world.loop + 1, world.epoch + plan.epochs
+            world.loops.end(plan.epochs)
             return
         self._training = True
         _sessions.append(self)
-        world.first_step_of_loop = world.step
+        world.loops.first_step = world.step
         run = Run(world, self._replica, plan, source, is_newcomer=is_newcomer)
         with notice.answered(lambda: self._ask_to_leave(world)):
             try:
@@ -207,8 +206,8 @@ class Session:
             except SystemExit:  # it has left, or all have stopped: training is over here
                 self._close_loop()
                 raise
-        world.totals = run.account()
-        world.loop, world.epoch = world.loop + 1, world.epoch + plan.epochs
+        world.loops.totals = run.account()
+        world.loops.end(plan.epochs)
         self._close_loop()
 
     def _close_loop(self) -> None:
@@ -229,9 +228,9 @@ class Session:
             check_name(name)
         world = self._world
         values = {name: float(value) for name, value in metrics.items()}
-        world.finished = [
+        world.loops.finished = [
             world.log.write(dataclasses.replace(record, t_s=world.clock.now_s(), metrics={**record.metrics, **values}))
-            for record in world.finished
+            for record in world.loops.finished
         ]
 
     @contextlib.contextmanager
@@ -270,7 +269,7 @@ class Session:
     @property
     def metrics(self) -> dict[str, float]:
         """Means over the samples of the last committed step, the same at every worker that logged them."""
-        return {} if self._world is None else dict(self._world.metrics)
+        return {} if self._world is None else dict(self._world.committed.metrics)
 
     def check_finished(self) -> None:
         """Make sure that no loop was left before its end.
@@ -301,20 +300,22 @@ class Session:
         )
         rank, run_dir = comm.here[0], Path(settings.run_dir)
         clock = SystemClock(settings.origin_s)
-        log = Logger(clock, lambda: (comm.here[0], world.step))
+        committed = Committed()
+        log = Logger(clock, lambda: (comm.here[0], committed.step))
         if settings.run_dir:
             log.subscribe(FileRecorder(records_path(run_dir, str(rank))))
         self._world = world = World(
             settings=settings,
-            live=Live.of(settings),
             comm=comm,
             clock=clock,
             log=log,
             beacon=connected_beacon(run_dir, rank) if settings.run_dir else NoBeacon(),
-            faults=NoFaults(),
+            faults=make_faults(settings, comm, committed, log),
             keeper=Keeper(settings, background=not isinstance(comm, VirtualCommunicator)),
             first_members=comm.members or tuple(int(rank) for rank in settings.ranks.split(",")),
-            slices=settings.slices,
+            committed=committed,
+            loops=Loops(settings.slices),
+            live=Live.of(settings),
         )
         real = not isinstance(comm, VirtualCommunicator)
         if real and self._replica.device.type != "cpu":
@@ -328,7 +329,6 @@ class Session:
         if world.comm.members and world.is_lead:
             check_version()
         if settings.faults:
-            world.faults = make_faults(world)
             points.arm(lambda name: reach_point(world, name))
         return world
 
@@ -351,12 +351,12 @@ class Session:
         return Plan(
             num_samples=num_samples,
             batch_size=batch_size,
-            first_epoch=world.epoch,
+            first_epoch=world.loops.epoch,
             epochs=epochs,
             seed=settings.seed,
             shuffle=shuffle,
             drop_last=drop_last,
-            slices=world.slices,
+            slices=world.loops.slices,
             world=world.first_members[: len(world.first_members) - settings.spares],
             split=settings.split,
             batch=settings.batch,
@@ -371,9 +371,9 @@ class Session:
             and not isinstance(world.comm, VirtualCommunicator)
             and not stop_path(Path(settings.run_dir)).exists()
         ):
-            world.parts = True
+            world.told.leaves = True
         else:
-            world.asked |= Note.LEAVE
+            world.told.notes |= Note.LEAVE
 
 
 def at_exit() -> None:

@@ -122,11 +122,11 @@ def compare_kinds(world: World) -> None:
     comm = world.comm
     if len(comm.processes) == 1:
         return
-    number = number_of(world.kind)
+    number = number_of(world.platform.kind)
     high, low = comm.maximum((number, ~number))
     if high == ~low:
         return
-    mine = json.dumps(world.kind).encode()
+    mine = json.dumps(world.platform.kind).encode()
     kinds: dict[int, Kind] = {rank: json.loads(share_bytes(comm, mine, rank)) for rank in comm.members}
     found = difference(kinds)
     if found is None:
@@ -145,14 +145,16 @@ def compare_with_others(world: World) -> None:
     """
     me = world.comm.here[0]
     theirs = json.loads(world.comm.wanted_kind() or "null")
-    found = None if theirs is None else between(world.kind, theirs, who=f"worker {me} has", others="the others")
+    found = (
+        None if theirs is None else between(world.platform.kind, theirs, who=f"worker {me} has", others="the others")
+    )
     if found is None:
         return
     if not _refuses(world):
         _give_up(world, found)
         return
     why = f"{found.what}: it is not taken in, its bits would differ; {found.advice}, or allow it with --kinds any"
-    world.log.write(WorkerRefused(step=-1, why=why, kind=world.kind))
+    world.log.write(WorkerRefused(step=-1, why=why, kind=world.platform.kind))
     _say(world, why)
     raise SystemExit(0)
 
@@ -168,7 +170,11 @@ def _promises(world: World) -> bool:
 def compare_with_checkpoint(world: World, theirs: Kind) -> None:
     """Say so if a checkpoint that is gone on from was made by workers of another kind: it is refused nowhere."""
     me = world.comm.here[0]
-    found = between(world.kind, theirs, who=f"worker {me} has", others="who made the checkpoint") if theirs else None
+    found = (
+        between(world.platform.kind, theirs, who=f"worker {me} has", others="who made the checkpoint")
+        if theirs
+        else None
+    )
     if found is not None:
         _give_up(world, found, aloud=world.is_lead)
 
@@ -177,9 +183,9 @@ def _give_up(world: World, found: Difference, *, aloud: bool = True) -> None:
     """Say once that workers differ; where bits were promised, write it down as well."""
     promised = _promises(world)
     text = f"not exact: {found.what}" if promised else f"{found.what}: their bits differ"
-    if aloud and text != world.given_up:
+    if aloud and text != world.platform.given_up:
         _say(world, text)
-    world.given_up = text if promised else ""
+    world.platform.given_up = text if promised else ""
 
 
 def _say(world: World, text: str) -> None:

@@ -69,7 +69,7 @@ class Beginning:
     def _go_back(self, way: WayBack, *, trained: bool) -> str:
         """Go back to the newest state that is known to be right, and return where it was kept."""
         world = self._world
-        world.snapshot = None
+        world.rebuilds.snapshot = None
         world.keeper.drop()
         mine = (-1, 0)
         if world.is_lead:
@@ -139,10 +139,10 @@ class Beginning:
         if source == "checkpoint" or (source == "root" and not world.is_lead):
             return
         if self.belongs_to_later_loop:  # nothing was computed since it was loaded
-            world.snapshot = world.loaded
+            world.rebuilds.snapshot = world.loops.loaded
             return
         state = clone(self._state(self._replica.shared_state()))
-        world.snapshot = self._loaded(world.step, state, self._info() | {"heard": heard})
+        world.rebuilds.snapshot = self._loaded(world.step, state, self._info() | {"heard": heard})
 
     def _load_snapshot(self) -> bool:
         """Go on from the snapshot that was taken at the fault, which who has it gives to the others; return whether there is one.
@@ -150,13 +150,13 @@ class Beginning:
         What a worker was given is its own from then on: if the giver dies it gives it in its turn.
         """
         world, comm = self._world, self._world.comm
-        if world.snapshot is not None and world.snapshot.info["loop"] < world.loop:
-            world.snapshot = None  # of a loop that is over
-        mine = world.snapshot
+        if world.rebuilds.snapshot is not None and world.rebuilds.snapshot.info["loop"] < world.loop:
+            world.rebuilds.snapshot = None  # of a loop that is over
+        mine = world.rebuilds.snapshot
         newest = -1 if mine is None else mine.step
         step, *lacks = comm.maximum((newest, *(mine is None and rank in comm.here for rank in comm.members)))
         if step < 0:
-            if world.rebuilding is not None and world.settings.reinit_from != "checkpoint" and world.is_lead:
+            if world.rebuilds.current is not None and world.settings.reinit_from != "checkpoint" and world.is_lead:
                 self._log.warn("who had taken a snapshot at the fault is dead, too: all go back further")
             return False
         without = tuple(rank for rank, lack in zip(comm.members, lacks, strict=True) if lack)
@@ -164,7 +164,7 @@ class Beginning:
             mine = self._loaded(step, *take_state(comm, without))
         elif without:
             give_state(comm, without, mine.state, mine.info)
-        world.snapshot = mine
+        world.rebuilds.snapshot = mine
         self._restore(mine)
         return True
 
@@ -201,7 +201,7 @@ class Beginning:
         return {
             "replica": replica,
             "ledger": self._place.state_dict(),
-            "metrics": self._world.metrics,
+            "metrics": self._world.committed.metrics,
             "generators": generator_states(),
         }
 
@@ -210,13 +210,13 @@ class Beginning:
         return {
             **self._place.info(),
             "loop": world.loop,
-            "first_step_of_loop": world.first_step_of_loop,
+            "first_step_of_loop": world.loops.first_step,
             "order": world.settings.order,
             "workers": len(world.comm.members),
-            "totals": dataclasses.asdict(world.totals),
+            "totals": dataclasses.asdict(world.loops.totals),
             "changes": self._requests.state(),
-            "kind": world.kind,
-            **({"link": world.link} if world.link else {}),
+            "kind": world.platform.kind,
+            **({"link": world.committed.link} if world.committed.link else {}),
         }
 
     def welcome(self, newcomers: tuple[int, ...]) -> None:
@@ -251,13 +251,13 @@ class Beginning:
     def _find(self, *, trained: bool) -> int:
         """Return the newest step that this loop can go on from, -1 for none."""
         world = self._world
-        if world.rebuilt:
+        if world.rebuilds.count:
             found = world.keeper.newest(self._warn, keep=self._replica.is_replicated)
             return found if found >= 0 and world.keeper.info(found)["loop"] >= world.loop else -1
         if not trained and self._begun_from is not None:  # a death came between: some have loaded it, and some not
             return self._begun_from
-        if not trained and world.loaded is not None:
-            return world.loaded.step
+        if not trained and world.loops.loaded is not None:
+            return world.loops.loaded.step
         if not trained and (world.loop > 0 or not world.settings.resume):
             world.keeper.check_empty(ours=world.loop > 0)
             return -1
@@ -274,9 +274,9 @@ class Beginning:
         """Go on from a state; its tensors are kept if nobody else has them."""
         world, info = self._world, loaded.info
         self.belongs_to_later_loop = info["loop"] > world.loop
-        world.loaded = loaded if self.belongs_to_later_loop else None
-        if world.link:  # whoever saved the state may have had no certificate
-            world.link = info.get("link", GENESIS)
+        world.loops.loaded = loaded if self.belongs_to_later_loop else None
+        if world.committed.link:  # whoever saved the state may have had no certificate
+            world.committed.link = info.get("link", GENESIS)
         if not self.belongs_to_later_loop:
             if info["order"] != world.settings.order:
                 raise ConfigError(
@@ -285,10 +285,10 @@ class Beginning:
             self._place.restore(info, loaded.state["ledger"], keep_slices=world.settings.slices > 0)
             if "changes" in info:
                 self._requests.go_on_from(info["changes"])
-            world.slices = self._place.plan.slices
-            world.first_step_of_loop = info["first_step_of_loop"]
-            world.totals = Account(**info["totals"])
-        self._replica.load_state_dict(loaded.state["replica"], keeps=keeps and world.loaded is None)
+            world.loops.slices = self._place.plan.slices
+            world.loops.first_step = info["first_step_of_loop"]
+            world.loops.totals = Account(**info["totals"])
+        self._replica.load_state_dict(loaded.state["replica"], keeps=keeps and world.loops.loaded is None)
         if not self.belongs_to_later_loop:
             set_generator_states(loaded.state["generators"])
-        world.step, world.metrics = loaded.step, dict(loaded.state["metrics"])
+        world.committed.step, world.committed.metrics = loaded.step, dict(loaded.state["metrics"])

@@ -27,7 +27,7 @@ def sum_unordered(session: Session, add: Callable[[torch.Tensor], None]) -> None
     world, replica = session._connect(), session._replica
     if not replica.is_replicated:
         raise ConfigError("the session's model is split: only sums of a whole one can be made in any order")
-    world.sum = _UnorderedSum(world.comm, replica.size_bytes, add)
+    world.loops.sum = _UnorderedSum(world.comm, replica.size_bytes, add)
 
 
 class _UnorderedSum(OrderedSum):
