@@ -25,7 +25,7 @@ EPOCHS = 12  # 12 steps each
 HELD_OUT = 297  # images
 
 torch.set_num_threads(1)  # the bits may depend on the number of threads
-torch.use_deterministic_algorithms(True)
+torch.set_deterministic_debug_mode("error")
 torch.manual_seed(0)
 
 images, labels = load_digits(return_X_y=True)

@@ -22,7 +22,7 @@ BATCH_SIZE = 128  # samples of one step, over all workers
 EPOCHS = 10
 
 torch.set_num_threads(1)
-torch.use_deterministic_algorithms(True)
+torch.set_deterministic_debug_mode("error")
 torch.manual_seed(0)
 
 images, labels = load_digits(return_X_y=True)

@@ -25,7 +25,7 @@ EPOCHS = 8
 CHECKPOINT_EVERY = 25  # steps
 
 torch.set_num_threads(1)
-torch.use_deterministic_algorithms(True)
+torch.set_deterministic_debug_mode("error")
 torch.manual_seed(0)
 
 images, labels = load_digits(return_X_y=True)

@@ -23,7 +23,7 @@ STEPS = EPOCHS * 14  # 1797 images, the last mini-batch left out
 GOOD_ENOUGH = 0.99  # accuracy of one step
 
 torch.set_num_threads(1)
-torch.use_deterministic_algorithms(True)
+torch.set_deterministic_debug_mode("error")
 torch.manual_seed(0)
 
 images, labels = load_digits(return_X_y=True)

@@ -23,7 +23,7 @@ EPOCHS = 30
 SAMPLES = 1000
 
 torch.set_num_threads(1)
-torch.use_deterministic_algorithms(True)
+torch.set_deterministic_debug_mode("error")
 torch.manual_seed(0)
 
 

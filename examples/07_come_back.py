@@ -28,7 +28,7 @@ BATCH_SIZE = 120  # samples of one step, over all workers
 
 epochs = int(sys.argv[1]) if len(sys.argv) > 1 else 8
 torch.set_num_threads(1)
-torch.use_deterministic_algorithms(True)
+torch.set_deterministic_debug_mode("error")
 torch.manual_seed(0)
 
 images, labels = load_digits(return_X_y=True)

@@ -1,7 +1,9 @@
 """For every test; and which tests only the long campaigns run, so that ``make test`` stays quick: one place to see what it leaves out."""
 
+import os
 import signal
 import sys
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -9,6 +11,11 @@ from hypothesis import settings
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # As for what a shell starts in the background. Jobs of tests inherit it, and must hear an interrupt.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# Jobs of tests start without torch's compiler: see there.
+_QUICK_START = str(Path(__file__).parent / "support" / "quick_start")
+if _QUICK_START not in os.environ.get("PYTHONPATH", ""):
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (_QUICK_START, os.environ.get("PYTHONPATH"))))
 
 settings.register_profile("any-machine", deadline=None)  # how long an example takes says nothing on a busy machine
 settings.load_profile("any-machine")

@@ -43,7 +43,7 @@ if options.fail:
     fail_while(options.fail)
     settings["shared_bytes"] = 0  # sums through shared memory know no network
 torch.set_num_threads(1)
-torch.use_deterministic_algorithms(True)
+torch.set_deterministic_debug_mode("error")
 model = reference.make_model("mlp")
 session = holdfast.Session(
     model,

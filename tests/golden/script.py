@@ -66,7 +66,7 @@ def build(kind, model, optimizer, features, **settings):
 def train(kind, model="mlp", optimizer="sgd", features=(), awaits=0, epochs=reference.EPOCHS, **settings):
     """Train; return the session."""
     torch.set_num_threads(1)
-    torch.use_deterministic_algorithms(True)
+    torch.set_deterministic_debug_mode("error")
     module, session = build(kind, model, optimizer, features, **settings)
     ema = reference.make_ema(module) if "ema" in features else None
     if ema is not None:

@@ -41,7 +41,7 @@ def train(
         session_arguments: Of the session.
     """
     torch.set_num_threads(1)
-    torch.use_deterministic_algorithms(True)
+    torch.set_deterministic_debug_mode("error")
     model = reference.make_model(model_name)
     optimizer = reference.make_optimizer(optimizer_name, model)
     scheduler = reference.make_scheduler(optimizer) if "scheduler" in features else None

@@ -69,5 +69,5 @@ def main():
 
 
 torch.set_num_threads(1)
-torch.use_deterministic_algorithms(True)
+torch.set_deterministic_debug_mode("error")
 holdfast.reinit(main)

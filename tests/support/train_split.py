@@ -155,5 +155,5 @@ if __name__ == "__main__":
     if parsed.no_recovery:
         turn_recovery_off()
     torch.set_num_threads(1)
-    torch.use_deterministic_algorithms(True)
+    torch.set_deterministic_debug_mode("error")
     holdfast.reinit(lambda: main(parsed))

@@ -23,7 +23,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Train as ``arguments`` say; the settings of the session come from the environment."""
     options = _parser().parse_args(arguments)
     torch.set_num_threads(1)  # the number of threads may change the bits
-    torch.use_deterministic_algorithms(True)
+    torch.set_deterministic_debug_mode("error")
     dataset = load_dataset(options.dataset, options.data, limit=options.limit, size=options.size)
     channels, side, _ = dataset.shape
     seed = holdfast.Settings.from_env().seed

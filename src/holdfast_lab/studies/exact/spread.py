@@ -132,7 +132,7 @@ def train(training: Training, data: Path | None, seed: int, policy: str, run: in
         policy: One of :data:`POLICIES`, or :data:`NOTHING`.
         run: Its number.
     """
-    torch.use_deterministic_algorithms(True)
+    torch.set_deterministic_debug_mode("error")
     samples, test, (channels, side, _), classes = _data(training, data, seed)
     deaths = [] if policy == NOTHING else draw_deaths(training.steps, seed, run)
     model = make_model(training.network, classes, image=(channels, side), seed=seed)

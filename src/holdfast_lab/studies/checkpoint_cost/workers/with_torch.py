@@ -153,7 +153,7 @@ class Training:
     """A small network with dropout, momentum, a schedule, shuffled samples and noise on the images."""
 
     def __init__(self, task: Row) -> None:
-        torch.use_deterministic_algorithms(True)
+        torch.set_deterministic_debug_mode("error")
         torch.set_num_threads(1)
         torch.manual_seed(task["seed"])
         random.seed(task["seed"])

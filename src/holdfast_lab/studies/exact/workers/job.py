@@ -19,7 +19,7 @@ def main() -> None:
     """Train as the command line says; the settings of the session come from the environment."""
     options = _parse()
     torch.set_num_threads(1)
-    torch.use_deterministic_algorithms(True)
+    torch.set_deterministic_debug_mode("error")
     data = load_dataset("digits", None)
     index = torch.arange(options.steps * options.batch) % len(data.train)
     samples = TensorDataset(*data.train[index])

@@ -130,7 +130,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Train as ``arguments`` say."""
     options = _parser().parse_args(arguments)
     torch.set_num_threads(1)  # the number of threads may change the bits
-    torch.use_deterministic_algorithms(True)
+    torch.set_deterministic_debug_mode("error")
     holdfast.reinit(lambda: _train(options))  # what it makes is made again after a failure, if the strategy says so
 
 

@@ -40,7 +40,7 @@ def serve(connection: Connection, setup: Setup, rank: int, folder: Path, store: 
     threading.Thread(target=_end_with_parent, args=(folder,), daemon=True).start()
     try:
         torch.set_num_threads(1)
-        torch.use_deterministic_algorithms(True)
+        torch.set_deterministic_debug_mode("error")
         os.environ["GLOO_SOCKET_IFNAME"] = _loopback()
         meeting = dist.FileStore(str(store), setup.real)  # type: ignore[attr-defined]  # torch has no stubs for it
         dist.init_process_group(

@@ -1,0 +1,53 @@
+"""Python imports this at its start in every process of a test: jobs that compile nothing do not load torch's compiler.
+
+The first optimizer of a process imports ``torch._dynamo``, to tell a compiler that is not there what to leave alone. This is half of what a
+worker computes before its first step. Here a module stands in its place that knows ``graph_break`` and ``disable``, and that makes
+room for the real one as soon as anything else is asked of it. The examples, the demo and the benchmarks run without it.
+"""
+
+import importlib
+import importlib.abc
+import importlib.util
+import sys
+import types
+
+_NAME = "torch._dynamo"
+
+
+class _NoCompiler(types.ModuleType):
+    """Stands for ``torch._dynamo`` as long as nothing is compiled."""
+
+    def graph_break(self, msg=""):
+        """Do nothing, as without a compiler."""
+
+    def disable(self, fn=None, recursive=True, **options):
+        """Return ``fn`` as it is."""
+        return fn
+
+    def __getattr__(self, name):
+        if name in ("__spec__", "__file__", "__wrapped__"):  # what inspect looks for in all modules that are there
+            raise AttributeError(name)
+        if sys.modules[_NAME] is self:
+            del sys.modules[_NAME]
+            sys.modules["torch"].__dict__.pop("_dynamo", None)
+            importlib.import_module(_NAME)
+        return getattr(sys.modules[_NAME], name)
+
+
+class _Loaded(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finds the parts of the compiler that were loaded while it made room for itself."""
+
+    def find_spec(self, name, path=None, target=None):
+        if name.startswith(_NAME + ".") and name in sys.modules:
+            return importlib.util.spec_from_loader(name, self)
+        return None
+
+    def create_module(self, spec):
+        return sys.modules[spec.name]
+
+    def exec_module(self, module):
+        """It was executed."""
+
+
+sys.modules[_NAME] = _NoCompiler(_NAME)
+sys.meta_path.insert(0, _Loaded())
