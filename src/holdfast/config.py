@@ -146,42 +146,42 @@ class Settings:
     update: str = option(
         "lazy",
         help="The optimizer runs after all sums, or bucket by bucket [lazy].",
-        manual="when the optimizer runs: once the closing sum has returned; or bucket by bucket, each as soon as its sum is in, beside the sums that follow, with an undo copy until then. The bits are the same: [architecture.md](architecture.md#the-rules-and-why)",
+        manual="when the optimizer runs: once the closing sum has returned; or bucket by bucket, each as soon as its sum is in, beside the sums that follow, with an undo copy until then. The bits are the same: [architecture.md](../explanation/architecture.md#the-rules-and-why)",
         group="sums",
         choices=UPDATES,
     )
     guard: str = option(
         "stop",
         help="When replicas differ, or with warn and heal values are absurd [stop].",
-        manual="when replicas are found to differ: stop, warn and go on, or go back to a state in memory that is known to be right and do the steps since again; `off` does not compare. `warn` and `heal` also look for values far out of range: [guard.md](guard.md)",
+        manual="when replicas are found to differ: stop, warn and go on, or go back to a state in memory that is known to be right and do the steps since again; `off` does not compare. `warn` and `heal` also look for values far out of range: [guard.md](../how-to/guard.md)",
         group="sums",
         choices=GUARDS,
     )
     guard_sums: bool = option(
         False,
         help="Checksums go with what is summed; whoever adds it looks.",
-        manual="checksums go with the gradients that workers give to sums, and with what stages of a pipeline hand over; whoever adds or takes it looks. A finding is answered as `--guard` says; `heal` does that one step again: [guard.md](guard.md#checksummed-sums)",
+        manual="checksums go with the gradients that workers give to sums, and with what stages of a pipeline hand over; whoever adds or takes it looks. A finding is answered as `--guard` says; `heal` does that one step again: [guard.md](../how-to/guard.md#checksummed-sums)",
         usual="off",
         group="sums",
     )
     kinds: str = option(
         "same",
         help="Workers whose bits would differ: refused, or taken [same].",
-        manual="where bits are promised: refuse a worker whose bits would differ, because its CPU, threads or torch do; or take any, and say what is given up: [doctor.md](doctor.md#kinds-of-workers)",
+        manual="where bits are promised: refuse a worker whose bits would differ, because its CPU, threads or torch do; or take any, and say what is given up: [doctor.md](../how-to/doctor.md#kinds-of-workers)",
         group="sums",
         choices=KINDS,
     )
     certificate: bool = option(
         True,
         help="Write no digests of each step, which diff-runs and verify read.",
-        manual="write no digests of each step, which `diff-runs` and `verify` read: [certificate.md](certificate.md)",
+        manual="write no digests of each step, which `diff-runs` and `verify` read: [certificate.md](../explanation/exactness.md)",
         group="sums",
         flags=("--no-certificate",),
     )
     mirror: int = option(
         -1,
         help="Workers that hold each part of a split model beside those that compute it [1].",
-        manual="of a model that is split: hold each part at K workers beside the one that computes it; where chains are replicas of each other they count. 0 keeps parts once, and a death costs the steps since the checkpoint: [failure-model.md](failure-model.md#split-models)",
+        manual="of a model that is split: hold each part at K workers beside the one that computes it; where chains are replicas of each other they count. 0 keeps parts once, and a death costs the steps since the checkpoint: [failure-model.md](../explanation/failure-model.md#split-models)",
         group="copies",
         metavar="K",
         least=-1,
@@ -220,7 +220,7 @@ class Settings:
     mirror_predictor: str = option(
         "last",
         help="Restore the last value, the line through two, or part of the way along it [last].",
-        manual="what a lost block is restored to: what was sent last; where the line through what was sent last and before that leads; or as far along it as the part was found to go: [failure-model.md](failure-model.md#what-to-send-and-what-to-restore)",
+        manual="what a lost block is restored to: what was sent last; where the line through what was sent last and before that leads; or as far along it as the part was found to go: [failure-model.md](../explanation/failure-model.md#what-to-send-and-what-to-restore)",
         group="copies",
         choices=MIRROR_PREDICTORS,
     )
@@ -257,7 +257,7 @@ class Settings:
     slices: int = option(
         0,
         help="Pieces of a mini-batch, for the whole job [N].",
-        manual="pieces a mini-batch is cut into, fixed for the job. Give it to compare the bits of jobs of different sizes. `auto:F` chooses a number with which the loss of up to F workers leaves the work nearly even, and says so; `auto` takes a quarter of the workers for F: [operations.md](operations.md#how-many-slices). At most 65,536, or the samples of a mini-batch if there are more",
+        manual="pieces a mini-batch is cut into, fixed for the job. Give it to compare the bits of jobs of different sizes. `auto:F` chooses a number with which the loss of up to F workers leaves the work nearly even, and says so; `auto` takes a quarter of the workers for F: [operations.md](../how-to/operations.md#how-many-slices). At most 65,536, or the samples of a mini-batch if there are more",
         usual="the number of workers",
         group="slices",
         metavar="V|auto[:F]",
@@ -328,7 +328,7 @@ class Settings:
     hang_timeout_s: float = option(
         30.0,
         help="End a worker that gives no sign for so long [30]; 0: never.",
-        manual="a worker that has given no sign for so long, or stands still for so long while others wait for it, is ended and counts as dead; at least 0.1, or 0: never. [operations.md](operations.md) says what raises it",
+        manual="a worker that has given no sign for so long, or stands still for so long while others wait for it, is ended and counts as dead; at least 0.1, or 0: never. [operations.md](../how-to/operations.md) says what raises it",
         usual="30",
         group="watching",
     )
@@ -336,7 +336,7 @@ class Settings:
     start_timeout_s: float = option(
         120.0,
         help="End a worker that keeps the others waiting for so long at the start [120]; 0: never.",
-        manual="limit for a worker to become ready to connect; it rises to three times what the slowest other worker took. A later worker is ended if it gives no sign of life, or if another worker has waited for it as long. The job then begins without it, or with a spare. At least 1, or 0: never. [operations.md](operations.md#starting) says more",
+        manual="limit for a worker to become ready to connect; it rises to three times what the slowest other worker took. A later worker is ended if it gives no sign of life, or if another worker has waited for it as long. The job then begins without it, or with a spare. At least 1, or 0: never. [operations.md](../how-to/operations.md#starting) says more",
         usual="120",
         group="watching",
     )

@@ -1,6 +1,6 @@
 """Options, declared once: in the field of the dataclass that holds the value.
 
-``holdfast run --help``, the parser, the checks of amounts and choices, the table in ``docs/cli.md`` and the command line that a
+``holdfast run --help``, the parser, the checks of amounts and choices, the table in ``docs/reference/cli.md`` and the command line that a
 report names are all made from these fields. To add an option, add a field.
 """
 
@@ -30,7 +30,7 @@ class Option:
 
     Args:
         help: Its line in ``--help``, "" for a field without an option.
-        manual: Its line in ``docs/cli.md``, in Markdown; "": that of ``--help``.
+        manual: Its line in ``docs/reference/cli.md``, in Markdown; "": that of ``--help``.
         usual: What the manual says is the default; "": the field's, where there are choices or ``--help`` shows it, or what
             stands in brackets at the end of ``help``.
         group: One of :data:`GROUPS`.
@@ -95,7 +95,7 @@ class Declared:
 
     @property
     def manual(self) -> str:
-        """Its line in ``docs/cli.md``."""
+        """Its line in ``docs/reference/cli.md``."""
         return self.option.manual or self.option.help[:1].lower() + self.option.help[1:].removesuffix(".")
 
     @property

@@ -91,7 +91,7 @@ TAKEN = (
     "deadlock:rank=9,step=119",
     "gil:rank=10,step=130",
 )
-"""Eleven faults that each take a worker, of every kind that does; as docs/certificate.md has them."""
+"""Eleven faults that each take a worker, of every kind that does; as docs/explanation/exactness.md has them."""
 SLOW = "slow:rank=11,step=20,seconds=0.5"
 
 

@@ -461,7 +461,7 @@ def test_of_many_steps_the_first_and_the_last_are_named(ckpt, tmp_path):
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_command_has_an_example_and_is_documented(name):
-    page = (ROOT / "docs" / "cli.md").read_text()
+    page = (ROOT / "docs" / "reference" / "cli.md").read_text()
     section = page[page.index("## holdfast ckpt") :].split("\n## ")[0]
     options = {flag for param in COMMANDS[name].params for flag in param.opts if flag.startswith("-")} - {"--help"}
 

@@ -1,4 +1,4 @@
-"""Imports run one way; this table says which. docs/architecture.md shows the same one."""
+"""Imports run one way; this table says which. docs/explanation/architecture.md shows the same one."""
 
 from __future__ import annotations
 
@@ -209,7 +209,7 @@ def test_a_file_imports_only_what_its_room_may():
         room = room_of(path)
         if room in EVERYTHING:
             continue
-        assert room in MAY_IMPORT, f"{room} is a new room: give it a row in MAY_IMPORT and in docs/architecture.md"
+        assert room in MAY_IMPORT, f"{room} is a new room: give it a row in MAY_IMPORT and in docs/explanation/architecture.md"
         if wrong := forbidden_imports(path.read_text(), room):
             found[str(path.relative_to(SOURCE))] = wrong
 
@@ -247,8 +247,8 @@ def test_the_check_above_can_fail(room, line):
 
 
 def rows_of_the_page() -> dict[str, set[str]]:
-    """Return what docs/architecture.md says that each room may import."""
-    text = (SOURCE.parent / "docs" / "architecture.md").read_text()
+    """Return what docs/explanation/architecture.md says that each room may import."""
+    text = (SOURCE.parent / "docs" / "explanation" / "architecture.md").read_text()
     rows = {}
     for name, cell in re.findall(r"^\| `([\w/.]+)` \|.*\| ([^|]+) \| [^|]+ \|$", text, flags=re.MULTILINE):
         room = name.removesuffix(".py").rstrip("/").replace("holdfast_lab/", "lab.")

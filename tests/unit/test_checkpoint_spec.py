@@ -1,4 +1,4 @@
-"""docs/checkpoint-format.md says what is on the disk: others can read and write it by that page alone."""
+"""docs/reference/checkpoint-format.md says what is on the disk: others can read and write it by that page alone."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from holdfast.checkpoint.format import DTYPES
 from holdfast.checkpoint.manifest import SCHEMA
 from holdfast.faults import points
 
-PAGE = (Path(__file__).parents[2] / "docs" / "checkpoint-format.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "reference" / "checkpoint-format.md").read_text()
 
 
 def digest(data):

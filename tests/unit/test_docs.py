@@ -18,7 +18,7 @@ import typer
 from holdfast.cli import lab
 
 ROOT = Path(__file__).parents[2]
-DOCS = sorted((ROOT / "docs").glob("*.md"))
+DOCS = sorted((ROOT / "docs").rglob("*.md"))
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *DOCS]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 TEXT = (".py", ".md", ".toml", ".html", ".css", ".yml", "Makefile", "run", ".gitignore")
@@ -52,24 +52,24 @@ def own_files() -> list[Path]:
 def test_every_command_is_documented_and_has_an_example(name):
     command = commands()[name]
 
-    assert f"## holdfast {name}" in (ROOT / "docs" / "cli.md").read_text()
+    assert f"## holdfast {name}" in (ROOT / "docs" / "reference" / "cli.md").read_text()
     assert command.help is not None
     assert re.search(rf"Example: .*holdfast {name}", command.help)
 
 
 @pytest.mark.parametrize("name", sorted(commands()))
 def test_every_option_is_documented(name):
-    page = (ROOT / "docs" / "cli.md").read_text()
+    page = (ROOT / "docs" / "reference" / "cli.md").read_text()
     section = page[page.index(f"## holdfast {name}") :].split("\n## ")[0]
     written = set(re.findall(r"`(-{1,2}[a-z][a-z-]*)", section))
 
     options = {flag for p in commands()[name].params for flag in p.opts if flag.startswith("-")} - {"--help"}
 
-    assert options <= written, "not in docs/cli.md"
+    assert options <= written, "not in docs/reference/cli.md"
 
 
 def test_no_option_is_documented_that_there_is_not():
-    page = (ROOT / "docs" / "cli.md").read_text()
+    page = (ROOT / "docs" / "reference" / "cli.md").read_text()
     known = {flag for command in commands().values() for p in command.params for flag in p.opts}
 
     rows = re.findall(r"^\| `(--?[a-z-]+)", page, flags=re.MULTILINE)
@@ -106,7 +106,7 @@ def test_files_that_a_page_names_are_there(page: Path):
 
 
 def test_the_architecture_page_names_files_that_are_there():
-    text = (ROOT / "docs" / "architecture.md").read_text()
+    text = (ROOT / "docs" / "explanation" / "architecture.md").read_text()
     source = ROOT / "src" / "holdfast"
     rooms = {path.name for path in source.iterdir() if path.is_dir() and list(path.glob("*.py"))}
 
@@ -118,7 +118,7 @@ def test_the_architecture_page_names_files_that_are_there():
 
 
 def test_the_architecture_page_has_a_row_for_every_room():
-    text = (ROOT / "docs" / "architecture.md").read_text()
+    text = (ROOT / "docs" / "explanation" / "architecture.md").read_text()
     source, lab_source = ROOT / "src" / "holdfast", ROOT / "src" / "holdfast_lab"
     rooms = [p.name + "/" for p in source.iterdir() if p.is_dir() and list(p.glob("*.py"))]
     rooms += [p.name for p in source.glob("*.py") if not p.name.startswith("__")]
@@ -131,7 +131,7 @@ def test_every_choice_of_a_setting_is_documented():
     from holdfast import config as settings
     from holdfast.options import declared
 
-    page = (ROOT / "docs" / "cli.md").read_text()
+    page = (ROOT / "docs" / "reference" / "cli.md").read_text()
 
     assert settings._CHOICES
     for name, choices in settings._CHOICES.items():
@@ -142,9 +142,9 @@ def test_every_choice_of_a_setting_is_documented():
 def test_the_table_of_options_is_what_the_options_declare():
     from holdfast.cli.reference import rewritten
 
-    page = (ROOT / "docs" / "cli.md").read_text()
+    page = (ROOT / "docs" / "reference" / "cli.md").read_text()
 
-    assert page == rewritten(page), "python -m holdfast.cli.reference docs/cli.md"
+    assert page == rewritten(page), "python -m holdfast.cli.reference docs/reference/cli.md"
 
 
 def test_the_commands_of_the_lab_are_where_the_core_says_they_are():

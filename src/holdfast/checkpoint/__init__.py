@@ -10,7 +10,7 @@
     model.load_state_dict(loaded.state["model"])
 
 A process may be killed at any moment: what was complete stays complete, what was not is never loaded.
-Nothing is ever unpickled. The bytes are specified in ``docs/checkpoint-format.md``.
+Nothing is ever unpickled. The bytes are specified in ``docs/reference/checkpoint-format.md``.
 
 Read ``save.py`` for what happens in which order, ``loading.py`` and ``values.py`` for what is checked, ``format.py`` for
 what may be saved, ``manifest.py`` for what is written down, ``parts.py`` for what several writers hold apart, ``files/``

@@ -3,7 +3,7 @@
 Only data goes in: dicts, lists, tuples, tensors, numbers, strings, None. So nothing needs to be
 unpickled, and every tensor has a path that a person can read: ``model/conv1.weight``,
 ``optimizer/state/0/exp_avg``. The skeleton says how the tensors hang together. Its grammar stands in
-``docs/checkpoint-format.md``; in one line: scalars and lists are themselves, and everything else is an
+``docs/reference/checkpoint-format.md``; in one line: scalars and lists are themselves, and everything else is an
 object with one key, ``{"tensor": path}``, ``{"tied": path}``, ``{"tuple": [...]}``,
 ``{"dict": [[key, value], ...]}``, ``{"float": bits}``.
 """

@@ -1,4 +1,4 @@
-"""Write the tables of options in the manual from what the options declare: ``python -m holdfast.cli.reference docs/cli.md``."""
+"""Write the tables of options in the manual from what the options declare: ``python -m holdfast.cli.reference docs/reference/cli.md``."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 A link is the SHA-256 of the link before and of what the step was: which samples, which metrics, and a part of the state that it
 began with. Who alters, drops or repeats anything breaks all links that follow; and a training that is done again from the same
-state has the same links. ``docs/certificate.md`` says what they prove and what they do not.
+state has the same links. ``docs/explanation/exactness.md`` says what they prove and what they do not.
 """
 
 from __future__ import annotations

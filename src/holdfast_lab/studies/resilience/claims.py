@@ -300,7 +300,7 @@ def _predicted(points: Sequence[Row]) -> Claim:
     by_name: dict[str, list[Row]] = {}
     for row in points:
         by_name.setdefault(row["happens"], []).append(row)
-    claim = statement(PREDICTED, "docs/simulation.md", GOODPUT_PERCENT)
+    claim = statement(PREDICTED, "docs/explanation/simulation.md", GOODPUT_PERCENT)
     if not by_name:
         return claim
     off = {}
@@ -316,7 +316,7 @@ def _predicted(points: Sequence[Row]) -> Claim:
 
 
 def _modes(rows: Sequence[Row]) -> Claim:
-    claim = statement(MODES, "docs/studies.md")
+    claim = statement(MODES, "docs/papers/studies.md")
     if not rows:
         return claim
     worst = max(rows, key=lambda row: row["accuracy_apart"])
