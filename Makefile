@@ -25,7 +25,7 @@ TORCH_TESTS := tests/contract/test_communicator.py tests/contract/test_torch_bac
 STUDY_PEERS := tensorflow orbax
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-torch check golden chaos chaos-20 proof bench bench-peers study-peers clean
+.PHONY: help setup demo docs readme test test-torch check golden chaos chaos-20 proof bench bench-peers study-peers clean
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -48,6 +48,12 @@ check: $(READY)  ## Style, format, types, and the tests that start no job: a min
 	$(VENV)/bin/ruff format --check
 	$(VENV)/bin/mypy
 	$(PY) -m pytest -m "not chaos and not soak"
+
+docs: $(READY)  ## Build the documentation site, docs/_build/html/index.html; a warning is an error
+	$(VENV)/bin/sphinx-build -W --keep-going -q -j 2 -b html docs docs/_build/html
+
+readme: $(READY)  ## Record a run with kills, and put its output and its picture into README.md
+	$(PY) docs/recorded_run.py
 
 golden: $(READY)  ## What runs, files and commands give, against the kept record, or against another revision: make golden BASE=main
 	$(PY) tests/golden $(if $(BASE),judge --base $(BASE),check)
@@ -73,7 +79,7 @@ study-peers: $(READY)  ## Create .venv-study-* with the frameworks of the studie
 	done; exit $$failed
 
 clean:  ## Remove results and caches; .venv and .venv-peers stay
-	rm -rf out demo-out holdfast-checkpoint .mypy_cache .pytest_cache .ruff_cache .hypothesis src/*.egg-info
+	rm -rf out demo-out docs/_build holdfast-checkpoint .mypy_cache .pytest_cache .ruff_cache .hypothesis src/*.egg-info
 	find src tests examples benchmarks -name __pycache__ -prune -exec rm -rf {} +
 
 # The pip that comes with Python 3.11 cannot read a dependency group, so it is told what stands in it.

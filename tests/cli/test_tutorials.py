@@ -1,0 +1,30 @@
+"""What the tutorials show is what a reader gets: every script and console block of theirs is executed."""
+
+from pathlib import Path
+
+import pytest
+
+from tutorials import Command, comparable, executed
+
+PAGES = sorted((Path(__file__).parents[2] / "docs" / "tutorials").glob("*.md"))
+
+pytestmark = [pytest.mark.chaos, pytest.mark.timeout(300)]
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.stem != "index"], ids=lambda page: page.stem)
+def test_a_tutorial_shows_what_its_commands_print(page: Path, tmp_path: Path):
+    done = executed(page.read_text(), tmp_path)
+
+    assert done
+    for command, printed in done:
+        assert comparable(printed) == comparable(command.printed), f"$ {command.line}\n{printed}"
+
+
+def test_an_output_that_differs_in_more_than_times_is_noticed():
+    page = "```console\n$ echo lost rank 1 after 12 ms\nlost rank 2 after 13 ms\n```\n"
+
+    ((command, printed),) = executed(page, Path("/"))
+
+    assert command == Command("echo lost rank 1 after 12 ms", "lost rank 2 after 13 ms\n")
+    assert comparable(printed) != comparable(command.printed)
+    assert comparable(printed) == comparable("lost rank 1 after 99 ms")
