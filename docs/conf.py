@@ -4,7 +4,7 @@ import holdfast
 
 project = "Holdfast"
 author = "the Holdfast authors"
-copyright = author  # noqa: A001 - Sphinx reads this name
+copyright = author
 release = version = holdfast.__version__
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]

@@ -5,6 +5,8 @@ The picture is docs/_static/run-light.svg and run-dark.svg: the lanes of the wor
 
 from __future__ import annotations
 
+import math
+import os
 import re
 import subprocess
 import sys
@@ -23,7 +25,9 @@ BEGIN, END = "<!-- recorded run: begin -->", "<!-- recorded run: end -->"
 SHOWN = re.compile(r"lost rank|sha256|committed,|workers finished")
 """Lines of the output that README shows."""
 
-WIDTH, LANE, TOP, LEFT, RIGHT = 860, 46, 34, 92, 24
+WIDTH, LANE, TOP, LEFT, RIGHT = 860, 46, 14, 92, 24
+TICK_ROOM = 28
+"""Pixels that the number of a step needs."""
 FONT = "font-family='-apple-system,Segoe UI,Helvetica,Arial,sans-serif'"
 
 
@@ -51,7 +55,15 @@ def run(folder: Path, faults: Sequence[str]) -> str:
     """
     inject = [word for fault in faults for word in ("--inject", fault)]
     command = [sys.executable, "-m", "holdfast", "run", "-n", "4", *inject, "--report", str(folder), SCRIPT]
-    done = subprocess.run(command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=True)
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        env=os.environ | {"LC_ALL": "C.UTF-8"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=True,
+    )
     return done.stdout
 
 
@@ -94,7 +106,11 @@ def picture(records: Sequence[Record], theme: Theme) -> str:
         if rank in kills:
             parts += killed(kills[rank], x(to_s), y, theme, steps)
     base = TOP + LANE * len(starts)
+    last = -math.inf
     for step in steps[:: max(1, len(steps) // 12)]:
+        if x(step.t_s) - last < TICK_ROOM:
+            continue
+        last = x(step.t_s)
         parts += [
             f"<line x1='{x(step.t_s):.1f}' x2='{x(step.t_s):.1f}' y1='{base}' y2='{base + 6}' stroke='{theme.tick}'/>",
             f"<text x='{x(step.t_s):.1f}' y='{base + 20}' fill='{theme.tick}' text-anchor='middle' font-size='11'>{step.step}</text>",

@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import pytest
-
 from tutorials import Command, comparable, executed
 
 PAGES = sorted((Path(__file__).parents[2] / "docs" / "tutorials").glob("*.md"))
