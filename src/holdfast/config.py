@@ -153,21 +153,21 @@ class Settings:
     guard: str = option(
         "stop",
         help="When replicas differ, or with warn and heal values are absurd [stop].",
-        manual="when replicas are found to differ: stop, warn and go on, or go back to a state in memory that is known to be right and do the steps since again; `off` does not compare. `warn` and `heal` also look for values far out of range: [guard.md](../how-to/guard.md)",
+        manual="when replicas are found to differ: stop, warn and go on, or go back to a state in memory that is known to be right and do the steps since again; `off` does not compare. `warn` and `heal` also look for values far out of range: [guard-against-corruption.md](../how-to/guard-against-corruption.md)",
         group="sums",
         choices=GUARDS,
     )
     guard_sums: bool = option(
         False,
         help="Checksums go with what is summed; whoever adds it looks.",
-        manual="checksums go with the gradients that workers give to sums, and with what stages of a pipeline hand over; whoever adds or takes it looks. A finding is answered as `--guard` says; `heal` does that one step again: [guard.md](../how-to/guard.md#checksummed-sums)",
+        manual="checksums go with the gradients that workers give to sums, and with what stages of a pipeline hand over; whoever adds or takes it looks. A finding is answered as `--guard` says; `heal` does that one step again: [checksum-all-reduces.md](../how-to/checksum-all-reduces.md)",
         usual="off",
         group="sums",
     )
     kinds: str = option(
         "same",
         help="Workers whose bits would differ: refused, or taken [same].",
-        manual="where bits are promised: refuse a worker whose bits would differ, because its CPU, threads or torch do; or take any, and say what is given up: [doctor.md](../how-to/doctor.md#kinds-of-workers)",
+        manual="where bits are promised: refuse a worker whose bits would differ, because its CPU, threads or torch do; or take any, and say what is given up: [mixed-platforms.md](../how-to/mixed-platforms.md)",
         group="sums",
         choices=KINDS,
     )
@@ -257,7 +257,7 @@ class Settings:
     slices: int = option(
         0,
         help="Pieces of a mini-batch, for the whole job [N].",
-        manual="pieces a mini-batch is cut into, fixed for the job. Give it to compare the bits of jobs of different sizes. `auto:F` chooses a number with which the loss of up to F workers leaves the work nearly even, and says so; `auto` takes a quarter of the workers for F: [operations.md](../how-to/operations.md#how-many-slices). At most 65,536, or the samples of a mini-batch if there are more",
+        manual="pieces a mini-batch is cut into, fixed for the job. Give it to compare the bits of jobs of different sizes. `auto:F` chooses a number with which the loss of up to F workers leaves the work nearly even, and says so; `auto` takes a quarter of the workers for F: [choose-slices.md](../how-to/choose-slices.md). At most 65,536, or the samples of a mini-batch if there are more",
         usual="the number of workers",
         group="slices",
         metavar="V|auto[:F]",
@@ -328,7 +328,7 @@ class Settings:
     hang_timeout_s: float = option(
         30.0,
         help="End a worker that gives no sign for so long [30]; 0: never.",
-        manual="a worker that has given no sign for so long, or stands still for so long while others wait for it, is ended and counts as dead; at least 0.1, or 0: never. [operations.md](../how-to/operations.md) says what raises it",
+        manual="a worker that has given no sign for so long, or stands still for so long while others wait for it, is ended and counts as dead; at least 0.1, or 0: never. [detect-failures.md](../how-to/detect-failures.md) says what raises it",
         usual="30",
         group="watching",
     )
@@ -336,7 +336,7 @@ class Settings:
     start_timeout_s: float = option(
         120.0,
         help="End a worker that keeps the others waiting for so long at the start [120]; 0: never.",
-        manual="limit for a worker to become ready to connect; it rises to three times what the slowest other worker took. A later worker is ended if it gives no sign of life, or if another worker has waited for it as long. The job then begins without it, or with a spare. At least 1, or 0: never. [operations.md](../how-to/operations.md#starting) says more",
+        manual="limit for a worker to become ready to connect; it rises to three times what the slowest other worker took. A later worker is ended if it gives no sign of life, or if another worker has waited for it as long. The job then begins without it, or with a spare. At least 1, or 0: never. [start-and-stop.md](../how-to/start-and-stop.md#when-a-worker-does-not-start) says more",
         usual="120",
         group="watching",
     )

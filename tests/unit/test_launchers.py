@@ -25,7 +25,7 @@ SEVERAL = {
     "torchrun on two machines": (
         TORCHRUN | {"WORLD_SIZE": "8"},
         "WORLD_SIZE=8 (torchrun)",
-        "`holdfast run --nnodes 2 -n 4 ... SCRIPT` on each machine (docs/how-to/nodes.md)",
+        "`holdfast run --nnodes 2 -n 4 ... SCRIPT` on each machine (docs/how-to/several-nodes.md)",
     ),
     "another launcher of torch": ({"WORLD_SIZE": "2"}, "WORLD_SIZE=2", "`holdfast run -n 2 SCRIPT`"),
     "Ray Train": (RAY | {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}, "WORLD_SIZE=2 (Ray)", "holdfast run -n 2"),

@@ -72,5 +72,5 @@ def _instead(env: Mapping[str, str], saw: str, size: int) -> str:
     here = _number(env.get("LOCAL_WORLD_SIZE", "")) if saw == "WORLD_SIZE" else 0
     nodes = size if saw == "PET_NNODES" else size // here if here else 1
     if nodes > 1:
-        return f"`holdfast run --nnodes {nodes} -n {here or 'N'} ... SCRIPT` on each machine (docs/how-to/nodes.md)"
+        return f"`holdfast run --nnodes {nodes} -n {here or 'N'} ... SCRIPT` on each machine (docs/how-to/several-nodes.md)"
     return f"`holdfast run -n {size or 'N'} SCRIPT`"

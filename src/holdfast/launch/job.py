@@ -53,7 +53,7 @@ class Job:
     nnodes: int = option(
         1,
         help="Machines, each with a launcher and so many workers.",
-        manual="machines that take part, each with a launcher of its own and `-n` workers; `--fabric gloo` only: [nodes.md](../how-to/nodes.md)",
+        manual="machines that take part, each with a launcher of its own and `-n` workers; `--fabric gloo` only: [several-nodes.md](../how-to/several-nodes.md)",
         group="nodes",
         metavar="N",
         most=MOST_WORKERS,
@@ -85,7 +85,7 @@ class Job:
     hosts: tuple[Host, ...] = option(
         (),
         help="Machines to start workers on; --fabric ulfm.",
-        manual="machines on which mpirun starts the workers, `N` on each; `--fabric ulfm` only: [nodes.md](../how-to/nodes.md#with-open-mpi)",
+        manual="machines on which mpirun starts the workers, `N` on each; `--fabric ulfm` only: [open-mpi.md](../how-to/open-mpi.md)",
         usual="this one",
         group="machines",
         metavar="HOST:N,...|FILE|slurm",

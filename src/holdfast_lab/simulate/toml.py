@@ -1,4 +1,4 @@
-"""Scenario files: TOML in; what is to be simulated, strategy by strategy, out. docs/how-to/planning.md says what may stand in one."""
+"""Scenario files: TOML in; what is to be simulated, strategy by strategy, out. docs/how-to/write-a-scenario.md lists their keys."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ def _found(kinds: Sequence[Row], target: str, *, sums: bool = False) -> Claim:
 
 def _within(kinds: Sequence[Row]) -> Claim:
     mine = [row for row in _of(kinds, *OF_ONE_REPLICA) if row.get("within_all") is not None]
-    claim = statement(WITHIN, "docs/how-to/guard.md", LONGEST)
+    claim = statement(WITHIN, "docs/how-to/what-the-guard-checks.md", LONGEST)
     if not mine:
         return claim
     ours = max(row["within_all"] for row in mine)

@@ -34,7 +34,7 @@ class Guard:
 
     name = "guard"
     title = "The guard: what it finds and heals, how often it is wrong, what it costs"
-    paper = "what docs/how-to/guard.md says of it; no paper"
+    paper = "what docs/how-to/guard-against-corruption.md says of it; no paper"
     intervals = (
         "Intervals are 95 % intervals: of a share of flips, and of alarms, Wilson's, of shares that are weighted by "
         "bits put together as Zou and Donner do; of times by bootstrap over the rounds."
