@@ -181,7 +181,7 @@ class Settings:
     mirror: int = option(
         -1,
         help="Workers that hold each part of a split model beside those that compute it [1].",
-        manual="of a model that is split: hold each part at K workers beside the one that computes it; where chains are replicas of each other they count. 0 keeps parts once, and a death costs the steps since the checkpoint: [failure-model.md](../explanation/failure-model.md#split-models)",
+        manual="of a model that is split: hold each part at K workers beside the one that computes it; where chains are replicas of each other they count. 0 keeps parts once, and a death costs the steps since the checkpoint: [failures-model-parallel.md](../explanation/failures-model-parallel.md)",
         group="copies",
         metavar="K",
         least=-1,
@@ -220,14 +220,14 @@ class Settings:
     mirror_predictor: str = option(
         "last",
         help="Restore the last value, the line through two, or part of the way along it [last].",
-        manual="what a lost block is restored to: what was sent last; where the line through what was sent last and before that leads; or as far along it as the part was found to go: [failure-model.md](../explanation/failure-model.md#what-to-send-and-what-to-restore)",
+        manual="what a lost block is restored to: what was sent last; where the line through what was sent last and before that leads; or as far along it as the part was found to go: [partial-recovery.md](../explanation/partial-recovery.md#which-options-to-choose)",
         group="copies",
         choices=MIRROR_PREDICTORS,
     )
     mirror_codec: str = option(
         "exact",
         help="Send numbers, or differences of a byte [exact].",
-        manual="how it is sent: as it is, or as differences of one byte, so that four times as many blocks go into the same bytes",
+        manual="how it is sent: as it is, or as differences of one byte, so that 3.2 times as many blocks of float32 go into the same bytes",
         group="copies",
         choices=MIRROR_CODECS,
     )

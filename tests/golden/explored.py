@@ -11,7 +11,7 @@ import doors
 from tree import HERE
 
 SMALL = {
-    # Worlds of docs/explanation/protocol.md that its tests leave out, or that the longest tests hold: workers, deaths, and what else.
+    # Worlds of docs/explanation/protocol-*.md that its tests leave out, or that the longest tests hold: workers, deaths, and what else.
     "newcomer": {"workers": 3, "deaths": 2, "newcomers": 1},
     "leaver": {"workers": 3, "deaths": 2, "leavers": [0, 1]},
     "change": {"workers": 3, "deaths": 2, "changes": ["Restart"]},

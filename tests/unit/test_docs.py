@@ -105,8 +105,8 @@ def test_files_that_a_page_names_are_there(page: Path):
     assert [name for name in named if not (ROOT / name).exists()] == []
 
 
-def test_the_architecture_page_names_files_that_are_there():
-    text = (ROOT / "docs" / "explanation" / "architecture.md").read_text()
+def test_the_explanation_names_files_that_are_there():
+    text = "\n".join(page.read_text() for page in sorted((ROOT / "docs" / "explanation").glob("*.md")))
     source = ROOT / "src" / "holdfast"
     rooms = {path.name for path in source.iterdir() if path.is_dir() and list(path.glob("*.py"))}
 

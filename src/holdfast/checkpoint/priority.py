@@ -61,8 +61,8 @@ class Saving:
     """What a lost block is restored to: its ``last`` saved value; where the ``line`` through the last two leads; or
     ``calibrated``: as far along the line as all blocks together had gone along theirs when something was last saved."""
     codec: str = "exact"
-    """How blocks are written: ``exact``, or as ``int8`` steps from what they would be restored to. About four times as
-    many blocks of float32 fit into the same bytes then; where that is more than all, fewer bytes are saved."""
+    """How blocks are written: ``exact``, or as ``int8`` steps from what they would be restored to. 3.2 times as many
+    blocks of 16 float32 numbers fit into the same bytes then; where that is more than all, fewer bytes are saved."""
     seed: int = 0
     """Of the random choice."""
 

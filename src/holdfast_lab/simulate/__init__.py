@@ -22,7 +22,7 @@ What comes out::
     best_interval(scenario, 200, seed=1)               # steps between two checkpoints, found by trying
     replay(records)                                    # a real run's failures, decided once more
 
-:func:`daly_expected_s` and :func:`exact_interval_s` are closed forms to hold it against. What is modelled, and what is not, stands in docs/explanation/simulation.md.
+:func:`daly_expected_s` and :func:`exact_interval_s` are closed forms to hold it against. What is modelled, and what is not, stands in docs/explanation/simulation-model.md.
 
 Importing this imports nothing more: every name is loaded when it is first used.
 """

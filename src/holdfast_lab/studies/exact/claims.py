@@ -12,7 +12,7 @@ from holdfast_lab.studies.exact.spread import EXACT, POLICIES, spreads
 from holdfast_lab.studies.exact.workers.cost import CERTIFICATE, FOLD, ORDERED, TREE
 from holdfast_lab.studies.stats import bootstrap, median
 
-_OURS = "Holdfast, docs/papers/studies.md"
+_OURS = "Holdfast, docs/papers/exact.md"
 
 LARGEST_RATIO = 1.03
 """The upper end of an interval must not lie above it."""

@@ -316,7 +316,7 @@ def _predicted(points: Sequence[Row]) -> Claim:
 
 
 def _modes(rows: Sequence[Row]) -> Claim:
-    claim = statement(MODES, "docs/papers/studies.md")
+    claim = statement(MODES, "docs/papers/resilience.md")
     if not rows:
         return claim
     worst = max(rows, key=lambda row: row["accuracy_apart"])

@@ -1,4 +1,4 @@
-"""Datasets by name: read from their published files, shipped with scikit-learn, or made. docs/papers/studies.md has the table.
+"""Datasets by name: read from their published files, shipped with scikit-learn, or made. docs/papers/data.md has the table.
 
 Nothing is downloaded, nothing is unpickled, nothing is written.
 """
