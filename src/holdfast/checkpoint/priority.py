@@ -68,12 +68,7 @@ class Saving:
 
     def __post_init__(self) -> None:
         if self.every < 1:
-            _refuse(
-                "every",
-                self.every,
-                "at least 1 step",
-                "give the number of steps in which a full save's bytes are written",
-            )
+            _refuse("every", self.every, "at least 1 step", "give the steps in which a full save's bytes are written")
         if not 0 < self.fraction <= 1:
             _refuse("fraction", self.fraction, "above 0 and at most 1", "give 1, 0.5, 0.25 or 0.125")
         if self.period < 1:
@@ -293,7 +288,7 @@ class Running:
     def _share_gone(self, rows: Tensor, step: int) -> float:
         """Return the least-squares fraction of their lines along which the blocks have moved, from 0 to 1.
 
-        It is 0 if all lines have length 0, and the same with any number of threads. Blocks with NaN count as not moved.
+        It is 0 if all lines have length 0, and the same with any number of threads. Blocks with NaN are left out.
         """
         if self._saving.predictor != "calibrated" or self._slope is None:
             return self._share

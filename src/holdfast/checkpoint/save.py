@@ -55,8 +55,7 @@ class PendingCheckpoint:
     part: int = 0  # Index of the part
     parts: int = 1  # Number of parts
     clean: set[int] = field(default_factory=set)
-    """Steps known to be complete without leftovers next to them, so that they need not be
-    checked again, however many there are."""
+    """Steps known to be complete, without leftovers next to them; they are not checked again, however many there are."""
 
     @property
     def step(self) -> int:
@@ -332,9 +331,7 @@ def _give_notice(storage: Storage, description: str) -> None:
     try:
         storage.put(description, b"")
     except CheckpointError as error:
-        warnings.warn(
-            f"the missing part could not be reported to the other writers: {error}", RuntimeWarning, stacklevel=3
-        )
+        warnings.warn(f"could not report the missing part to the other writers: {error}", RuntimeWarning, stacklevel=3)
 
 
 def _discard(storage: Storage, folder: str) -> None:

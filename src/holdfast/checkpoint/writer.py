@@ -41,9 +41,7 @@ class Outcome:
     """The outcome of a checkpoint."""
 
     step: int  # Its step
-    saved: (
-        SavedCheckpoint | None
-    )  # The complete checkpoint; None if this worker only wrote a part of it, or if it failed
+    saved: SavedCheckpoint | None  # The complete checkpoint; None if it failed, or this worker wrote only a part
     error: Exception | None  # Why it is not complete, or an error after completion; None if there was none
     held_s: float  # Seconds that the loop was blocked
     written_s: float  # Seconds of digesting and writing

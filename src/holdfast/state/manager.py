@@ -75,7 +75,7 @@ class Keeper:
         return self._token
 
     def check_empty(self, *, ours: bool) -> None:
-        """Check that a new run does not mix its checkpoints with those of an older one; checkpoints of ``ours`` may exist.
+        """Check that a new run does not mix its checkpoints with those of an older one; with ``ours``, those there are this job's own.
 
         Raises:
             ConfigError: if other complete checkpoints exist.

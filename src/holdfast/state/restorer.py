@@ -127,15 +127,13 @@ class Beginning:
         if self._initial is not None:
             self._restore(self._initial)
         self._replica.make_equal(world.comm)
-        if (
-            strategy.needs_checkpoint or not self._replica.is_replicated
-        ):  # any strategy may lose a part of a split model
+        if strategy.needs_checkpoint or not self._replica.is_replicated:  # any strategy may lose a part of it
             self._initial = self._loaded(world.step, clone(self._state(self._replica.shared_state())), self._info())
 
     def take_snapshot(self, heard: int) -> None:
         """Keep the state before the step in progress for the next ``reinit``, if this worker is to keep it.
 
-        ``heard`` are requests from commit votes that have not been carried out yet; they are restored from its ``info``.
+        ``heard`` are flags from commit votes that have not been acted on yet; they are restored from its ``info``.
         """
         world, source = self._world, self._world.settings.reinit_from
         if source == "checkpoint" or (source == "root" and not world.is_lead):
@@ -159,9 +157,7 @@ class Beginning:
         step, *lacks = comm.maximum((newest, *(mine is None and rank in comm.here for rank in comm.members)))
         if step < 0:
             if world.rebuilds.current is not None and world.settings.reinit_from != "checkpoint" and world.is_lead:
-                self._log.warn(
-                    "the workers that took a snapshot at the failure have failed, too: rolling back to an older state"
-                )
+                self._log.warn("the workers with the snapshot of the failure have failed, too: rolling back further")
             return False
         without = tuple(rank for rank, lack in zip(comm.members, lacks, strict=True) if lack)
         if mine is None:
@@ -194,9 +190,7 @@ class Beginning:
         comm, keeper = self._world.comm, self._world.keeper
         if self.belongs_to_later_loop or keeper.has(self._world.step):
             return keeper.poll()
-        attempt = (
-            comm.generation + 1 + comm.here[0]
-        )  # unique, since another survivor may have failed during its attempt
+        attempt = comm.generation + 1 + comm.here[0]  # unique: another survivor may have failed during its attempt
         keeper.begin(
             self._world.step, self._state(self._replica.state_dict()), self._info(), (comm.here,), comm.here, attempt
         )
@@ -260,9 +254,7 @@ class Beginning:
         if world.rebuilds.count:
             found = world.keeper.newest(self._warn, keep=self._replica.is_replicated)
             return found if found >= 0 and world.keeper.info(found)["loop"] >= world.loop else -1
-        if (
-            not trained and self._begun_from is not None
-        ):  # a failure interrupted loading: some workers had loaded it, some not
+        if not trained and self._begun_from is not None:  # a failure interrupted loading; some workers have it
             return self._begun_from
         if not trained and world.loops.loaded is not None:
             return world.loops.loaded.step

@@ -271,9 +271,7 @@ class _Walk:
         entry = Entry(dtype, check_shape(self._path, name, dataset.shape))
         for number in range(made.get_nfilters()):
             if (code := made.get_filter(number)[0]) not in FILTERS:
-                refuse(
-                    self._path, f"has {name!r:.80} packed by filter {code}; supported are {', '.join(FILTERS.values())}"
-                )
+                refuse(self._path, f"has {name!r:.80} packed by filter {code}, not by {', '.join(FILTERS.values())}")
         if made.get_layout() == h5.h5d.CHUNKED:
             check_size(self._path, Entry(dtype, made.get_chunk()).size_bytes)
         stored_bytes = dataset.id.get_storage_size()
