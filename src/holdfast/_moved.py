@@ -1,6 +1,6 @@
 """Old names of public modules still work: importing one returns the module under its new name.
 
-The finder below is installed first in ``sys.meta_path``. Otherwise an old folder that holds nothing but caches would be imported as a package.
+The finder below is installed first in ``sys.meta_path``. Otherwise a leftover old folder with nothing but caches would be imported.
 """
 
 from __future__ import annotations

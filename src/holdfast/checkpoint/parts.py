@@ -109,7 +109,7 @@ def _join_all(whole: Manifest, parts: Sequence[Manifest]) -> Manifest:
     for part in parts:
         if part.skeleton is None:
             raise CheckpointError(
-                f"part {len(states)} of the checkpoint of step {whole.step} is not distinct, but other parts are; all writers must call take() with the same value of distinct"
+                f"part {len(states)} of the checkpoint of step {whole.step} is not distinct, but other parts are; all writers must pass the same distinct= to take()"
             )
         states.append(unflatten({path: stand_ins[path] for path in part.tensors}, part.skeleton))
         for path, entry in part.tensors.items():

@@ -27,8 +27,8 @@ from holdfast.models.part import Part
 
 _SHORTEST_ROTATION = 32
 """Minimum number of steps between two snapshots: copying a small model more often would cost more than training it."""
-_NOBODY = 1 << 30
-"""Larger than any rank."""
+_UNSET = 1 << 30
+"""No rank: larger than any."""
 _MOST_TIMES_BACK = 3
 """More rollbacks to the same state than this, without lasting progress, are not a soft error."""
 
@@ -99,7 +99,7 @@ class Watch:
             altered=self._checking.found(),
             replicas=self._fingerprint.replicas,
             ranges=None if self._ranging is None else self._ranging.look(step),
-            odd=None if self._ranging is None else Spread(max(self._odd, default=-1), min(self._odd, default=_NOBODY)),
+            odd=None if self._ranging is None else Spread(max(self._odd, default=-1), min(self._odd, default=_UNSET)),
         )
 
     def read(self, step: int, said: GuardVote) -> bool:
@@ -131,7 +131,7 @@ class Watch:
         if self._heals and (differ or found):
             self.corrupt, self._found_at = True, step
         if differ:
-            self._say_who_differs(step)
+            self._report_difference(step)
         elif self._warned:
             self._warned -= {self._fingerprint.compared(step, half) for half in HALVES}
         return self.corrupt
@@ -145,7 +145,7 @@ class Watch:
             )
         self._differed_at = step
 
-    def _say_who_differs(self, step: int) -> None:
+    def _report_difference(self, step: int) -> None:
         """Find which tensors differ on which workers, and record it."""
         found: dict[tuple[str, ...], tuple[int, ...]] = {self._fingerprint.compared(step): ()}
         try:
@@ -214,7 +214,7 @@ class Watch:
         assert self._digest is not None
         step = self._world.step
         if 0 <= self._found_at < step and self._source:
-            self._say_healed()
+            self._report_healed()
         rotation = max(_SHORTEST_ROTATION, self._digest.rotation)
         self._passed += 1
         if self._version != self._digest.version:  # the set of tensors has grown since the rotation began
@@ -231,7 +231,7 @@ class Watch:
         self._candidate = keep(room)
         self._computed.forget(self._trusted)
 
-    def _say_healed(self) -> None:
+    def _report_healed(self) -> None:
         is_training = self._ranging is not None and self._ranging.is_training
         if self._world.is_lead:
             self._log.corruption_healed(
