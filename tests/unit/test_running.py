@@ -480,7 +480,7 @@ def test_a_saving_that_cannot_be_is_refused(values, message):
         ([torch.zeros(3)], None, r"got \[\(3,\)\]; reshape them"),
         ([torch.zeros(3, 2), torch.zeros(4, 2)], None, r"got \[\(3, 2\), \(4, 2\)\]"),
         ([torch.zeros(3, 2)], torch.ones(2), "block_bytes must be 3 numbers of 0 or more, one per block, got 2"),
-        ([torch.zeros(2, 2)], torch.tensor([8, -1]), "got 2 from -1 up; give what saving each block takes"),
+        ([torch.zeros(2, 2)], torch.tensor([8, -1]), "got 2 from -1 up; give the bytes that saving each block takes"),
     ],
 )
 def test_blocks_that_do_not_go_together_are_refused(start, sizes, message):
