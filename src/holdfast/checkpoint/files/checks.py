@@ -101,7 +101,7 @@ def check_zip(path: Path, archive: zipfile.ZipFile, compressions: tuple[int, ...
         if member.flag_bits & 1:
             refuse(path, f"has the encrypted member {member.filename!r:.80}; decrypt it first")
         if member.compress_type not in compressions:
-            refuse(path, f"has the member {member.filename!r:.80}, whose compression is not supported")
+            refuse(path, f"has the member {member.filename!r:.80}, compressed in a way that is not supported")
     check_size(path, sum(member.file_size for member in members))
 
 
