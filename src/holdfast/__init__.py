@@ -1,6 +1,6 @@
-"""PyTorch training that goes on, to the bit, while workers die.
+"""Fault-tolerant PyTorch training: workers may die, and the result stays bit-identical.
 
-Importing this module starts nothing and imports no torch: every name is loaded when it is first used.
+Importing this module starts nothing and does not import torch: each name is loaded on first use.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Old names of public modules keep working: importing one gives the module of the new name.
+"""Old names of public modules still work: importing one returns the module under its new name.
 
-The finder below comes first, because a folder of an old name, left behind with nothing but caches in it, would be taken for a package.
+The finder below is installed first in ``sys.meta_path``. Otherwise a leftover old folder with nothing but caches would be imported.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ MOVED = {
     "holdfast.train": "holdfast.engine",
     "holdfast.workloads": "holdfast_lab.workloads",
 }
-"""Old name: new name, the first that fits. What lies below an old name lies below the new one."""
+"""Maps an old module name to the new one; the first match counts. Submodules of an old name map to submodules of the new one."""
 
 
 def new_name(name: str) -> str:
-    """Return the name that a module has now, "" if no module of that name was moved."""
+    """Return the current name of a module, or "" if no module of that name was moved."""
     if not name.startswith("holdfast."):
         return ""
     for old, new in MOVED.items():
@@ -49,13 +49,13 @@ class _Alias(importlib.abc.Loader):
         self._name = name
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
-        """Return the module of the new name. The import system is not to mark it as another one's."""
+        """Return the module under its new name. The import system overwrites its ``__spec__``; :meth:`exec_module` restores it."""
         module = importlib.import_module(self._name)
         self._spec = module.__spec__
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        """Undo what the import system wrote into the module: it was loaded under its new name."""
+        """Restore the ``__spec__`` that the import system overwrote: the module was loaded under its new name."""
         module.__spec__ = self._spec
 
 
@@ -71,5 +71,5 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 def install() -> None:
-    """Let old names be imported. Called once, when the package is imported."""
+    """Enable imports by old names. Called once, when the package is imported."""
     sys.meta_path.insert(0, _Finder())

@@ -1,4 +1,4 @@
-"""Where time comes from, so that a test can bring its own."""
+"""The source of time, which a test can replace."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Protocol
 
 
 class Clock(Protocol):
-    """Seconds that only grow."""
+    """A monotonic clock in seconds."""
 
     def now_s(self) -> float:
         """Return the time in seconds since a fixed moment."""
@@ -15,7 +15,7 @@ class Clock(Protocol):
 
 
 class SystemClock:
-    """The machine's monotonic clock, which all processes of one host share.
+    """The system's monotonic clock, which all processes of a host share.
 
     Args:
         origin_s: Reading of ``time.monotonic()`` that counts as zero.

@@ -1,27 +1,27 @@
-"""Everything Holdfast raises on purpose.
+"""The exceptions that Holdfast raises on purpose.
 
 ::
 
     HoldfastError
-    ├── ConfigError            you can mend it: a value, an option, a file        (also a ValueError)
+    ├── ConfigError            an invalid value, option or file, which the user can fix    (also a ValueError)
     ├── ScriptError            the script uses the session in a way that cannot work
-    ├── RanksLost              a torch.distributed collective needs a rank that is dead    (also a RuntimeError)
-    ├── PeerFailed             a collective did not complete: somebody died; recovery answers it
-    ├── JobError               the run cannot go on
+    ├── RanksLost              a torch.distributed collective needs a failed rank          (also a RuntimeError)
+    ├── PeerFailed             a collective did not complete because a worker failed; recovery handles it
+    ├── JobError               the job cannot continue
     │   ├── TooFewWorkers      fewer survivors than ``min_workers``; the state was saved
-    │   ├── StateLost          nobody has some part of the model any more, in memory or saved
-    │   ├── StoreLost          the store that membership is kept in cannot be reached
-    │   ├── VotedOut           the others went on without this worker
-    │   ├── ReplicasDiffer     replicas that must be equal are not
-    │   └── MessageAltered     what a worker gave to others did not arrive as it was
+    │   ├── StateLost          a part of the model is neither in any worker's memory nor in a checkpoint
+    │   ├── StoreLost          the membership store cannot be reached
+    │   ├── VotedOut           the survivors continued without this worker
+    │   ├── ReplicasDiffer     replicas that must be equal differ
+    │   └── MessageAltered     the payload of a message does not match its checksum
     ├── CheckpointError
-    │   ├── CheckpointCorrupt  bytes on disk are not the bytes that were saved
-    │   └── CheckpointMissing  there is no complete checkpoint where one was asked for
-    └── InternalError          an invariant of Holdfast itself broke: please report it
+    │   ├── CheckpointCorrupt  bytes on disk differ from the bytes that were saved
+    │   └── CheckpointMissing  no complete checkpoint exists where one was requested
+    └── InternalError          an invariant of Holdfast itself was violated: please report it
 
-:class:`Unwind` stands beside the tree, because it is no error and ``except Exception`` must let it through.
+:class:`Unwind` is outside the tree: it is not an error, and ``except Exception`` must not catch it.
 
-A script never sees :class:`PeerFailed`: the session answers it. It is public for those who use a
+A script never sees :class:`PeerFailed`, because the session handles it. It is public for code that uses a
 communicator directly.
 """
 
@@ -29,38 +29,38 @@ from __future__ import annotations
 
 
 class HoldfastError(Exception):
-    """Root of the tree: catches everything that Holdfast raises on purpose."""
+    """Base class of every exception that Holdfast raises on purpose."""
 
 
 class ConfigError(HoldfastError, ValueError):
-    """A value that you gave is not allowed; the message says which, and what is."""
+    """A value is not allowed; the message names the value and the allowed ones."""
 
 
 class ScriptError(HoldfastError):
-    """The script breaks a rule of the session, such as skipping a slice of a step."""
+    """The script violates a rule of the session, such as skipping a slice of a step."""
 
 
 class Unwind(BaseException):
-    """Takes the stack of the script down, so that :func:`holdfast.reinit` can call ``main`` again. Let it through."""
+    """Unwinds the script's stack, so that :func:`holdfast.reinit` can call ``main`` again. Do not catch it."""
 
 
 class PeerFailed(HoldfastError):
-    """A collective failed because a member died, or because a peer revoked it for that reason.
+    """A collective failed because a member failed, or because a peer revoked it for that reason.
 
-    You get it from a :class:`~holdfast.comm.base.Communicator`, at any member, at any moment after a
-    death; others may have completed the same collective. You never get it inside a training loop.
+    A :class:`~holdfast.comm.base.Communicator` may raise it at any member and at any time after a failure, even if
+    other members have completed the same collective. It never reaches a training loop.
     """
 
 
 class RanksLost(HoldfastError, RuntimeError):
-    """A collective of ``torch.distributed`` could not complete, because ranks of its group have died.
+    """A collective of ``torch.distributed`` could not complete because ranks of its group have failed.
 
     The group can be used again, over the survivors.
 
     Args:
-        message: What could not be done, and what to do.
-        ranks: The dead ranks of the group, as global ranks, ascending.
-        survivors: The living ones.
+        message: What failed, and how to continue.
+        ranks: The failed ranks of the group, as global ranks, ascending.
+        survivors: The surviving ranks, as global ranks, ascending.
     """
 
     def __init__(self, message: str, ranks: tuple[int, ...] = (), survivors: tuple[int, ...] = ()) -> None:
@@ -70,31 +70,31 @@ class RanksLost(HoldfastError, RuntimeError):
 
 
 class JobError(HoldfastError):
-    """The run cannot go on; the message says what was saved and how to continue."""
+    """The job cannot continue; the message says what was saved and how to resume."""
 
 
 class TooFewWorkers(JobError):
-    """Fewer workers are alive than the run may go on with."""
+    """Fewer workers are alive than ``min_workers`` allows."""
 
 
 class StateLost(JobError):
-    """A part of the model is lost with all who held it, and was not saved: the job must begin again."""
+    """Every worker that held a part of the model failed, and the part was not saved: the job must restart from scratch."""
 
 
 class StoreLost(JobError):
-    """The store that membership is kept in cannot be reached: nothing can be agreed on any more."""
+    """The membership store cannot be reached, so workers can no longer agree on anything."""
 
 
 class VotedOut(JobError):
-    """The others have gone on without this worker, which they took for dead; it must stop."""
+    """The survivors took this worker for failed and continued without it; it must stop."""
 
 
 class ReplicasDiffer(JobError):
-    """The digests of two replicas differ: somebody computed wrong bits."""
+    """The digests of two replicas differ: a worker computed wrong bits."""
 
 
 class MessageAltered(JobError):
-    """What a worker was given is not what another one gave: its checksum says so."""
+    """A message arrived altered: its payload does not match its checksum."""
 
 
 class CheckpointError(HoldfastError):
@@ -102,12 +102,12 @@ class CheckpointError(HoldfastError):
 
 
 class CheckpointCorrupt(CheckpointError):
-    """What is on disk is not what was saved; the message names the tensor or file."""
+    """Data on disk differ from what was saved; the message names the tensor or file."""
 
 
 class CheckpointMissing(CheckpointError):
-    """No complete checkpoint exists where one was asked for."""
+    """No complete checkpoint exists where one was requested."""
 
 
 class InternalError(HoldfastError):
-    """A rule that Holdfast keeps for itself was broken. Please report this, with the run's events."""
+    """An internal invariant was violated. Please report this, with the run's records."""

@@ -1,4 +1,4 @@
-"""The old place of :mod:`holdfast.recovery.messages` and :mod:`holdfast.records.types`, whose names still answer here."""
+"""Alias for :mod:`holdfast.recovery.messages` and :mod:`holdfast.records.types`, which used to be this module."""
 
 from holdfast.records.encoding import *  # noqa: F403
 from holdfast.records.types import *  # noqa: F403

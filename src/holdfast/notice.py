@@ -1,7 +1,7 @@
-"""SIGTERM, the notice that this process is to leave: remembered until somebody can answer it.
+"""SIGTERM, the notice that this process must leave: kept until a handler is installed.
 
-Outside of training nobody can: the worker would die of it, and a script that loads its data for a minute would make a
-failure of a notice. A process that is forked is none of ours, and dies of SIGTERM as any other.
+Outside of training there is no handler. SIGTERM would kill the worker, and a preemption notice that arrives while a script loads
+its data would turn into a failure. Forked child processes keep the default: they die of SIGTERM.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from types import FrameType
 
 
 class _Remembered:
-    """Takes SIGTERM until somebody answers it.
+    """Keeps a SIGTERM until a handler is installed.
 
     Args:
-        is_idle: Whether there is nothing that could be left in order; asked as long as nobody has ever answered.
+        is_idle: Returns whether the process may exit immediately, with nothing to clean up. Called until the first handler is installed.
     """
 
     def __init__(self, is_idle: Callable[[], bool]) -> None:
@@ -32,7 +32,7 @@ class _Remembered:
 
 
 class _Answered:
-    """Takes SIGTERM as long as somebody answers it."""
+    """Forwards SIGTERM to a handler."""
 
     def __init__(self, answer: Callable[[], None]) -> None:
         self._answer = answer
@@ -42,17 +42,17 @@ class _Answered:
 
 
 def remember(is_idle: Callable[[], bool]) -> None:
-    """From now on, keep a SIGTERM that nobody answers for the first who can.
+    """Keep each SIGTERM that arrives without a handler until :func:`answered` installs one.
 
     Args:
-        is_idle: Whether it may end this process at once all the same; not asked any more once somebody has answered.
+        is_idle: Returns whether SIGTERM may still end this process immediately; not called after the first handler was installed.
     """
     signal.signal(signal.SIGTERM, _Remembered(is_idle))
 
 
 @contextlib.contextmanager
 def answered(answer: Callable[[], None]) -> Iterator[None]:
-    """Call ``answer`` on SIGTERM, at once if one is remembered; in the main thread only, the only one that can."""
+    """Call ``answer`` on SIGTERM, and immediately if one was kept. Main thread only, because Python runs signal handlers there."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -69,7 +69,7 @@ def answered(answer: Callable[[], None]) -> Iterator[None]:
 
 
 def decline() -> None:
-    """Let SIGTERM end this process, as it does by itself; at once if one is remembered."""
+    """Restore the default, by which SIGTERM ends this process; it ends immediately if a SIGTERM was kept."""
     handler = signal.getsignal(signal.SIGTERM)
     if isinstance(handler, _Remembered):
         signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -1,4 +1,4 @@
-"""What a name stands for: classes that come with Holdfast, and those that other packages offer by entry points."""
+"""Registries of classes by name: Holdfast's own, and those that other packages offer as entry points."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class Registered:
     """Classes by name.
 
     Args:
-        what: The setting that such a name is the value of.
-        group: The group of entry points in which other packages offer theirs.
-        built_in: Ours: the module and the class, ``"package.module:Class"``, by name.
+        what: The setting whose value is such a name.
+        group: The entry-point group in which other packages register theirs.
+        built_in: Holdfast's own classes by name, each as ``"package.module:Class"``.
     """
 
     def __init__(self, what: str, group: str, built_in: Mapping[str, str]) -> None:
@@ -27,18 +27,18 @@ class Registered:
         self._built_in = built_in
 
     def names(self) -> tuple[str, ...]:
-        """Return all names: ours first, then those of other packages."""
+        """Return all names: built-in ones first, then those of other packages."""
         return (*self._built_in, *sorted(self._offered().names - self._built_in.keys()))
 
     def load(self, name: str, base: type) -> Any:
-        """Return the class of this name.
+        """Return the class with this name.
 
         Args:
             name: One of :meth:`names`.
-            base: What it must be a subclass of.
+            base: The class that it must be a subclass of.
 
         Raises:
-            ConfigError: if there is no such name, or another package offers something else under it.
+            ConfigError: if the name is unknown, or its entry point is not a subclass of ``base``.
         """
         if name in self._built_in:
             module, _, attribute = self._built_in[name].partition(":")
@@ -54,6 +54,6 @@ class Registered:
         return kind
 
     def _offered(self) -> EntryPoints:
-        import importlib.metadata  # takes 20 ms, and most runs name classes of ours alone
+        import importlib.metadata  # takes 20 ms, and most runs use built-in classes only
 
         return importlib.metadata.entry_points(group=self._group)

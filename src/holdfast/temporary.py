@@ -1,8 +1,8 @@
-"""Temporary folders that outlive a killed process, and removing those that no process uses any more.
+"""Temporary folders that outlive a killed process, and removal of those that are no longer in use.
 
 A name proves nothing: users have folders called ``holdfast-...`` too. A folder is removed only if it carries the marker
 that :meth:`TemporaryFolder.make` wrote, belongs to this user and to this boot of the machine, and its lock is free. The lock is
-an ``flock`` on the folder. It holds across PID namespaces, child processes inherit it, and ``systemd-tmpfiles`` leaves locked folders alone.
+an ``flock`` on the folder. It works across PID namespaces, child processes inherit it, and ``systemd-tmpfiles`` skips locked folders.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Self
 
 MARKER = ".holdfast-temporary"
-"""File in each folder: JSON with the pid that made it, the start time of that process in clock ticks, and the boot id."""
+"""File in each folder: JSON with the pid of its creator, the start time of that process in clock ticks, and the boot id."""
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _MODE = 0o700
@@ -39,10 +39,10 @@ class TemporaryFolder:
 
     @classmethod
     def make(cls, prefix: str, parent: Path) -> Self:
-        """Make a folder in ``parent``, mode 0700, empty but for the marker.
+        """Create a folder in ``parent``, mode 0700, empty except for the marker.
 
         Raises:
-            OSError: if it cannot be made.
+            OSError: if it cannot be created.
         """
         path = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
         lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -57,7 +57,7 @@ class TemporaryFolder:
         return folder
 
     def is_gone(self) -> bool:
-        """Return whether something removed the folder, or put another one in its place."""
+        """Return whether the folder was removed or replaced by another one."""
         if is_missing(self.path):
             return True
         with contextlib.suppress(OSError):
@@ -65,14 +65,14 @@ class TemporaryFolder:
         return False
 
     def remove(self) -> None:
-        """Remove the folder and give up the lock; in a forked child only the child's copy of the lock is closed."""
+        """Remove the folder and release the lock; a forked child only closes its own copy of the lock."""
         if os.getpid() == self._owner and not self.is_gone():
             shutil.rmtree(self.path, ignore_errors=True)
         os.close(self.lock)
 
 
 def is_missing(path: Path) -> bool:
-    """Return whether a path does not exist; one that cannot be looked at, as when a network is away for a moment, may exist."""
+    """Return whether a path does not exist. A path that cannot be checked, as during a network outage, counts as existing."""
     try:
         path.stat()
     except (FileNotFoundError, NotADirectoryError):
@@ -83,7 +83,7 @@ def is_missing(path: Path) -> bool:
 
 
 def sweep(prefix: str, parent: Path) -> None:
-    """Remove the folders in ``parent`` that :meth:`TemporaryFolder.make` made and that no living process uses."""
+    """Remove the folders in ``parent`` that :meth:`TemporaryFolder.make` created and that no running process uses."""
     for path in parent.glob(f"{prefix}*"):
         lock = _lock_abandoned(path)
         if lock is not None:
@@ -92,12 +92,12 @@ def sweep(prefix: str, parent: Path) -> None:
 
 
 def _lock_abandoned(path: Path) -> int | None:
-    """Return the exclusive lock of a folder that may be removed, None if it must stay."""
+    """Return the exclusive lock of a folder that may be removed, or None if it must stay."""
     try:
         lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:
         return None
-    with contextlib.suppress(OSError):  # it is locked, or another process removed it just now
+    with contextlib.suppress(OSError):  # it is locked, or another process has just removed it
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if _is_ours(path, os.fstat(lock)):
             return lock
@@ -117,7 +117,7 @@ def _is_ours(path: Path, found: os.stat_result) -> bool:
         pid, started, boot = made_by["pid"], made_by["started"], made_by["boot"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return False
-    # On another machine that shares the folder the lock may not be seen, so this machine only removes its own.
+    # The lock of another machine that shares the folder may be invisible here, so a machine removes only its own folders.
     return bool(boot and boot == _boot_id() and started != _start_time(pid))
 
 
@@ -133,7 +133,7 @@ def _boot_id() -> str:
 
 
 def _start_time(pid: object) -> int | None:
-    """Return when the process ``pid`` of this namespace was started, in clock ticks since boot; None if there is none."""
+    """Return the start time of process ``pid`` of this namespace, in clock ticks since boot; None if it does not exist."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
         return int(text[text.rindex(")") + 2 :].split()[19])

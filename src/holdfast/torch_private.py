@@ -1,8 +1,8 @@
 """All private names of torch that Holdfast uses, in one place.
 
-A newer torch may change them silently, so :data:`TRIED` names the newest version they were tried with. ``make test-torch VERSION=...``
-tries another one. Not here are the methods by which torch calls a process group or a work
-(``distributed/group_base.py`` and what is made of it, ``distributed/work.py``).
+A newer torch may change them silently, so :data:`TRIED` is the newest version that they were tested with. ``make test-torch VERSION=...``
+tests another one. Not listed here are the methods through which torch calls a process group or a work
+(``distributed/group_base.py`` and its subclasses, ``distributed/work.py``).
 """
 
 from __future__ import annotations
@@ -43,19 +43,19 @@ TRIED = "2.14.1"
 """The newest torch version in which these private names are known to work as described here."""
 
 JOINED = "_match_all_reduce_for_bwd_pass"
-"""The method of DistributedDataParallel that sums for a rank that has no more data, as many times as the others' reducers."""
+"""The DistributedDataParallel method that issues the bucket all-reduces of a rank without data, to match the other ranks' reducers."""
 
 
 def untried(version: str) -> str:
-    """Return the line that warns of torch ``version``; "" if it is not of a newer minor version than :data:`TRIED`."""
+    """Return a warning for torch ``version``, or "" unless its minor version is newer than that of :data:`TRIED`."""
     if _minor(version) <= _minor(TRIED):
         return ""
-    return f"torch {version} is newer than {TRIED}, the newest that Holdfast was tried with; if something breaks, install that one"
+    return f"torch {version} is newer than {TRIED}, the newest that Holdfast was tested with; if something breaks, install that one"
 
 
 @functools.cache
 def check_version() -> None:
-    """Write one line on stderr, once a process, if the torch that is installed is newer than what was tried."""
+    """Warn on stderr, once per process, if the installed torch is newer than the newest tested version."""
     if line := untried(torch.__version__):
         sys.stderr.write(f"holdfast: {line}\n")
         sys.stderr.flush()
@@ -69,7 +69,7 @@ def _minor(version: str) -> tuple[int, ...]:
 
 
 def version_of(tensor: torch.Tensor) -> int:
-    """Return how many times a tensor was written to in place."""
+    """Return the version counter of a tensor: how many times it was modified in place."""
     return tensor._version
 
 
@@ -79,23 +79,23 @@ def copy_each(into: list[torch.Tensor], values: list[torch.Tensor]) -> None:
 
 
 def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
-    """Return the parameters that a module itself has, by name, to be changed there."""
+    """Return the mutable dict of a module's own parameters, by name."""
     return module._parameters
 
 
 def buffers_of(module: nn.Module) -> dict[str, torch.Tensor | None]:
-    """Return the buffers that a module itself has, by name, to be changed there."""
+    """Return the mutable dict of a module's own buffers, by name."""
     return module._buffers
 
 
 def gradient_hooks(parameter: nn.Parameter) -> tuple[int, int]:
-    """Return how many hooks see the gradient of a parameter on its way, and how many once it is accumulated."""
+    """Return the number of a parameter's gradient hooks, and of its post-accumulate-grad hooks."""
     hooks: Any = parameter
     return len(hooks._backward_hooks or ()), len(hooks._post_accumulate_grad_hooks or ())
 
 
 def has_step_hooks(optimizer: optim.Optimizer) -> bool:
-    """Return whether anything is called before or after a step of this optimizer, or of every one."""
+    """Return whether a hook runs before or after a step of this optimizer, be it its own or a global one."""
     return bool(
         optimizer._optimizer_step_pre_hooks
         or optimizer._optimizer_step_post_hooks
@@ -105,7 +105,7 @@ def has_step_hooks(optimizer: optim.Optimizer) -> bool:
 
 
 def task_of_backward() -> int:
-    """Return the number of the backward pass that this thread carries out, -1 if none."""
+    """Return the id of the backward pass that this thread executes, -1 if none."""
     return torch._C._current_graph_task_id()
 
 
@@ -113,14 +113,14 @@ def task_of_backward() -> int:
 
 
 def fake_tensors() -> AbstractContextManager[object]:
-    """Return a context in which ``torch.load`` reads no values, and notes where in the file they are."""
+    """Return a context in which ``torch.load`` reads no values and records their offsets in the file."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     return FakeTensorMode()
 
 
 def offset_in_file(tensor: torch.Tensor) -> int:
-    """Return where the storage of a tensor begins that was loaded in :func:`fake_tensors`, bytes; -1 if torch does not say."""
+    """Return the file offset, in bytes, of the storage of a tensor loaded under :func:`fake_tensors`; -1 if torch does not know."""
     return int(getattr(tensor.untyped_storage(), "_checkpoint_offset", -1))
 
 
@@ -128,11 +128,11 @@ def offset_in_file(tensor: torch.Tensor) -> int:
 
 
 def gloo_options(timeout: timedelta, devices: list[Any]) -> Any:
-    """Return the options of a Gloo group with one thread, as there is one operation at a time.
+    """Return the options of a Gloo process group with one thread, since one operation runs at a time.
 
     Args:
-        timeout: Of making connections.
-        devices: Where it listens; :meth:`ProcessGroupGloo.create_device` makes them.
+        timeout: Timeout for connecting.
+        devices: Devices to listen on, from :meth:`ProcessGroupGloo.create_device`.
     """
     gloo: Any = torch.distributed.ProcessGroupGloo
     options = gloo._Options()
@@ -141,11 +141,11 @@ def gloo_options(timeout: timedelta, devices: list[Any]) -> Any:
 
 
 def gather_flat(group: Any, out: torch.Tensor, part: torch.Tensor) -> Any:
-    """Begin to gather the parts of all members, one behind the other in ``out``, and return the work."""
+    """Start an all-gather of equal parts into ``out``, in rank order, and return the work."""
     return group._allgather_base(out, part)
 
 
 def logging_data(model: Any) -> dict[str, Any]:
-    """Return DistributedDataParallel's logging data on its buckets; no public name says what was allocated."""
+    """Return DistributedDataParallel's logging data on its buckets; no public name reports the allocated sizes."""
     data: dict[str, Any] = model._get_ddp_logging_data()
     return data

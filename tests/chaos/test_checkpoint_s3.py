@@ -79,7 +79,7 @@ def test_training_goes_on_when_the_storage_is_lost(tmp_path):
     assert report["replicas"]["identical"]
     said = [line for line in report["_stdout"].splitlines() if "is not complete: cannot" in line]
     assert said
-    assert all(f"{server.url} does not answer; look at AWS_ENDPOINT_URL, and at the network" in line for line in said)
+    assert all(f"{server.url} does not answer; check AWS_ENDPOINT_URL and the network" in line for line in said)
 
 
 def wait_for(condition, goes_on):

@@ -101,7 +101,7 @@ def test_a_flip_that_comes_again_is_no_soft_error(tmp_path):
 
     report = run_report(tmp_path, "-n", 2, "--slices", 4, *words, exit_code=1)
 
-    assert "once more after all had gone back to step 0" in report["error"]["message"]
+    assert "again after a rollback to step 0" in report["error"]["message"]
 
 
 @pytest.mark.soak

@@ -372,7 +372,7 @@ BAD = {
     "ls runs/a/step-00000020": "is a single checkpoint; name the directory in which it is: runs/a",
     "show nowhere.pt": "there is no 'nowhere.pt'",
     "show notes.txt": "must end with one of .pt, .pth",
-    "show runs/a --step 21": "there is no complete checkpoint of step 21 in runs/a, there are steps 10, 20, 30; ask",
+    "show runs/a --step 21": "there is no complete checkpoint of step 21 in runs/a, there are steps 10, 20, 30; choose",
     "show runs/a --step many": "--step must be a whole number, got 'many'",
     "show memory://a/b.pt": "must be on this machine",
     "show a.pt --step 3": "a.pt is one file",
@@ -386,7 +386,7 @@ BAD = {
     "diff runs/a nowhere": "there is no 'nowhere'",
     "convert runs/a b": "Missing option '--to'",
     "convert runs/a b --to zip": "the format must be one of safetensors, hdf5, npz, dcp, got 'zip'",
-    "convert runs/a runs/a --to npz": "there is a checkpoint of step 30 in runs/a already",
+    "convert runs/a runs/a --to npz": "a checkpoint of step 30 already exists in runs/a",
     "convert runs/a notes.txt --to npz": "notes.txt is a file",
     "prune runs/a": "Missing option '--keep-last'",
     "prune runs/a --keep-last 1": "--keep-last must be at least 2, got 1",
@@ -456,7 +456,7 @@ def test_of_many_steps_the_first_and_the_last_are_named(ckpt, tmp_path):
 
     _, _, err = ckpt("show", tmp_path / "many", "--step", 77)
 
-    assert "there are steps 1, 2, 3, 4, ..., 8, 9, 10, 11; ask for one that is there" in err
+    assert "there are steps 1, 2, 3, 4, ..., 8, 9, 10, 11; choose one that exists" in err
 
 
 @pytest.mark.parametrize("name", COMMANDS)

@@ -533,7 +533,7 @@ def test_removing_a_step_removes_its_objects_only(storage, place):
 
     assert steps(storage) == [10, 30]
     assert {path.split("/")[1] for path in place.paths()} == {"step-00000010", "step-00000030"}
-    with pytest.raises(CheckpointMissing, match=r"there are steps 10, 30; ask for one that is there"):
+    with pytest.raises(CheckpointMissing, match=r"there are steps 10, 30; choose one that exists"):
         load(storage, 20)
 
 
@@ -596,7 +596,7 @@ def test_a_forked_process_is_told_that_it_cannot_use_s3_and_does_not_wait_for_ev
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
 
     child, parent = done.stdout.splitlines()
-    assert child.endswith("a process that was forked from one that used it; start processes by spawn")
+    assert child.endswith("a process that was forked from one that used it; start processes with spawn")
     assert parent == "b'1'"
 
 
@@ -614,12 +614,12 @@ def one_line(error):
     [
         (
             "nonsense://place/run",
-            "checkpoints cannot be kept at nonsense://place/run: give a directory, or an URL that begins with s3://, gs://, "
+            "checkpoints cannot be kept at nonsense://place/run: give a directory, or a URL that begins with s3://, gs://, "
             "az:// or memory://; these need the package obstore: pip install 'holdfast[cluster]'",
         ),
         (
             "sftp://me:secret@host/run",
-            "checkpoints cannot be kept at sftp://me:***@host/run: give a directory, or an URL",
+            "checkpoints cannot be kept at sftp://me:***@host/run: give a directory, or a URL",
         ),
         ("az://container/run", "checkpoints cannot be kept at az://container/run: "),
         ("s3://", "must have the form s3://bucket/folder, got s3:///"),
@@ -697,8 +697,7 @@ def test_an_endpoint_that_refuses_the_connection_is_named_soon(server, monkeypat
     error = pytest_raises(lambda: steps("s3://bucket/run"))
 
     assert (
-        one_line(error)
-        == f"cannot list s3://bucket/run: {url} does not answer; look at AWS_ENDPOINT_URL, and at the network"
+        one_line(error) == f"cannot list s3://bucket/run: {url} does not answer; check AWS_ENDPOINT_URL and the network"
     )
     assert time.monotonic() - start_s < 30
 
@@ -710,7 +709,7 @@ def test_an_endpoint_that_is_no_url_is_refused_at_once(url, monkeypatch):
     with pytest.raises(ConfigError) as error:
         open_storage("s3://bucket/run")
 
-    assert one_line(error) == f"AWS_ENDPOINT_URL must be an URL such as https://s3.example.org, got {url!r}"
+    assert one_line(error) == f"AWS_ENDPOINT_URL must be a URL such as https://s3.example.org, got {url!r}"
 
 
 def test_a_server_that_never_answers_is_given_up(server, monkeypatch):
@@ -723,7 +722,7 @@ def test_a_server_that_never_answers_is_given_up(server, monkeypatch):
 
         error = pytest_raises(lambda: steps("s3://bucket/run"))
 
-    assert "does not answer; look at AWS_ENDPOINT_URL, and at the network" in one_line(error)
+    assert "does not answer; check AWS_ENDPOINT_URL and the network" in one_line(error)
     assert 1 <= time.monotonic() - start_s < 10
 
 
@@ -787,7 +786,7 @@ def test_missing_credentials_are_told(server, monkeypatch):
         (403, r"cannot write az://box/run/a/b: no permission \(.*\); give credentials .* are untouched"),
         (404, "cannot write az://box/run/a/b: there is no such object, folder or bucket"),
         (400, r"cannot write az://box/run/a/b: \w*Error: .*400.* are untouched"),
-        (None, "cannot write az://box/run/a/b: .*; look at the network and at that storage.* are untouched"),
+        (None, "cannot write az://box/run/a/b: .*; check the network and that storage.* are untouched"),
     ],
 )
 def test_what_another_service_says_is_told_in_one_line(monkeypatch, status, said):

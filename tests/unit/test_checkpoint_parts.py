@@ -218,7 +218,7 @@ def test_a_part_is_no_failure_that_was_taken_and_tidied_up_before_its_writer_loo
 def test_a_part_is_a_failure_that_is_gone_and_was_not_taken(tmp_path):
     first = write(tmp_path, 5, take(ODD, 0, 2), {}, **TOKEN)
 
-    with pytest.raises(CheckpointError, match=r"part-00001.json was written, and it was not"):
+    with pytest.raises(CheckpointError, match=r"part-00001.json was written, but it was not"):
         write(_Slow(tmp_path, first.abandon), 5, take(ODD, 1, 2), {}, **TOKEN)
 
 

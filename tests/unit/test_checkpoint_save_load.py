@@ -428,14 +428,14 @@ def test_only_complete_steps_are_listed(tmp_path):
 def test_where_nothing_was_saved_there_is_nothing(tmp_path):
     assert steps(tmp_path / "none") == []
     assert newest_intact(tmp_path / "none") is None
-    with pytest.raises(CheckpointMissing, match=r"no complete checkpoint of step 5 in .*, nor of another"):
+    with pytest.raises(CheckpointMissing, match=r"no complete checkpoint of step 5 in .*, nor of any other"):
         load(tmp_path / "none", 5)
 
 
 def test_a_missing_step_is_answered_with_those_that_there_are(tmp_path):
     saved(tmp_path, 3, 1)
 
-    with pytest.raises(CheckpointMissing, match=r"step 5 in .*, there is step 3; ask for one that is there"):
+    with pytest.raises(CheckpointMissing, match=r"step 5 in .*, there is step 3; choose one that exists"):
         load(tmp_path, 5)
 
 
@@ -781,7 +781,7 @@ def test_a_disk_that_refuses_at_the_last_moment_leaves_the_old_checkpoint_and_no
 def test_a_file_system_that_forgets_a_rename_is_found_out(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "replace", lambda *_: None)
 
-    with pytest.raises(CheckpointError, match=r"the file system says that .* was written, and it was not"):
+    with pytest.raises(CheckpointError, match=r"the file system says that .* was written, but it was not"):
         saved(tmp_path, 20, 1)
 
 

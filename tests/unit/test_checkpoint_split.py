@@ -131,7 +131,7 @@ def test_a_part_of_a_shared_state_beside_a_distinct_one_does_not_become_a_checkp
     write(tmp_path, 5, take({"b": 1}, 1, 3, distinct=True), {}, **TOKEN)
     write(tmp_path, 5, take({"a": torch.ones(2)}, 2, 3), {}, **TOKEN)
 
-    with pytest.raises(CheckpointError, match=r"part 2 of .* step 5 is no distinct one, and others are"):
+    with pytest.raises(CheckpointError, match=r"part 2 of .* step 5 is not distinct, but other parts are"):
         first.commit(0, wait_s=0)
 
     assert steps(tmp_path) == []

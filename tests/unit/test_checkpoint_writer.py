@@ -424,7 +424,7 @@ def test_a_storage_that_never_answers_is_an_error_and_no_hang(writer, storage, m
     writer.begin(1, take(state_of(1)), {})
     writer.commit(0)
 
-    with pytest.raises(CheckpointError, match=r"step 1 was not written to .* within 0.1 s; look at that storage"):
+    with pytest.raises(CheckpointError, match=r"step 1 was not written to .* within 0.1 s; check that storage"):
         writer.wait()
     with pytest.raises(CheckpointError, match="step 1 was not written"):
         writer.begin(2, take(state_of(2)), {})

@@ -367,7 +367,7 @@ def test_what_comes_again_after_going_back_is_no_soft_error(tmp_path, monkeypatc
         return lied if step == 5 else said
 
     monkeypatch.setattr(Watch, "fill", lie)
-    with pytest.raises(ReplicasDiffer, match="differ before step 5, once more after all had gone back to step 0"):
+    with pytest.raises(ReplicasDiffer, match="differ before step 5, again after a rollback to step 0"):
         train(tmp_path, "heal")
 
 
@@ -404,7 +404,7 @@ def test_without_a_state_in_memory_all_go_back_to_a_checkpoint_that_is_old_enoug
 def test_without_anything_that_is_known_to_be_right_training_stops(tmp_path, monkeypatch):
     forget_all(monkeypatch, at=12, trusted=4)
 
-    with pytest.raises(ReplicasDiffer, match="nothing to go back to that is known to be right"):
+    with pytest.raises(ReplicasDiffer, match="no state to roll back to is known to be right"):
         train(
             tmp_path, "heal", FLIP.format(1, 13, "weights", "22", "4.bias"),
             checkpoint_dir=str(tmp_path / "ckpt"), checkpoint_every=5,

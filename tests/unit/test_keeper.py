@@ -102,7 +102,7 @@ def test_a_run_without_any_intact_checkpoint_says_that_it_starts_at_the_beginnin
     resumed = Training(checkpoint_dir=str(tmp_path / "c"), resume=True).run()
 
     said = capfd.readouterr().err
-    assert "passed over step 9: " in said
+    assert "skipped step 9: " in said
     assert f"there is no intact checkpoint in {tmp_path / 'c'}: training starts at step 0" in said
     assert resumed.sha256 == undisturbed()
 

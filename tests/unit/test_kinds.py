@@ -143,7 +143,7 @@ def test_a_newcomer_of_another_kind_ends_and_says_why(capsys):
 
     assert end.value.code == 0  # it is no failure that is answered by starting another one
     assert [type(record) for record in written] == [WorkerRefused]
-    assert "worker 4 has CPU capability AVX2, the others AVX512: it is not taken in" in capsys.readouterr().err
+    assert "worker 4 has CPU capability AVX2, the others AVX512: it may not join" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -201,6 +201,6 @@ def test_going_on_from_a_checkpoint_of_another_kind_is_said_and_written_down(tmp
     session = train(resume=True, **given)
 
     assert session._world.platform.given_up.startswith(
-        "not exact: worker 0 has CPU capability AVX2, who made the checkpoint "
+        "not exact: worker 0 has CPU capability AVX2, the writer of the checkpoint "
     )
     assert capsys.readouterr().err.count(session._world.platform.given_up) == 1

@@ -112,7 +112,7 @@ def test_a_lost_process_is_started_anew_and_nothing_changes(capfd):
 
     wanted = [alone(batch, number) for batch in batches() for number in range(4) if (batch.step, number) > (0, 0)]
     assert [(one[0].tolist(), one[1].tolist()) for one in got] == [(one[0].tolist(), one[1].tolist()) for one in wanted]
-    assert "started anew" in capfd.readouterr().err
+    assert "all of them are restarted" in capfd.readouterr().err
     ahead.close()
 
 

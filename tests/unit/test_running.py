@@ -476,11 +476,11 @@ def test_a_saving_that_cannot_be_is_refused(values, message):
 @pytest.mark.parametrize(
     ("start", "sizes", "message"),
     [
-        ([], None, r"start must be tensors of shape \(blocks, width\), of as many blocks, got \[\]"),
+        ([], None, r"start must be tensors of shape \(blocks, width\) with the same number of blocks, got \[\]"),
         ([torch.zeros(3)], None, r"got \[\(3,\)\]; reshape them"),
         ([torch.zeros(3, 2), torch.zeros(4, 2)], None, r"got \[\(3, 2\), \(4, 2\)\]"),
-        ([torch.zeros(3, 2)], torch.ones(2), "block_bytes must be 3 numbers of 0 or more, one a block, got 2"),
-        ([torch.zeros(2, 2)], torch.tensor([8, -1]), "got 2 from -1 up; give what saving each block takes"),
+        ([torch.zeros(3, 2)], torch.ones(2), "block_bytes must be 3 numbers of 0 or more, one per block, got 2"),
+        ([torch.zeros(2, 2)], torch.tensor([8, -1]), "got 2 from -1 up; give the bytes that saving each block takes"),
     ],
 )
 def test_blocks_that_do_not_go_together_are_refused(start, sizes, message):
@@ -494,7 +494,7 @@ def test_a_save_that_is_out_of_order_or_of_something_else_is_refused():
     saved = running.save(rows, 4)
 
     with pytest.raises(
-        ConfigError, match="a save of step 4 must come after the last one, which is of step 4; to go back"
+        ConfigError, match="a save of step 4 must come after the last one, which is of step 4; to roll back"
     ):
         running.put(saved)
     with pytest.raises(ConfigError, match=r"rows must have .*\(6, 2\).*got .*\(6, 3\)"):

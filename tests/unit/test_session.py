@@ -537,7 +537,7 @@ def test_a_new_run_refuses_the_checkpoints_of_an_old_one(tmp_path):
     train(model, session)
 
     model, _, session = make(checkpoint_dir=directory, checkpoint_every=5)
-    with pytest.raises(ConfigError, match=r"already holds a run up to step 10: go on with it \(--resume\)"):
+    with pytest.raises(ConfigError, match=r"already holds a run up to step 10: resume it \(--resume\)"):
         train(model, session)
 
 

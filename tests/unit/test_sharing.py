@@ -141,15 +141,15 @@ def test_slices_do_not_become_too_small_and_the_line_says_what_it_costs():
             0,
             512,
         ): "8 slices of a mini-batch: after the loss of 1 of 4 workers a step takes at most 13 % longer than an "
-        "even split; 64 samples each instead of 128, and small ones cost more a sample (docs/explanation/performance-slices.md)",
+        "even split; 64 samples each instead of 128, and small ones cost more per sample (docs/explanation/performance.md)",
         (
             4,
             0,
             32,
         ): "4 slices of a mini-batch: after the loss of 1 of 4 workers a step takes at most 50 % longer than an "
-        "even split; 8 samples each, one slice a worker, because smaller ones would cost more than they gain",
+        "even split; 8 samples each, one slice per worker, because smaller ones would cost more than they gain",
         (2, 0, 64): "2 slices of a mini-batch: after the loss of 1 of 2 workers a step takes as long as an even split; "
-        "32 samples each, one slice a worker",
+        "32 samples each, one slice per worker",
         (1, 0, 64): "1 slice of a mini-batch: with one worker there is nothing to share",
     }
     assert {asked: choose_slices(*asked).line for asked in lines} == lines

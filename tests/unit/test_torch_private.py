@@ -94,7 +94,7 @@ def test_nothing_is_said_of_a_torch_that_was_tried_or_is_older(version):
 @pytest.mark.parametrize("version", ["2.15.0", "2.15.0.dev20261101+cpu", "2.16.0a0+git1234", "3.0.0", "10.0"])
 def test_a_newer_torch_is_named_beside_the_one_that_was_tried(version):
     assert untried(version) == (
-        f"torch {version} is newer than {TRIED}, the newest that Holdfast was tried with; if something breaks, install that one"
+        f"torch {version} is newer than {TRIED}, the newest that Holdfast was tested with; if something breaks, install that one"
     )
 
 

@@ -136,7 +136,7 @@ def test_damage_on_the_way_is_found_and_its_giver_named():
     came = meet(parts, BadWire)
 
     assert isinstance(came[1], CheckpointError)
-    assert str(came[1]) == "the state that worker 0 gave came damaged"
+    assert str(came[1]) == "the state received from worker 0 is damaged: its digests do not match"
 
 
 @pytest.mark.parametrize("dies", [0, 1, 2])

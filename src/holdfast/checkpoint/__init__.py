@@ -1,23 +1,23 @@
-"""Checkpoints: a directory a step, with the tensors in files and a manifest that is written last.
+"""Checkpoints: one directory per step, with the tensors in files and a manifest that is written last.
 
 ::
 
     checkpoints = Checkpoints("runs/a")                                   # or s3://bucket/runs/a
     pending = checkpoints.write_tensors(20, {"model": model.state_dict()}, info={})
-    pending.commit(generation=0)                                          # now it counts
+    pending.commit(generation=0)                                          # from here on it counts
 
-    loaded = checkpoints.load_newest()                                    # every byte was read and checked
+    loaded = checkpoints.load_newest()                                    # every byte was read and verified
     model.load_state_dict(loaded.state["model"])
 
-A process may be killed at any moment: what was complete stays complete, what was not is never loaded.
-Nothing is ever unpickled. The bytes are specified in ``docs/reference/checkpoint-format.md``.
+A process may be killed at any moment: complete checkpoints stay complete, incomplete ones are never loaded.
+Nothing is ever unpickled. ``docs/reference/checkpoint-format.md`` specifies the bytes.
 
-Read ``save.py`` for what happens in which order, ``loading.py`` and ``values.py`` for what is checked, ``format.py`` for
-what may be saved, ``manifest.py`` for what is written down, ``parts.py`` for what several writers hold apart, ``files/``
-for the files of the tensors, ``storage/`` for where they are, ``writer.py`` for writing beside the training loop. A session
-talks to ``manager.py``. The ``ckpt`` command stands on ``listing.py``, ``source.py``, ``compare.py`` and ``convert.py``.
+``save.py`` has the order of operations, ``loading.py`` and ``values.py`` the checks, ``format.py`` the types that can be
+saved, ``manifest.py`` the manifest, ``parts.py`` parts from several writers, ``files/`` the tensor file formats,
+``storage/`` the storage back ends, ``writer.py`` writing in the background. A session uses
+``manager.py``. The ``ckpt`` command uses ``listing.py``, ``source.py``, ``compare.py`` and ``convert.py``.
 
-Importing this loads no torch: every name is loaded when it is first used. So no module has the name of a function here.
+Importing this does not load torch: each name is loaded on first use. So no module may have the name of a function here.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Values into the files that a format has laid out, digested on the way; several blocks at a time."""
+"""Writes values into the files that a format has laid out and digests them, several blocks in parallel."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from holdfast.checkpoint.write_plan import Box
 from holdfast.errors import CheckpointError
 
 _EARLY_BYTES = 1 << 20
-"""Blocks of at least this size go to the disk at once; page by page it would have more to do, not less."""
+"""Writeback of blocks of at least this size starts immediately; flushing smaller ones page by page would be slower."""
 
 
 def pour(folder: Path, layout: Layout, boxes: Sequence[Box]) -> tuple[dict[str, FileEntry], dict[str, TensorEntry]]:
-    """Write the values to where the layout has a place for them, digesting them on the way; several blocks at a time."""
+    """Write the values to their places in the layout and digest them, several blocks in parallel."""
     numbers = {name: os.open(folder / name, os.O_RDWR | os.O_CLOEXEC) for name in layout.files}
     try:
         jobs = [(box, start, end) for box in boxes for start, end in block_ranges(box.tensor.nbytes)]
@@ -71,7 +71,7 @@ def _write_block(number: int, data: memoryview, offset: int) -> str:
         while done < len(part):
             done += os.pwrite(number, part[done:], offset + start + done)
     if len(data) >= _EARLY_BYTES:
-        # Linux begins to write these pages to the disk now, while others are digested, instead of when the file is synced.
+        # Linux starts writing these pages to disk now, while other blocks are digested, instead of at the final fsync.
         os.posix_fadvise(number, offset, len(data), os.POSIX_FADV_DONTNEED)
     return whole.hexdigest()
 
@@ -86,7 +86,7 @@ def _describe_file(name: str, number: int, tensors: Mapping[str, TensorEntry]) -
 
 
 def gaps(size_bytes: int, pieces: Sequence[Piece]) -> list[tuple[int, int]]:
-    """Return the ranges of a file that hold no values."""
+    """Return the byte ranges of a file that hold no values."""
     found, end = [], 0
     for piece in sorted(pieces, key=lambda piece: piece.offset):
         if piece.size_bytes:

@@ -1,7 +1,7 @@
-"""Digests of blocks, and doing something with many blocks at a time.
+"""Digests of blocks, and processing many blocks in parallel.
 
-A tensor's values are digested in blocks, so that several threads can share a large one, each byte is read once, and
-damage is known to a few megabytes. Reading, writing and digesting leave Python's lock to the training loop.
+A tensor's values are digested in blocks, so that several threads can share a large tensor, each byte is read once, and
+damage is located to a few megabytes. Reading, writing and digesting release the GIL.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ _Job = TypeVar("_Job")
 _Result = TypeVar("_Result")
 
 BLOCK_BYTES = 16 << 20
-"""Values are digested in blocks of this size, the last one shorter."""
+"""Size of the blocks in which values are digested; the last one may be shorter."""
 
 _ALONE_BYTES = 4 << 20
 """Less than this is not worth a second thread."""
 
 PART_BYTES = 1 << 20
-"""What the second cache of a core may hold: one thing after the other is done with so much of a block."""
+"""A chunk that fits into a core's L2 cache: a block is processed chunk by chunk."""
 
 
 def num_blocks(size_bytes: int) -> int:
-    """Return how many blocks there are; an empty tensor has an empty one."""
+    """Return the number of blocks; an empty tensor has one empty block."""
     return max(1, -(-size_bytes // BLOCK_BYTES))
 
 
 def block_ranges(size_bytes: int) -> Iterator[tuple[int, int]]:
-    """Yield the first byte of each block, and the byte behind it."""
+    """Yield start and end byte of each block."""
     for start in range(0, max(1, size_bytes), BLOCK_BYTES):
         yield start, min(start + BLOCK_BYTES, size_bytes)
 
@@ -43,15 +43,15 @@ def digest(data: memoryview | bytes | bytearray) -> str:
 
 
 def parts_of(data: memoryview, part_bytes: int = PART_BYTES) -> Iterator[tuple[int, memoryview]]:
-    """Yield data in parts that stay in a processor's cache while two things are done with them, and where each begins."""
+    """Yield cache-sized chunks of data, each with its offset."""
     for start in range(0, len(data), part_bytes):
         yield start, data[start : start + part_bytes]
 
 
 def digest_of(ranges: Iterable[tuple[int, int]], read_into: Callable[[int, memoryview], int]) -> str | None:
-    """Return XXH3-64 of ranges of a file behind one another, holding a little of it at a time; None if it ends before they do.
+    """Return XXH3-64 of consecutive ranges of a file, holding little of it in memory; None if the file is too short.
 
-    A range is its first byte, and the byte behind it. ``read_into`` is :meth:`Reader.read_into` of the file.
+    A range is its start and end byte. ``read_into`` is :meth:`Reader.read_into` of the file.
     """
     whole, memory = xxhash.xxh3_64(), memoryview(bytearray(_ALONE_BYTES))
     for start, end in ranges:
@@ -64,15 +64,15 @@ def digest_of(ranges: Iterable[tuple[int, int]], read_into: Callable[[int, memor
 
 
 def threads() -> int:
-    """Return how many threads share the work of a checkpoint: as many as the cores that this process may use, up to 8."""
+    """Return the number of threads for checkpoint work: one per available core, at most 8."""
     return min(8, len(os.sched_getaffinity(0)))
 
 
 def run(do: Callable[[_Job], _Result], jobs: Sequence[_Job], size_bytes: int) -> list[_Result]:
-    """Return what ``do`` says of each job, in their order; in several threads if it is much, of which the caller's is one.
+    """Return ``do(job)`` for each job, in order; large work is shared by several threads, including the caller's.
 
     Raises:
-        Exception: what a job raised; no other is begun then.
+        Exception: the first exception that a job raised; the remaining jobs are not started.
     """
     if size_bytes < _ALONE_BYTES or len(jobs) < 2 or threads() < 2:
         return [do(job) for job in jobs]
@@ -80,12 +80,12 @@ def run(do: Callable[[_Job], _Result], jobs: Sequence[_Job], size_bytes: int) ->
     numbers = iter(range(len(jobs)))
 
     def work() -> None:
-        # A future for each of thousands of small jobs would cost more than the jobs.
+        # One future per job would cost more than thousands of small jobs.
         for number in numbers:
             try:
                 results[number] = do(jobs[number])
             except BaseException:
-                for _ in numbers:  # nobody begins another one
+                for _ in numbers:  # drain, so that no other thread starts a job
                     pass
                 raise
 

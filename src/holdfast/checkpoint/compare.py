@@ -1,14 +1,14 @@
-"""How far two checkpoints, or files of other programs, are from each other, tensor by tensor.
+"""Differences between two checkpoints or foreign files, tensor by tensor.
 
 The rules, for tensors of one shape:
 
-- Two floats of one dtype differ if their bits do: so a NaN equals itself, and 0.0 differs from -0.0, by 0. Integers and
+- Two floats of one dtype differ if their bits do: a NaN equals itself, and 0.0 differs from -0.0, with error 0. Integers and
   bools differ by value, and so do tensors of different dtypes.
-- Where one file has bfloat16 and the other uint16, as formats do that have no name for bfloat16, the bits are taken for
-  bfloat16; so are those of uint8 for float8.
-- Errors are computed in float64 whatever the dtypes are. ``max_abs`` is the largest ``|a - b|``, ``max_rel`` the largest
-  ``|a - b| / max(|a|, |b|)``, ``distance`` is the square root of the sum of all ``(a - b)**2``. Where one of two values
-  is a NaN there is no error, only a value that differs; it is counted under ``nans``.
+- If one file has bfloat16 and the other uint16, the stand-in in formats without bfloat16, the bits are compared as
+  bfloat16; likewise uint8 as float8.
+- Errors are computed in float64 whatever the dtypes. ``max_abs`` is the largest ``|a - b|``, ``max_rel`` the largest
+  ``|a - b| / max(|a|, |b|)``, ``distance`` the square root of the sum of all ``(a - b)**2``. If one of two values
+  is NaN, they differ without an error; NaNs are counted in ``nans``.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import torch
 from holdfast.checkpoint.files.base import STAND_INS, Source
 
 _CHUNK = 1 << 20
-"""Values that are compared at a time; each needs a few float64."""
+"""Number of values compared at a time; each needs a few float64."""
 
 _SAME_WIDTH = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 _MISSING = object()
@@ -34,34 +34,34 @@ _MISSING = object()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorDiff:
-    """How two tensors of one path differ."""
+    """The difference between two tensors with the same path."""
 
     path: str  # Of both
     dtypes: tuple[str, str]  # Of each
-    shapes: tuple[tuple[int, ...], tuple[int, ...]]  # Of each; if they are different nothing was computed
-    values: int = 0  # How many there are in one of them
-    differ: int = 0  # How many are not the same
-    max_abs: float = 0.0  # Largest absolute error, 0 or more, inf where one is infinite and the other is not
+    shapes: tuple[tuple[int, ...], tuple[int, ...]]  # Of each; if they differ, nothing was computed
+    values: int = 0  # Number of values in one of them
+    differ: int = 0  # Number of values that differ
+    max_abs: float = 0.0  # Largest absolute error, >= 0; inf if one value is infinite and the other is not
     max_rel: float = 0.0  # Largest relative error, 0 to 2
-    distance: float = 0.0  # Euclidean
-    nans: tuple[int, int] = (0, 0)  # How many there are in each
+    distance: float = 0.0  # Euclidean distance
+    nans: tuple[int, int] = (0, 0)  # Number of NaNs in each
 
     @property
     def is_same(self) -> bool:
-        """Whether dtype, shape and all values are."""
+        """Whether dtype, shape and all values are equal."""
         return self.dtypes[0] == self.dtypes[1] and self.shapes[0] == self.shapes[1] and not self.differ
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """How two sources differ."""
+    """The difference between two sources."""
 
-    tensors: tuple[TensorDiff, ...]  # Those that both have, in the order of the first, equal ones too
-    only_first: tuple[str, ...]  # Paths of tensors that only the first has
-    only_second: tuple[str, ...]  # Paths of tensors that only the second has
+    tensors: tuple[TensorDiff, ...]  # Common tensors, in the order of the first source, including equal ones
+    only_first: tuple[str, ...]  # Paths of tensors in the first source only
+    only_second: tuple[str, ...]  # Paths of tensors in the second source only
     scalars: dict[str, tuple[str, str]] | None
-    """What is no tensor and differs, by path, with both values as text, "" where there is none; None if one of
-    the two can hold nothing but tensors."""
+    """Differing values that are not tensors, by path, both as text, "" if missing; None if one of
+    the two sources can hold only tensors."""
 
     @property
     def is_identical(self) -> bool:
@@ -71,12 +71,12 @@ class Comparison:
 
 
 def compare(first: Source, second: Source, on_tensor: Callable[[str], None] = lambda path: None) -> Comparison:
-    """Compare two sources; one tensor of each is in memory at a time.
+    """Compare two sources, holding one tensor of each in memory at a time.
 
     Args:
-        first: What errors are counted from.
-        second: What is compared with it.
-        on_tensor: Is told of each tensor before it is read.
+        first: The reference.
+        second: The source to compare with it.
+        on_tensor: Called with each tensor's path before it is read.
 
     Raises:
         CheckpointCorrupt: if a tensor is damaged.
@@ -95,21 +95,21 @@ def compare(first: Source, second: Source, on_tensor: Callable[[str], None] = la
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spot:
-    """A value that two sources do not have alike."""
+    """A value that differs between two sources."""
 
-    path: str  # Of its tensor
+    path: str  # Path of the tensor
     index: tuple[int, ...]
-    """Where in the tensor; empty also if the tensors are of different shapes, or one of them is missing."""
-    values: tuple[str, str]  # In each, as text; their shapes if these differ, "" where there is no such tensor
+    """Index in the tensor; also empty if the shapes differ, or one tensor is missing."""
+    values: tuple[str, str]  # In each source, as text; the shapes if these differ, "" for a missing tensor
 
 
 def first_difference(first: Source, second: Source, under: str = "") -> Spot | None:
-    """Return the first value that differs, in the order of the first source's tensors and row-major in each; None if none does.
+    """Return the first value that differs, in the first source's tensor order and row-major in each tensor; None if all are equal.
 
     Args:
-        first: What is compared.
-        second: With what.
-        under: Only paths that begin so.
+        first: The reference.
+        second: The source to compare with it.
+        under: Restricts the comparison to paths with this prefix.
 
     Raises:
         CheckpointCorrupt: if a tensor is damaged.
@@ -141,13 +141,13 @@ def _compare(path: str, first: Source, second: Source) -> TensorDiff:
 
 
 def _meant(dtype: torch.dtype, other: torch.dtype) -> torch.dtype:
-    """Return the dtype of which another may be the stand-in: in a file of numpy's, uint16 has the bits of bfloat16."""
+    """Return the dtype that is meant: uint16 in a numpy file holds the bits of bfloat16 if the other file has bfloat16."""
     names = [str(known).removeprefix("torch.") for known in (dtype, other)]
     return other if STAND_INS.get(names[1]) == names[0] else dtype
 
 
 def compare_tensors(diff: TensorDiff, a: torch.Tensor, b: torch.Tensor) -> TensorDiff:
-    """Return ``diff`` with the numbers of two contiguous CPU tensors of one shape."""
+    """Return ``diff`` completed with the errors between two contiguous CPU tensors of the same shape."""
     differ, max_abs, max_rel, squares, nans = 0, 0.0, 0.0, [0.0], [0, 0]
     for x, y in _chunks(a.reshape(-1), b.reshape(-1)):
         odd = _odd(x, y)
@@ -179,12 +179,12 @@ def _chunks(a: torch.Tensor, b: torch.Tensor) -> Iterator[tuple[torch.Tensor, to
 
 
 def _taken(x: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-    """Return the values that are wanted; by their bits, because torch 2.9 cannot pick from unsigned integers and float8."""
+    """Return the selected values. They are selected as integers: torch 2.9 cannot index unsigned integers and float8."""
     return x[wanted] if x.element_size() == 16 else x.view(_SAME_WIDTH[x.element_size()])[wanted].view(x.dtype)
 
 
 def _odd(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """Return which values differ."""
+    """Return a mask of the values that differ."""
     if x.dtype is torch.bool and y.dtype is torch.bool:
         return (x.view(torch.uint8) != 0) != (y.view(torch.uint8) != 0)
     if x.dtype == y.dtype:
@@ -198,7 +198,7 @@ def _odd(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 
 def _whole_differ(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """Return which integers differ; int64 has no room for half of uint64, whose upper half looks negative in it."""
+    """Return a mask of the integers that differ; the upper half of uint64 appears negative in int64."""
     too_large = [
         t.to(torch.int64) < 0 if t.dtype is torch.uint64 else torch.zeros_like(t, dtype=torch.bool) for t in (x, y)
     ]
@@ -206,10 +206,10 @@ def _whole_differ(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 
 def _errors(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return ``|x - y|`` and ``max(|x|, |y|)`` of the values that are numbers, in float64."""
+    """Return ``|x - y|`` and ``max(|x|, |y|)`` of the values that are not NaN, in float64."""
     wide_x, wide_y = _wide(x), _wide(y)
     scale = torch.maximum(wide_x.abs(), wide_y.abs())
-    error = torch.where(wide_x == wide_y, 0.0, (wide_x - wide_y).abs())  # infinity from infinity is no number
+    error = torch.where(wide_x == wide_y, 0.0, (wide_x - wide_y).abs())  # infinity minus infinity is NaN
     if x.dtype == y.dtype and _is_whole(x):
         error = _whole_errors(x, y)
     known = ~(torch.isnan(wide_x) | torch.isnan(wide_y))
@@ -217,7 +217,7 @@ def _errors(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tenso
 
 
 def _whole_errors(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """Return ``|x - y|`` of integers, right to the last bit before it becomes a float64."""
+    """Return ``|x - y|`` of integers, computed exactly before the conversion to float64."""
     a, b = x.numpy(), y.numpy()
     return torch.from_numpy(
         (np.maximum(a, b).astype(np.uint64) - np.minimum(a, b).astype(np.uint64)).astype(np.float64)

@@ -1,4 +1,4 @@
-"""The same state in another format, or in another place: nothing about it may change, and that is checked."""
+"""Converts a state into another format or location, and verifies that nothing has changed."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from holdfast.errors import CheckpointCorrupt, CheckpointError, ConfigError
 
 
 def convert(source: Source, storage: Storage, format: str) -> SavedCheckpoint:
-    """Write what a source holds as a checkpoint of another format; read it again, and compare the digests.
+    """Write the content of a source as a checkpoint in another format; read it back, and compare the digests.
 
     Args:
-        source: A checkpoint, or another program's file.
-        storage: Where to; must not hold this step. A file that names no step becomes step 0.
+        source: A checkpoint, or a file of another program.
+        storage: The destination; must not contain this step. A file without a step becomes step 0.
         format: One of :data:`~holdfast.checkpoint.files.kinds.FORMATS`.
 
     Raises:
-        ConfigError: if the step is there already, or there is no such format.
-        CheckpointCorrupt: if the source is damaged, or what was written is not what was read; it is removed again.
-        CheckpointError: if the format cannot hold a tensor, or the storage does not take it.
+        ConfigError: if the step exists already, or the format is unknown.
+        CheckpointCorrupt: if the source is damaged, or the data read back differ; the new checkpoint is removed.
+        CheckpointError: if the format cannot hold a tensor, or the storage rejects it.
     """
     check_format(format)
     step = source.step or 0
     if step in steps(storage):
         raise ConfigError(
-            f"there is a checkpoint of step {step} in {storage.url} already; name another place, or remove it first"
+            f"a checkpoint of step {step} already exists in {storage.url}; choose another directory, or remove it first"
         )
     content = take(source.load())
     wanted = _digests(source, content)
@@ -54,13 +54,13 @@ def convert(source: Source, storage: Storage, format: str) -> SavedCheckpoint:
 
 
 def check_format(format: str) -> None:
-    """Refuse a format that there is not."""
+    """Reject an unknown format."""
     if format not in FORMATS:
         raise ConfigError(f"the format must be one of {', '.join(FORMATS)}, got {format!r}")
 
 
 def _digests(source: Source, content: Content) -> dict[str, str]:
-    """Return what each tensor's digest must be: what the old manifest says, where it has the tensor in one piece."""
+    """Return the expected digest of each tensor: from the old manifest, if it has the tensor in one piece."""
     old = {} if source.manifest is None else source.manifest.tensors
     return {
         box.path: old[box.path].xxh3
@@ -76,5 +76,5 @@ def _check(manifest: Manifest, wanted: dict[str, str]) -> None:
         wrong = next(path for path in {**wanted, **found} if wanted.get(path) != found.get(path))
         raise CheckpointCorrupt(
             f"the tensor {wrong!r:.80} has the digest {found.get(wrong)} after converting, it had {wanted.get(wrong)}; "
-            "the new checkpoint was removed. Is the memory of this machine sound?"
+            "the new checkpoint was removed; check this machine's memory"
         )

@@ -1,9 +1,9 @@
-"""A training state as named tensors and a JSON skeleton, and back.
+"""Converts a training state into named tensors and a JSON skeleton, and back.
 
-Only data goes in: dicts, lists, tuples, tensors, numbers, strings, None. So nothing needs to be
-unpickled, and every tensor has a path that a person can read: ``model/conv1.weight``,
-``optimizer/state/0/exp_avg``. The skeleton says how the tensors hang together. Its grammar stands in
-``docs/reference/checkpoint-format.md``; in one line: scalars and lists are themselves, and everything else is an
+A state consists of data only: dicts, lists, tuples, tensors, numbers, strings, None. So nothing needs to be
+unpickled, and every tensor has a readable path: ``model/conv1.weight``,
+``optimizer/state/0/exp_avg``. The skeleton is the structure around the tensors. ``docs/reference/checkpoint-format.md``
+has its grammar. In short: scalars and lists are themselves, and everything else is an
 object with one key, ``{"tensor": path}``, ``{"tied": path}``, ``{"tuple": [...]}``,
 ``{"dict": [[key, value], ...]}``, ``{"float": bits}``.
 """
@@ -22,10 +22,10 @@ import torch
 from holdfast.errors import CheckpointCorrupt, CheckpointError
 
 MAX_DEPTH = 64
-"""Containers inside containers. A state that contains itself is deeper than that."""
+"""Maximum nesting depth of containers. A state that contains itself exceeds it."""
 
 MAX_INT_BITS = 4096
-"""Python refuses to read integers of more than 4,300 digits back."""
+"""Maximum size of an integer: Python refuses to parse integers of more than 4,300 digits."""
 
 _DTYPE_NAMES = (
     "float64 float32 float16 bfloat16 float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz complex128 complex64 "
@@ -37,25 +37,25 @@ DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in _DTYPE_
 _MAPPINGS: dict[str, type[dict[Any, Any]]] = {"dict": dict, "OrderedDict": OrderedDict, "Counter": Counter}
 _MAPPING_NAMES = {kind: name for name, kind in _MAPPINGS.items()}
 _SCALARS = (str, int, float, bool, type(None))
-# The safetensors header uses the second for itself; an empty name would be lost in messages.
+# The safetensors header reserves the second name; an empty name would be lost in messages.
 _RESERVED_PATHS = ("", "__metadata__")
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """The part of a tensor that one worker holds; it stands in the state where the whole tensor would."""
+    """The part of a tensor that one worker holds; it takes the place of the whole tensor in a state."""
 
     tensor: torch.Tensor  # The part
-    start: tuple[int, ...]  # Its first index in each dimension of the whole
-    shape: tuple[int, ...]  # Of the whole
+    start: tuple[int, ...]  # Its first index in each dimension of the whole tensor
+    shape: tuple[int, ...]  # Shape of the whole tensor
 
 
 Leaf = torch.Tensor | Shard
-"""What stands at the end of a path."""
+"""The value at the end of a path."""
 
 
 class _Taken:
-    """The tensors that were met so far, and where each piece of memory was met first."""
+    """The tensors found so far, and the first path of each memory range."""
 
     def __init__(self) -> None:
         self.leaves: dict[str, Leaf] = {}
@@ -63,18 +63,18 @@ class _Taken:
 
 
 def flatten(state: Any) -> tuple[dict[str, Leaf], Any]:
-    """Take a state apart.
+    """Split a state into tensors and skeleton.
 
-    Tensors are passed on as they are, not copied; one that stands in several places (tied weights) has one path.
+    Tensors are returned as they are, not copied; one that occurs in several places (tied weights) has one path.
 
     Args:
         state: Nested dicts, lists, tuples, tensors, shards, ints, floats, bools, strings and None.
 
     Returns:
-        The tensors by path, in the order in which they were met, and the skeleton: plain JSON.
+        The tensors by path, in the order of traversal, and the skeleton as plain JSON.
 
     Raises:
-        CheckpointError: if something else is in it; the message names the path.
+        CheckpointError: if the state contains anything else; the message names the path.
     """
     taken = _Taken()
     skeleton = _encode(state, (), taken)
@@ -82,10 +82,10 @@ def flatten(state: Any) -> tuple[dict[str, Leaf], Any]:
 
 
 def unflatten(tensors: Mapping[str, torch.Tensor], skeleton: Any) -> Any:
-    """Put together what :func:`flatten` took apart.
+    """Reassemble a state that :func:`flatten` split.
 
     Raises:
-        CheckpointCorrupt: if the skeleton breaks its grammar, or does not use each tensor once.
+        CheckpointCorrupt: if the skeleton violates its grammar, or does not use each tensor once.
     """
     used: set[str] = set()
     state = _decode(skeleton, (), tensors, used)
@@ -97,7 +97,7 @@ def unflatten(tensors: Mapping[str, torch.Tensor], skeleton: Any) -> Any:
 
 
 def scalars_of(skeleton: Any, tensors: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return what is no tensor in a state, by path; and the paths at which a tensor stands again, with the first one."""
+    """Return the values of a state that are not tensors, by path; and the repeated paths of tied tensors, with the first one."""
     stand_ins = {path: torch.empty(0) for path in tensors}
     first = {id(stand_in): path for path, stand_in in stand_ins.items()}
     scalars: dict[str, Any] = {}
@@ -114,8 +114,8 @@ def scalars_of(skeleton: Any, tensors: Mapping[str, Any]) -> tuple[dict[str, Any
 
 
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:
-    """Return the memory of a contiguous CPU tensor, not a copy of it."""
-    # Not reshape(-1): torch calls a tensor of one element contiguous whatever its stride, and would keep it.
+    """Return the memory of a contiguous CPU tensor, not copied."""
+    # Not reshape(-1): torch calls a one-element tensor contiguous whatever its stride, and would keep the stride.
     flat = tensor.detach().as_strided((tensor.numel(),), (1,))
     return flat.view(torch.uint8).numpy().data
 
@@ -192,7 +192,7 @@ def _take_leaf(leaf: Leaf, where: tuple[Any, ...], taken: _Taken) -> dict[str, s
 
 
 def _memory(tensor: torch.Tensor) -> tuple[object, ...]:
-    """Return what two tensors have in common only if each is all of the other."""
+    """Return a key that two tensors share only if they are views of exactly the same elements."""
     return (
         tensor.device,
         tensor.data_ptr(),
@@ -220,7 +220,7 @@ def _check_shard(shard: Shard, where: tuple[Any, ...]) -> None:
 def tensor_path(where: tuple[Any, ...]) -> str:
     """Return the keys that lead to a value as one string.
 
-    As in a JSON pointer (RFC 6901) ``~`` in a key becomes ``~0`` and ``/`` becomes ``~1``.
+    As in a JSON pointer (RFC 6901), ``~`` in a key becomes ``~0`` and ``/`` becomes ``~1``.
     """
     return "/".join(str(key).replace("~", "~0").replace("/", "~1") for key in where)
 
@@ -309,7 +309,7 @@ def _use_tensor(path: Any, where: tuple[Any, ...], tensors: Mapping[str, torch.T
 
 def _use_again(path: Any, where: tuple[Any, ...], tensors: Mapping[str, torch.Tensor], used: set[str]) -> torch.Tensor:
     if type(path) is not str or path not in used:
-        _damaged(where, f"is tied to the tensor {path!r:.200}, which does not stand before it")
+        _damaged(where, f"is tied to the tensor {path!r:.200}, which does not occur before it")
     return tensors[path]
 
 

@@ -1,4 +1,4 @@
-"""How often a checkpoint pays: Daly (2006) in closed form, and from what was seen so far. No torch."""
+"""The checkpoint interval: Daly's (2006) closed form, and its estimate from measurements. No torch."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from holdfast.errors import ConfigError
 
 
 def daly(cost_s: float, mtbf_s: float) -> float:
-    """Return the higher-order optimum of the time between the end of one checkpoint and the begin of the next, seconds.
+    """Return the higher-order optimum of the time between the end of one checkpoint and the start of the next, in seconds.
 
     ``sqrt(2 C M) [1 + 1/3 sqrt(C / 2M) + 1/9 (C / 2M)] - C`` where ``C < 2M``, else ``M``.
 
     Args:
-        cost_s: What one checkpoint costs, ``> 0``.
-        mtbf_s: Mean time between failures of the whole job, ``> 0``.
+        cost_s: Cost of one checkpoint, seconds, ``> 0``.
+        mtbf_s: Mean time between failures of the whole job, seconds, ``> 0``.
 
     Raises:
-        ConfigError: if one is not positive.
+        ConfigError: if one of them is not positive.
 
     Source:
         Daly, A higher order estimate of the optimum checkpoint interval for restart dumps, FGCS 22(3), 2006, eq. 37.
@@ -30,9 +30,9 @@ def daly(cost_s: float, mtbf_s: float) -> float:
 
 
 class Adaptive:
-    """Says when the next checkpoint is due, from what checkpoints were found to cost and how often failures came.
+    """Schedules checkpoints by their measured cost and the observed rate of failures.
 
-    ``mtbf_s`` is what is believed of the mean time between failures before any was seen. It counts as one failure.
+    ``mtbf_s`` is the prior mean time between failures. It counts as one observed failure.
     """
 
     def __init__(self, mtbf_s: float) -> None:
@@ -45,24 +45,24 @@ class Adaptive:
         self._last_s = 0.0
 
     def failed(self) -> None:
-        """Hear of a failure."""
+        """Record a failure."""
         self._failures += 1
 
     def cost(self, cost_s: float) -> None:
-        """Hear what a checkpoint cost the loop, seconds."""
+        """Record the seconds that a checkpoint cost the loop."""
         self._costs = [*self._costs, max(cost_s, 1e-4)][-5:]
 
     def began(self, now_s: float) -> None:
-        """Hear that a checkpoint was begun."""
+        """Record that a checkpoint was begun."""
         self._last_s = now_s
 
     def mtbf_s(self, now_s: float) -> float:
-        """Return the mean time between failures, as believed now."""
+        """Return the current estimate of the mean time between failures, seconds."""
         run_s = 0.0 if self._started_s is None else now_s - self._started_s
         return (self._believed_s + run_s) / (1 + self._failures)
 
     def interval_s(self, now_s: float) -> float:
-        """Return how long after a checkpoint the next is due; 0 as long as none has shown what it costs."""
+        """Return the seconds from one checkpoint to the next; 0 until a cost has been measured."""
         if not self._costs:
             return 0.0
         return daly(sorted(self._costs)[len(self._costs) // 2], self.mtbf_s(now_s))
@@ -75,6 +75,6 @@ class Adaptive:
 
 
 def check_times(cost_s: float, mtbf_s: float) -> None:
-    """Refuse a cost or a mean time between failures that is not positive."""
+    """Reject a cost or a mean time between failures that is not positive."""
     if not cost_s > 0 or not mtbf_s > 0:
         raise ConfigError(f"cost and MTBF must be positive, got {cost_s:g} s and {mtbf_s:g} s")

@@ -1,4 +1,4 @@
-"""What is in a place of checkpoints: steps, attempts that were never completed, and removing what need not be kept."""
+"""Lists a directory of checkpoints: steps and incomplete attempts; and applies the retention policy."""
 
 from __future__ import annotations
 
@@ -17,37 +17,37 @@ from holdfast.errors import CheckpointCorrupt, CheckpointMissing
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Examined:
-    """A complete checkpoint that was looked at."""
+    """The result of examining a complete checkpoint."""
 
-    step: int  # Which one
-    manifest: Manifest | None  # What it holds; None if that cannot be read
-    damage: tuple[Damage, ...]  # All that was found
-    was_read: bool  # Whether every byte of it was; otherwise only the manifest was
-    written_s: float | None  # When it was completed, seconds since 1970; None if the storage does not say
+    step: int  # Its step
+    manifest: Manifest | None  # Its content; None if the manifest cannot be read
+    damage: tuple[Damage, ...]  # All damage found
+    was_read: bool  # Whether every byte was read; otherwise only the manifest was
+    written_s: float | None  # Time of completion, seconds since 1970; None if the storage does not record it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attempt:
-    """Files that belong to no complete checkpoint: its writer was killed, or is still at work."""
+    """Files that belong to no complete checkpoint: its writer was killed, or is still writing."""
 
-    step: int  # Of which step
-    folder: str  # Where, below the root
-    size_bytes: int  # Of its files
+    step: int  # Its step
+    folder: str  # Path below the root
+    size_bytes: int  # Total size of its files
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pruned:
-    """What was removed, or would be."""
+    """The checkpoints and attempts that were removed, or would be in a dry run."""
 
-    steps: tuple[int, ...]  # Checkpoints
-    attempts: tuple[Attempt, ...]  # That were never completed, all of them older than the newest complete step
-    kept: tuple[int, ...]  # Checkpoints that stay
-    damaged: tuple[int, ...]  # Of these, the ones that were found to be damaged; only the newest are looked at
-    freed_bytes: int  # Of all that is removed
+    steps: tuple[int, ...]  # Removed checkpoints
+    attempts: tuple[Attempt, ...]  # Removed incomplete attempts, all older than the newest complete step
+    kept: tuple[int, ...]  # Remaining checkpoints
+    damaged: tuple[int, ...]  # Those of them that were found damaged; only the newest are read
+    freed_bytes: int  # Total size of everything removed
 
 
 def examine(storage: Storage, step: int, *, read_all: bool = True) -> Examined:
-    """Look at a checkpoint, at every byte of it or only at its manifest.
+    """Examine a checkpoint: every byte of it, or only its manifest.
 
     Raises:
         CheckpointMissing: if there is no complete checkpoint of this step.
@@ -67,7 +67,7 @@ def examine(storage: Storage, step: int, *, read_all: bool = True) -> Examined:
 
 
 def examine_all(storage: Storage, now: Callable[[int], None], *, read_all: bool = True) -> list[Examined]:
-    """Look at all checkpoints, in order, telling ``now`` of each; those that a running job removes meanwhile are left out."""
+    """Examine all checkpoints in order, calling ``now`` with each step; steps that a running job removes meanwhile are omitted."""
     found = []
     for step in steps(storage):
         now(step)
@@ -79,7 +79,7 @@ def examine_all(storage: Storage, now: Callable[[int], None], *, read_all: bool 
 
 
 def attempts(storage: Storage) -> list[Attempt]:
-    """Return all attempts that were not completed, oldest step first."""
+    """Return all incomplete attempts, oldest step first."""
     found: list[tuple[int, str]] = []
     for name in storage.names(""):
         step = step_of(name)
@@ -92,7 +92,7 @@ def attempts(storage: Storage) -> list[Attempt]:
         try:
             mine = read_manifest(storage, step).folder
         except (CheckpointCorrupt, CheckpointMissing):
-            continue  # nobody knows which of its folders is the checkpoint's own
+            continue  # which of its folders is the checkpoint's own is unknown
         found += [(step, f"{name}/{other}") for other in inside if other.startswith("data-") and other != mine]
     return [
         Attempt(step=step, folder=folder, size_bytes=folder_bytes(storage, folder)) for step, folder in sorted(found)
@@ -100,7 +100,7 @@ def attempts(storage: Storage) -> list[Attempt]:
 
 
 def folder_bytes(storage: Storage, folder: str) -> int:
-    """Return the size of all files of a step, or of one of its folders."""
+    """Return the total size of the files of a step, or of one of its folders."""
     total = 0
     for name in storage.names(folder):
         path = f"{folder}/{name}"
@@ -111,7 +111,7 @@ def folder_bytes(storage: Storage, folder: str) -> int:
             with storage.reader(path) as file:
                 total += file.size_bytes
         except CheckpointCorrupt:
-            continue  # gone since it was listed, or no plain file
+            continue  # removed since it was listed, or not a plain file
     return total
 
 
@@ -125,15 +125,15 @@ def prune(
 ) -> Pruned:
     """Remove checkpoints that need not be kept, and attempts that will never be completed.
 
-    The newest intact checkpoint always stays: if something is to be removed, steps are read from the newest on until
+    The newest intact checkpoint always stays: before anything is removed, steps are read from the newest on until
     one is intact.
 
     Args:
-        storage: Where.
-        keep_last: How many of the newest stay, ``>= 2``.
-        keep_every: Steps that it divides stay, too; 0: none for that reason.
-        dry_run: Remove nothing, only say what would be.
-        on_damaged: Is told of each damaged checkpoint.
+        storage: The storage of the checkpoints.
+        keep_last: Number of newest checkpoints that stay, ``>= 2``.
+        keep_every: Steps divisible by this number stay, too; 0: none.
+        dry_run: Remove nothing, only report what would be removed.
+        on_damaged: Called with each damaged checkpoint.
 
     Raises:
         CheckpointCorrupt: if something would be removed and no checkpoint is intact.
@@ -155,7 +155,7 @@ def prune(
             )
         going = to_remove(there, keep_last, keep_every, intact)
     rubbish = [attempt for attempt in attempts(storage) if there and attempt.step < there[-1]]
-    # What goes with its step is not counted twice.
+    # An attempt inside a removed step is not counted twice.
     rubbish = [attempt for attempt in rubbish if attempt.step not in going]
     freed_bytes = sum(folder_bytes(storage, step_folder(step)) for step in going)
     if not dry_run:

@@ -1,6 +1,6 @@
-"""Reading checkpoints: every byte is checked, and what is damaged is named.
+"""Reading checkpoints: every byte is verified, and damage is located.
 
-Which checkpoint is loaded, and into which memory. ``values.py`` reads and checks.
+This module selects the checkpoint and provides the memory. ``values.py`` reads and verifies.
 """
 
 from __future__ import annotations
@@ -22,29 +22,29 @@ from holdfast.errors import CheckpointCorrupt, CheckpointError, CheckpointMissin
 _Result = TypeVar("_Result")
 
 OnDamaged = Callable[[int, CheckpointCorrupt], None]
-"""Is told of a damaged checkpoint: its step, and what is wrong."""
+"""Called with a damaged checkpoint's step and the error."""
 
 _NAMED = 8
-"""So many steps are named one by one; of more, half as many of the first and of the last."""
+"""Up to this many steps are listed in messages; otherwise only half as many of the first and of the last."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loaded:
     """A checkpoint in memory."""
 
-    step: int  # Steps that the state has behind it
-    state: Any  # As it was saved; tensors are on the CPU and have memory of their own
-    info: dict[str, Any]  # As it was saved
-    generation: int  # How many communicators there had been when it was completed
+    step: int  # Number of steps that the state contains
+    state: Any  # As saved; tensors are on the CPU and own their memory
+    info: dict[str, Any]  # As saved
+    generation: int  # Generation of the communicator at completion
 
 
 def steps(storage: Where, known: Container[int] = ()) -> list[int]:
-    """Return the steps that have a complete checkpoint, in order. Whether they are intact, it does not look.
+    """Return the steps that have a complete checkpoint, in order, without checking that they are intact.
 
-    Those that are ``known`` count as complete if they are there at all.
+    Steps in ``known`` count as complete if their folder exists.
 
     Raises:
-        CheckpointError: if the storage is there and cannot be listed.
+        CheckpointError: if the storage exists and cannot be listed.
     """
     storage = as_storage(storage)
     found = (step for name in storage.names("") if (step := step_of(name)) is not None)
@@ -52,19 +52,19 @@ def steps(storage: Where, known: Container[int] = ()) -> list[int]:
 
 
 def newest_intact(storage: Where, on_damaged: OnDamaged | None = None) -> int | None:
-    """Return the newest step whose checkpoint is complete and undamaged, None if there is none; reads every byte of it.
+    """Return the newest step whose checkpoint is complete and undamaged, or None; reads every byte of it.
 
-    ``on_damaged`` is told of each damaged checkpoint that is passed over, newest first.
+    ``on_damaged`` is called with each damaged checkpoint that is skipped, newest first.
 
     Raises:
-        CheckpointError: if a checkpoint may not be read by this user: that is no damage.
+        CheckpointError: if this user lacks permission to read a checkpoint, which is no damage.
     """
     step: int | None = _newest(storage, on_damaged, lambda step: verify(storage, step).step)
     return step
 
 
 def load_newest(storage: Where, on_damaged: OnDamaged | None = None, into: Any = None) -> Loaded | None:
-    """Load the newest checkpoint that is complete and undamaged, reading each byte once; see :func:`load`."""
+    """Load the newest complete and undamaged checkpoint, reading each byte once; see :func:`load`."""
     loaded: Loaded | None = _newest(storage, on_damaged, lambda step: load(storage, step, into))
     return loaded
 
@@ -72,7 +72,7 @@ def load_newest(storage: Where, on_damaged: OnDamaged | None = None, into: Any =
 def _newest(storage: Where, on_damaged: OnDamaged | None, read: Callable[[int], Any]) -> Any:
     storage = as_storage(storage)
     passed: set[int] = set()
-    # Listed anew each time: a step that was removed meanwhile was so because a newer one had become complete.
+    # Listed again each time: a step may have been removed meanwhile, because a newer one was completed.
     while left := [step for step in steps(storage) if step not in passed]:
         step = left[-1]
         passed.add(step)
@@ -90,7 +90,7 @@ def verify(storage: Where, step: int) -> Manifest:
     """Read every byte of a checkpoint, holding a few blocks at a time; return its manifest.
 
     Raises:
-        CheckpointCorrupt: if it is not what was saved; the message names the tensor and its byte range.
+        CheckpointCorrupt: if it differs from what was saved; the message names the tensor and its byte range.
         CheckpointMissing: if there is no complete checkpoint of this step.
     """
     storage = as_storage(storage)
@@ -98,7 +98,7 @@ def verify(storage: Where, step: int) -> Manifest:
 
 
 def find_damage(storage: Where, step: int) -> tuple[Manifest, list[Damage]]:
-    """Read every byte of a checkpoint; return its manifest, and everything in its files that is not as it was saved.
+    """Read every byte of a checkpoint; return its manifest and all damage in its files.
 
     Raises:
         CheckpointCorrupt: if its manifest is damaged.
@@ -127,7 +127,7 @@ def _all_damage(storage: Storage, manifest: Manifest) -> list[Damage]:
 
 
 def _why_gone(storage: Storage, manifest: Manifest, name: str) -> str:
-    """Return why a file cannot be opened, "" if it can."""
+    """Return why a file cannot be opened, or ""."""
     try:
         with open_file(storage, manifest, name):
             return ""
@@ -139,15 +139,15 @@ def load(storage: Where, step: int, into: Any = None, only: Wanted | None = None
     """Read a checkpoint, or a part of it.
 
     Args:
-        storage: Where checkpoints are.
-        step: Which one.
-        into: A state whose tensors are overwritten where they have the path, dtype and shape of a saved one, which saves
-            memory and a copy. If loading fails they hold anything: load another checkpoint before they are used.
-        only: Leave out of the state what this does not want, as :func:`~holdfast.checkpoint.parts.all_but`. No other
-            values are read or checked, and no files without wanted ones opened.
+        storage: The storage of the checkpoints.
+        step: The step to load.
+        into: A state whose tensors are overwritten if path, dtype and shape match a saved one, which saves
+            memory and a copy. If loading fails, their content is undefined: load another checkpoint before using them.
+        only: Selects the part of the state to load, as :func:`~holdfast.checkpoint.parts.all_but` does. Other
+            values are not read or verified, and files without selected values are not opened.
 
     Raises:
-        CheckpointCorrupt: if it is not what was saved; the message names the tensor and its byte range.
+        CheckpointCorrupt: if it differs from what was saved; the message names the tensor and its byte range.
         CheckpointMissing: if there is no complete checkpoint of this step.
     """
     storage = as_storage(storage)
@@ -167,14 +167,14 @@ def load(storage: Where, step: int, into: Any = None, only: Wanted | None = None
 
 
 def load_box(storage: Where, step: int, path: str, start: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
-    """Read a part of one tensor, from whichever pieces it was saved in; checks the blocks that it reads.
+    """Read a part of one tensor, in whichever pieces it was saved, and verify the blocks read.
 
     Args:
-        storage: Where checkpoints are.
-        step: Which one.
-        path: Of the tensor.
+        storage: The storage of the checkpoints.
+        step: The step to read.
+        path: Path of the tensor.
         start: First index in each dimension.
-        shape: Of the part.
+        shape: Shape of the part.
 
     Raises:
         CheckpointCorrupt: if the part is damaged.
@@ -188,7 +188,7 @@ def load_box(storage: Where, step: int, path: str, start: tuple[int, ...], shape
 def read_box(
     storage: Storage, manifest: Manifest, path: str, start: tuple[int, ...], shape: tuple[int, ...]
 ) -> torch.Tensor:
-    """Read a part of one tensor of a checkpoint whose manifest was read before; see :func:`load_box`."""
+    """Read a part of one tensor of a checkpoint whose manifest has been read; see :func:`load_box`."""
     result, damage = _read_box(storage, manifest, path, start, shape)
     if damage:
         raise CheckpointCorrupt(_damaged(storage, manifest.step, damage[0].what))
@@ -213,11 +213,11 @@ def _read_box(
 
 
 def read_manifest(storage: Where, step: int) -> Manifest:
-    """Return what a checkpoint holds, without looking at its tensors.
+    """Return a checkpoint's manifest, without reading its tensors.
 
     Raises:
-        CheckpointCorrupt: if the manifest is not what was written.
-        CheckpointMissing: if there is none.
+        CheckpointCorrupt: if the manifest differs from what was written.
+        CheckpointMissing: if there is no complete checkpoint of this step.
     """
     storage = as_storage(storage)
     try:
@@ -233,7 +233,7 @@ def read_manifest(storage: Where, step: int) -> Manifest:
 def _read(
     storage: Storage, step: int, read: Callable[[Manifest], tuple[_Result, list[Damage]]]
 ) -> tuple[Manifest, _Result]:
-    """Return the manifest of a step and what ``read`` makes of it, if that finds no damage."""
+    """Return the manifest of a step and the result of ``read``, if that finds no damage."""
     manifest, result, damage = _settled(storage, step, read)
     if damage:
         why = damage[0].what + (f"; {len(damage)} places are damaged in all" if len(damage) > 1 else "")
@@ -244,11 +244,11 @@ def _read(
 def _settled(
     storage: Storage, step: int, look: Callable[[Manifest], tuple[_Result, list[Damage]]]
 ) -> tuple[Manifest, _Result, list[Damage]]:
-    """Return the manifest of a step, and what ``look`` makes of it and finds damaged; who is overtaken by a writer looks again.
+    """Return the manifest of a step, and result and damage from ``look``; retry if a writer replaced the checkpoint meanwhile.
 
     Raises:
-        CheckpointCorrupt: if the manifest is damaged, or ``look`` raises that.
-        CheckpointMissing: if there is no complete checkpoint of this step, or none any more.
+        CheckpointCorrupt: if the manifest is damaged, or ``look`` raises it.
+        CheckpointMissing: if there is no complete checkpoint of this step, or it was removed.
     """
     data = _manifest_bytes(storage, step)
     while True:
@@ -265,7 +265,7 @@ def _settled(
             if wrong is not None:
                 raise CheckpointCorrupt(_damaged(storage, step, str(wrong))) from wrong
             return manifest, result, damage
-        # Saved anew while we read: the old tensors are gone, and nothing is damaged.
+        # The step was saved again during the read: the old tensors are gone, and nothing is damaged.
         data = again
 
 
@@ -288,19 +288,19 @@ def _manifest_bytes(storage: Storage, step: int) -> bytes:
 
 
 def _others(there: Sequence[int]) -> str:
-    """Return in words which steps there are instead, of many the first and the last."""
+    """Return a text that lists the existing steps, or the first and last of many."""
     if not there:
-        return "nor of another step; name a place that has one"
+        return "nor of any other step; choose a directory that has one"
     named = [str(step) for step in there]
     if len(named) > _NAMED:
         named[_NAMED // 2 : -(_NAMED // 2)] = ["..."]
-    return f"there {'is step' if len(there) == 1 else 'are steps'} {', '.join(named)}; ask for one that is there"
+    return f"there {'is step' if len(there) == 1 else 'are steps'} {', '.join(named)}; choose one that exists"
 
 
 def _damaged(storage: Storage, step: int, why: str) -> str:
     return (
         f"the checkpoint of step {step} in {storage.url} is damaged: {why}. "
-        "Load an older step, and remove this one when you have looked at it"
+        "Load an older step, and remove this one after inspecting it"
     )
 
 
@@ -309,7 +309,7 @@ def _damaged(storage: Storage, step: int, why: str) -> str:
 
 
 def _room(path: str, entry: TensorEntry, given: Any) -> torch.Tensor:
-    """Return the memory that a tensor is read into."""
+    """Return the memory to read a tensor into."""
     dtype = DTYPES[entry.dtype]
     if isinstance(given, torch.Tensor) and given.dtype == dtype and tuple(given.shape) == entry.shape:
         plain = given.detach()
@@ -324,7 +324,7 @@ def _room(path: str, entry: TensorEntry, given: Any) -> torch.Tensor:
 
 
 def _apart(given: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Return the tensors that have their memory for themselves: two values cannot be read into the same bytes."""
+    """Return the tensors that share no memory with others: two values cannot be read into the same bytes."""
     alone: dict[str, torch.Tensor] = {}
     end = 0
     tensors = {path: t for path, t in given.items() if isinstance(t, torch.Tensor) and t.is_contiguous()}

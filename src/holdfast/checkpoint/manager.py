@@ -1,4 +1,4 @@
-"""Checkpoints in one place: what a session, a command or a script talks to."""
+"""All checkpoints of a run: the interface for sessions, commands and scripts."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from holdfast.checkpoint.write_plan import Content, take
 
 
 class Checkpoints:
-    """All checkpoints of a run. The writers of one step at a time write; anybody may read at any moment.
+    """All checkpoints of a run. One step at a time is written; reading is possible at any moment.
 
-    A checkpoint is complete when ``commit`` has begun to return, and at no moment is a step that was complete
-    incomplete. Nothing that is read is ever executed.
+    A checkpoint is complete once ``commit`` has begun to return. A complete step never becomes
+    incomplete in between. Nothing that is read is ever executed.
 
     Args:
-        url: A directory, or an URL such as ``s3://bucket/run``.
-        format: Of what is written; what is read may have any.
+        url: A directory, or a URL such as ``s3://bucket/run``.
+        format: Format to write; any format can be read.
 
     Raises:
         ConfigError: if the URL cannot be used.
@@ -35,7 +35,7 @@ class Checkpoints:
 
     @property
     def url(self) -> str:
-        """Where they are, for messages."""
+        """The directory or URL, for messages."""
         return self.storage.url
 
     def write(self, step: int, content: Content, info: dict[str, Any], token: str = "") -> PendingCheckpoint:
@@ -59,7 +59,7 @@ class Checkpoints:
         return loading.load(self.storage, step, into, only)
 
     def info(self, step: int) -> dict[str, Any]:
-        """Return what was written down beside the state, without reading it; see :func:`~holdfast.checkpoint.loading.read_manifest`."""
+        """Return the metadata saved with the state, without reading the state; see :func:`~holdfast.checkpoint.loading.read_manifest`."""
         return loading.read_manifest(self.storage, step).info
 
     def steps(self) -> list[int]:
@@ -67,9 +67,9 @@ class Checkpoints:
         return loading.steps(self.storage)
 
     def steps_to_prune(self) -> list[int]:
-        """Return the same after each checkpoint that is completed here, without looking into every folder again.
+        """Return the complete steps after completing one here, without listing every folder again.
 
-        There may be thousands: what was complete when the one before was completed, and is still there, counts as complete.
+        There may be thousands: a step that was complete at the previous call and still exists counts as complete.
         """
         return loading.steps(self.storage, known=self._clean)
 
@@ -78,6 +78,6 @@ class Checkpoints:
         discard(self.storage, step, token)
 
     def remove(self, step: int) -> None:
-        """Remove a step: its manifest first, so that nobody ever finds half of it."""
+        """Remove a step: its manifest first, so that a half-removed checkpoint is never found."""
         self._clean.discard(step)
         remove(self.storage, step)

@@ -1,7 +1,7 @@
-"""The manifest: what a complete checkpoint holds, and the only sign that it is complete.
+"""The manifest: the content of a complete checkpoint, and the only proof that it is complete.
 
-A JSON object whose last member is the digest of all bytes before it, so that no byte of it can change
-unseen. Read as if somebody hostile had written it.
+A JSON object whose last member is the digest of all bytes before it, so that no byte can change
+unnoticed. It is parsed as untrusted input.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from holdfast.errors import CheckpointCorrupt, CheckpointError
 MANIFEST_NAME = "manifest.json"
 SCHEMA = 2
 MAX_BYTES = 256 << 20
-"""Nobody reads a larger manifest into memory. This much describes about 100 TB."""
+"""Maximum size of a manifest. This much describes about 100 TB."""
 
 _SEAL = re.compile(rb'"xxh3": "([0-9a-f]{16})"\n}\n\Z')
 _DIGEST = re.compile(r"[0-9a-f]{16}")
@@ -33,67 +33,67 @@ _FOLDER = re.compile(r"data-[0-9a-z][0-9a-z-]{0,63}")
 _FILE_NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
 _MAX_ELEMENTS = 2**62
 _MAX_INT = 2**63 - 1
-"""What an operating system takes for an offset."""
+"""Maximum file offset of an operating system."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """A box of a tensor, and where its values are: row-major, without padding."""
+    """A box of a tensor, and the location of its values: row-major, without padding."""
 
-    file: str  # In which file
-    offset: int  # Its first byte there
+    file: str  # Name of the file
+    offset: int  # Offset of the first byte
     start: tuple[int, ...]  # First index in each dimension of the tensor
-    shape: tuple[int, ...]  # Sizes of the box
-    size_bytes: int  # Of its values; ``bytes`` in the file
+    shape: tuple[int, ...]  # Shape of the box
+    size_bytes: int  # Size of its values; ``bytes`` in the manifest
     blocks: tuple[str, ...]
     """XXH3-64 of every :data:`~holdfast.checkpoint.blocks.BLOCK_BYTES` of its values, 16 hexadecimal digits each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorEntry:
-    """What the manifest says of one tensor."""
+    """The manifest's entry for one tensor."""
 
     dtype: str  # One of :data:`~holdfast.checkpoint.format.DTYPES`
-    shape: tuple[int, ...]  # Sizes; empty for a scalar
-    pieces: tuple[Piece, ...]  # Boxes that fill it, each index in one of them
+    shape: tuple[int, ...]  # Shape; empty for a scalar
+    pieces: tuple[Piece, ...]  # Boxes that fill the tensor, without overlap
 
     @property
     def size_bytes(self) -> int:
-        """Of all its values."""
+        """Total size of its values."""
         return sum(piece.size_bytes for piece in self.pieces)
 
     @property
     def xxh3(self) -> str:
-        """A digest of the whole: that of its block if there is one, else that of their digits behind one another."""
+        """A digest of the whole tensor: its block's digest if there is one block, else the digest of all blocks' concatenated digests."""
         blocks = [block for piece in self.pieces for block in piece.blocks]
         return blocks[0] if len(blocks) == 1 else xxhash.xxh3_64_hexdigest("".join(blocks).encode())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileEntry:
-    """What the manifest says of one file."""
+    """The manifest's entry for one file."""
 
-    size_bytes: int  # Its size; ``bytes`` in the file
-    rest_xxh3: str  # XXH3-64 of all its bytes that are no values, in their order: headers, padding, tables of contents
+    size_bytes: int  # Size of the file; ``bytes`` in the manifest
+    rest_xxh3: str  # XXH3-64 of all bytes that are not values, in order: headers, padding, tables of contents
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """What a checkpoint holds."""
+    """The content of a checkpoint."""
 
-    step: int  # Steps that the state has behind it
-    generation: int  # How many communicators there had been when the step was known to be stable
-    format: str  # Of the files, one of :data:`~holdfast.checkpoint.files.kinds.FORMATS`
-    folder: str  # Where the files are, beside the manifest
+    step: int  # Number of steps that the state contains
+    generation: int  # Generation of the communicator when the step was durable
+    format: str  # Format of the files, one of :data:`~holdfast.checkpoint.files.kinds.FORMATS`
+    folder: str  # Folder of the files, next to the manifest
     files: dict[str, FileEntry]  # By name
     tensors: dict[str, TensorEntry]  # By path
-    skeleton: Any  # How they hang together, see :func:`~holdfast.checkpoint.format.unflatten`
-    info: dict[str, Any]  # What the caller wrote down; plain JSON
-    versions: dict[str, str]  # Of ``holdfast``, ``torch`` and ``python`` that wrote it
+    skeleton: Any  # Structure of the state, see :func:`~holdfast.checkpoint.format.unflatten`
+    info: dict[str, Any]  # The caller's metadata; plain JSON
+    versions: dict[str, str]  # Versions of ``holdfast``, ``torch`` and ``python`` that wrote it
 
     @property
     def size_bytes(self) -> int:
-        """Of all files."""
+        """Total size of all files."""
         return sum(file.size_bytes for file in self.files.values())
 
 
@@ -137,14 +137,14 @@ def _plain(piece: Piece) -> dict[str, Any]:
 
 
 def parse(data: bytes, *, is_part: bool = False) -> Manifest:
-    """Read the bytes of ``manifest.json``.
+    """Parse the bytes of ``manifest.json``.
 
     Args:
         data: The bytes.
-        is_part: It describes what one of several writers wrote: tensors may be incomplete.
+        is_part: The manifest describes the part of one of several writers: tensors may be incomplete.
 
     Raises:
-        CheckpointCorrupt: if anything in it is not as :func:`dump` writes it.
+        CheckpointCorrupt: if anything in it differs from what :func:`dump` writes.
     """
     if len(data) > MAX_BYTES:
         _damaged("size", f"it has {len(data)} bytes, at most {MAX_BYTES} are allowed")
@@ -163,25 +163,25 @@ def parse(data: bytes, *, is_part: bool = False) -> Manifest:
 
 
 def is_data_folder(name: str) -> bool:
-    """Return whether a folder beside a manifest may have this name."""
+    """Return whether this is a valid name of a folder next to a manifest."""
     return _FOLDER.fullmatch(name) is not None
 
 
 def check_info(info: Any) -> None:
-    """Make sure that ``info`` comes back from JSON as it is.
+    """Check that ``info`` survives a round trip through JSON unchanged.
 
     Raises:
         CheckpointError: if it does not; the message names the place.
     """
     if type(info) is not dict:
         raise CheckpointError(
-            f"info must be a dict of plain JSON values, got {type(info).__name__}; pass {{}} if there is nothing to say"
+            f"info must be a dict of plain JSON values, got {type(info).__name__}; pass {{}} if there is none"
         )
     _check_json(info, "info", 0)
 
 
 def versions() -> dict[str, str]:
-    """Return what writes checkpoints here."""
+    """Return the versions of the software that writes checkpoints here."""
     return {"holdfast": metadata.version("holdfast"), "torch": torch.__version__, "python": platform.python_version()}
 
 
@@ -206,7 +206,7 @@ def _check_json(value: Any, where: str, depth: int) -> None:
 
 
 # ---------------------------------------------------------------------------------------------
-# Strict reading
+# Strict parsing
 
 
 def _read_json(data: bytes) -> dict[str, Any]:
@@ -222,16 +222,16 @@ def _read_json(data: bytes) -> dict[str, Any]:
 
 
 def no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return the members of a JSON object, for ``object_pairs_hook``; a key that is there twice is a ``ValueError``."""
+    """Return the members of a JSON object, for ``object_pairs_hook``; raise ``ValueError`` for a duplicate key."""
     fields = dict(pairs)
     if len(fields) != len(pairs):
         names = [name for name, _ in pairs]
-        raise ValueError(f"the key {next(n for n in fields if names.count(n) > 1)!r:.80} stands in it twice")
+        raise ValueError(f"the key {next(n for n in fields if names.count(n) > 1)!r:.80} occurs twice")
     return fields
 
 
 def _no_constants(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not a number of JSON")
+    raise ValueError(f"{name} is not a JSON number")
 
 
 def _finite(text: str) -> float:
@@ -266,7 +266,7 @@ def _check(fields: dict[str, Any], *, is_part: bool) -> Manifest:
     tensors = {path: _check_entry(path, entry, files, is_part=is_part) for path, entry in fields["tensors"].items()}
     _check_places(files, tensors)
     if not is_part:
-        # Tried with one stand-in for all tensors, so that what is read can also be put together.
+        # A dry run with one stand-in for all tensors checks that the skeleton can be reassembled.
         unflatten(dict.fromkeys(tensors, torch.empty(0)), fields["skeleton"])
     rest = {name: value for name, value in fields.items() if name not in ("schema", "xxh3", "files", "tensors")}
     return Manifest(**rest, files=files, tensors=tensors)
@@ -318,7 +318,7 @@ def _check_piece(where: str, fields: Any, whole: list[int], itemsize: int) -> Pi
 
 
 def _check_filled(where: str, elements: int, pieces: Sequence[Piece]) -> None:
-    """Make sure that boxes of a tensor fill it, each index in one of them."""
+    """Check that the boxes of a tensor fill it, each index exactly once."""
     total = sum(math.prod(piece.shape) for piece in pieces)
     if total != elements or not pieces:
         _damaged(where, f"has {elements} values, its {len(pieces)} pieces hold {total}")
@@ -328,10 +328,10 @@ def _check_filled(where: str, elements: int, pieces: Sequence[Piece]) -> None:
 
 
 def _any_overlap(pieces: Sequence[Piece]) -> bool:
-    """Sweep along the dimension with the most cuts: a piece is compared with those only that have not ended before it."""
+    """Sweep along the dimension with the most cuts, so that a piece is compared only with those that extend beyond its start."""
     along = max(range(len(pieces[0].start)), key=lambda d: len({piece.start[d] for piece in pieces}), default=None)
     if along is None:
-        return True  # a scalar has room for one
+        return True  # a scalar has room for one piece
     open_: list[Piece] = []
     for piece in sorted(pieces, key=lambda piece: piece.start[along]):
         open_ = [other for other in open_ if other.start[along] + other.shape[along] > piece.start[along]]
@@ -349,14 +349,14 @@ def _overlap(one: Piece, other: Piece) -> bool:
 
 
 def _check_places(files: dict[str, FileEntry], tensors: dict[str, TensorEntry]) -> None:
-    """Make sure that values lie inside their files, and no two at the same place."""
+    """Check that values lie inside their files and do not overlap."""
     ends = dict.fromkeys(files, 0)
     pieces = [(p.file, p.offset, p.size_bytes, path) for path, entry in tensors.items() for p in entry.pieces]
     for file, offset, size, path in sorted(pieces):
         if size and offset < ends[file]:
             _damaged(f"tensors/{path:.200}", f"overlaps another tensor at byte {offset} of {file}")
         if offset + size > files[file].size_bytes:
-            _damaged(f"tensors/{path:.200}", f"ends behind the end of {file}, at byte {offset + size}")
+            _damaged(f"tensors/{path:.200}", f"ends beyond the end of {file}, at byte {offset + size}")
         ends[file] = max(ends[file], offset + size)
 
 
@@ -368,14 +368,14 @@ def _check_digest(where: str, digest: Any) -> None:
 def _num_elements(where: str, shape: list[Any]) -> int:
     if len(shape) > 64 or not all(type(size) is int and size >= 0 for size in shape):
         _damaged(where, f"must be at most 64 whole numbers of at least 0, is {shape!r:.80}")
-    # The zeros are left out: torch cannot hold (0, 2**62, 2**62) either.
+    # Zero sizes are left out: torch cannot hold (0, 2**62, 2**62) either.
     if math.prod(size or 1 for size in shape) > _MAX_ELEMENTS:
         _damaged(where, f"must be at most {_MAX_ELEMENTS} elements, is {shape!r:.80}")
     return math.prod(shape)
 
 
 def _check_members(where: str, fields: Any, kinds: dict[str, type]) -> None:
-    """Make sure that an object has these members and no others, each of its type; integers fit into 63 bits."""
+    """Check that an object has exactly these members, each of its type; integers must fit into 63 bits."""
     if type(fields) is not dict:
         _damaged(where or "JSON", f"must be an object, is {fields!r:.80}")
     if fields.keys() != kinds.keys():
@@ -390,6 +390,6 @@ def _check_members(where: str, fields: Any, kinds: dict[str, type]) -> None:
 
 
 def _damaged(where: str, what: str, cause: Exception | None = None) -> NoReturn:
-    # Names come from the file: what a terminal would obey is spelt out.
+    # Names come from the file: control characters, which a terminal would interpret, are escaped.
     msg = f"manifest, {where}: {what}"
     raise CheckpointCorrupt(msg if msg.isprintable() else msg.encode("unicode_escape").decode()) from cause

@@ -1,7 +1,7 @@
-"""Parts of a state: those of several writers put together, and one taken out of a whole.
+"""Parts of a state: merging those of several writers, and selecting one from a whole state.
 
-Both are done with the state itself, stand-ins in the place of its tensors. So paths and skeleton come out as they would
-if the state had been one from the beginning, or had never been more than the part.
+Both operate on the state itself, with stand-ins in place of tensors. So paths and skeleton are the same as
+if the state had been whole from the beginning, or had only ever been the part.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from holdfast.checkpoint.manifest import FileEntry, Manifest, TensorEntry
 from holdfast.errors import CheckpointError
 
 Wanted = Callable[[str], bool]
-"""Says of the path of an entry of a dict, as ``replica/parts/2``, whether it is wanted. What is below an entry that is
-not wanted is not asked for."""
+"""Returns whether the dict entry at a path, such as ``replica/parts/2``, is selected. It is not called for entries below
+one that is not selected."""
 
 
 def all_but(place: str, *kept: str) -> Wanted:
-    """Return what wants everything but what is below a place, and of that only what is named.
+    """Return a selector of everything except what is below a place, plus the named paths below it.
 
-    ``all_but("replica/parts", "replica/parts/2")`` is all that the workers of a split model have in common, and part 2.
+    ``all_but("replica/parts", "replica/parts/2")`` selects the state common to all workers of a split model, and part 2.
 
     Args:
         place: A path; see :func:`~holdfast.checkpoint.format.tensor_path`.
@@ -45,7 +45,7 @@ def _is_below(path: str, place: str) -> bool:
 
 
 def pick(state: Any, only: Wanted) -> Any:
-    """Return a state without the entries of its dicts that are not wanted; nothing that is in it is copied."""
+    """Return a state without the dict entries that are not selected; nothing is copied."""
     return _pick(state, only, ())
 
 
@@ -62,7 +62,7 @@ def _pick(value: Any, only: Wanted, where: tuple[Any, ...]) -> Any:
 
 
 def select(manifest: Manifest, only: Wanted) -> Manifest:
-    """Return what a manifest would say if nothing but the wanted had been saved; of files, those with values of it."""
+    """Return the manifest of the selected part alone, with only those files that hold its values."""
     stand_ins = _stand_ins(manifest.tensors)
     whole = _rearranged(manifest, stand_ins, pick(unflatten(stand_ins, manifest.skeleton), only))
     used = {piece.file for entry in whole.tensors.values() for piece in entry.pieces}
@@ -70,14 +70,14 @@ def select(manifest: Manifest, only: Wanted) -> Manifest:
 
 
 def merge(parts: Sequence[Manifest]) -> Manifest:
-    """Return what all parts describe together, as a single writer would.
+    """Return the manifest of all parts together, as a single writer would have written it.
 
-    Where only the first one has a skeleton, it says how all tensors hang together. Where others have, each says it of
-    its own part, and these are joined: dicts that several have hold the entries of all, in the order of the writers, or
-    by number if all keys are numbers.
+    If only the first part has a skeleton, that is the structure of the whole state. Otherwise each skeleton is the structure of
+    its own part, and they are merged: a dict that several parts have gets the entries of all, in the order of the writers, or
+    in numerical order if all keys are numbers.
 
     Raises:
-        CheckpointError: if they contradict each other. Whether they are the whole, it does not look.
+        CheckpointError: if parts contradict each other. Whether they are complete is not checked.
     """
     first = parts[0]
     files: dict[str, FileEntry] = {}
@@ -102,14 +102,14 @@ def merge(parts: Sequence[Manifest]) -> Manifest:
 
 
 def _join_all(whole: Manifest, parts: Sequence[Manifest]) -> Manifest:
-    """Put the skeletons of all parts together."""
+    """Merge the skeletons of all parts."""
     stand_ins = _stand_ins(whole.tensors)
     held_bytes = dict.fromkeys(whole.tensors, 0)
     states: list[Any] = []
     for part in parts:
         if part.skeleton is None:
             raise CheckpointError(
-                f"part {len(states)} of the checkpoint of step {whole.step} is no distinct one, and others are; all its writers must call take() alike"
+                f"part {len(states)} of the checkpoint of step {whole.step} is not distinct, but other parts are; all writers must pass the same distinct= to take()"
             )
         states.append(unflatten({path: stand_ins[path] for path in part.tensors}, part.skeleton))
         for path, entry in part.tensors.items():
@@ -141,18 +141,18 @@ def _is_number(key: Any) -> bool:
 
 def _twice(path: str, number: int, step: int) -> CheckpointError:
     return CheckpointError(
-        f"part {number} of the checkpoint of step {step} holds {path!r}, and so does a part before it; where each writer gives "
-        "a part of its own, every value must be given by one of them only"
+        f"part {number} of the checkpoint of step {step} holds {path!r}, and so does a part before it; of distinct parts, "
+        "only one may hold each value"
     )
 
 
 def _stand_ins(paths: Iterable[str]) -> dict[str, torch.Tensor]:
-    """Return a tensor for each path, of one element: with none it would have no memory to be known by."""
+    """Return a one-element tensor for each path: an empty one would have no memory to be identified by."""
     return {path: torch.empty(1) for path in paths}
 
 
 def _rearranged(manifest: Manifest, stand_ins: Mapping[str, torch.Tensor], state: Any) -> Manifest:
-    """Return what a manifest says if its tensors hang together as their stand-ins do in a state."""
+    """Return a manifest with the structure of a state whose leaves are stand-ins for the manifest's tensors."""
     paths = {id(stand_in): path for path, stand_in in stand_ins.items()}
     leaves, skeleton = flatten(state)
     tensors = {path: manifest.tensors[paths[id(leaf)]] for path, leaf in leaves.items()}

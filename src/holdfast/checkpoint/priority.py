@@ -1,21 +1,21 @@
-"""The running checkpoint: the newest saved value of every block of parameters, each as it was at its own step.
+"""The priority checkpoint: the newest saved value of every block of parameters, each as of its own step.
 
-It starts as the state it is made of. Every ``round(r C)`` steps a part of the blocks is saved, so that over ``C`` steps
-as many bytes are written as one full save has, whatever the fraction ``r`` is. Who loses blocks gets back what was last
-saved of them; the others keep what they have.
+It starts as a full copy. Every ``round(r C)`` steps some of the blocks are saved, so that over ``C`` steps
+as many bytes are written as by one full save, whatever the fraction ``r``. Lost blocks are restored to their
+last saved values; all other blocks keep their current values.
 
 ::
 
     running = Running([weights, momentum], Saving(every=16, fraction=1 / 8))
     for step in range(steps):
         if running.is_due(step):
-            saved = running.take([weights, momentum], step)     # the loop waits for this alone
-            running.put(saved)                                  # here, and in the equal one of a peer
+            saved = running.take([weights, momentum], step)     # only this delays the loop
+            running.put(saved)                                  # here, and in the identical copy at a peer
         ...
     weights[lost], momentum[lost] = running.recover(lost, step)
 
-Source: Qiao, Aragam, Zhang, Xing, "Fault tolerance in iterative-convergent machine learning", ICML 2019; there it stays
-at the last saved value, is written exactly, and which blocks are farthest is decided by their distance to that.
+Source: Qiao, Aragam, Zhang, Xing, "Fault tolerance in iterative-convergent machine learning", ICML 2019; there a block is
+restored to its last saved value, written exactly, and the farthest blocks are chosen by their distance from it.
 """
 
 from __future__ import annotations
@@ -41,34 +41,34 @@ DISTANCES = ("euclidean", "scaled")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Saving:
-    """How blocks are saved.
+    """How blocks are chosen and saved.
 
     Raises:
         ConfigError: if a value is not allowed.
     """
 
     every: int = 16
-    """C: steps in which as many bytes are saved as a full save has, as it is without a codec."""
+    """C: number of steps in which the bytes of one full save, without a codec, are written."""
     fraction: float = 1.0
-    """r: of a full save's bytes, how many one save has; above 0, at most 1, and ``round(r C)`` at least 1."""
+    """r: the fraction of a full save's bytes that one save writes; above 0, at most 1, and ``round(r C)`` at least 1."""
     choice: str = "priority"
-    """``priority``: the blocks farthest from what they would be restored to; ``round-robin``: those saved longest ago;
+    """``priority``: the blocks farthest from the value they would be restored to; ``round-robin``: those saved longest ago;
     ``random``: any."""
     distance: str = "euclidean"
-    """How far a block is from what it would be restored to: the distance of its numbers in the first tensor; or that of all
-    that is saved of it, each tensor ``scaled`` by the root of the mean square of its saved numbers."""
+    """The distance of a block from the value it would be restored to: ``euclidean`` over the first tensor; or over all
+    saved tensors, each ``scaled`` by the root mean square of its saved numbers."""
     predictor: str = "last"
-    """What a lost block is restored to: its ``last`` saved value; where the ``line`` through the last two leads; or
-    ``calibrated``: as far along the line as all blocks together had gone along theirs when something was last saved."""
+    """The value that a lost block is restored to: its ``last`` saved value; the extrapolated ``line`` through the last two; or
+    ``calibrated``: as far along the line as all blocks together had moved along theirs at the last save."""
     codec: str = "exact"
-    """How blocks are written: ``exact``, or as ``int8`` steps from what they would be restored to. 3.2 times as many
-    blocks of 16 float32 numbers fit into the same bytes then; where that is more than all, fewer bytes are saved."""
+    """How blocks are written: ``exact``, or as ``int8`` steps from the value they would be restored to. About four times as
+    many blocks of float32 then fit into the same bytes; if that is more than all blocks, fewer bytes are written."""
     seed: int = 0
-    """Of the random choice."""
+    """Seed of the random choice."""
 
     def __post_init__(self) -> None:
         if self.every < 1:
-            _refuse("every", self.every, "at least 1 step", "give the steps in which as much is saved as there is")
+            _refuse("every", self.every, "at least 1 step", "give the steps in which a full save's bytes are written")
         if not 0 < self.fraction <= 1:
             _refuse("fraction", self.fraction, "above 0 and at most 1", "give 1, 0.5, 0.25 or 0.125")
         if self.period < 1:
@@ -81,7 +81,7 @@ class Saving:
 
     @property
     def period(self) -> int:
-        """Return the steps from one save to the next."""
+        """Return the number of steps from one save to the next."""
         return round(self.fraction * self.every)
 
 
@@ -91,45 +91,45 @@ def _refuse(name: str, value: object, allowed: str, advice: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """One partial save: what goes from the owner to a peer."""
+    """One partial save: the message from the owner to a peer."""
 
     step: int
-    """The state before this step is what was saved."""
+    """The state before this step was saved."""
     blocks: Tensor
-    """Numbers of the blocks in rising order; int64, of shape (k,)."""
+    """Block numbers in ascending order; int64, shape (k,)."""
     payload: tuple[Tensor, ...]
-    """What is written of them: of each tensor its rows, or int8 steps and their lengths. It shares memory with nobody."""
+    """The written data: for each tensor its rows, or int8 steps and their lengths. It shares no memory."""
     share: float = 1.0
     """How far along their lines blocks are expected to be, from 0 to 1; see :attr:`Saving.predictor`."""
 
     def size_bytes(self) -> int:
-        """Return the bytes of what is written; the numbers of the blocks come on top of it."""
+        """Return the size of the payload in bytes; the block numbers come on top of it."""
         return sum(tensor.nbytes for tensor in self.payload)
 
 
 class Running:
-    """A running checkpoint of blocks.
+    """A priority checkpoint of blocks.
 
-    A block in which a number is not finite, or whose distance is not, is not saved: what was saved of it before stays,
-    and the next block has its place.
+    A block that contains a number that is not finite, or whose distance is not finite, is not saved: its older saved value stays,
+    and the next block takes its place.
 
     Args:
-        start: What is saved, as it is before ``step``: tensors of shape (blocks, any width), which are copied. The
-            distance is that of the first, unless it is scaled, and where there is a line, the first follows it; the others
-            go along, as an optimizer's state. What is not to be saved is not given.
-        saving: How.
+        start: The tensors to save, with their values before ``step``; shape (blocks, any width). They are copied. The
+            distance is that of the first tensor, unless it is scaled, and a line predictor applies to the first; the others
+            accompany it, as optimizer state does.
+        saving: How blocks are chosen and saved.
         step: Number of the step.
-        block_bytes: What saving each block as it is takes, int64 of shape (blocks,); if not given, what its rows take.
-        distance: One of your own, in the place of that of ``saving``. Returns how far each row of the first argument is
-            from that of the second, numbers ``>= 0`` of shape (blocks,). It is given all rows of the first tensor, and what
-            they would be restored to.
+        block_bytes: Bytes that saving each block exactly takes, int64 of shape (blocks,); by default, the size of its rows.
+        distance: A custom distance instead of that of ``saving``. It receives all rows of the first tensor and the rows that
+            they would be restored to, and returns the distance of each row,
+            numbers ``>= 0`` of shape (blocks,).
 
     Raises:
-        ConfigError: if tensors or sizes do not go together.
+        ConfigError: if shapes or sizes do not match.
     """
 
     saved_at: Tensor
-    """Of each block the step before which its newest saved value was current; int64, of shape (blocks,)."""
+    """For each block, the step before which its newest saved value was current; int64, shape (blocks,)."""
 
     def __init__(
         self,
@@ -143,7 +143,7 @@ class Running:
         _check_start(start, block_bytes)
         self._saving = saving
         self._distance = distance
-        # A block that is at a finite Euclidean distance has no number that is not finite.
+        # If the Euclidean distance of a block is finite, so are all its numbers.
         self._distance_tells = saving.choice == "priority" and distance is None
         self._step = step
         self._saved = [tensor.detach().clone(memory_format=torch.contiguous_format) for tensor in start]
@@ -156,32 +156,32 @@ class Running:
         coded = sum(coded_bytes(tensor, saving.codec) for tensor in start)
         sizes = torch.tensor([plain]) if block_bytes is None else block_bytes.to(torch.int64)
         self._sizes = sizes[:1] if (sizes == sizes[0]).all() else sizes
-        # Credit is counted so that all is whole: a block of b bytes costs b * _price, a save brings _income.
+        # Credit is counted in whole units: a block of b bytes costs b * _price, a save adds _income.
         shared = math.gcd(plain, coded)
         self._price = coded // shared * saving.every
         self._income = self._bytes_of(torch.arange(len(start[0]))) * saving.period * (plain // shared)
         self._credit = 0
 
     def is_due(self, step: int) -> bool:
-        """Return whether the state before ``step`` is to be saved: every ``round(r C)`` steps, and not twice."""
+        """Return whether the state before ``step`` must be saved: every ``round(r C)`` steps, and not twice."""
         return step % self._saving.period == 0 and step > self._step
 
     def save(self, rows: Sequence[Tensor], step: int) -> Saved:
-        """Choose blocks, save them here, and return what was written: :meth:`take`, then :meth:`put`."""
+        """Choose blocks, save them here, and return the written data: :meth:`take`, then :meth:`put`."""
         saved = self.take(rows, step)
         self.put(saved)
         return saved
 
     @torch.no_grad()
     def take(self, rows: Sequence[Tensor], step: int) -> Saved:
-        """Choose blocks and return what is written of them; nothing is changed before it is :meth:`put`.
+        """Choose blocks and return their data; nothing changes before :meth:`put`.
 
         Args:
-            rows: As they are before ``step``; of the shapes and dtypes of ``start``.
-            step: After that of the last save.
+            rows: Values before ``step``; same shapes and dtypes as ``start``.
+            step: Must be after the last save's step.
 
         Raises:
-            ConfigError: if the step is not after it, or the rows are not such.
+            ConfigError: if the step is not after the last save's, or the rows do not match.
         """
         self._check_step(step)
         self._check_rows(rows)
@@ -194,14 +194,14 @@ class Running:
             unfit = [blocks[~good] for good in checks if not good.all()]
             if not unfit:
                 return Saved(step, blocks, payload, share)
-            scores = scores.index_fill(0, torch.cat(unfit), -1)  # there is a next one for each of them
+            scores = scores.index_fill(0, torch.cat(unfit), -1)  # other blocks take their place
 
     @torch.no_grad()
     def put(self, saved: Saved) -> None:
-        """Save here what was taken of this one, or of an equal one; those that were equal are so again, bit for bit.
+        """Save blocks taken here or at an identical copy; identical copies stay identical, bit for bit.
 
         Raises:
-            ConfigError: if it is of a step that is not after that of the last save.
+            ConfigError: if its step is not after the last save's.
         """
         self._check_step(saved.step)
         size = chunk_rows(max(mine.shape[1] for mine in self._saved))
@@ -210,21 +210,21 @@ class Running:
         self.saved_at[saved.blocks] = saved.step
         self._step, self._share = saved.step, saved.share
         self._credit += self._income - self._bytes_of(saved.blocks) * self._price
-        # More than the block that did not fit is left only where all that can be saved was.
+        # More credit than for the one block that did not fit is left over only if everything else was saved.
         self._credit = min(self._credit, int(self._sizes.max()) * self._price)
 
     @torch.no_grad()
     def recover(self, blocks: Tensor, step: int) -> tuple[Tensor, ...]:
-        """Return what lost blocks, int64 of shape (k,), are restored to before ``step``.
+        """Return the values that lost blocks, int64 of shape (k,), are restored to before ``step``.
 
-        Of each tensor of ``start`` these are the rows, of shape (k, its width).
+        One tensor of rows for each tensor of ``start``, of shape (k, its width).
         """
         return tuple(
             self._expected(number, blocks, step, self._share).to(mine.dtype) for number, mine in enumerate(self._saved)
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all that it consists of, as tensors, numbers and strings; the tensors are its own, not copies."""
+        """Return the complete state as tensors, numbers and strings; the tensors are not copied."""
         return {
             "saving": dataclasses.asdict(self._saving),
             "step": self._step,
@@ -237,14 +237,14 @@ class Running:
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Become equal to the one that ``state`` is of; its tensors are copied.
+        """Become identical to the checkpoint that ``state`` comes from; its tensors are copied.
 
         Raises:
-            ConfigError: if that one saves in another way, or other blocks.
+            ConfigError: if it has another ``Saving``, or other blocks.
         """
         if state["saving"] != dataclasses.asdict(self._saving):
             raise ConfigError(
-                f"this running checkpoint was kept with {state['saving']}, not with {self._saving}; use the same values"
+                f"this priority checkpoint was kept with {state['saving']}, not with {self._saving}; use the same values"
             )
         self._check_rows(state["saved"])
         for mine, given in zip(self._saved, state["saved"], strict=True):
@@ -254,7 +254,7 @@ class Running:
         self.saved_at.copy_(state["saved_at"])
         self._step, self._credit, self._share = state["step"], state["credit"], state["share"]
 
-    # -- what is chosen
+    # -- choosing blocks
 
     def _scores(self, rows: Sequence[Tensor], step: int, share: float) -> Tensor:
         if self._saving.choice == "round-robin":
@@ -272,9 +272,9 @@ class Running:
         return self._distances(0, rows[0], step, share)
 
     def _distances(self, number: int, rows: Tensor, step: int, share: float) -> Tensor:
-        """Return the Euclidean distances to what :meth:`_expected` returns, which never lies in memory as a whole.
+        """Return the Euclidean distances to the result of :meth:`_expected`, which is never materialised as a whole.
 
-        The sum may be fused here, as nobody has to come to the same bits.
+        The sum may be fused here, since no other process needs the same bits.
         """
         if number or self._slope is None:
             return euclidean(rows, self._saved[number])
@@ -286,9 +286,9 @@ class Running:
         return torch.cat(distances)
 
     def _share_gone(self, rows: Tensor, step: int) -> float:
-        """Return how far along their lines blocks have gone, of how far these lead: that of least squares, from 0 to 1.
+        """Return the least-squares fraction of their lines along which the blocks have moved, from 0 to 1.
 
-        It is 0 where no line leads anywhere, and the same with any number of threads. Who is no number has gone nowhere.
+        It is 0 if all lines have length 0, and the same with any number of threads. Blocks with NaN are left out.
         """
         if self._saving.predictor != "calibrated" or self._slope is None:
             return self._share
@@ -303,7 +303,7 @@ class Running:
         return min(1.0, max(0.0, float(products[fit].sum()) / length)) if length else 0.0
 
     def _along_lines(self, rows: Tensor, slope: Tensor, step: int) -> Iterator[tuple[Tensor, ...]]:
-        """Yield some rows at a time, what was saved of them, their slopes, and for how many steps these hold."""
+        """Yield chunks of rows, their saved values, slopes, and the number of steps since they were saved."""
         ahead = (step - self.saved_at).to(slope.dtype).unsqueeze(1)
         size = chunk_rows(rows.shape[1])
         yield from zip(*(t.split(size) for t in (rows, self._saved[0], slope, ahead)), strict=True)
@@ -311,10 +311,10 @@ class Running:
     def _bytes_of(self, blocks: Tensor) -> int:
         return int(self._sizes) * len(blocks) if len(self._sizes) == 1 else int(self._sizes[blocks].sum())
 
-    # -- what is written
+    # -- encoding
 
     def _expected(self, number: int, blocks: Tensor, step: int, share: float) -> Tensor:
-        """Return what blocks of a tensor are restored to, in the dtype in which it is computed."""
+        """Return the values that blocks of a tensor are restored to, in the dtype of the computation."""
         mine = self._saved[number].index_select(0, blocks)
         if number or self._slope is None:
             return mine
@@ -324,7 +324,7 @@ class Running:
     def _encode(
         self, rows: Sequence[Tensor], blocks: Tensor, step: int, share: float
     ) -> tuple[tuple[Tensor, ...], list[Tensor]]:
-        """Return the payload, and checks that say of each block whether it is fit to be saved."""
+        """Return the payload, and for each block whether it may be saved."""
         payload: list[Tensor] = []
         checks: list[Tensor] = []
         for number, row in enumerate(rows):
@@ -338,7 +338,7 @@ class Running:
         return tuple(payload), checks
 
     def _put_some(self, blocks: Tensor, payload: Iterator[Tensor], step: int, share: float) -> None:
-        """Save blocks, given what was written of them."""
+        """Save blocks from their payload."""
         for number, mine in enumerate(self._saved):
             rows = next(payload)
             if is_stepped(mine, self._saving.codec):
@@ -352,13 +352,13 @@ class Running:
     def _expected_wide(self, number: int, blocks: Tensor, step: int, share: float) -> Tensor:
         return self._expected(number, blocks, step, share).to(wide(self._saved[number].dtype))
 
-    # -- what is refused
+    # -- checks
 
     def _check_step(self, step: int) -> None:
         if step <= self._step:
             raise ConfigError(
                 f"a save of step {step} must come after the last one, which is of step {self._step}; "
-                "to go back, load the state of another running checkpoint or begin a new one"
+                "to roll back, load the state of another priority checkpoint or begin a new one"
             )
 
     def _check_rows(self, rows: Sequence[Tensor]) -> None:
@@ -373,10 +373,10 @@ def _check_start(start: Sequence[Tensor], block_bytes: Tensor | None) -> None:
     shapes = [tuple(tensor.shape) for tensor in start]
     if not shapes or any(len(shape) != 2 or shape[0] != shapes[0][0] or 0 in shape for shape in shapes):
         raise ConfigError(
-            f"start must be tensors of shape (blocks, width), of as many blocks, got {shapes}; reshape them to blocks"
+            f"start must be tensors of shape (blocks, width) with the same number of blocks, got {shapes}; reshape them to blocks"
         )
     if block_bytes is not None and (block_bytes.shape != shapes[0][:1] or bool((block_bytes < 0).any())):
         raise ConfigError(
-            f"block_bytes must be {shapes[0][0]} numbers of 0 or more, one a block, got {len(block_bytes)} from "
-            f"{block_bytes.min()} up; give what saving each block takes"
+            f"block_bytes must be {shapes[0][0]} numbers of 0 or more, one per block, got {len(block_bytes)} from "
+            f"{block_bytes.min()} up; give the bytes that saving each block takes"
         )

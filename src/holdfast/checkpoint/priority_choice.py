@@ -1,4 +1,4 @@
-"""Which blocks a partial save takes: those with the highest scores that there is room for."""
+"""Chooses the blocks of a partial save: those with the highest scores that fit."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from holdfast.checkpoint.priority_codec import chunk_rows, span, wide
 
 CHOICES = ("priority", "round-robin", "random")
 _STRIDE = 256
-"""Of so many scores one is looked at first, to tell which are high."""
+"""One in this many scores is sampled to estimate which are high."""
 _FEW = 1 / 4
-"""Up to this share of all blocks, it pays to tell which are high before they are partitioned."""
+"""Up to this fraction of all blocks, filtering the high scores before partitioning pays off."""
 
 
 def euclidean(a: Tensor, b: Tensor) -> Tensor:
-    """Return the Euclidean distance of each row of ``a`` to that of ``b``; both of shape (blocks, width).
+    """Return the Euclidean distance between the rows of ``a`` and ``b``; both of shape (blocks, width).
 
-    It is not finite where a number is not, nor where the square of the distance is too large for the dtype.
+    It is not finite if a number is not finite, or if the squared distance overflows the dtype.
     """
     if a.dtype == b.dtype == wide(a.dtype):
         return span(a, b, 2)
@@ -32,7 +32,7 @@ def euclidean(a: Tensor, b: Tensor) -> Tensor:
 
 
 def unit(rows: Tensor) -> float:
-    """Return the root of the mean square of all numbers, the same with any number of threads; 1 where that is 0 or too large."""
+    """Return the root mean square of all numbers, the same with any number of threads; 1 if it is 0 or overflows."""
     pieces = rows.split(chunk_rows(rows.shape[1]))
     lengths = torch.cat([torch.linalg.vector_norm(piece.to(wide(rows.dtype)), dim=1) for piece in pieces])
     found = float(np.sqrt(np.mean(lengths.double().numpy() ** 2) / rows.shape[1]))
@@ -40,24 +40,24 @@ def unit(rows: Tensor) -> float:
 
 
 def drawn(blocks: int, seed: int, step: int) -> Tensor:
-    """Return a random score of each block, a function of seed and step alone."""
+    """Return a random score for each block, a function of seed and step alone."""
     digest = hashlib.blake2b(f"{seed} {step}".encode(), digest_size=7).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest))
     return torch.rand(blocks, dtype=torch.float64, generator=generator)
 
 
 def highest(scores: Tensor, sizes: Tensor, room: int) -> Tensor:
-    """Return the blocks with the highest scores that there is room for.
+    """Return the blocks with the highest scores that fit.
 
-    Of equal scores the lower block number goes first. Blocks are taken while they fit; the first that does not ends it.
+    Among equal scores the lower block number comes first. Blocks are taken until the first one that does not fit.
 
     Args:
-        scores: Of each block; one that is negative or not finite is never taken.
-        sizes: Of each block, bytes ``>= 0``; or one size for all, of shape (1,).
-        room: Bytes, ``>= 0``.
+        scores: One per block; negative scores and those that are not finite are never taken.
+        sizes: Size of each block in bytes, ``>= 0``; or one size for all, of shape (1,).
+        room: Available bytes, ``>= 0``.
 
     Returns:
-        Numbers of the blocks in rising order, int64.
+        Block numbers in ascending order, int64.
     """
     values, bytes_of = scores.numpy(), sizes.numpy()
     if len(bytes_of) == 1:
@@ -70,15 +70,15 @@ def highest(scores: Tensor, sizes: Tensor, room: int) -> Tensor:
         fit = int(np.searchsorted(np.cumsum(bytes_of[order]), room, side="right"))
         if fit < len(taken) or len(taken) < count:
             return torch.from_numpy(np.sort(order[:fit]))
-        count *= 2  # they are smaller than most
+        count *= 2  # these blocks are smaller than most
 
 
 def _highest(values: NDArray[Any], count: int) -> NDArray[np.int64]:
-    """Return the numbers of the ``count`` highest values, in rising order; of fewer, if not so many can be taken."""
+    """Return the indices of the ``count`` highest values, ascending; fewer if fewer can be taken."""
     if count < 1:
         return np.zeros(0, np.int64)
     if count <= _FEW * len(values):
-        numbers = np.flatnonzero(values >= _floor(values, count))  # a NaN is not among them
+        numbers = np.flatnonzero(values >= _floor(values, count))  # excludes NaN
         if len(numbers) >= count:
             high = values.take(numbers)
             if np.isfinite(high.max()):
@@ -93,16 +93,16 @@ def _highest(values: NDArray[Any], count: int) -> NDArray[np.int64]:
 def _floor(values: NDArray[Any], count: int) -> float:
     """Return a number ``>= 0`` that most likely ``count`` values reach, and not many more.
 
-    Partitioning those that reach it takes a fraction of what partitioning all does.
+    Partitioning only those values takes a fraction of the time.
     """
     share = count / _STRIDE
-    above = int(share + 4 * share**0.5) + 1  # so that too few reach it once in some ten thousand times
+    above = int(share + 4 * share**0.5) + 1  # so that too few values reach it only once in about ten thousand times
     sample = values[::_STRIDE]
     return max(0, np.partition(sample, -above)[-above]) if above <= len(sample) else 0
 
 
 def _reaching(values: NDArray[Any], count: int, edge: float) -> NDArray[np.int64]:
-    """Return the numbers of the first ``count`` values that are above ``edge``, or equal and there is room for them."""
+    """Return the indices of the first ``count`` values above ``edge``, filled up with values equal to it."""
     numbers = np.flatnonzero(values >= edge)
     if len(numbers) == count:
         return numbers

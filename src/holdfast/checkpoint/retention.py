@@ -1,4 +1,4 @@
-"""Which checkpoints are kept. No torch, no storage: numbers in, numbers out."""
+"""The retention policy: which checkpoints are kept. Pure: no torch, no storage."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from collections.abc import Sequence
 from holdfast.errors import ConfigError
 
 LEAST = 2
-"""The newest one may turn out to be damaged: there must be another."""
+"""The newest checkpoint may be damaged, so there must be another."""
 
 
 def to_remove(steps: Sequence[int], keep_last: int, keep_every: int = 0, intact: int | None = None) -> list[int]:
-    """Return the steps whose checkpoints may go.
+    """Return the steps whose checkpoints may be removed.
 
     Args:
-        steps: Of all complete checkpoints.
-        keep_last: How many of the newest stay, ``>= 2``; 0: all.
-        keep_every: Steps that it divides stay, too; 0: none for that reason.
-        intact: The newest step that is known to be undamaged stays, too.
+        steps: Steps of all complete checkpoints.
+        keep_last: Number of newest checkpoints that stay, ``>= 2``; 0: all.
+        keep_every: Steps divisible by this number stay, too; 0: none.
+        intact: The newest step known to be undamaged, which stays, too.
 
     Raises:
         ConfigError: if ``keep_last`` is 1 or negative, or ``keep_every`` negative.

@@ -1,11 +1,11 @@
-"""Writing a checkpoint in two acts: tensors first, the manifest when the step is known to be stable.
+"""Writing a checkpoint in two phases: first the tensors, then the manifest once the step is durable.
 
-Between the acts, and after a death at any moment, a reader sees what it saw before. The same is true when a step that
-is complete already is saved again: its new files come to lie beside the old ones, and one change of the manifest turns
+Between the phases, and after a crash at any moment, a reader sees the previous checkpoint. The same holds when a complete
+step is saved again: its new files are written next to the old ones, and replacing the manifest turns
 the old checkpoint into the new one.
 
-Several workers may share the work. Each writes a part of the tensors and describes it; who commits puts the
-descriptions together. The parts may be cuts of a state that all have, or distinct ones that only their writers have.
+Several workers may share the work. Each writes a part of the tensors and describes it; the committing worker merges the
+descriptions. The parts may be ranges of a replicated state, or distinct parts that only their writers hold.
 """
 
 from __future__ import annotations
@@ -36,31 +36,30 @@ _POLL_S = 0.01
 class SavedCheckpoint:
     """A complete checkpoint."""
 
-    url: str  # Where all checkpoints are
-    step: int  # Steps that the state has behind it
-    size_bytes: int  # Of its files together
+    url: str  # Directory or URL of all checkpoints
+    step: int  # Number of steps that the state contains
+    size_bytes: int  # Total size of its files
 
     @property
     def path(self) -> str:
-        """Where it is."""
+        """Directory or URL of this checkpoint."""
         return f"{self.url}/{step_folder(self.step)}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PendingCheckpoint:
-    """Tensors that are safely stored and do not count yet: nobody loads them."""
+    """Tensors that are durably stored but do not count yet: they are never loaded."""
 
-    storage: Storage  # Where
-    manifest: Manifest  # What the manifest will say of this worker's part; its generation is not known yet
-    part: int = 0  # Which part
-    parts: int = 1  # How many there are
+    storage: Storage  # The storage
+    manifest: Manifest  # Manifest of this worker's part; its generation is not known yet
+    part: int = 0  # Index of the part
+    parts: int = 1  # Number of parts
     clean: set[int] = field(default_factory=set)
-    """Steps that are complete with nothing beside them, as far as those who write here know: nobody need look
-    at them again, however many there are."""
+    """Steps known to be complete, without leftovers next to them; they are not checked again, however many there are."""
 
     @property
     def step(self) -> int:
-        """Steps that the state has behind it."""
+        """Number of steps that the state contains."""
         return self.manifest.step
 
     @property
@@ -70,16 +69,16 @@ class PendingCheckpoint:
     def commit(
         self, generation: int, wait_s: float = 60.0, may_come: Callable[[int], bool] = lambda part: True
     ) -> SavedCheckpoint:
-        """Make the checkpoint complete. Call it when the step is stable, once, at one of the writers.
+        """Complete the checkpoint. Call it once, at one of the writers, when the step is durable.
 
         Args:
-            generation: How many communicators there have been; it is written into the manifest.
-            wait_s: How long to wait for the parts of others.
-            may_come: Says whether a part that is not there may still come, because its writer is alive.
+            generation: Generation of the communicator, saved in the manifest.
+            wait_s: Seconds to wait for the parts of other writers.
+            may_come: Returns whether a missing part may still arrive, because its writer is alive.
 
         Raises:
-            CheckpointError: if it cannot be written, a part is missing or does not fit the others, or files are gone because
-                it was abandoned. Nothing has become complete then.
+            CheckpointError: if it cannot be written, a part is missing or does not match the others, or files are missing because
+                it was abandoned. The checkpoint is then not complete.
         """
         if generation < 0:
             raise ConfigError(f"generation must be at least 0, got {generation}")
@@ -88,10 +87,10 @@ class PendingCheckpoint:
         self._check_there(whole)
         data = dump(whole)
         try:
-            parse(data)  # what could not be read must not take the place of what can
+            parse(data)  # an unreadable manifest must not replace a readable one
         except CheckpointCorrupt as error:
             raise CheckpointError(
-                f"cannot complete the checkpoint of step {self.step}: what was written does not fit together: {error}"
+                f"cannot complete the checkpoint of step {self.step}: its parts do not fit together: {error}"
             ) from error
         points.reach("checkpoint.manifest")
         self.storage.put(f"{step_folder(self.step)}/{MANIFEST_NAME}", data)
@@ -100,7 +99,7 @@ class PendingCheckpoint:
         return SavedCheckpoint(url=self.storage.url, step=self.step, size_bytes=whole.size_bytes + len(data))
 
     def abandon(self) -> None:
-        """Remove what this worker wrote, or all of it at the first part; does nothing the second time, or after ``commit``.
+        """Remove what this worker wrote, or everything at part 0; does nothing the second time, or after ``commit``.
 
         Raises:
             CheckpointError: if it cannot be removed.
@@ -111,7 +110,7 @@ class PendingCheckpoint:
         if self.part == 0:
             self.storage.remove(self._folder)
         else:
-            # The description first: what it describes must be there as long as somebody may count on it.
+            # The description first: the files that it describes must exist as long as another worker may rely on it.
             for name in (_description(self.part), *self.manifest.files):
                 self.storage.remove(f"{self._folder}/{name}")
         if not self.storage.names(folder):
@@ -133,7 +132,7 @@ class PendingCheckpoint:
 
     def _read_description(self, part: int, end_s: float, may_come: Callable[[int], bool]) -> Manifest:
         while True:
-            is_alive, is_late = may_come(part), time.monotonic() > end_s  # before the last look at the storage
+            is_alive, is_late = may_come(part), time.monotonic() > end_s  # evaluated before the last read
             data = self.storage.read(f"{self._folder}/{_description(part)}")
             if data:
                 return parse(data, is_part=True)
@@ -146,7 +145,7 @@ class PendingCheckpoint:
             time.sleep(_POLL_S)
 
     def _tidy(self) -> None:
-        # The checkpoint is complete: rubbish that stays is worth a warning, not a failed run.
+        # The checkpoint is complete: leftovers are worth a warning, not a failed run.
         try:
             for part in range(self.parts if self.parts > 1 else 0):
                 self.storage.remove(f"{self._folder}/{_description(part)}")
@@ -173,22 +172,23 @@ def write(
     token: str = "",
     clean: set[int] | None = None,
 ) -> PendingCheckpoint:
-    """Write the tensors of a checkpoint, or a part of them, and wait until they are safely stored.
+    """Write the tensors of a checkpoint, or a part of them, and wait until they are durable.
 
     Args:
-        storage: Where. The writers of one step at a time write to it.
-        step: Steps that the state has behind it, at least 0.
+        storage: The storage. Its writers write one step at a time.
+        step: Number of steps that the state contains, at least 0.
         content: From :func:`take`; its values must not change before this returns.
-        info: Anything else worth knowing, plain JSON.
+        info: Any other metadata, as plain JSON.
         format: One of :data:`~holdfast.checkpoint.files.kinds.FORMATS`.
-        token: Tells this attempt at the step from others, the same at all writers: lower-case letters, digits, ``-``.
-        clean: See :class:`PendingCheckpoint`; kept from one checkpoint to the next.
+        token: Identifies this attempt at the step, the same at all writers: lower-case letters, digits, ``-``.
+        clean: See :class:`PendingCheckpoint`; pass the same set for each checkpoint.
 
     Returns:
+        The checkpoint, still to be committed.
         The checkpoint, still to be completed.
 
     Raises:
-        CheckpointError: if the storage does not take it, or the format cannot hold it. What was complete before still is.
+        CheckpointError: if the storage rejects it, or the format cannot hold it. Complete checkpoints stay complete.
         ConfigError: if an argument is not allowed.
     """
     storage = as_storage(storage)
@@ -199,11 +199,11 @@ def write(
     name = f"data-{token or secrets.token_hex(4)}"
     if not is_data_folder(name):
         raise ConfigError(
-            f"token must be at most 64 lower-case letters, digits and '-', the first no '-', got {token!r}"
+            f"token must be at most 64 lower-case letters, digits and '-', not beginning with '-', got {token!r}"
         )
     check_info(info)
     clean = set() if clean is None else clean
-    clean.discard(step)  # what this attempt may leave there is to be found
+    clean.discard(step)  # this attempt may leave files there
     points.reach("checkpoint.begin")
     if token and _completed_folder(storage, step) == name:
         raise CheckpointError(
@@ -244,13 +244,13 @@ def write(
 def write_tensors(storage: Where, step: int, state: Any, info: dict[str, Any], **options: Any) -> PendingCheckpoint:
     """Write all tensors of a state: :func:`take` and :func:`write`, by one writer.
 
-    Everything is taken from ``state`` and ``info`` before the call returns; they may change afterwards.
+    Everything is read from ``state`` and ``info`` before the call returns; they may change afterwards.
     """
     return write(storage, step, take(state), info, **options)
 
 
 def remove(storage: Where, step: int) -> None:
-    """Remove the checkpoint of a step: its manifest first, so that nobody ever finds half of it.
+    """Remove the checkpoint of a step: its manifest first, so that a half-removed checkpoint is never found.
 
     Raises:
         CheckpointError: if it cannot be removed.
@@ -265,7 +265,7 @@ def _description(part: int) -> str:
 
 
 def _completed_folder(storage: Storage, step: int) -> str | None:
-    """Return which folder the manifest of a step names; None if there is no manifest that can be read."""
+    """Return the data folder that the manifest of a step names; None if there is no readable manifest."""
     try:
         data = storage.read(f"{step_folder(step)}/{MANIFEST_NAME}")
         return None if data is None else parse(data).folder
@@ -274,9 +274,9 @@ def _completed_folder(storage: Storage, step: int) -> str | None:
 
 
 def _remove_attempts(storage: Storage, step: int) -> bool:
-    """Remove what attempts at a step have left that will not be completed; return whether it is complete and they are gone.
+    """Remove leftovers of attempts at a step that will not be completed; return whether the step is complete and they are gone.
 
-    What others put there stays.
+    Foreign files stay.
     """
     folder = step_folder(step)
     names = storage.names(folder)
@@ -289,7 +289,7 @@ def _remove_attempts(storage: Storage, step: int) -> bool:
         return True
     kept = _completed_folder(storage, step) if is_complete else ""
     if kept is None:
-        return False  # its manifest is damaged, and somebody may want to look at all of it
+        return False  # its manifest is damaged, and everything stays for inspection
     for name in attempts:
         if name != kept:
             storage.remove(f"{folder}/{name}")
@@ -297,7 +297,7 @@ def _remove_attempts(storage: Storage, step: int) -> bool:
 
 
 def discard(storage: Where, step: int, token: str) -> None:
-    """Remove what all writers of an attempt at a step left, unless it has become complete.
+    """Remove the files of all writers of an attempt at a step, unless the attempt was completed.
 
     Raises:
         CheckpointError: if it cannot be removed.
@@ -309,7 +309,7 @@ def discard(storage: Where, step: int, token: str) -> None:
 
 
 def _remove_folder(storage: Storage, folder: str) -> None:
-    """Remove a folder of files, and that of its step if nothing else is left in it."""
+    """Remove a folder of files, and its step's folder if that is empty then."""
     storage.remove(folder)
     step = folder.partition("/")[0]
     if not storage.names(step):
@@ -317,21 +317,21 @@ def _remove_folder(storage: Storage, folder: str) -> None:
 
 
 def _describe(storage: Storage, step: int, described: Manifest, part: int) -> None:
-    """Say what this part holds; from then on who commits may take it into the manifest, and remove it."""
+    """Publish the description of this part; from then on the committing worker may merge and remove it."""
     try:
         storage.put(f"{step_folder(step)}/{described.folder}/{_description(part)}", dump(described))
     except CheckpointError:
-        # A storage looks whether what it has put is there. It need not be, if it was read and tidied up before that.
+        # put() reads the file back. If the committing worker has already merged and removed it, that is no error.
         if _completed_folder(storage, step) != described.folder:
             raise
 
 
 def _give_notice(storage: Storage, description: str) -> None:
-    """Leave an empty description, so that who commits does not wait for this part."""
+    """Leave an empty description, so that the committing worker does not wait for this part."""
     try:
         storage.put(description, b"")
     except CheckpointError as error:
-        warnings.warn(f"nobody could be told that a part is missing: {error}", RuntimeWarning, stacklevel=3)
+        warnings.warn(f"could not report the missing part to the other writers: {error}", RuntimeWarning, stacklevel=3)
 
 
 def _discard(storage: Storage, folder: str) -> None:

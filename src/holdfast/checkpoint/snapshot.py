@@ -1,4 +1,4 @@
-"""A copy of what is to be written, so that training may go on while it is."""
+"""A snapshot of the data to write, so that training continues during the write."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ _ALIGN = 64
 
 
 class Snapshot:
-    """Memory that is used again for every checkpoint: at most one more copy of what this worker writes."""
+    """Memory that is reused for every checkpoint: at most one extra copy of this worker's part."""
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._boxes: tuple[Box, ...] = ()
 
     def copy(self, content: Content) -> Content:
-        """Return the same content with values of its own; it stays as it is until the next call."""
-        # A state looks the same at every checkpoint: with thousands of tensors, making room takes longer than copying.
+        """Return the same content with copied values, valid until the next call."""
+        # The layout rarely changes: with thousands of tensors, allocating takes longer than copying.
         if [_look(box) for box in content.boxes] != [_look(box) for box in self._boxes]:
             self._make_room(content)
         for own, box in zip(self._boxes, content.boxes, strict=True):
@@ -31,7 +31,7 @@ class Snapshot:
         self._boxes = ()
         sizes = [-(-box.tensor.nbytes // _ALIGN) * _ALIGN for box in content.boxes]
         if sum(sizes) > self._memory.numel():
-            self._memory = torch.empty(0, dtype=torch.uint8)  # never both at a time
+            self._memory = torch.empty(0, dtype=torch.uint8)  # never hold both
             self._memory = torch.empty(sum(sizes), dtype=torch.uint8)
         boxes, start = [], 0
         for box, size in zip(content.boxes, sizes, strict=True):

@@ -1,4 +1,4 @@
-"""Tensors that can be read one by one, wherever they are: what a comparison and a conversion work on."""
+"""Sources whose tensors can be read one by one, for comparison and conversion."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from holdfast.checkpoint.storage.local import LocalStorage
 
 
 def saved_source(storage: Storage, step: int) -> Source:
-    """Return what there is to read in a checkpoint.
+    """Return a checkpoint as a source.
 
     Raises:
         CheckpointCorrupt: if its manifest is damaged.
@@ -46,17 +46,17 @@ def saved_source(storage: Storage, step: int) -> Source:
 
 
 def written_s(storage: Storage, step: int) -> float | None:
-    """Return when a checkpoint was completed, in seconds since 1970; None if the storage does not say."""
+    """Return the completion time of a checkpoint, in seconds since 1970; None if the storage does not record it."""
     if not isinstance(storage, LocalStorage):
         return None
     try:
         return (Path(storage.url) / step_folder(step) / MANIFEST_NAME).stat().st_mtime
     except OSError:
-        return None  # somebody removed it since it was listed
+        return None  # it was removed since it was listed
 
 
 def tensor_digest(tensor: torch.Tensor) -> str:
-    """Return the digest that a manifest has of a tensor in one piece; see :attr:`TensorEntry.xxh3`."""
+    """Return the digest that a manifest would have for a tensor in one piece; see :attr:`TensorEntry.xxh3`."""
     data = tensor_bytes(tensor)
     blocks = run(lambda ends: digest(data[ends[0] : ends[1]]), list(block_ranges(len(data))), len(data))
     return blocks[0] if len(blocks) == 1 else digest("".join(blocks).encode())

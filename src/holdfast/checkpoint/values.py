@@ -1,6 +1,6 @@
-"""Values of checkpoints: read block by block, each digest checked in the memory that a tensor keeps.
+"""Reads checkpoint values block by block, verifying each digest in the memory that the tensor keeps.
 
-Several blocks are read at a time, straight into the tensors they belong to: nothing that happens to a file later can change
+Several blocks are read in parallel, directly into their tensors: later changes of a file cannot affect
 a tensor.
 """
 
@@ -22,23 +22,23 @@ from holdfast.checkpoint.manifest import Manifest, Piece
 from holdfast.checkpoint.storage import Reader, Storage, step_folder
 
 _scratch = threading.local()
-"""Memory of each thread for blocks that are only checked."""
+"""Scratch memory of each thread, for blocks that are only verified."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Damage:
-    """Bytes that are not what was saved."""
+    """A range of bytes that differ from what was saved."""
 
-    tensor: str  # Whose values they are, "" if they are none
-    file: str  # In which file
-    start: int  # First of them
-    end: int  # First one behind them
-    what: str  # In words
+    tensor: str  # Path of the tensor, "" if the bytes are not values
+    file: str  # Name of the file
+    start: int  # First byte
+    end: int  # Byte after the last
+    what: str  # Description
 
 
 @dataclass(frozen=True, slots=True)
 class _Block:
-    """A block of values, and where it goes."""
+    """A block of values, and its destination."""
 
     path: str
     piece: Piece
@@ -55,13 +55,13 @@ def read_files(
     *,
     values_only: bool = False,
 ) -> tuple[dict[str, torch.Tensor], list[Damage]]:
-    """Read all files, values into the memory that ``place`` gives; return it, and what is damaged.
+    """Read all files, values into the memory that ``place`` returns; return that memory and all damage.
 
-    With ``values_only`` nothing is read but the values that the manifest names: there may be others in its files.
+    With ``values_only``, only the values that the manifest names are read: its files may contain others.
     """
     with ExitStack() as stack:
         files = {name: stack.enter_context(open_file(storage, manifest, name)) for name in manifest.files}
-        # Sizes first: nobody sets memory aside for values that are not there.
+        # Sizes are checked first, so that no memory is allocated for missing values.
         damage = [d for name in manifest.files if (d := _check_size(files[name], manifest, name)) is not None]
         tensors = {} if damage else place(manifest)
         blocks: list[_Block] = []
@@ -87,7 +87,7 @@ def read_files(
 def box_of(
     storage: Storage, manifest: Manifest, path: str, start: tuple[int, ...], shape: tuple[int, ...]
 ) -> tuple[torch.Tensor, list[Damage]]:
-    """Return a part of a tensor, which lies inside it, and what is damaged of the blocks that it lies in."""
+    """Return a part of a tensor, which must lie inside it, and the damage of the blocks it spans."""
     entry = manifest.tensors[path]
     needed = [piece for piece in entry.pieces if _common(piece, start, shape) is not None]
     with ExitStack() as stack:
@@ -128,7 +128,7 @@ def _blocks_of(path: str, piece: Piece, into: torch.Tensor | None) -> list[_Bloc
 
 
 def _check_block(files: Mapping[str, Reader], manifest: Manifest, block: _Block) -> Damage | None:
-    # The view is made here, by the thread that fills it, while others read.
+    # The view is created here, by the thread that fills it, while other threads read.
     into = _scratch_memory() if block.into is None else tensor_bytes(block.into)[block.start :]
     into = into[: block.end - block.start]
     first, last = block.piece.offset + block.start, block.piece.offset + block.end
@@ -143,7 +143,7 @@ def _check_block(files: Mapping[str, Reader], manifest: Manifest, block: _Block)
 
 
 def _read_digested(file: Reader, first: int, into: memoryview) -> tuple[int, str]:
-    """Read bytes from ``first`` on; return how many there were, and their digest."""
+    """Read bytes starting at ``first``; return their number and their digest."""
     whole, got = xxhash.xxh3_64(), 0
     for start, part in parts_of(into, file.part_bytes):
         count = file.read_into(first + start, part)
@@ -182,6 +182,6 @@ def _check_rest(file: Reader, manifest: Manifest, name: str) -> Damage | None:
 
 
 def _common(piece: Piece, start: tuple[int, ...], shape: tuple[int, ...]) -> list[tuple[int, int]] | None:
-    """Return, for each dimension, the indices that a piece and a box have in common; None if there are none."""
+    """Return the intersection of a piece and a box as an index range per dimension; None if it is empty."""
     both = [(max(a, b), min(a + n, b + m)) for a, n, b, m in zip(piece.start, piece.shape, start, shape, strict=True)]
     return both if all(low < high for low, high in both) else None

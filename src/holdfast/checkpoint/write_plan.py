@@ -1,4 +1,4 @@
-"""What one writer writes of a state: all of it, a fair part, or what it alone holds."""
+"""The part of a state that one writer writes: all of it, an even part, or a distinct part that it alone holds."""
 
 from __future__ import annotations
 
@@ -16,43 +16,43 @@ from holdfast.errors import ConfigError
 class Box:
     """A part of a tensor that this worker writes."""
 
-    path: str  # Of the tensor
-    key: str  # Its name in the file
+    path: str  # Path of the tensor
+    key: str  # Name in the file
     tensor: torch.Tensor  # The values, contiguous, on the CPU
-    start: tuple[int, ...]  # First index in each dimension of the whole
-    whole: tuple[int, ...]  # Shape of the whole
+    start: tuple[int, ...]  # First index in each dimension of the whole tensor
+    whole: tuple[int, ...]  # Shape of the whole tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Content:
-    """What one writer writes of a state."""
+    """The part of a state that one writer writes."""
 
     boxes: tuple[Box, ...]  # The tensors, or parts of them
     skeleton: Any
-    """How all tensors hang together, or those of a distinct part; None at who shares the state of the first."""
-    part: int = 0  # Which part of the whole this is
-    parts: int = 1  # How many there are
+    """Structure of the whole state, or of a distinct part; None for the other writers of a replicated state."""
+    part: int = 0  # Index of this part
+    parts: int = 1  # Number of parts
 
     @property
     def size_bytes(self) -> int:
-        """Of the values."""
+        """Total size of the values."""
         return sum(box.tensor.nbytes for box in self.boxes)
 
 
 def take(state: Any, part: int = 0, parts: int = 1, *, distinct: bool = False) -> Content:
-    """Return what one of ``parts`` writers writes of a state; the tensors in it are not copied.
+    """Return what one of ``parts`` writers writes of a state; the tensors are not copied.
 
     Args:
-        state: See :func:`~holdfast.checkpoint.format.flatten`. At all writers alike, but for the shards in it.
-        part: Which part: about as many bytes as any other, and all shards that this worker holds.
-        parts: How many writers there are.
-        distinct: The state is a part by itself, a dict, and all of it is taken. Dicts that several writers have hold the
-            entries of all in the end; anything else must be given by one of them only, but for the shards of a tensor.
-            An empty dict keeps a place for what others give.
+        state: See :func:`~holdfast.checkpoint.format.flatten`. The same at all writers, except for shards.
+        part: Index of the part: an even share of the bytes, and all shards that this worker holds.
+        parts: Number of writers.
+        distinct: The state, a dict, is a part of its own, and all of it is taken. Dicts that several writers have are merged;
+            any other value must come from one writer only, except for the shards of a tensor.
+            An empty dict reserves a place for entries of other writers.
 
     Raises:
-        CheckpointError: if the state holds something that is not data.
-        ConfigError: if there is no such part, or a distinct one is no dict.
+        CheckpointError: if the state contains something that is not data.
+        ConfigError: if ``part`` is out of range, or a distinct part is not a dict.
     """
     if not 0 <= part < parts:
         raise ConfigError(f"part must be at least 0 and below parts, got part {part} of {parts}")
@@ -66,10 +66,10 @@ def take(state: Any, part: int = 0, parts: int = 1, *, distinct: bool = False) -
 
 
 def _share_out(leaves: Mapping[str, Leaf], part: int, parts: int) -> list[Box]:
-    """Return what one of ``parts`` writers writes: every writer computes the same cuts.
+    """Return what one of ``parts`` writers writes; every writer computes the same cuts.
 
-    The tensors that all hold are thought of as one long row of bytes, and cut at the rows of tensors. Shards are written
-    by who holds them.
+    The replicated tensors are treated as one long sequence of bytes, which is cut between rows. Shards are written
+    by the workers that hold them.
     """
     total = sum(leaf.nbytes for leaf in leaves.values() if isinstance(leaf, torch.Tensor))
     first, end = total * part // parts, total * (part + 1) // parts
@@ -99,11 +99,11 @@ def _make_box(
     key = path
     if tuple(tensor.shape) != whole:
         place = ",".join(map(str, start))
-        # A path may hold any characters, but a "~" in it is never followed by "@".
+        # A path may contain any characters, but a "~" in it is never followed by "@".
         key = next(key for key in (f"{path}@{place}", f"{path}~@{place}") if key not in paths)
     return Box(path=path, key=key, tensor=tensor, start=start, whole=whole)
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a contiguous tensor on the CPU; a copy only where it must be."""
+    """Return a contiguous CPU tensor, copied only if necessary."""
     return tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()

@@ -1,16 +1,16 @@
-"""Writing a checkpoint beside the training loop.
+"""Writing a checkpoint in the background of the training loop.
 
-The loop is held while what this worker writes is copied, and not while it is digested and written. There is one such copy
-at a time: a loop that asks for the next checkpoint before the last one is written waits, because the disk is slower than
-it is.
+The loop is blocked while this worker's part is copied, but not while it is digested and written. There is one such copy
+at a time: a loop that begins the next checkpoint before the last one is written waits, because the disk is slower than
+the loop.
 
 ::
 
-    begin      copies, or waits for the one before and copies     the loop is held
-               writes the tensors                                 beside the loop
-    commit     the step is stable: the manifest may be written    beside the loop
-    abandon    it is not, and will not be
-    poll       what has become of it
+    begin      copies, possibly after waiting for the last one    the loop is blocked
+               writes the tensors                                 in the background
+    commit     the step is durable: writes the manifest           in the background
+    abandon    the step will not become durable
+    poll       returns the outcomes
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ from holdfast.checkpoint.write_plan import Content
 from holdfast.errors import CheckpointError
 
 _LIMIT_S = 600.0
-"""A storage that has not taken a checkpoint for so long will not take it."""
+"""Time limit for the storage to take a checkpoint."""
 
 _PART_WAIT_S = 10.0
 _PART_PATIENCE = 5.0
-"""How long to wait for the parts of others, and how many times as long as writing took here."""
+"""Time limit for other writers' parts: this many seconds, plus this multiple of the local writing time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What became of a checkpoint."""
+    """The outcome of a checkpoint."""
 
-    step: int  # Which one
-    saved: SavedCheckpoint | None  # It is complete; None if this worker only wrote a part of it, or if it failed
-    error: Exception | None  # Why it is not complete, or what went wrong after it was; None if nothing did
-    held_s: float  # How long the loop was held
-    written_s: float  # How long digesting and writing took
+    step: int  # Its step
+    saved: SavedCheckpoint | None  # The complete checkpoint; None if it failed, or this worker wrote only a part
+    error: Exception | None  # Why it is not complete, or an error after completion; None if there was none
+    held_s: float  # Seconds that the loop was blocked
+    written_s: float  # Seconds of digesting and writing
 
 
 @dataclass(slots=True)
@@ -66,9 +66,9 @@ class _Job:
 
 
 class Writer:
-    """Writes one checkpoint after another, and calls ``after_commit`` when one is complete.
+    """Writes checkpoints one after another, and calls ``after_commit`` when one is complete.
 
-    With ``background`` it does so in a thread of its own, otherwise before :meth:`begin` and :meth:`commit` return.
+    With ``background`` it does so in a thread, otherwise before :meth:`begin` and :meth:`commit` return.
     """
 
     def __init__(
@@ -85,19 +85,19 @@ class Writer:
 
     @property
     def step(self) -> int | None:
-        """The step whose checkpoint is being written, or waits to be completed."""
+        """The step whose checkpoint is being written, or waits to be committed."""
         return None if self._job is None else self._job.step
 
     @property
     def is_completing(self) -> bool:
-        """Whether it was decided what becomes of a checkpoint, and it has not become that yet."""
+        """Whether commit or removal of a checkpoint was decided and is still in progress."""
         return self._job is not None and self._job.decided.is_set() and not self._job.done.is_set()
 
     def begin(self, step: int, content: Content, info: dict[str, Any], token: str = "") -> None:
-        """Write a checkpoint; one that was not decided on is abandoned. ``content`` may change when this returns.
+        """Write a checkpoint; an undecided one is abandoned. ``content`` may change once this returns.
 
         Raises:
-            CheckpointError: if the storage has not taken the one before for ten minutes, or there is no memory for a copy.
+            CheckpointError: if the storage has not taken the last one within ten minutes, or there is no memory for a copy.
         """
         start_s = time.monotonic()
         self.abandon()
@@ -120,11 +120,11 @@ class Writer:
             ) from error
 
     def commit(self, generation: int, *, may_come: Callable[[int], bool] = lambda part: True) -> None:
-        """Complete the checkpoint as soon as it is written; see :meth:`PendingCheckpoint.commit`.
+        """Complete the checkpoint once it is written; see :meth:`PendingCheckpoint.commit`.
 
         Args:
-            generation: How many communicators there have been.
-            may_come: Says whether who writes a part is alive, so that it may still come. Called beside the loop.
+            generation: Generation of the communicator.
+            may_come: Returns whether the writer of a part is alive, so that the part may still arrive. Called in the background.
         """
         job = self._job
 
@@ -135,13 +135,13 @@ class Writer:
         self._decide(complete)
 
     def leave(self) -> None:
-        """Leave it to another writer to complete the checkpoint, once this worker's part of it is written."""
+        """Let another writer complete the checkpoint, once this worker's part is written."""
         self._decide(lambda _: None)
 
     def abandon(self) -> None:
-        """Remove what was written, unless it was decided to keep it.
+        """Remove what was written, unless keeping it was decided.
 
-        Who wrote another part than the first leaves it: somebody else may be about to complete the checkpoint.
+        The writer of any part but part 0 leaves its files: another worker may be about to complete the checkpoint.
         """
 
         def abandon(pending: PendingCheckpoint) -> None:
@@ -153,7 +153,7 @@ class Writer:
         self._decide(abandon)
 
     def poll(self) -> list[Outcome]:
-        """Return what has become of checkpoints since the last call; does not wait."""
+        """Return the outcomes of checkpoints since the last call; does not wait."""
         self._collect()
         outcomes, self._outcomes = self._outcomes, []
         return outcomes
@@ -167,10 +167,10 @@ class Writer:
             )
 
     def wait(self) -> None:
-        """Return when the checkpoint that was decided on is over, well or not.
+        """Wait until the decided checkpoint is finished, successfully or not.
 
         Raises:
-            CheckpointError: if that takes more than ten minutes; from then on it says so at once.
+            CheckpointError: if that takes more than ten minutes; later calls raise it immediately.
         """
         job = self._job
         if job is None or not job.decided.is_set():
@@ -178,12 +178,12 @@ class Writer:
         if not job.done.wait(0.0 if job.overdue else _LIMIT_S):
             job.overdue = True
             raise CheckpointError(
-                f"the checkpoint of step {job.step} was not written to {self._checkpoints.url} within {_LIMIT_S:g} s; look at that storage"
+                f"the checkpoint of step {job.step} was not written to {self._checkpoints.url} within {_LIMIT_S:g} s; check that storage"
             )
         self._collect()
 
     def close(self, within_s: float = 0.0) -> None:
-        """Abandon what was not decided on, and let the thread end; wait for that, but no longer than this."""
+        """Abandon an undecided checkpoint and end the thread; wait for that up to ``within_s`` seconds."""
         self.abandon()
         self._jobs.put(None)
         if self._thread is not None:
@@ -231,16 +231,16 @@ class Writer:
         except Exception as error:
             job.error = error
         if job.abandoned:
-            job.error = None  # nobody waits for it
+            job.error = None  # the checkpoint was abandoned
         elif job.error is not None and job.saved is None:
             self._clear_away(job)
         job.written_s += time.monotonic() - start_s
         job.done.set()
 
     def _clear_away(self, job: _Job) -> None:
-        """Make room: what was written of a checkpoint that cannot be completed might fill the disk."""
+        """Free space: the files of a checkpoint that cannot be completed might fill the disk."""
         if job.error is not None and isinstance(job.error.__cause__, TimeoutError):
-            return  # the manifest may still arrive, and what it names must be there then
+            return  # the manifest may still arrive, and the files that it names must exist then
         if job.token and job.content.part == 0:
             try:
                 self._checkpoints.discard(job.step, job.token)

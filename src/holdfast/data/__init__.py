@@ -1,1 +1,1 @@
-"""Which samples make up a step, how they are cut into slices, and which worker computes which slice."""
+"""The samples of a step, how they are cut into slices, and the assignment of slices to workers."""

@@ -1,4 +1,4 @@
-"""How many slices a mini-batch has, and who computes which. Pure: a function of what all workers know."""
+"""The number of slices of a mini-batch, and their assignment to workers. Pure: a function of what all workers know."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 Home = tuple[int, int]
-"""The slices that a worker has while nobody is missing: the first, and the one after the last."""
+"""The range of a worker's slices while no worker is missing: the first, and the one after the last."""
 
 
 def homes(slices: int, seats: int) -> list[Home]:
-    """Return the slices of each seat, as even as can be."""
+    """Return the range of slices of each seat, as even as possible."""
     cuts = [-(-seat * slices // seats) for seat in range(seats + 1)]
     return list(itertools.pairwise(cuts))
 
@@ -22,16 +22,16 @@ def homes(slices: int, seats: int) -> list[Home]:
 def share_out(
     slices: int, at_home: Mapping[int, Home], speeds: Mapping[int, float], *, aligned: bool = False
 ) -> list[int]:
-    """Return the rank that holds each slice: in runs, so that the last to finish finishes as early as can be.
+    """Return the rank that computes each slice: in contiguous ranges, such that the last worker finishes as early as possible.
 
-    Of all runs that end so early it takes those that move few slices from where they are at home or, ``aligned``, those
-    that end where large groups do, so that in the order ``tree`` much can be added before it is sent.
+    Among equally good assignments it chooses the one that moves fewest slices from their usual workers, or, if ``aligned``, the
+    one whose ranges end at large groups, so that in the order ``tree`` many slices can be reduced before they are sent.
 
     Args:
-        slices: How many there are, all taking the same time.
-        at_home: Of each worker, in the order of the runs, which slices are its own; these ascend, too.
-        speeds: How fast workers compute, relative to each other; who is not named counts as 1.
-        aligned: The sum is a tree over slice numbers.
+        slices: Number of slices, all taking the same time.
+        at_home: For each worker, in the order of the ranges, the range of its usual slices; ascending, too.
+        speeds: Relative speeds of workers; the default is 1.
+        aligned: The reduction is a tree over slice numbers.
     """
     ranks = list(at_home)
     least, most = _bounds(slices, ranks, speeds)
@@ -50,10 +50,10 @@ def share_out(
 
 
 def _bounds(slices: int, ranks: Sequence[int], speeds: Mapping[int, float]) -> tuple[dict[int, int], dict[int, int]]:
-    """Return how many slices each worker must have, and may have, if the last to finish is to finish as early as can be.
+    """Return the least and the most slices of each worker, such that the last worker finishes as early as possible.
 
-    Each slice goes to whoever would have finished it first (for slices that take the same time nothing is better). That
-    says when the last one finishes, and so how many anybody may have. Who has some then is left one at least.
+    Each slice goes to the worker that would finish it first, which is optimal for slices that take the same time. That
+    determines when the last worker finishes, and so the maxima. A worker with any slices keeps at least one.
     """
     pace = {rank: speeds.get(rank, 1.0) for rank in ranks}
     counts = dict.fromkeys(ranks, 0)
@@ -69,46 +69,46 @@ def _bounds(slices: int, ranks: Sequence[int], speeds: Mapping[int, float]) -> t
 
 
 def _cost(free: Home, aligned: bool, stop: int) -> tuple[int, int, int]:
-    """Return what speaks against a run that ends at ``stop``, where the next one begins; it is not 0.
+    """Return the cost of a range that ends at ``stop``, where the next one begins; ``stop`` is not 0.
 
-    Anywhere in ``free`` it may end without moving anything. If ``aligned``, it is first of all to end where a large group does.
+    Ending anywhere in ``free`` moves no slices. If ``aligned``, ending at a large group has priority.
     """
     moved = max(free[0] - stop, stop - free[1], 0)
     group = stop & -stop  # the largest power of two that divides it
-    return (-group if aligned else 0, moved, -stop)  # to take more now leaves more room to all who come later
+    return (-group if aligned else 0, moved, -stop)  # taking more now leaves more choice to the workers that follow
 
 
 # ---------------------------------------------------------------------------------------------
 # How many slices: --slices auto
 
 _LONGER = 1.15
-"""A step may take so many times as long as with an even split: with more slices it comes closer, and each costs more."""
+"""Maximum step time relative to an even split: more slices come closer, but each slice has a cost."""
 _LEAST_SAMPLES = 8
-"""Smaller slices are not chosen: what a slice costs besides its samples would weigh more than what balance gains."""
+"""Smaller slices are not chosen: the overhead of a slice would exceed the gain in balance."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """A number of slices, and what it is good for."""
+    """A number of slices, and the failures for which it was chosen."""
 
-    slices: int  # pieces of a mini-batch
-    workers: int  # that the job is started with
-    losses: int  # of so many of them it bears the loss
+    slices: int  # slices of a mini-batch
+    workers: int  # initial number of workers
+    losses: int  # number of failed workers that it must tolerate
     batch_size: int  # samples of a mini-batch
 
     @property
     def longer(self) -> float:
-        """How many times as long as with an even split a step takes at most, after up to :attr:`losses` losses."""
+        """The maximum step time after up to :attr:`losses` failures, relative to an even split."""
         return max(self.longer_after(lost) for lost in range(self.losses + 1))
 
     def longer_after(self, lost: int) -> float:
-        """Return how much more the busiest of those who are left has than in an even split; 1 is as much."""
+        """Return the busiest survivor's load after ``lost`` failures, relative to an even split; 1 is the same load."""
         left = self.workers - lost
         return -(-self.slices // left) * -(-self.batch_size // self.slices) * left / self.batch_size
 
     @property
     def line(self) -> str:
-        """What the user should know."""
+        """A summary for the user."""
         some = f"{self.slices} slice{'s' * (self.slices > 1)} of a mini-batch"
         if not self.losses:
             return f"{some}: with one worker there is nothing to share"
@@ -116,22 +116,22 @@ class Choice:
         percent = math.ceil(100 * (self.longer - 1) - 0.01)
         longer = f"takes at most {percent} % longer than an even split" if percent else "takes as long as an even split"
         size, even = -(-self.batch_size // self.slices), -(-self.batch_size // self.workers)
-        cost = f"{size} samples each instead of {even}, and small ones cost more a sample (docs/explanation/performance-slices.md)"
+        cost = f"{size} samples each instead of {even}, and small ones cost more per sample (docs/explanation/performance.md)"
         if self.slices == self.workers:
-            cost = f"{size} samples each, one slice a worker"
+            cost = f"{size} samples each, one slice per worker"
             cost += ", because smaller ones would cost more than they gain" * (self.longer > _LONGER)
         return f"{some}: after the loss of {gone} of {self.workers} workers a step {longer}; {cost}"
 
 
 def choose_slices(workers: int, losses: int, batch_size: int) -> Choice:
-    """Return the smallest number of slices with which the loss of workers leaves the work nearly even.
+    """Return the smallest number of slices for which the work stays nearly even after failures.
 
-    It is a multiple of ``workers``, so that nobody waits while all are there. Where slices would become too small, it is
-    the number that leaves the work most even.
+    It is a multiple of ``workers``, so that no worker waits while all are alive. If slices would become too small, it is
+    the number for which the work is most even.
 
     Args:
-        workers: That the job is started with, ``>= 1``.
-        losses: Of how many of them the loss is to be borne; 0: a quarter, at least one. Somebody must be left.
+        workers: Initial number of workers, ``>= 1``.
+        losses: Number of failures to tolerate; 0: a quarter of the workers, at least one. At least one worker must survive.
         batch_size: Samples of a mini-batch, ``>= 1``.
     """
     losses = min(losses or max(1, workers // 4), workers - 1)

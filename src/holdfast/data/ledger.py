@@ -1,4 +1,4 @@
-"""The ledger: which samples are in the weights, held against the plan."""
+"""The ledger: which samples are in the weights, checked against the plan."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ import torch
 from holdfast.data.plan import Cursor, Ids, Plan
 
 _ONCE = np.uint8(1)
-"""Of the type that is counted in: adding one of another type takes seven times as long."""
+"""Of the counter's dtype: adding a value of another dtype takes seven times as long."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Account:
-    """Samples of the plan, up to a moment; ``planned = committed + lost`` and ``repeated = 0`` in an honest run."""
+    """Counts of the plan's samples so far; without errors, ``planned = committed + lost`` and ``repeated = 0``."""
 
     planned: int = 0  # in the plan
     committed: int = 0  # in the weights
-    lost: int = 0  # in the plan and not, or not whole, in the weights
+    lost: int = 0  # in the plan, but not or not completely in the weights
     repeated: int = 0  # in the weights more than once
 
     def plus(self, other: Account) -> Account:
@@ -30,9 +30,9 @@ class Account:
 
 
 class Ledger:
-    """Counts how often each sample of the epoch in progress was committed; closed epochs are kept as totals.
+    """Counts how often each sample of the current epoch was committed; finished epochs are kept as totals.
 
-    It is told what the slices really held, and judges by the plan's own order, not by the cursor that cut them.
+    It counts the actual content of slices, and checks it against the plan's order, independently of the cursor that cut them.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -42,7 +42,7 @@ class Ledger:
         self._closed = Account()
 
     def commit(self, epoch: int, ids: Ids) -> None:
-        """Count ``ids`` as committed in ``epoch``; a sample that was lost is not among them."""
+        """Count ``ids`` as committed in ``epoch``; lost samples must not be among them."""
         if epoch != self._epoch:
             self._closed = self._closed.plus(self._judge(self._plan.epoch_samples))
             self._times[:] = 0
@@ -50,7 +50,7 @@ class Ledger:
         np.add.at(self._times, ids, _ONCE)
 
     def account(self, cursor: Cursor) -> Account:
-        """Return the account of everything before ``cursor``."""
+        """Return the account of all samples before ``cursor``."""
         ended = cursor.epoch > self._epoch
         return self._closed.plus(self._judge(self._plan.epoch_samples if ended else cursor.offset))
 
@@ -65,12 +65,12 @@ class Ledger:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps."""
+        """Return the state to save in a checkpoint."""
         closed = list(dataclasses.astuple(self._closed))
         return {"epoch": self._epoch, "times": torch.from_numpy(self._times.copy()), "closed": closed}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from what :meth:`state_dict` returned."""
+        """Restore the state from :meth:`state_dict`."""
         planned, committed, lost, repeated = state["closed"]
         self._epoch = state["epoch"]
         self._times = state["times"].numpy().copy()

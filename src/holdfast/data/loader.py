@@ -1,7 +1,7 @@
-"""Getting the inputs of slices: where they are needed, or ahead of time in processes of their own.
+"""Loading the inputs of slices: on demand, or ahead of time in loader processes.
 
-What a slice looks like depends on (seed, step, slice) alone, so it makes no difference who loads it, or when. What was
-loaded ahead of time is kept when workers die or come: most of it is needed all the same. What is not is loaded in vain.
+A slice depends only on (seed, step, slice), so it makes no difference which process loads it, or when. Slices
+loaded ahead of time are kept when workers fail or join: most of them are needed anyway. The rest was loaded in vain.
 """
 
 from __future__ import annotations
@@ -25,39 +25,39 @@ from holdfast.data.samples import fetch
 from holdfast.data.seeds import seed_slice
 
 _ENDS_S = 1.0
-"""What cannot be read any more may be known before the end of who wrote it."""
+"""A broken pipe may be noticed before the end of the process that wrote to it."""
 _MOST_RESTARTS = 3
-"""Processes that load are started anew so often without having brought anything in between."""
+"""Maximum number of consecutive restarts of the loader processes without a loaded slice in between."""
 
 Ahead = Callable[[MiniBatch], Iterator[MiniBatch]]
-"""Returns the mini-batches that follow one, as long as nobody dies or comes."""
+"""Returns the mini-batches that follow one, provided that no worker fails or joins."""
 Mine = Callable[[MiniBatch], Sequence[int]]
 """Returns the slices of a mini-batch whose inputs are needed here."""
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """What a training loop is fed with, as the script gave it."""
+    """The input of a training loop, as given by the script."""
 
     dataset: Any  # anything with `len` and `[]`
-    collate: Any = None  # makes a batch of a list of samples; None takes torch's
-    num_workers: int = 0  # processes beside each worker that load ahead of time; 0: it loads by itself
-    prefetch_factor: int = 2  # slices that each of them is ahead by
+    collate: Any = None  # makes a batch from a list of samples; None: torch's default
+    num_workers: int = 0  # loader processes of each worker; 0: it loads in its own process
+    prefetch_factor: int = 2  # slices that each of them loads ahead
 
     @property
     def may_draw(self) -> bool:
-        """Whether loading may draw random numbers; tensors that are only indexed do not."""
+        """Whether loading may draw random numbers; indexing tensors does not."""
         return not (self.collate is None and type(self.dataset) is TensorDataset)
 
     def load(self, seed: int, step: int, number: int, ids: Ids) -> Any:
-        """Return the inputs of a slice; what it draws is a function of the arguments."""
+        """Return the inputs of a slice; random numbers in it depend only on the arguments."""
         seed_slice(seed, step, number)
         return fetch(self.dataset, ids, self.collate)
 
 
 @dataclass(frozen=True, slots=True)
 class _Wanted:
-    """A slice that is to be loaded; ``step`` -1 for none."""
+    """A slice to load; ``step`` is -1 for none."""
 
     seed: int
     step: int
@@ -74,7 +74,7 @@ _NOTHING = _Wanted(0, -1, -1, np.empty(0, dtype=np.int64))
 
 
 class _Slices(Dataset[Any]):
-    """What the processes load from: a slice is one sample of it."""
+    """The data set of the loader processes: each slice is one of its samples."""
 
     def __init__(self, source: Source) -> None:
         self._source = source
@@ -86,7 +86,7 @@ class _Slices(Dataset[Any]):
 
 
 class _Queue(Iterable[_Wanted]):
-    """What is to be loaded next, without an end: at the end of the plan there is nothing to do, but a death may change that."""
+    """The queue of slices to load, without an end: at the end of the plan it is idle, but a failure may add work."""
 
     def __init__(self) -> None:
         self.first: deque[_Wanted] = deque()
@@ -101,7 +101,7 @@ class _Queue(Iterable[_Wanted]):
 
 
 class Loading:
-    """Gives a training loop the inputs of its slices: of those that are ``mine``, and of what lies ``ahead``."""
+    """Provides the inputs of slices to a training loop: those that are ``mine``, and those of the mini-batches ``ahead``."""
 
     def __init__(self, source: Source, ahead: Ahead, mine: Mine) -> None:
         self._source = source
@@ -115,11 +115,11 @@ class Loading:
         self._restarts = 0
 
     def __call__(self, seed: int, batch: MiniBatch, number: int) -> Any:
-        """Return the inputs of a slice, and leave the generators as they are to be for computing it."""
+        """Return the inputs of a slice, and seed the generators for computing it."""
         ids = batch.slices[number]
         if not self._source.num_workers:
             inputs = self._source.load(seed, batch.step, number, ids)
-            if self._source.may_draw:  # in a process it would not have been drawn here
+            if self._source.may_draw:  # a loader process would not have used this process's generators
                 seed_slice(seed, batch.step, number)
             return inputs
         inputs = self._take(seed, batch, _Wanted(seed, batch.step, number, ids))
@@ -127,12 +127,12 @@ class Loading:
         return inputs
 
     def close(self) -> None:
-        """End the processes; they start again when they are needed."""
+        """End the loader processes; they restart on demand."""
         self._loader = None  # the last reference to it
         self._queue, self._ready, self._planned = _Queue(), [], (-1, (), ())
 
     def _take(self, seed: int, batch: MiniBatch, wanted: _Wanted) -> Any:
-        """Return what was loaded ahead, or wait for it."""
+        """Return the slice loaded ahead, or wait for it."""
         self._plan(seed, batch, wanted)
         self._ready = [(known, inputs) for known, inputs in self._ready if known.step >= batch.step]
         while True:
@@ -143,13 +143,13 @@ class Loading:
             if not any(asked.is_same(wanted) for asked in (*self._queue.outstanding, *self._queue.first)):
                 self._queue.first.append(wanted)
             known, inputs = self._next()
-            if known.step >= batch.step:  # else nobody waits for it any more
+            if known.step >= batch.step:  # otherwise it is no longer needed
                 self._ready.append((known, inputs))
 
     def _plan(self, seed: int, batch: MiniBatch, wanted: _Wanted) -> None:
-        """Say what follows, where that is not what was said before: at first, and when somebody has died or come.
+        """Set the slices to load next, if they differ from the previous plan: at the start, and after a worker failed or joined.
 
-        The same slices may hold other samples than before, where a mini-batch is cut anew: then their sizes are others.
+        Slices may contain other samples than before if a mini-batch is cut anew: then their sizes differ.
         """
         mine, sizes = tuple(self._mine(batch)), tuple(map(len, batch.slices))
         step, *before = self._planned
@@ -172,7 +172,7 @@ class Loading:
         yield from self._ahead(batch)
 
     def _next(self) -> tuple[_Wanted, Any]:
-        """Return what comes next from the processes; where one of them was lost they are started anew."""
+        """Return the next loaded slice; restart the loader processes if one of them was lost."""
         if self._loader is None:
             self._loader = self._start()
         try:
@@ -182,7 +182,7 @@ class Loading:
             if not lost or self._restarts == _MOST_RESTARTS:
                 raise
             self._restarts += 1
-            sys.stderr.write(f"holdfast: a process that loads data was lost ({error}); they are started anew\n")
+            sys.stderr.write(f"holdfast: a data loading process was lost ({error}); all of them are restarted\n")
             first = [wanted for wanted in (*self._queue.outstanding, *self._queue.first) if wanted.step >= 0]
             self._queue.outstanding.clear()
             self._queue.first = deque(first)
@@ -208,7 +208,7 @@ class Loading:
         slices = iter(loader)
         self._processes = [process for process in multiprocessing.active_children() if process not in others]
         if is_main and before is not None:
-            # Torch's handler raises wherever this worker is, in the middle of a sum, too; who waits for data finds it out anyway.
+            # Torch's handler raises anywhere in this process, even during an all-reduce; reading the data detects the loss anyway.
             signal.signal(signal.SIGCHLD, before)
         return slices
 

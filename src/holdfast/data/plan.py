@@ -1,6 +1,6 @@
-"""Which samples make up a step, how they are cut into slices, and who holds which slice.
+"""The samples of a step, how they are cut into slices, and which worker has which slice.
 
-All of it is a function of (seed, position, survivors), so workers need no message to agree on it.
+All of it is a function of (seed, position, survivors), so workers agree on it without messages.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ Ids = np.ndarray[tuple[int], np.dtype[np.int64]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cursor:
-    """How far the plan has been used up."""
+    """A position in the plan."""
 
     epoch: int
-    offset: int  # samples of that epoch's order that committed steps have taken
+    offset: int  # samples of that epoch's order that committed steps have consumed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,10 +32,10 @@ class MiniBatch:
     """The samples of one step."""
 
     step: int
-    epoch: int  # where its samples are from
+    epoch: int  # the epoch of its samples
     slices: tuple[Ids, ...]  # samples of each slice, in order; a slice of a short mini-batch may be empty
-    owners: dict[int, int]  # who holds each slice that has samples
-    full_size: int  # samples that the mini-batch would have with everybody alive
+    owners: dict[int, int]  # the rank that computes each non-empty slice
+    full_size: int  # size of the mini-batch with all workers alive
     after: Cursor  # the cursor once the step is committed
 
     @property
@@ -44,7 +44,7 @@ class MiniBatch:
         return np.concatenate(self.slices)
 
     def samples_of(self, slices: Sequence[int]) -> int:
-        """Return how many samples are in these slices."""
+        """Return the number of samples in these slices."""
         return sum(len(self.slices[number]) for number in slices)
 
 
@@ -53,26 +53,26 @@ class Plan:
     """The order of samples and the policies that cut it."""
 
     num_samples: int  # size of the dataset
-    batch_size: int  # samples of a step with everybody alive
-    first_epoch: int  # number of the first epoch; epochs count through the whole job
-    epochs: int  # how many there are
-    seed: int  # of the order
+    batch_size: int  # samples of a step with all workers alive
+    first_epoch: int  # number of the first epoch; epochs are counted throughout the job
+    epochs: int  # number of epochs
+    seed: int  # seed of the order
     shuffle: bool  # otherwise samples come in the order of the dataset
     drop_last: bool  # leave out the short mini-batch at the end of an epoch
-    slices: int  # pieces of a mini-batch, fixed for the job
-    world: tuple[int, ...]  # the workers that the job was started with, without its spares
+    slices: int  # slices of a mini-batch, fixed for the job
+    world: tuple[int, ...]  # the initial workers of the job, without spares
     split: str  # `"slices"` or `"even"`, see `Settings`
     batch: str  # `"global"` or `"local"`
-    in_tree: bool = False  # slices are added in a tree, so runs that end where large groups do are better
-    workers: int = -1  # how many of the living share the work; -1 is as many as `world` has
-    # how fast workers compute, by rank, relative to each other; who is not named counts as 1
+    in_tree: bool = False  # slices are reduced in a tree, so ranges that end at large groups are better
+    workers: int = -1  # number of live workers that share the work; -1: as many as in `world`
+    # relative speeds of workers, by rank; the default is 1
     speeds: Mapping[int, float] = field(default_factory=dict)
-    # what the script said, where `batch_size` was changed since: an epoch stays as long as it was
+    # the script's value, if `batch_size` was changed since: the length of an epoch does not change
     given_batch_size: int = 0
 
     @property
     def seats(self) -> int:
-        """How many share the work as long as nobody is missing."""
+        """The number of workers that share the work while none is missing."""
         return len(self.world) if self.workers < 0 else self.workers
 
     @property
@@ -82,13 +82,13 @@ class Plan:
 
     @property
     def epoch_samples(self) -> int:
-        """Samples of an epoch that belong to the plan."""
+        """Number of samples per epoch that belong to the plan."""
         dropped = self.num_samples % (self.given_batch_size or self.batch_size)
         return self.num_samples - dropped if self.drop_last else self.num_samples
 
     @property
     def num_steps(self) -> int:
-        """Steps of the whole plan with everybody alive."""
+        """Number of steps of the whole plan with all workers alive."""
         return self.epochs * -(-self.epoch_samples // self.batch_size)
 
     def order(self, epoch: int) -> Ids:
@@ -108,7 +108,7 @@ class Batches:
         self._distributed: tuple[Sequence[int], list[int], list[float]] = ((), [], [])
 
     def mini_batch(self, step: int, cursor: Cursor, members: Sequence[int]) -> MiniBatch | None:
-        """Return the mini-batch at ``cursor`` among ``members``; None when the plan is used up."""
+        """Return the mini-batch at ``cursor`` for ``members``; None at the end of the plan."""
         plan = self._plan
         if cursor.epoch >= plan.first_epoch + plan.epochs:
             return None
@@ -134,10 +134,10 @@ class Batches:
         return self._distributed[1:]
 
     def _distribute(self, members: Sequence[int]) -> tuple[list[int], list[float]]:
-        """Return who holds each piece of a mini-batch, and how large they are, relative to each other, where they differ.
+        """Return the owner of each piece of a mini-batch, and the relative sizes of the pieces if they differ.
 
-        The lowest share the work; spares have higher numbers, and come in when somebody below them has died. It makes no
-        difference whether there are fewer than at first because some died or because the user said so.
+        The lowest ranks share the work; spares have higher ranks, and replace failed workers. It makes no
+        difference whether there are fewer workers because of failures or because the user asked for it.
         """
         plan = self._plan
         active = list(members[: plan.seats])
@@ -157,7 +157,7 @@ class Batches:
         return share_out(plan.slices, at_home, plan.speeds, aligned=plan.in_tree), []
 
     def _seats(self, active: Sequence[int]) -> list[int]:
-        """Return who sits where the workers of the first world sat, -1 where nobody does."""
+        """Return the rank in each seat of the initial workers, -1 for an empty seat."""
         others = iter([rank for rank in active if rank not in self._plan.world])
         return [rank if rank in active else next(others, -1) for rank in self._plan.world]
 
@@ -169,7 +169,7 @@ class Batches:
 
 
 def _cuts(count: int, pieces: int, shares: Sequence[float]) -> list[int]:
-    """Return where each piece of so many samples begins, and where the last one ends: as even as can be, or in proportion to the shares."""
+    """Return the start of each piece of ``count`` samples, and the end of the last: as even as possible, or proportional to ``shares``."""
     if not shares:
         return [i * count // pieces for i in range(pieces + 1)]
     *parts, whole = accumulate(shares)

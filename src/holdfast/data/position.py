@@ -1,4 +1,4 @@
-"""Where training is in the data: the plan, how far it has been used up, and what of it is in the weights."""
+"""The position in the data: the plan, how much of it has been consumed, and which samples are in the weights."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class Place:
         self._begin_again()
 
     def change(self, changes: Mapping[str, Any]) -> None:
-        """Cut what follows otherwise than the script said, with all changes that are to be in force, as plain JSON.
+        """Apply changes, as plain JSON, to the script's values for all following mini-batches.
 
-        They are another ``batch_size``, number of ``workers`` that share the work, or their ``speeds``.
+        They replace earlier changes: another ``batch_size``, number of ``workers`` that share the work, or their ``speeds``.
         """
         values = dict(changes)
         if "speeds" in values:
@@ -40,34 +40,34 @@ class Place:
         self._cursor = self.plan.start
 
     def next_batch(self, step: int, members: Sequence[int]) -> MiniBatch | None:
-        """Return the mini-batch of ``step`` among ``members``; None when the plan is used up."""
+        """Return the mini-batch of ``step`` for ``members``; None at the end of the plan."""
         return self._batches.mini_batch(step, self._cursor, members)
 
     def ahead(self, batch: MiniBatch, members: Sequence[int]) -> Iterator[MiniBatch]:
-        """Yield the mini-batches after ``batch``, as they are among ``members`` if nothing happens."""
-        batches = self._ahead  # of its own, because it keeps the order of one epoch
+        """Yield the mini-batches after ``batch`` for ``members``, provided that these do not change."""
+        batches = self._ahead  # separate, because it caches the order of one epoch
         following = batches.mini_batch(batch.step + 1, batch.after, members)
         while following is not None:
             yield following
             following = batches.mini_batch(following.step + 1, following.after, members)
 
     def is_last(self, batch: MiniBatch) -> bool:
-        """Return whether the plan is used up with ``batch``."""
+        """Return whether ``batch`` is the last one of the plan."""
         return batch.after.epoch >= self.plan.first_epoch + self.plan.epochs
 
     def commit(self, batch: MiniBatch, lost: Collection[int]) -> int:
-        """Count ``batch`` as committed but for the slices that were ``lost``; return how many samples are in."""
+        """Count ``batch`` as committed except for its ``lost`` slices; return the number of committed samples."""
         committed = [batch.slices[number] for number in batch.owners if number not in lost]
         self._ledger.commit(batch.epoch, np.concatenate([*committed, batch.ids[:0]]))
         self._cursor = batch.after
         return sum(map(len, committed))
 
     def account(self) -> Account:
-        """Return the account of everything so far."""
+        """Return the account of all samples so far."""
         return self._ledger.account(self._cursor)
 
     def info(self) -> dict[str, Any]:
-        """Return what a checkpoint says in plain words."""
+        """Return the metadata for a checkpoint."""
         return {
             **{name: getattr(self._given, name) for name in _MUST_NOT_CHANGE},
             "epoch": self._cursor.epoch,
@@ -79,10 +79,10 @@ class Place:
         return self._ledger.state_dict()
 
     def restore(self, info: dict[str, Any], ledger: dict[str, Any], *, keep_slices: bool) -> None:
-        """Go on from what :meth:`info` and :meth:`state_dict` returned; keep the number of slices if it was asked for.
+        """Restore from :meth:`info` and :meth:`state_dict`; ``keep_slices`` keeps this run's number of slices.
 
         Raises:
-            ConfigError: if the run that made it was another one.
+            ConfigError: if the checkpoint was made by a run with other values.
         """
         if not keep_slices:
             self.plan = dataclasses.replace(self.plan, slices=info["slices"])
@@ -91,7 +91,7 @@ class Place:
             if info[name] != getattr(self._given, name):
                 raise ConfigError(
                     f"the checkpoint was made with {name}={info[name]} and this run has {getattr(self._given, name)}: "
-                    "the run would not be the same; give the old value, or start anew in an empty directory"
+                    "the run would not be the same; give the old value, or start again in an empty directory"
                 )
         self._begin_again()
         self._ledger.load_state_dict(ledger)

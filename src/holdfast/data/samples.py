@@ -1,4 +1,4 @@
-"""Getting samples out of a dataset."""
+"""Fetching samples from a dataset."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from holdfast.errors import ConfigError
 
 
 def check_dataset(dataset: Any) -> None:
-    """Make sure that samples can be asked for by number."""
+    """Check that samples can be accessed by index."""
     if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
         raise ConfigError(
             f"dataset must have len and [], got {type(dataset).__name__}; an IterableDataset cannot be cut into slices"
@@ -20,11 +20,11 @@ def check_dataset(dataset: Any) -> None:
 
 
 def fetch(dataset: Any, ids: Ids, collate: Any) -> Any:
-    """Return the samples ``ids`` of ``dataset`` as one batch, made by ``collate``; None takes torch's default.
+    """Return the samples ``ids`` of ``dataset`` as one batch, made by ``collate``; None: torch's default.
 
-    The dataset is anything with ``len`` and ``[]``; a ``TensorDataset`` is indexed at once.
+    The dataset is anything with ``len`` and ``[]``; a ``TensorDataset`` is indexed in one operation.
     """
-    if collate is None and type(dataset) is TensorDataset:  # a subclass may have a [] of its own
+    if collate is None and type(dataset) is TensorDataset:  # a subclass may override []
         index = torch.from_numpy(ids)
         return tuple(tensor[index] for tensor in dataset.tensors)
     many = getattr(dataset, "__getitems__", None)

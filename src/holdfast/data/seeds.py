@@ -1,4 +1,4 @@
-"""Randomness that belongs to the job: keyed by what is computed, never by who computes it."""
+"""Random numbers of the job, seeded by what is computed, never by which worker computes it."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ import torch
 
 
 def seed_of(*parts: int | str) -> int:
-    """Return 32 bits that depend on all ``parts``.
+    """Return a 32-bit seed that depends on all ``parts``.
 
-    32, because torch's CPU generator keeps only the low 32 bits of a seed: keys must be hashed, not packed.
+    32 bits, because torch's CPU generator keeps only the low 32 bits of a seed: keys must be hashed, not packed.
     """
     text = "/".join(str(part) for part in parts).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=4).digest(), "little")
 
 
 def order_of(seed: int, epoch: int, num_samples: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    """Return the order in which ``epoch`` visits the samples, a function of its arguments alone."""
+    """Return the order of samples in ``epoch``, a function of the arguments alone."""
     generator = torch.Generator().manual_seed(seed_of("order", seed, epoch))
     order: np.ndarray[tuple[int], np.dtype[np.int64]] = torch.randperm(num_samples, generator=generator).numpy()
     return order
@@ -31,24 +31,24 @@ def order_of(seed: int, epoch: int, num_samples: int) -> np.ndarray[tuple[int], 
 
 @functools.cache
 def _seed_torch() -> Callable[[int], object]:
-    """Return what seeds torch: all of its devices if there is one besides the CPU, which takes a hundred times longer."""
+    """Return the function that seeds torch: all devices if there is an accelerator, which takes a hundred times longer."""
     return torch.manual_seed if torch.accelerator.is_available() else torch.default_generator.manual_seed
 
 
 def seed_slice(seed: int, step: int, slice_: int, *part: int) -> None:
-    """Seed torch's, NumPy's and Python's global generators for one slice of one step, in one part of a model that is split."""
+    """Seed the global generators of torch, NumPy and Python for one slice of one step, in one part of a split model."""
     _seed_all(seed_of("slice", seed, step, slice_, *part))
 
 
 def _seed_all(key: int) -> None:
     _seed_torch()(key)
-    np.random.seed(key)  # the global one: datasets augment with it
+    np.random.seed(key)  # the global generator, which datasets use for augmentation
     random.seed(key)
 
 
 @contextlib.contextmanager
 def seeded(key: int) -> Iterator[None]:
-    """Seed the global generators with 32 bits for a while, and put them back where they were."""
+    """Seed the global generators with 32 bits temporarily, and restore them afterwards."""
     before = generator_states()
     _seed_all(key)
     try:
@@ -58,9 +58,9 @@ def seeded(key: int) -> Iterator[None]:
 
 
 def generator_states() -> dict[str, Any]:
-    """Return where the global generators of torch (of the CPU), NumPy and Python are, as plain data.
+    """Return the states of the global generators of torch (CPU), NumPy and Python, as plain data.
 
-    Bytes are strings of hexadecimal digits: in a checkpoint they are whole, whoever writes which part of its tensors.
+    Bytes are hexadecimal strings: unlike tensors, these are not divided among the writers of a checkpoint.
     """
     name, key, position, has_gauss, gauss = np.random.get_state(legacy=True)
     version, words, next_gauss = random.getstate()
@@ -82,7 +82,7 @@ def generator_states() -> dict[str, Any]:
 
 
 def set_generator_states(states: dict[str, Any]) -> None:
-    """Put the global generators where :func:`generator_states` found them."""
+    """Restore the global generators from :func:`generator_states`."""
     torch.set_rng_state(torch.frombuffer(bytearray.fromhex(states["torch"]), dtype=torch.uint8))
     numpy, python = states["numpy"], states["python"]
     key = np.frombuffer(bytes.fromhex(numpy["key"]), dtype="<u4")

@@ -1,5 +1,5 @@
-"""Find silent corruption, and say whose it is: fingerprints of replicas, values far out of range, histories that do not reproduce.
+"""Detect and attribute silent data corruption: fingerprints of replicas, out-of-range values, recomputation that does not reproduce.
 
-Nothing here decides or sends anything: :mod:`holdfast.integrity.sdc_guard` brings what is found into the closing sum, and carries
-out the policy. docs/how-to/guard-against-corruption.md says what is found, and what is not.
+These modules detect only. :mod:`holdfast.integrity.sdc_guard` puts the findings into the commit vote and applies the policy.
+docs/how-to/guard.md lists what is detected and what is not.
 """

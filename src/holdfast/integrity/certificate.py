@@ -1,10 +1,10 @@
-"""The certificate while training goes on: each worker makes the same links, from what it has of the step anyway.
+"""The certificate during training: each worker computes the same hash chain from data that it holds anyway.
 
-Nothing is copied: of the state it has the fingerprint of the step (:mod:`holdfast.integrity.state_hashes`). The last link belongs to the
-state of training and goes where that goes (``World.link``): into checkpoints, to newcomers, and back.
+Nothing is copied: the state enters as the fingerprint of the step (:mod:`holdfast.integrity.state_hashes`). The latest link is part of
+the training state (``World.link``): it is saved in checkpoints, sent to newcomers and rolled back with the state.
 
-Of a model that is split nobody has all of the state. Who holds a part hashes it, and the closing sum tells it to all, with a
-few integers more. Who missed that sum, and goes on with the step because others did not, hears it with everybody's progress.
+No worker has the whole state of a pipeline or sharded model. Each part is hashed by its owners, and the commit vote shares the digests
+in a few more integers. A worker that missed a vote which others completed learns the digests from the progress messages.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from holdfast.recovery.messages import Progress
 
 
 class Certificate:
-    """Makes the links of one training loop, of the fingerprints and ``figures`` of its steps."""
+    """Computes the links of one training loop from the fingerprints and ``figures`` of its steps."""
 
     def __init__(self, world: World, figures: Callable[[], list[float]], fingerprint: Fingerprint) -> None:
         self._world = world
@@ -32,24 +32,24 @@ class Certificate:
         self._heard = 0
 
     def begin(self, step: int) -> None:
-        """Hear that the fingerprint of an attempt at ``step`` is taken."""
+        """Record the fingerprint that was taken at the start of an attempt at ``step``."""
         state = self._fingerprint.state
-        self._known = (step, state) if state else (-1, "")  # the vote says it
+        self._known = (step, state) if state else (-1, "")  # the vote brings the state
 
-    # -- of a split model: what others must hear
+    # -- digests of pipeline and sharded models, shared between workers
 
     def read(self, step: int, parts: Sequence[Spread]) -> None:
-        """Hear what all say of the parts that are hashed, in a vote that closes ``step``; of a replicated model nothing."""
+        """Read the reduced digests of the hashed parts from the vote that commits ``step``; a replicated model has none."""
         if parts:
             self._hear(step, digest_of_parts([number for part in parts for number in part.pack()]))
 
     @property
     def heard(self) -> int:
-        """What the last closing sum that this worker completed said; 0 where nothing is said."""
+        """The digest from the last commit vote that this worker completed; 0 if the vote carries none."""
         return self._heard
 
     def learn(self, step: int, known: Mapping[int, Progress], num_buckets: int) -> None:
-        """Hear with everybody's progress what the closing sum of ``step`` said, if another worker has completed it."""
+        """Adopt the digest of the vote on ``step`` from the progress of a worker that completed that vote."""
         for other in known.values():
             if self._fingerprint.parts and other.completed // (num_buckets + 1) > step:
                 self._hear(step, other.heard)
@@ -57,14 +57,14 @@ class Certificate:
     def _hear(self, step: int, heard: int) -> None:
         self._heard, self._known = heard, (step, f"{heard:016x}")
 
-    # -- a step
+    # -- commit
 
     def commit(self, batch: MiniBatch, lost: Collection[int]) -> Link:
-        """Add the link of the step in progress, all sums of which are known; ``lost`` slices are not, or not whole, in them."""
+        """Append the link of the step in progress after its all-reduces; slices in ``lost`` are missing from it, in whole or in part."""
         world = self._world
         known, state = self._known
         if known != batch.step:
-            raise InternalError(f"step {batch.step} is committed, and what is known of the state is of step {known}")
+            raise InternalError(f"step {batch.step} is committed, but the known state digest is of step {known}")
         committed = [number for number in sorted(batch.owners) if number not in lost]
         ids = digest_of_ids((number, batch.slices[number].astype("<i8").tobytes()) for number in committed)
         figures = digest_of_figures(self._figures())
@@ -98,6 +98,6 @@ class Certificate:
         return self._fingerprint.where(step)
 
     def hash_end(self) -> list[Hashed]:
-        """Return digests of all tensors that this worker has, when no step is in progress."""
+        """Return the digests of all resident tensors, when no step is in progress."""
         self._fingerprint.remember_buffers()
         return self._fingerprint.everything()

@@ -1,4 +1,4 @@
-"""What the certificate says of a step and of the state before it; :mod:`holdfast.integrity.certificate` makes it."""
+"""What the certificate records of a step and of the state before it; :mod:`holdfast.integrity.certificate` computes it."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hashed:
-    """Digests of all tensors of a part, as one worker has it; as :class:`~holdfast.records.types.StateHashed` has them."""
+    """Digests of all tensors of a part, from one worker; recorded as :class:`~holdfast.records.types.StateHashed`."""
 
     rank: int
     tensors: dict[str, str]  # digests by path
-    part: int = -1  # which, -1 where the model is not split
-    parts: int = 0  # how many there are, 0 where it is not
+    part: int = -1  # index of the part, -1 for a replicated model
+    parts: int = 0  # number of parts, 0 for a replicated model
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """What was certified of a step; as :class:`~holdfast.records.types.StepCommitted` has it."""
+    """The certificate of one step; recorded as :class:`~holdfast.records.types.StepCommitted`."""
 
-    before: str  # the link before
+    before: str  # the previous link
     link: str
     ids: str
     figures: str
     state: str
     where: str
     whole: bool  # the whole state was hashed
-    tensors: list[Hashed]  # then, digests of all tensors that this worker has
+    tensors: list[Hashed]  # if so, the digests of all resident tensors

@@ -1,8 +1,8 @@
-"""What workers give each other, in a training loop: what was altered on its way, and what comes of it.
+"""Message checksums in a training loop: detecting altered payloads, and the reaction.
 
-Whoever adds what others gave compares it with checksums (:mod:`holdfast.comm.allreduce.checksums`). What was altered has been added by
-then, but no step is closed before all have heard of it. So nobody's state is wrong, and it is enough that all take the
-step in progress back and do it again.
+The worker that reduces other workers' contributions verifies their checksums (:mod:`holdfast.comm.allreduce.checksums`). An altered
+payload has been added by then, but no step commits before the vote has reported it. So no worker's state is wrong, and it is enough
+that all workers discard the step in progress and redo it.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from holdfast.engine.run_log import RunLog
 from holdfast.errors import MessageAltered
 
 _MOST_TIMES_REDONE = 3
-"""A step that is done again more often because messages of it are altered is no soft error."""
+"""Altered messages in the same step more often than this are not a soft error."""
 
 
 class Checking:
-    """Carries what was found here into the closing sum, and says what comes of it."""
+    """Puts the findings of this worker into the commit vote, and decides on the outcome."""
 
     def __init__(self, world: World, log: RunLog) -> None:
         self._world = world
@@ -25,19 +25,19 @@ class Checking:
         self._policy = world.settings.guard
         self._is_on = world.settings.guard_sums
         self.altered = False
-        """Whether the step in progress is to be taken back."""
+        """Whether the step in progress must be discarded."""
         self._found_at = -1
         self._times_redone = 0
 
     def found(self) -> bool | None:
-        """Return whether something was altered in the step in progress, as far as this worker knows; None where it does not look."""
+        """Return whether this worker received an altered message in the step in progress; None if checksums are off."""
         return bool(self._world.altered) if self._is_on else None
 
     def read(self, step: int, *, altered: bool) -> bool:
-        """Hear whether something was altered anywhere; return whether the step is not closed, and all do it again.
+        """Read the vote's result for ``step``; return whether the step is not committed and all workers redo it.
 
         Raises:
-            MessageAltered: if training ends for it.
+            MessageAltered: if the job stops because of it.
         """
         self._write_down()
         if not altered or self._policy == "warn":
@@ -47,19 +47,19 @@ class Checking:
         self._times_redone = self._times_redone + 1 if step == self._found_at else 1
         if self._times_redone > _MOST_TIMES_REDONE:
             raise MessageAltered(
-                f"messages between workers were altered in step {step} whenever it was done, {self._times_redone} times: that is no soft "
-                "error; look at the memory and the network of those who are named"
+                f"messages between workers were altered in step {step} in each of {self._times_redone} attempts: this is not a soft error; "
+                "check the memory and the network of the workers that the run's records name"
             )
         self._found_at, self.altered = step, True
         return True
 
     def taken_back(self) -> None:
-        """Hear that the step in progress is taken back, for whatever reason: what was found goes with it."""
+        """Clear the findings of the step in progress, which is discarded for any reason."""
         self._write_down()
         self.altered = False
 
     def applied(self) -> None:
-        """Hear that a step is in the weights."""
+        """Record the healing of a corruption once its step has been applied to the weights."""
         if 0 <= self._found_at < self._world.step:
             if self._world.is_lead:
                 self._log.corruption_healed((), self._found_at, self._found_at, "step", is_training=False)

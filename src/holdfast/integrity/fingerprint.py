@@ -1,11 +1,11 @@
-"""Fingerprints of the state of training, another part of it in every step, so that all of it is compared in time.
+"""Rotating fingerprints of the training state: each step hashes another part, so that over time all of it is compared.
 
-Weights, the optimizer's state and the buffers are cut into *windows*, and each step hashes one of each kind. A rotation is over
-when all have been hashed. Which window is that of which step depends on the step and on what there is, on nothing else: not on
-when a worker came, nor on where its tensors lie.
+Weights, optimizer state and buffers are cut into *windows*, and each step hashes one window of each kind. A rotation is complete
+once all windows have been hashed. The window of a step depends only on the step and on the set of tensors: not on
+when a worker joined, nor on where its tensors are in memory.
 
-One pass over the bytes gives two digests: the certificate's, of the step's window of each kind, and the guard's, of the weights
-and the optimizer's state alone. Where a rotation must not take long, the guard's pass goes on with further windows.
+One pass over the bytes gives two digests. The certificate's covers the step's window of each kind. The guard's covers weights
+and optimizer state only, and extends over further windows where the length of a rotation is limited.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ import xxhash
 from torch import nn
 
 WINDOW_BYTES = 64 << 10
-"""Size of a window. Hashing it takes some 5 us."""
+"""Size of a window in bytes. Hashing one takes about 5 us."""
 LONGEST_ROTATION = 64
-"""Steps of a rotation where the guard is to warn or to heal, at most."""
+"""Maximum number of steps of a rotation if the guard's policy is ``warn`` or ``heal``."""
 EVERYTHING = -1
-"""Takes the place of a step where all windows are hashed."""
+"""Pseudo step in which all windows are hashed."""
 HALVES = ("weights", "optimizer")
 """The two kinds of windows that the guard compares."""
 EVERY_KIND = (*HALVES, "buffers")
-"""With those that only a certificate is of."""
+"""The kinds of windows that the certificate covers."""
 _LIKE_NUMPYS = frozenset({torch.float32, torch.float64, torch.float16, torch.int64, torch.int32})
-"""Types of number of which NumPy shows the same bytes."""
+"""Data types that NumPy views without a conversion."""
 _MOST_PIECES = 64
-"""Tensors in a window, at most: each costs a few us, however small it is."""
+"""Maximum number of tensors in a window: each costs a few us, however small it is."""
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Some rows of a tensor, which is looked up when it is needed: loading a state may put another into its place."""
+    """A range of rows of a tensor. The tensor is looked up on use, because loading a state may replace it."""
 
     parameter: torch.Tensor
     name: str  # of the parameter
@@ -46,16 +46,16 @@ class Piece:
 
     @property
     def path(self) -> str:
-        """Where it is, for people."""
+        """The tensor's path, for display."""
         return f"{self.name}/{self.key}" if self.key else self.name
 
     @property
     def place(self) -> str:
-        """Where it is, and which rows."""
+        """The tensor's path and the range of rows, for display."""
         return f"{self.path}[{self.start}:{self.stop}]"
 
     def whole(self, optimizer: torch.optim.Optimizer | None) -> torch.Tensor:
-        """Return the tensor of which it is some rows, not copied."""
+        """Return the tensor that the rows belong to, not copied."""
         if not self.key:
             return self.parameter.detach()
         assert optimizer is not None
@@ -74,21 +74,21 @@ Window = tuple[Piece, ...]
 
 
 class Digests(NamedTuple):
-    """What the windows of a step are, each a number from 0 to 2**62 - 1; 0 where there is nothing to hash."""
+    """Digests of the windows of a step, each an integer from 0 to 2**62 - 1; 0 if there is nothing to hash."""
 
-    replicas: int  # what replicas compare: weights and the optimizer's state
-    certified: int  # what the certificate has: these and the buffers, one window of each
+    replicas: int  # compared between replicas: weights and optimizer state
+    certified: int  # in the certificate: one window each of weights, optimizer state and buffers
 
 
 class RotatingDigest:
-    """Hashes another small part of the state at every step.
+    """Hashes another small part of the state in each step.
 
     Args:
-        model: Whose parameters.
-        optimizer: Whose state, which may get more tensors as training goes on; None leaves it out.
-        longest: Steps of a rotation, at most: so many windows are compared in a step. 0: one of each kind is.
-        buffers: Tensors that are certified and not compared, with their names, as they are when a step begins: when it closes,
-            buffers still hold what the worker's own slices made of them.
+        model: The model whose parameters are hashed.
+        optimizer: The optimizer whose state is hashed, which may gain tensors during training; None leaves it out.
+        longest: Maximum number of steps of a rotation, which sets the windows compared per step. 0: one of each kind per step.
+        buffers: Named tensors that are certified and not compared, as they are at the start of a step: at its end,
+            each worker's buffers still reflect only its own slices.
     """
 
     def __init__(
@@ -109,13 +109,13 @@ class RotatingDigest:
 
     @property
     def rotation(self) -> int:
-        """Steps after which all windows that there are now have been compared."""
+        """The number of steps in which all current windows are compared."""
         self._refresh()
         return max(1, self._stride(self._weights), self._stride(self._state))
 
     @property
     def version(self) -> int:
-        """Grows when there is something else to hash than before."""
+        """Increases when the set of tensors to hash changes."""
         self._refresh()
         return self._version
 
@@ -131,30 +131,30 @@ class RotatingDigest:
         return Digests(digest.number, certified.number)
 
     def of_step(self, step: int, halves: Sequence[str] = HALVES) -> int:
-        """Return the digest of what is compared in a step, of some kinds only, or of :data:`EVERYTHING`; see :attr:`Digests.replicas`."""
+        """Return the digest compared in a step, or of :data:`EVERYTHING`, restricted to some kinds; see :attr:`Digests.replicas`."""
         digest = _Digest(self._optimizer)
         digest.add(self.pieces(step, halves))
         return digest.number
 
     def pieces(self, step: int, halves: Sequence[str] = HALVES) -> list[Piece]:
-        """Return what is compared in a step, in the order in which it is hashed."""
+        """Return the pieces compared in a step, in hashing order."""
         first, further = self._halves(step, halves)
         return [*first, *further]
 
     def values(self, step: int) -> Iterator[tuple[Piece, torch.Tensor]]:
-        """Yield what is compared in a step, with its values, not copied."""
+        """Yield the pieces compared in a step with their values, not copied."""
         for piece in self.pieces(step):
             yield piece, piece.rows(self._optimizer)
 
     def where(self, step: int) -> str:
-        """Return which windows are certified in a step, for people: the first and the last of the rows in each."""
+        """Return the windows certified in a step, for display: the first and last piece of each."""
         self._refresh()
         chosen = [windows[step % len(windows)] for windows in self._kinds() if windows]
         ends = [(window[0].place, window[-1].place) for window in chosen]
         return ", ".join(first if first == last else f"{first} .. {last}" for first, last in ends)
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield everything that there is in windows of every kind: path and whole tensor, not copied."""
+        """Yield path and whole tensor, not copied, of everything that the windows cover."""
         self._refresh()
         for windows in self._kinds():
             for piece in (piece for window in windows for piece in window):
@@ -165,7 +165,7 @@ class RotatingDigest:
         return self._weights, self._state, self._buffers
 
     def _halves(self, step: int, halves: Sequence[str] = HALVES) -> tuple[list[Piece], list[Piece]]:
-        """Return what is compared in a step: of the window of each kind, and of those that a rotation would take too long without."""
+        """Return the pieces compared in a step: those of the first window of each kind, and those that shorten the rotation."""
         self._refresh()
         first: list[Piece] = []
         further: list[Piece] = []
@@ -178,14 +178,14 @@ class RotatingDigest:
         return first, further
 
     def _stride(self, windows: Sequence[Window]) -> int:
-        """Return the steps after which all windows of one kind have been compared: how far apart those of one step are."""
+        """Return the steps in which all windows of one kind are compared, which is the distance between the windows of one step."""
         at_a_time = -(-len(windows) // self._longest) if self._longest else 1
         return -(-len(windows) // max(1, at_a_time))
 
     # -- cutting
 
     def _refresh(self) -> None:
-        """Cut the optimizer's state anew if there is more of it than before; every worker must see that in the same step."""
+        """Cut the optimizer state again if it has grown; every worker must detect that in the same step."""
         if self._optimizer is None:
             return
         count = sum(len(state) for state in self._optimizer.state.values() if isinstance(state, dict))
@@ -207,7 +207,7 @@ class RotatingDigest:
 
 
 class _Digest:
-    """A hash of pieces in their order, which can be read, copied and gone on with."""
+    """An incremental hash of pieces, which can be read and copied at any point."""
 
     def __init__(self, optimizer: torch.optim.Optimizer | None) -> None:
         self._optimizer = optimizer
@@ -230,7 +230,7 @@ class _Digest:
 
 
 def _pieces(tensors: Sequence[tuple[torch.Tensor, str, str, torch.Tensor]]) -> Iterator[tuple[Piece, int]]:
-    """Yield pieces of at most a window, or of one row, and how large they are."""
+    """Yield pieces of at most one window, or of one row, with their sizes in bytes."""
     for parameter, name, key, tensor in tensors:
         rows = tensor.shape[0] if tensor.dim() else 1
         row_bytes = tensor.nbytes // rows
@@ -254,8 +254,8 @@ def _packed(pieces: Iterable[tuple[Piece, int]]) -> Iterator[list[tuple[Piece, i
 
 
 def raw(rows: torch.Tensor) -> Any:
-    """Return the bytes of a tensor, in the order of its elements, as what a hash takes."""
+    """Return the bytes of a tensor in element order, as a buffer to hash."""
     rows = rows.detach()
-    if rows.dtype in _LIKE_NUMPYS and rows.is_contiguous() and rows.is_cpu:  # few calls, as each costs a microsecond
+    if rows.dtype in _LIKE_NUMPYS and rows.is_contiguous() and rows.is_cpu:  # few calls, since each costs a microsecond
         return rows.numpy()
     return rows.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()

@@ -1,8 +1,8 @@
-"""The certificate of a training: a link for each committed step. Pure, so that anybody can make it again.
+"""The certificate of a training run: a hash chain with one link per committed step. Pure functions, so that anyone can recompute it.
 
-A link is the SHA-256 of the link before and of what the step was: which samples, which metrics, and a part of the state that it
-began with. Who alters, drops or repeats anything breaks all links that follow; and a training that is done again from the same
-state has the same links. ``docs/explanation/exactness.md`` says what they prove and what they do not.
+A link is the SHA-256 of the previous link and of the step's content: its samples, its metrics, and a part of the state that it
+started from. Altering, dropping or repeating anything breaks all later links, and training again from the same
+state gives the same links. ``docs/explanation/exactness.md`` says what they prove and what they do not.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ import struct
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 _LETTERS = 32
-"""Hexadecimal digits of a link, and of a digest of samples or figures."""
+"""Number of hexadecimal digits of a link, and of a digest of samples or metrics."""
 
 WHOLE_EVERY = 256
-"""In a step that this divides, all of the state is hashed."""
+"""The whole state is hashed in steps divisible by this number."""
 
 
 def _sha256(data: bytes) -> str:
@@ -24,19 +24,19 @@ def _sha256(data: bytes) -> str:
 
 
 NOTHING = -(1 << 63)
-"""What who does not hold a part says of it in the closing sum: less than what anybody else does."""
+"""The vote of a worker that does not hold a part: smaller than the vote of any worker that does."""
 
 GENESIS = _sha256(b"holdfast certificate 1")
-"""Stands for the link before the first."""
+"""The link before the first step."""
 
 
 def digest_of_ids(slices: Iterable[tuple[int, bytes]]) -> str:
-    """Return the digest of the samples of a step, by slice that is committed, ascending: ids in their order, as little-endian int64."""
+    """Return the digest of a step's samples, by committed slice, ascending: sample ids in order, as little-endian int64."""
     return _sha256(b"".join(struct.pack("<qq", number, len(ids) // 8) + ids for number, ids in slices))
 
 
 def digest_of_figures(values: Sequence[float]) -> str:
-    """Return the digest of the metrics of a step, the loss first: half of it is of the loss, which every worker knows, half of the others.
+    """Return the digest of a step's metrics, loss first: one half covers the loss, which every worker knows, the other half the rest.
 
     Every NaN counts as the same.
     """
@@ -48,32 +48,32 @@ def _exact(values: Sequence[float]) -> bytes:
 
 
 def fits(figures: str, metrics: Mapping[str, float]) -> bool:
-    """Return whether a digest is that of named metrics; the loss alone will do where a worker knew no other."""
+    """Return whether a digest matches named metrics; the loss alone is enough if a worker knew no other."""
     known = digest_of_figures(in_order(metrics))
     half = _LETTERS // 2
     return figures == known or (set(metrics) == {"loss"} and figures[:half] == known[:half])
 
 
 def in_order(metrics: Mapping[str, float]) -> list[float]:
-    """Return the values of named metrics as :func:`digest_of_figures` takes them."""
+    """Return the values of named metrics in the order that :func:`digest_of_figures` expects."""
     loss = [metrics["loss"]] if "loss" in metrics else []
     return [*loss, *(metrics[name] for name in sorted(metrics) if name != "loss")]
 
 
 def digest_of_tensors(tensors: Mapping[str, str]) -> str:
-    """Return the digest of a state as a whole, from those of its tensors by path."""
+    """Return the digest of a whole state from the digests of its tensors by path."""
     return _sha256("".join(f"{path}\n{digest}\n" for path, digest in tensors.items()).encode())[:16]
 
 
 def number_of_tensors(tensors: Mapping[str, str]) -> int:
-    """Return :func:`digest_of_tensors` as workers say it in a closing sum: a number from 0 to 2**62 - 1."""
+    """Return :func:`digest_of_tensors` as an integer for the commit vote, from 0 to 2**62 - 1."""
     return int(digest_of_tensors(tensors), 16) >> 2
 
 
 def said_of_part(numbers: Collection[int]) -> tuple[int, int]:
-    """Return what the closing sum says of a part of a split model: two maxima, which show if its holders differ.
+    """Return the commit vote's two maxima for one part of a pipeline or sharded model, which show whether its owners differ.
 
-    The numbers are its digests, one of each holder, from 0 to 2**62 - 1; there are none at a worker that holds nothing of it.
+    The numbers are the part's digests, one per owner, from 0 to 2**62 - 1; empty at a worker that holds nothing of it.
     """
     if not numbers:
         return NOTHING, NOTHING
@@ -81,13 +81,13 @@ def said_of_part(numbers: Collection[int]) -> tuple[int, int]:
 
 
 def digest_of_parts(said: Sequence[int]) -> int:
-    """Return the digest of the state of a split model, from 0 to 2**62 - 1, of what :func:`said_of_part` says of each part."""
+    """Return the digest of the state of a pipeline or sharded model, from 0 to 2**62 - 1, from :func:`said_of_part` of each part."""
     return int(_sha256(struct.pack(f"<{len(said)}q", *said))[:16], 16) >> 2
 
 
 def link_of(before: str, *, step: int, epoch: int, samples: int, ids: str, figures: str, state: str) -> str:
-    """Return the link of a step, which is made of the one before, or :data:`GENESIS`, and of what the step was.
+    """Return the link of a step, computed from the previous link, or :data:`GENESIS`, and from the step's content.
 
-    That is: its number, its epoch and how many samples it has; digests of their ids, of the metrics, and of a part of the state before.
+    The content: step number, epoch and number of samples; digests of the sample ids, of the metrics, and of a part of the state before it.
     """
     return _sha256("\n".join([before, str(step), str(epoch), str(samples), ids, figures, state]).encode())

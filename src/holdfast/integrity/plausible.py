@@ -1,8 +1,8 @@
-"""Values that nobody has trained: what a flipped bit leaves in a file that has no digests.
+"""Implausible values: the trace that a bit flip leaves in a file without digests.
 
-A flip of the highest bit of an exponent makes 3e36 of 0.01. So a value is taken to be odd if it is not a number, or if it is
-above :data:`LARGE` and a :data:`FAR` times the median magnitude of its tensor. Not so where such values are common: a mask of
--inf is meant.
+Flipping the highest exponent bit turns 0.01 into 3e36. So a value is implausible if it is NaN, or if it is
+above :data:`LARGE` and :data:`FAR` times the median magnitude of its tensor. The exception are tensors in which such values are
+common, such as a mask of -inf.
 """
 
 from __future__ import annotations
@@ -12,20 +12,20 @@ from dataclasses import dataclass
 import torch
 
 LARGE = 1e10
-"""No weight, gradient or square of a gradient of a network that learns is as large."""
+"""No weight, gradient or squared gradient of a network that learns is this large."""
 FAR = 2.0**24
 _COMMON = 0.01
-"""Where more of a tensor's values than this are infinite or huge, it is a pattern."""
+"""If more than this fraction of a tensor's values is infinite or huge, the pattern is intended."""
 
 
 @dataclass(frozen=True, slots=True)
 class Odd:
-    """A value that is not plausible."""
+    """An implausible value."""
 
-    index: tuple[int, ...]  # of the first of them
+    index: tuple[int, ...]  # index of the first such value
     value: float
-    count: int  # how many there are in the tensor
-    usual: float  # the median magnitude of its other values
+    count: int  # number of such values in the tensor
+    usual: float  # median magnitude of the other values
 
     def __str__(self) -> str:
         more = f", and {self.count - 1} more" if self.count > 1 else ""
@@ -33,7 +33,7 @@ class Odd:
 
 
 def find_odd(tensor: torch.Tensor) -> Odd | None:
-    """Return what is not plausible in a tensor; None if nothing is, or it holds no floating-point numbers."""
+    """Return the first implausible value of a tensor; None if there is none, or the tensor is not floating-point."""
     if not tensor.is_floating_point() or not tensor.numel():
         return None
     values = tensor.detach().reshape(-1)

@@ -1,4 +1,4 @@
-"""Values far out of range in a training loop: which are looked at in a step, and what comes of it."""
+"""Range checks in a training loop: which values are checked in a step, and the reaction to a finding."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from holdfast.models.part import Part
 _NOTHING = 0
 _IS_TRAINING = 1
 _FIRST = 2
-"""What stands in the vote: nothing was found; what was found came again; from here on, who found something. The largest counts."""
+"""Values in the vote: nothing found; the finding recurred; ``_FIRST`` + rank of a worker with a finding. The largest wins."""
 
 _MOST_TIMES_BACK = 3
-"""Going back so often in a rotation for what this worker found is enough."""
+"""Maximum number of rollbacks in a rotation for findings of this worker."""
 
 
 class Ranging:
-    """Looks in each step at the loss, at a window of the weights and the optimizer's state, and at one of the gradients.
+    """Checks in each step the loss, a window of the weights and of the optimizer state, and a window of the gradients.
 
-    Sums are the same at all workers, so each looks at another window of them.
+    Reduced gradients are the same on all workers, so each worker checks another window of them.
     """
 
     def __init__(self, world: World, part: Part, digest: RotatingDigest, log: RunLog) -> None:
@@ -36,7 +36,7 @@ class Ranging:
         self._times_back = 0
         self._gone_back_for: tuple[int, Finding | None] = (-1, None)
         self.is_training = False
-        """Whether what all went back for came again, with the same bits."""
+        """Whether the finding that caused a rollback recurred with the same bits."""
         total = sum(layout.gradients_end * layout.dtype.itemsize for layout in part.buckets.layouts)
         room = max(WINDOW_BYTES, -(-total // LONGEST_ROTATION))
         self._windows = [
@@ -46,10 +46,10 @@ class Ranging:
         ]
 
     def look(self, step: int) -> int:
-        """Return what this worker says of a step in the vote.
+        """Return this worker's vote on a step.
 
-        What comes again with the same bits, when its step is done again, is not said to be a finding; nor what is found after
-        all went back in vain, because something is found wherever a training diverges.
+        A finding that recurs with the same bits when its step is redone does not count, nor does any finding after
+        the maximum number of rollbacks: a diverging training run produces findings everywhere.
         """
         self._part.wait_updated()
         self._finding = next((finding for finding in self._findings(step) if finding is not None), None)
@@ -60,7 +60,7 @@ class Ranging:
         return _FIRST + self._world.comm.here[0]
 
     def read(self, said: int) -> bool:
-        """Hear the largest of what all said; return whether it is a finding."""
+        """Read the largest vote; return whether it is a finding."""
         self.is_training = said == _IS_TRAINING
         if said == _IS_TRAINING:
             self._ranges.accept()
@@ -69,17 +69,17 @@ class Ranging:
         if said - _FIRST in self._world.comm.here and self._finding is not None:
             self._log.corruption_found("range", (self._finding.where,), ())
         if self._world.settings.guard == "warn":
-            self._ranges.accept()  # once is enough
+            self._ranges.accept()  # warn once
         return True
 
     def went_back(self, found_at: int) -> None:
-        """Hear that all have gone back, for what was found in a step."""
+        """Record that all workers rolled back because of a finding in step ``found_at``."""
         self._times_back += self._finding is not None
         self._gone_back_for = (found_at, self._finding)
         self._finding, self.is_training = None, False
 
     def passed(self) -> None:
-        """Hear that a whole rotation has passed without a finding."""
+        """Record that a whole rotation has passed without a finding."""
         self._times_back = 0
 
     def _findings(self, step: int) -> Iterator[Finding | None]:
@@ -91,7 +91,7 @@ class Ranging:
             if tensor.dim() and tensor.numel() > 1:
                 kinds.add(piece.key or "weights")
                 yield self._ranges.look_at(piece.key or "weights", piece.path, tensor)
-        if self._windows and not self._part.scales_loss:  # a scaler tries what is too large, and skips such steps
+        if self._windows and not self._part.scales_loss:  # a gradient scaler provokes overflows and skips such steps
             yield self._look_at_gradients(step)
         self._ranges.count_step(kinds)
 

@@ -1,22 +1,22 @@
-"""Values that are out of all range: not finite, or far above everything that was there before.
+"""Out-of-range values: not finite, or far above every magnitude seen so far.
 
 Limits are multiples of a *record*, the largest magnitude of its kind in the run so far, never of a standard deviation:
-losses and gradients have heavy tails, and a limit that is made for a bell rings for nothing. If magnitudes fall off like
-``P(X > x) ~ x**-a``, the chance that a step beats the record of the n steps before by a factor F is ``F**-a / (n + 1)``, so
-that N steps after a warm-up of w give ``F**-a * ln(N / w)`` false alarms. With the factors below, for 100,000 steps and a
+losses and gradients are heavy-tailed, so limits that assume a normal distribution give false alarms. If magnitudes fall off like
+``P(X > x) ~ x**-a``, the probability that a step exceeds the record of the n steps before it by a factor F is ``F**-a / (n + 1)``.
+N steps after a warm-up of w then give ``F**-a * ln(N / w)`` false alarms. With the factors below, for 100,000 steps and a
 warm-up of 64:
 
 ====================  ======  =========================================  ==============
-kind                  F       assumed                                    false alarms
+kind                  F       assumption                                 false alarms
 ====================  ======  =========================================  ==============
 loss                  2**10   a >= 2, a finite variance                  7e-6
 gradients             2**20   a >= 1, not even a finite mean             7e-6
-weights               2**10   as the loss                                7e-6
+weights               2**10   as for the loss                            7e-6
 optimizer's state     2**40   a >= 1/2: squares of such gradients        7e-6
 ====================  ======  =========================================  ==============
 
-What goes far up for good, as with a learning rate that is too high, is found too. It comes again when its step is
-done again, with the same bits, and then it is the training itself.
+A lasting jump, as from a learning rate that is too high, is found too. It recurs with the same bits when its step is
+redone, which shows that it comes from the training itself.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from dataclasses import dataclass
 import torch
 
 WARM_UP = 64
-"""Steps in which records are made and only what is not finite is found."""
+"""Number of initial steps that only set records; in these, only values that are not finite are found."""
 
 _FACTORS = {"loss": 2.0**10, "gradients": 2.0**20, "weights": 2.0**10}
 _STATE_FACTOR = 2.0**40
@@ -41,11 +41,11 @@ class Finding:
 
     kind: str  # `"loss"`, `"gradients"`, `"weights"` or a name in the optimizer's state
     where: str  # names, or `"loss"`
-    bits: bytes  # of the value, by which it is known again
+    bits: bytes  # of the value, to recognise a recurrence
 
 
 class Ranges:
-    """Keeps the records of one worker, and finds what beats them by far."""
+    """Keeps the records of one worker, and finds values far above them."""
 
     def __init__(self) -> None:
         self._record: dict[str, float] = {}
@@ -53,14 +53,14 @@ class Ranges:
         self._looks = True
 
     def look_at(self, kind: str, where: str, tensor: torch.Tensor) -> Finding | None:
-        """Look at the values of a tensor; return what is wrong with them."""
+        """Check the values of a tensor; return the finding, or None."""
         if not self._looks or not tensor.is_floating_point() or not tensor.numel():
             return None
         low, high = torch.aminmax(tensor)
         return self.look(kind, where, (float(low), float(high)))
 
     def look(self, kind: str, where: str, values: Iterable[float]) -> Finding | None:
-        """Look at some values, and remember the largest; return what is wrong with them."""
+        """Check some values and update the record; return the finding, or None."""
         if not self._looks:
             return None
         for value in values:
@@ -70,12 +70,12 @@ class Ranges:
         return None
 
     def count_step(self, kinds: Iterable[str]) -> None:
-        """Hear that a step was looked at."""
+        """Count a checked step for each of these kinds."""
         for kind in kinds:
             self._times[kind] = self._times.get(kind, 0) + 1
 
     def accept(self) -> None:
-        """Hear that what was found belongs to the training: one kind comes after the other then, so look no more."""
+        """Accept a finding as part of the training and stop checking: the other kinds would follow one after the other."""
         self._looks = False
 
     def _is_far(self, kind: str, magnitude: float) -> bool:

@@ -1,8 +1,8 @@
-"""What this worker computed, slice by slice, to see after going back whether it computes the same again.
+"""Digests of the gradients that this worker computed, slice by slice, to check after a rollback that it computes the same again.
 
-A worker whose weights were altered computes other gradients than it should, before anybody else does: the others get to
-feel it only when these gradients are in their weights, a step later. So who fails to reproduce its own history first is at
-fault. That works with two workers as well, of whom neither is a majority.
+A worker whose weights were altered computes wrong gradients first. Other workers are affected one step later, once these
+gradients are in their weights. So the worker that first fails to reproduce its own gradients is at
+fault. This works even with two workers, where neither is a majority.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ import xxhash
 from holdfast.integrity.fingerprint import raw
 
 _LOOKED_AT = 16384
-"""Numbers of a slice's gradients that are hashed: those of the last layers, which feel what went wrong in any other."""
+"""Number of a slice's gradient values that are hashed: those of the last layers, which an error in any other layer affects."""
 
 
 class Computed:
-    """Remembers what was computed since a step, and compares what is computed again."""
+    """Stores the digests of computed slices since a step, and compares them when the slices are recomputed."""
 
     def __init__(self) -> None:
         self._now: dict[tuple[int, int], int] = {}
         self._before: dict[tuple[int, int], int] = {}
 
     def note(self, step: int, number: int, parts: Iterable[torch.Tensor]) -> bool:
-        """Note the first numbers of what a slice gave; return whether it gave something else before."""
+        """Store the digest of a slice's first gradient values; return whether it differs from the earlier digest."""
         digest = xxhash.xxh3_64()
         for part in parts:
             digest.update(raw(part[:_LOOKED_AT]))
@@ -35,14 +35,14 @@ class Computed:
         return self._before.pop(key, value) != value
 
     def go_back(self, step: int) -> None:
-        """Hear that everything from ``step`` on is computed again."""
+        """Prepare to recompute everything from ``step`` on."""
         self._before = {key: value for key, value in self._now.items() if key[0] >= step} | {
             key: value for key, value in self._before.items() if key[0] >= step
         }
         self._now = {key: value for key, value in self._now.items() if key[0] < step}
 
     def forget(self, step: int | None = None) -> None:
-        """Forget what was computed before ``step``, to which nobody goes back any more; None: all."""
+        """Drop the digests of steps before ``step``, which no rollback reaches any more; None drops all."""
         self._now = {key: value for key, value in self._now.items() if step is not None and key[0] >= step}
         if step is None:
             self._before = {}

@@ -1,9 +1,9 @@
-"""The guard in a training loop: what it says in the vote, the states that it keeps, and going back to one of them.
+"""The silent-corruption guard in a training loop: its part of the commit vote, verified snapshots, and rollback to them.
 
-A difference between replicas stays. So a state that was kept before a whole rotation of the fingerprints passed without
-one is *verified*: it was right. Two states are kept, the verified one and its successor. When something is found, nobody
-closes the step; all meet (see :mod:`holdfast.recovery.protocol`), go back to the verified state, and do the steps since then
-again. A step is a function of the state before it, so what comes out has the bits of a run that was never disturbed.
+A difference between replicas persists. So a snapshot is *verified* once a whole rotation of fingerprints has passed without
+a difference. Two snapshots are kept: the verified one and its successor. On a finding, no worker
+commits the step. All workers rendezvous (:mod:`holdfast.recovery.protocol`), roll back to the verified snapshot, and replay the steps
+since then. A step is a function of the state before it, so the result is bit-identical to that of an undisturbed run.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ from holdfast.integrity.state_hashes import Fingerprint
 from holdfast.models.part import Part
 
 _SHORTEST_ROTATION = 32
-"""Steps between two states that are kept, at least: of a small model it would cost more to copy than to train."""
-_NOBODY = 1 << 30
-"""Larger than any rank."""
+"""Minimum number of steps between two snapshots: copying a small model more often would cost more than training it."""
+_UNSET = 1 << 30
+"""No rank: larger than any."""
 _MOST_TIMES_BACK = 3
-"""Going back so often to one state, without getting past it for good, is no soft error."""
+"""More rollbacks to the same state than this, without lasting progress, are not a soft error."""
 
 Keep = Callable[[Loaded | None], Loaded]
-"""Copies the state before the step in progress, into the memory of an older copy if one is given."""
+"""Takes a snapshot of the state before the step in progress, reusing the memory of an older snapshot if one is given."""
 
 
 @dataclass(frozen=True, slots=True)
 class WayBack:
-    """Where all go back to."""
+    """The target of a rollback."""
 
-    kept: Loaded | None  # the state that all have kept; None: it is that of a checkpoint, or of the beginning
+    kept: Loaded | None  # the snapshot that all workers have; None: the state of a checkpoint, or the initial one
     newest: int  # the newest step whose state is known to have been right, -1 for none
 
 
 class Watch:
-    """Compares replicas, as :attr:`Settings.guard` says; ``whole`` is None where workers hold parts."""
+    """Compares replicas under the policy :attr:`Settings.guard`; ``whole`` is None for pipeline and sharded models."""
 
     def __init__(self, world: World, whole: Part | None, fingerprint: Fingerprint, log: RunLog) -> None:
         self._world = world
@@ -61,7 +61,7 @@ class Watch:
         self._checking = Checking(world, log)
         self._warned: set[tuple[str, ...]] = set()
         self.corrupt = False
-        """Whether somebody's state was found to be corrupt, and this worker has not gone back yet."""
+        """Whether corruption was found, on any worker, and this worker has not rolled back yet."""
         self._candidate: Loaded | None = None
         self._verified: Loaded | None = None
         self._trusted = -1
@@ -78,13 +78,13 @@ class Watch:
 
     @property
     def altered(self) -> bool:
-        """Whether a message of the step in progress was altered, and this worker has not taken it back yet."""
+        """Whether a message of the step in progress was altered, and this worker has not discarded the step yet."""
         return self._checking.altered
 
     # -- in a step
 
     def note_computed(self, batch: MiniBatch) -> None:
-        """Hear that the slices of a step are computed here."""
+        """Store the digests of the slices of a step that were computed here."""
         if not self._heals or self._whole is None:
             return
         for number, given in self._whole.gradients.given():
@@ -92,28 +92,28 @@ class Watch:
                 self._odd.add(batch.owners[number])
 
     def fill(self, step: int, *, is_last: bool) -> GuardVote:
-        """Return what this worker says as a step closes, all sums of which are known; if it ``is_last``, all there is is compared."""
+        """Return this worker's vote on a step whose all-reduces are complete; if it ``is_last``, the whole state is compared."""
         if is_last and self._policy != "off":
             self._fingerprint.compare_all()
         return GuardVote(
             altered=self._checking.found(),
             replicas=self._fingerprint.replicas,
             ranges=None if self._ranging is None else self._ranging.look(step),
-            odd=None if self._ranging is None else Spread(max(self._odd, default=-1), min(self._odd, default=_NOBODY)),
+            odd=None if self._ranging is None else Spread(max(self._odd, default=-1), min(self._odd, default=_UNSET)),
         )
 
     def read(self, step: int, said: GuardVote) -> bool:
-        """Hear what all say; return whether the step is not closed, and all go back or do it again.
+        """Read the reduced votes; return whether the step is not committed and all workers roll back or redo it.
 
         Raises:
-            PeerFailed: if somebody died before all had heard more; who raises this knows that all go back, if they do.
-            ReplicasDiffer: if training ends for it.
-            MessageAltered: if training ends for that.
+            PeerFailed: if a worker failed before all had the details; the caller knows whether all roll back.
+            ReplicasDiffer: if the job stops because replicas differ.
+            MessageAltered: if the job stops because of altered messages.
         """
         differ = said.replicas is not None and said.replicas.differs
         is_redone = said.altered is not None and self._checking.read(step, altered=said.altered)
         if is_redone and not differ:
-            return True  # what else is odd in this step comes of it
+            return True  # any other finding in this step is a consequence
         return said.replicas is not None and self._read_compared(step, said, differ=differ)
 
     def _read_compared(self, step: int, said: GuardVote, *, differ: bool) -> bool:
@@ -122,7 +122,7 @@ class Watch:
                 f"the replicas differ before step {step}: a worker computed wrong bits, or its weights were changed by hand"
             )
         if said.odd is not None and said.odd.largest >= 0 and self._verdict is None:
-            # Several had the same wrong state, or one of them made all wrong: that tells nobody who it was.
+            # Several workers had the same wrong state, or one of them corrupted all: the culprit cannot be identified.
             self._verdict = () if said.odd.differs else (said.odd.largest,)
             self._odd.clear()
         found = self._ranging is not None and said.ranges is not None and self._ranging.read(said.ranges)
@@ -131,7 +131,7 @@ class Watch:
         if self._heals and (differ or found):
             self.corrupt, self._found_at = True, step
         if differ:
-            self._say_who_differs(step)
+            self._report_difference(step)
         elif self._warned:
             self._warned -= {self._fingerprint.compared(step, half) for half in HALVES}
         return self.corrupt
@@ -140,19 +140,19 @@ class Watch:
         self._times_back += 1
         if step == self._differed_at or self._times_back > _MOST_TIMES_BACK:
             raise ReplicasDiffer(
-                f"the replicas differ before step {step}, once more after all had gone back to step {self._went_back_to}: that is no soft "
-                "error; look for a worker that computes otherwise than the others"
+                f"the replicas differ before step {step}, again after a rollback to step {self._went_back_to}: this is not a soft "
+                "error; look for a worker that computes different results than the others"
             )
         self._differed_at = step
 
-    def _say_who_differs(self, step: int) -> None:
-        """Find out what differs, and at whom, and write it down."""
+    def _report_difference(self, step: int) -> None:
+        """Find which tensors differ on which workers, and record it."""
         found: dict[tuple[str, ...], tuple[int, ...]] = {self._fingerprint.compared(step): ()}
         try:
             of_halves = self._minorities(self._fingerprint.of_halves(step))
             named = {self._fingerprint.compared(step, half): ranks for half, ranks in of_halves.items()}
             found = named or found
-        finally:  # somebody may die meanwhile
+        finally:  # a worker may fail meanwhile
             new = [where for where in found if self._heals or where not in self._warned]
             if self._fingerprint.is_of_all and self._warned:
                 new = []
@@ -162,9 +162,9 @@ class Watch:
             self._warned |= set() if self._heals else set(found)
 
     def _minorities(self, mine: dict[str, dict[int, int]]) -> dict[str, tuple[int, ...]]:
-        """Return which halves of what was compared differ, and the workers whose digest is not that of more than half.
+        """Return the halves that differ, each with the workers whose digest is not that of the majority.
 
-        ``mine`` are the digests, by half and by worker that is played here.
+        ``mine`` are the digests, by half and by local rank.
         """
         if not mine:
             return {}
@@ -179,10 +179,10 @@ class Watch:
                 found[half] = minority if 2 * times > len(numbers) else ()
         return found
 
-    # -- states that are kept
+    # -- snapshots
 
     def begin(self, keep: Keep) -> None:
-        """Hear that all have the same state, that was loaded: it is right, as far as anybody can know."""
+        """Start from a state that all workers loaded alike; it is taken to be right."""
         if self._heals:
             self._begin_again(keep)
             self._verified = self._candidate
@@ -191,7 +191,7 @@ class Watch:
         self.corrupt = False
 
     def newcomers_came(self, keep: Keep) -> None:
-        """Hear that newcomers go on from what others gave them; they have kept nothing, so nobody has."""
+        """Restart the rotation after newcomers adopted the state: they have no snapshots, so there is no common one."""
         if self._heals:
             self._begin_again(keep)
             self._verified = None
@@ -203,21 +203,21 @@ class Watch:
         self._passed, self._version = 0, self._digest.version
 
     def taken_back(self) -> None:
-        """Hear that the step in progress is taken back."""
+        """Discard the findings of the step in progress."""
         self._checking.taken_back()
 
     def applied(self, keep: Keep) -> None:
-        """Hear that a step is in the weights."""
+        """Update snapshots and counters after a step has been applied to the weights."""
         self._checking.applied()
         if not self._heals:
             return
         assert self._digest is not None
         step = self._world.step
         if 0 <= self._found_at < step and self._source:
-            self._say_healed()
+            self._report_healed()
         rotation = max(_SHORTEST_ROTATION, self._digest.rotation)
         self._passed += 1
-        if self._version != self._digest.version:  # there is more to compare than when the rotation began
+        if self._version != self._digest.version:  # the set of tensors has grown since the rotation began
             self._passed, self._version = 0, self._digest.version
         if self._passed < rotation:
             return
@@ -231,7 +231,7 @@ class Watch:
         self._candidate = keep(room)
         self._computed.forget(self._trusted)
 
-    def _say_healed(self) -> None:
+    def _report_healed(self) -> None:
         is_training = self._ranging is not None and self._ranging.is_training
         if self._world.is_lead:
             self._log.corruption_healed(
@@ -240,10 +240,10 @@ class Watch:
         self._source, self._verdict = "", None
         self._odd.clear()
 
-    # -- going back
+    # -- rollback
 
     def share(self) -> WayBack | None:
-        """Hear, as everybody does who loads, whether all go back to what is known to be right; None if they do not."""
+        """Agree with all other workers on the rollback target, as each worker that loads must; None if there is no rollback."""
         if not self._heals:
             return None
         kept = -1 if self._verified is None else self._verified.step
@@ -257,7 +257,7 @@ class Watch:
         return WayBack(None, trusted)
 
     def went_back(self, way: WayBack, keep: Keep, source: str) -> None:
-        """Hear that all have gone back, and from here on do the same again."""
+        """Record that all workers have rolled back and replay from here."""
         assert self._digest is not None
         step = self._world.step
         self._went_back_to, self._source = step, source
@@ -275,9 +275,9 @@ class Watch:
         self.corrupt = False
 
     def nothing_to_go_back_to(self) -> ReplicasDiffer:
-        """Return what ends training where neither memory nor a checkpoint holds a state that is known to be right."""
+        """Return the error for corruption without any state, in memory or in a checkpoint, that is known to be right."""
         msg = (
-            f"the replicas differ before step {self._found_at}, and there is nothing to go back to that is known to be right: "
+            f"the replicas differ before step {self._found_at}, and no state to roll back to is known to be right: "
             "workers have joined since, and no checkpoint is old enough; save more often (checkpoint_every)"
         )
         return ReplicasDiffer(msg)

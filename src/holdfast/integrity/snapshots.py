@@ -1,4 +1,4 @@
-"""Copies of a state in memory."""
+"""In-memory snapshots of a state."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import torch
 
 
 def copied(value: Any, room: Any = None) -> Any:
-    """Return a copy of a state that shares nothing with what goes on changing: of nested containers of tensors and anything else.
+    """Return a deep copy of a state, given as nested containers of tensors and other values.
 
-    The tensors of ``room``, a copy of an earlier state that is needed no more, are written anew: fresh memory costs more than to copy.
+    The tensors of ``room``, a snapshot that is no longer needed, are reused: allocating fresh memory costs more than copying.
     """
     match value:
         case torch.Tensor():

@@ -1,7 +1,7 @@
-"""The fingerprint of a step: the state before it, hashed once. Replicas are compared by it, and the certificate is made of it.
+"""The fingerprint of a step: the state before it, hashed once. Replicas are compared by it, and the certificate includes it.
 
-It is taken when an attempt at the step begins. Then the state is the same however the step before came about: with updates made
-late or early, after a death, or of a newcomer. Of what, see :mod:`holdfast.models.whole_hashes` and, for a model that is split, :mod:`holdfast.models.part_hashes`.
+It is taken at the start of an attempt at the step. The state is then the same whether updates were overlapped or late, after a failure,
+and on a newcomer. :mod:`holdfast.models.whole_hashes` hashes replicated models, :mod:`holdfast.models.part_hashes` split ones.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ from holdfast.integrity.hash_chain import WHOLE_EVERY
 
 
 class Fingerprint(ABC):
-    """What the state before the step in progress is, as this process has it; nothing where neither guard nor certificate reads it."""
+    """The digests of this process's state before the step in progress; empty if neither guard nor certificate needs them."""
 
     def __init__(self, comm: Communicator, settings: Settings) -> None:
         self._comm = comm
         self.digest: RotatingDigest | None = None
-        """Of the state that all have; None where workers hold parts."""
+        """Digest of the replicated state; None for pipeline and sharded models."""
         self._is_compared = settings.guard != "off"
         self._is_certified = settings.certificate
         self.replicas: Spread | None = None
-        """For the guard: of what replicas compare. None if they do not."""
+        """For the guard: the spread of the replicas' digests. None if replicas are not compared."""
         self.is_of_all = False
-        """Whether that is all there is."""
+        """Whether the digests cover the whole state."""
         self.state = ""
-        """For the certificate: what stands in the link of the step; "" where that takes the parts of others."""
+        """For the certificate: the state digest in the link of the step; "" if it needs the parts of other workers."""
         self.parts: tuple[Spread, ...] = ()
-        """For the certificate of a split model: of each part that is hashed in this step."""
+        """For the certificate of a pipeline or sharded model: the spread of each part that is hashed in this step."""
         self.tensors: list[Hashed] = []
-        """In a step that hashes everything for the certificate: digests of all tensors that are here."""
+        """In a step that hashes the whole state for the certificate: digests of all resident tensors."""
 
     def take(self, step: int) -> None:
-        """Hash what is hashed before ``step``, before anything of an attempt at it changes that."""
+        """Take the fingerprint of the state before ``step``, before an attempt at it changes the state."""
         is_whole = self._is_certified and step % WHOLE_EVERY == 0
         self.tensors = self.everything() if is_whole else []
         self.is_of_all = False
@@ -55,43 +55,43 @@ class Fingerprint(ABC):
 
     @abstractmethod
     def _windows(self, step: int) -> Mapping[int, Digests]:
-        """Return the digests of the windows of a step, by worker that this process plays and that has them."""
+        """Return the window digests of a step, by local rank that holds the windows."""
 
     @abstractmethod
     def _certify(self, digests: Mapping[int, int]) -> None:
-        """Say what is certified of the windows of a step, which have these digests."""
+        """Set the certified digest of a step from its window digests."""
 
     @abstractmethod
     def _certify_whole(self, everything: Sequence[Hashed]) -> None:
-        """Say what is certified of a step before which everything is hashed."""
+        """Set the certified digest of a step in which the whole state is hashed."""
 
     @abstractmethod
     def everything(self) -> list[Hashed]:
-        """Return digests of all tensors that are here."""
+        """Return the digests of all resident tensors."""
 
     @abstractmethod
     def where(self, step: int) -> str:
-        """Return which windows are certified in a step, for people; "" if this process does not have them."""
+        """Return the windows certified in a step, for display; "" if this process does not hold them."""
 
     @abstractmethod
     def remember_buffers(self) -> None:
-        """Let the buffers, where no step is in progress, count as those with which one begins."""
+        """Store the current buffers as those of the next step's start; call it only between steps."""
 
-    # -- for the guard, beside the spread of the replicas
+    # -- details for the guard
 
     @abstractmethod
     def compare_all(self) -> None:
-        """Take the replicas' digest of all that there is, as it is now: no later step would find what flips meanwhile."""
+        """Take the replicas' digest of the whole current state: no later step would detect a flip."""
 
     @abstractmethod
     def compared(self, step: int, half: str = "") -> tuple[str, ...]:
-        """Return the names of what is compared in a step, or of one half of it."""
+        """Return the names of the pieces compared in a step, or in one half of it."""
 
     @abstractmethod
     def of_halves(self, step: int) -> dict[str, dict[int, int]]:
-        """Return by half of what is compared in a step, and by worker, the digest of what is there now; nothing of parts."""
+        """Return the current digests of what is compared in a step, by half and by worker; empty for pipeline and sharded models."""
 
 
 def hash_tensors(digest: RotatingDigest) -> dict[str, str]:
-    """Return the digest of each tensor that there is, by path."""
+    """Return the digest of each tensor, by path."""
     return {path: xxhash.xxh3_64_hexdigest(raw(tensor)) for path, tensor in digest.tensors()}

@@ -1,4 +1,4 @@
-"""The state of training: checkpoints while it runs, restoring it, and its transfer to newcomers.
+"""The training state: checkpoints during training, restoring, and state transfer to newcomers.
 
-What talks to other workers raises :class:`~holdfast.errors.PeerFailed` when one of them died.
+Functions that communicate with other workers raise :class:`~holdfast.errors.PeerFailed` when a worker fails.
 """

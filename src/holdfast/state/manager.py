@@ -1,13 +1,13 @@
-"""When a checkpoint is taken, who writes it, and when it may count: only once its step is stable.
+"""Checkpoint schedule, writers and retention. A checkpoint counts only once its step is durable.
 
-What the workers know of it, and what makes them agree without a message:
+How the workers agree without messages:
 
-- All ask :meth:`Keeper.begin` for the same steps, in the same order, and the members of a generation are the same for all.
-  So who writes which part is known to all, as long as all began in the same generation.
-- A step that was begun and is still in progress after a failure is begun again, by the survivors (:meth:`Keeper.is_outdated`):
-  the dead may have held a part, and some may have begun before the failure and some, who caught up, after it.
-- Whoever leads completes a checkpoint, and only when its step is stable. Nobody removes what another may be completing.
-- No wait is without an end. A checkpoint that does not come off costs a warning, and the next one is tried.
+- All workers call :meth:`Keeper.begin` for the same steps in the same order, and all members of a generation know the same members.
+  So every worker knows which worker writes which part, provided that all began in the same generation.
+- If a failure interrupts a checkpoint, the survivors begin it again (:meth:`Keeper.is_outdated`): a failed
+  worker may have held a part, and some workers may have begun before the failure and some after catching up.
+- The lead completes a checkpoint, and only once its step is durable. No worker removes what another may be completing.
+- Every wait is bounded. A checkpoint that fails costs a warning, and the next one is tried.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from holdfast.config import Settings
 from holdfast.errors import CheckpointCorrupt, CheckpointError, ConfigError
 
 DEFAULT_DIR = "holdfast-checkpoint"
-"""Where a state is saved that must be saved although no place was named."""
+"""The default directory for a state that must be saved although no ``checkpoint_dir`` was given."""
 
 SHARED_BYTES = 32 << 20
-"""Several workers share the writing of a state that is larger: a part each. Of a smaller one the lead writes all."""
+"""A larger state is written in parts by several workers; the lead alone writes a smaller one."""
 
 
 class Keeper:
-    """Takes checkpoints, in the ``background`` of the training loop where workers are real processes."""
+    """Takes checkpoints, in the ``background`` of the training loop if workers are separate processes."""
 
     def __init__(self, settings: Settings, *, background: bool) -> None:
         self._settings = settings
@@ -56,81 +56,81 @@ class Keeper:
 
     @property
     def url(self) -> str:
-        """Where checkpoints are."""
+        """The directory or URL of the checkpoints."""
         return self._checkpoints.url
 
     @property
     def step(self) -> int | None:
-        """The step whose checkpoint is being written here, or waits to be completed."""
+        """The step whose checkpoint is being written here, or waits to be committed."""
         return self._writer.step
 
     @property
     def is_completing(self) -> bool:
-        """Whether it was decided what becomes of that checkpoint, and it has not become that yet."""
+        """Whether the commit or removal of that checkpoint was decided and is still in progress."""
         return self._writer.is_completing
 
     @property
     def token(self) -> int:
-        """A number that all workers have, and no other job, and no earlier beginning of this one, had."""
+        """A number that all workers of this job share; unique among jobs and among (re)starts of this job."""
         return self._token
 
     def check_empty(self, *, ours: bool) -> None:
-        """Make sure that a new run does not mix its checkpoints with those of an older one; what is ``ours`` may be there.
+        """Check that a new run does not mix its checkpoints with those of an older one; with ``ours``, those there are this job's own.
 
         Raises:
-            ConfigError: if there are complete checkpoints.
+            ConfigError: if other complete checkpoints exist.
         """
         old = self._checkpoints.steps() if self._named and not ours else []
         if old:
             raise ConfigError(
                 f"checkpoint_dir {self.url} already holds a run up to step {max(old)}: "
-                "go on with it (--resume), or name an empty directory"
+                "resume it (--resume), or choose an empty directory"
             )
 
-    # -- when
+    # -- schedule
 
     def is_due(self, step: int) -> bool:
-        """Return whether the state before ``step`` is to be saved, by the number of steps."""
+        """Return whether the state before ``step`` must be saved according to ``checkpoint_every``."""
         return self._every > 0 and step > 0 and step % self._every == 0
 
     def is_due_now(self) -> bool:
-        """Return whether one is to be saved by the clock of this worker; not as long as it is busy with the last one."""
+        """Return whether a checkpoint is due by this worker's clock; False while the last one is still in progress."""
         return self.adaptive is not None and self.adaptive.is_due(time.monotonic()) and self.step is None
 
     def interval_s(self) -> float:
-        """Return how long after a checkpoint the next is due by the clock; 0 if they do not go by it."""
+        """Return the seconds between checkpoints if they are scheduled by the clock, else 0."""
         return 0.0 if self.adaptive is None else self.adaptive.interval_s(time.monotonic())
 
     def note_failure(self) -> None:
-        """Hear that workers were lost."""
+        """Record that workers failed."""
         if self.adaptive is not None:
             self.adaptive.failed()
 
     # -- writing
 
     def choose_fallback(self) -> int:
-        """Return a number that tells a place of our own from others, if none was named and the usual one is taken; else 0."""
+        """Return a unique number for the directory if none was given and the default one is in use; else 0."""
         return 0 if self._named or not self._checkpoints.steps() else time.time_ns() // 1_000_000_000
 
     def start_over(self, token: int, fallback: int) -> None:
-        """Forget what was begun; go on with another :attr:`token`, and what :meth:`choose_fallback` returned at the lead."""
+        """Forget checkpoints in progress; use a new :attr:`token`, and what :meth:`choose_fallback` returned at the lead."""
         self._token, self._begun = token, (-1, -1)
         if fallback:
             self._open(f"{DEFAULT_DIR}-{fallback}")
 
     def state(self) -> dict[str, Any]:
-        """Return what a newcomer must know; plain JSON."""
+        """Return what a newcomer must know, as plain JSON."""
         return {"token": self._token, "url": self.url, "begun": self._begun[0]}
 
     def take_over(self, state: dict[str, Any]) -> None:
-        """Be as far as the others, as a newcomer."""
+        """Adopt the survivors' :meth:`state`, as a newcomer."""
         if state["url"] != self.url:
             self._open(state["url"])
-        # What was begun is begun again for want of this worker, by all alike.
+        # All workers begin the checkpoint in progress again, because this worker's part is missing.
         self._token, self._begun = state["token"], (state["begun"], -1)
 
     def set_interval(self, steps: int, *, automatic: bool) -> None:
-        """Save every so many steps from now on, or as often as pays."""
+        """Save every ``steps`` steps from now on, or at the optimal interval if ``automatic``."""
         self._every = steps if self._named else 0
         if not (automatic and self._named):
             self.adaptive = None
@@ -138,15 +138,15 @@ class Keeper:
             self.adaptive = Adaptive(self._settings.mtbf_s)
 
     def note_alive(self, members: Collection[int]) -> None:
-        """Hear who is left: nobody waits for the parts of the dead."""
+        """Set the surviving members: the parts of failed workers are no longer awaited."""
         self._alive = frozenset(members)
 
     def put_off(self, step: int) -> None:
-        """Hear that the state before ``step`` is to be saved, but not yet: it counts as begun and outdated."""
+        """Postpone saving the state before ``step``: its checkpoint counts as begun and outdated."""
         self._begun = (step, -1)
 
     def is_outdated(self, step: int, generation: int) -> bool:
-        """Return whether the state before ``step`` was begun with workers that are no longer all there."""
+        """Return whether the checkpoint of the state before ``step`` was begun by workers that are not all alive any more."""
         return self._begun[0] == step and self._begun[1] != generation
 
     def begin(
@@ -160,22 +160,22 @@ class Keeper:
         *,
         distinct: bool = False,
     ) -> None:
-        """Take the state before ``step``; it does not count yet.
+        """Take a checkpoint of the state before ``step``; it does not count until it is committed.
 
         Args:
-            step: Steps that the state has behind it.
-            state: The same at all workers, but for strings and numbers in it: those of the lead are saved.
-            info: That of the lead is saved.
-            writers: The processes that are alive, by the workers that they are; the first is the lead.
-            me: This one.
-            generation: Of the communicator.
-            distinct: Each of the writers, whatever the size, gives a part that no other gives, the lead also what all
-                have; see :func:`~holdfast.checkpoint.take`. Who is not among them gives nothing.
+            step: Number of steps that the state contains.
+            state: The same at all workers, except for strings and numbers: those of the lead are saved.
+            info: Metadata; the lead's is saved.
+            writers: The live processes, each as a tuple of its ranks; the first is the lead.
+            me: The ranks of this process.
+            generation: Generation of the communicator.
+            distinct: Each writer, whatever the size, saves a part that no other writer has, and the lead also the common
+                state; see :func:`~holdfast.checkpoint.take`. Processes not in ``writers`` save nothing.
 
         Raises:
-            CheckpointError: if the state holds something that cannot be saved. What the storage does not take is left to
-                :meth:`poll`.
-            ConfigError: if several writers are to give distinct parts in a format that has one writer only.
+            CheckpointError: if the state contains something that cannot be saved. Errors of the storage are returned by
+                :meth:`poll` instead.
+            ConfigError: if several writers save distinct parts in a format that supports one writer only.
         """
         if self._begun == (step, generation):
             return
@@ -202,7 +202,7 @@ class Keeper:
     def _content(
         self, state: dict[str, Any], writers: Sequence[tuple[int, ...]], me: tuple[int, ...], *, distinct: bool
     ) -> Content | None:
-        """Return what this process writes, None if nothing."""
+        """Return what this process writes, or None."""
         if distinct:
             return take(state, writers.index(me), len(writers), distinct=True) if me in writers else None
         content = take(state)
@@ -211,7 +211,7 @@ class Keeper:
         return content if me == writers[0] else None
 
     def publish(self, stable_step: int, generation: int, *, is_lead: bool) -> None:
-        """Let the pending checkpoint count as soon as it is written, if the step before it is stable."""
+        """Commit the pending checkpoint once it is written, if the step before it is durable."""
         step, writers = self._writer.step, self._writers
         if step is None or step > stable_step + 1:
             return
@@ -221,7 +221,7 @@ class Keeper:
             self._writer.leave()
 
     def poll(self) -> list[Outcome]:
-        """Return what has become of checkpoints since the last call."""
+        """Return the outcomes of checkpoints since the last call."""
         outcomes, self._failed = [*self._failed, *self._writer.poll()], []
         for outcome in outcomes:
             if self.adaptive is not None and (outcome.saved is not None or outcome.error is not None):
@@ -229,7 +229,7 @@ class Keeper:
         return outcomes
 
     def finish(self) -> list[Outcome]:
-        """Wait for what counts, but not for ever, and return what has become of it."""
+        """Wait, with a timeout, for checkpoints that are being committed, and return their outcomes."""
         try:
             self._writer.wait()
         except CheckpointError as error:
@@ -241,11 +241,11 @@ class Keeper:
         return max(self._checkpoints.steps(), default=-1) >= step
 
     def drop(self) -> None:
-        """Forget what does not count yet."""
+        """Abandon the checkpoint that is not committed yet."""
         self._writer.abandon()
 
     def take_back(self, newest: int) -> None:
-        """Remove the checkpoints of later steps than ``newest``: what is in them is not right.
+        """Remove the checkpoints of steps after ``newest``, because they contain corrupt state.
 
         Raises:
             CheckpointError: if they cannot be removed.
@@ -259,12 +259,12 @@ class Keeper:
         self._failed.append(Outcome(step=step, saved=None, error=error, held_s=0.0, written_s=0.0))
 
     def _prune(self) -> None:
-        """Remove what need not be kept; called beside the loop, when another checkpoint is complete."""
+        """Apply the retention policy; called outside the loop's thread when a checkpoint has been completed."""
         settings = self._settings
-        self._damaged.discard(self._writer.step or 0)  # it was saved again
+        self._damaged.discard(self._writer.step or 0)  # it has been saved again
         if not settings.keep_last:
             return
-        # What was found damaged is no reason to remove anything, and somebody may want to look at it.
+        # Damaged checkpoints do not count towards retention, and stay for inspection.
         good = [step for step in self._checkpoints.steps_to_prune() if step not in self._damaged]
         for step in to_remove(good, settings.keep_last, settings.keep_every):
             self._checkpoints.remove(step)
@@ -272,12 +272,12 @@ class Keeper:
     # -- reading
 
     def newest(self, on_damaged: Callable[[int, CheckpointCorrupt], None], *, keep: bool = True) -> int:
-        """Return the newest step whose every byte is intact, or -1.
+        """Return the newest step whose checkpoint is intact in every byte, or -1.
 
         Args:
-            on_damaged: Is told of each damaged checkpoint that is passed over, newest first.
-            keep: Keep the state in memory for :meth:`load`, which then need not read it again. Without it, a few blocks
-                are held at a time: the states of split models are larger than the memory of one worker.
+            on_damaged: Called with each damaged checkpoint that is skipped, newest first.
+            keep: Keep the state in memory for :meth:`load`, which then need not read it again. Otherwise only a few blocks
+                are held at a time: the state of a pipeline or sharded model may exceed one worker's memory.
         """
 
         def note(step: int, damage: CheckpointCorrupt) -> None:
@@ -295,14 +295,14 @@ class Keeper:
         return -1 if step is None else step
 
     def load(self, step: int, only: Wanted | None = None) -> Loaded:
-        """Return the state before ``step``, or what ``only`` wants of it; see :func:`~holdfast.checkpoint.loading.load`."""
+        """Return the state before ``step``, or the part selected by ``only``; see :func:`~holdfast.checkpoint.loading.load`."""
         found, self._found = self._found, None
         if found is None or found.step != step:
             return self._checkpoints.load(step, only=only)
         return found if only is None else dataclasses.replace(found, state=pick(found.state, only))
 
     def info(self, step: int) -> dict[str, Any]:
-        """Return what was written down beside the state before ``step``."""
+        """Return the metadata saved with the state before ``step``."""
         if self._found is not None and self._found.step == step:
             return self._found.info
         return self._checkpoints.info(step)

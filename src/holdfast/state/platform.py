@@ -1,7 +1,7 @@
-"""The kind of a worker: what decides its bits beside the script. Pure: how one is found out stands in ``state/platform_check.py``.
+"""A worker's platform: everything besides the script that determines result bits. Pure; ``state/platform_check.py`` detects it.
 
-Workers of one kind compute the same bits from the same slice. A kind is text by name, so that it can be sent, written down, and
-compared by people.
+Workers on the same platform compute the same bits from the same slice. A platform maps names to text, so that it can be sent, recorded
+and compared by people.
 """
 
 from __future__ import annotations
@@ -15,29 +15,29 @@ from holdfast.recovery.registry import strategy_class
 
 Kind = Mapping[str, str]
 _CAPABILITIES = ("default", "avx2", "avx512")
-"""What ``ATEN_CPU_CAPABILITY`` can ask for, the least first."""
+"""Values of ``ATEN_CPU_CAPABILITY``, in ascending order."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Field:
-    """One thing that decides bits."""
+    """One property that determines bits."""
 
-    words: str  # what it is called where two differ
-    advice: str  # what to do then
+    words: str  # its name in messages
+    advice: str  # what to do about a difference
 
 
 FIELDS = {
-    "capability": _Field("CPU capability", ""),  # what to set depends on what there is
-    "cpu": _Field("CPU", "start them on machines with CPUs of one kind"),
-    "gpu": _Field("GPU", "start them on machines with GPUs of one kind"),
+    "capability": _Field("CPU capability", ""),  # the advice depends on the values
+    "cpu": _Field("CPU", "start all workers on machines with the same CPU model"),
+    "gpu": _Field("GPU", "start all workers on machines with the same GPU model"),
     "torch": _Field("torch", "install the same torch everywhere"),
     "numpy": _Field("NumPy", "install the same NumPy everywhere: samples may be drawn with it"),
     "python": _Field("Python", "install the same Python everywhere: samples may be drawn with its random"),
     "threads": _Field("number of threads", "set OMP_NUM_THREADS to the same number everywhere"),
-    "flags": _Field("flags of torch", "set the same everywhere"),
+    "flags": _Field("flags of torch", "set the same flags everywhere"),
     "kernels": _Field("results of the same kernels", "look for MKL_* and ONEDNN_* in their environments"),
 }
-"""What a kind is made of; where two differ in several, the first says most."""
+"""The properties of a platform; of several differences, the first one listed here is reported."""
 
 
 def promises_bits(strategy: str, split: str, batch: str) -> bool:
@@ -46,23 +46,23 @@ def promises_bits(strategy: str, split: str, batch: str) -> bool:
 
 
 def number_of(kind: Kind) -> int:
-    """Return 62 bits that are the same for the same kind, to be compared among many at once."""
+    """Return a 62-bit digest of a platform, by which many workers compare theirs in one reduction."""
     text = json.dumps(dict(sorted(kind.items()))).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 2
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """How some workers differ from the rest."""
+    """How some workers' platform differs from that of the rest."""
 
     what: str  # `worker 3 has CPU capability AVX2, the others AVX512`
-    advice: str  # what to do about it
+    advice: str  # what to do
 
 
 def difference(kinds: Mapping[int, Kind]) -> Difference | None:
-    """Return how the fewer workers that are of another kind differ from the most; None if all are of one kind.
+    """Return how the platform of a minority of the workers differs from the most common one; None if all are the same.
 
-    Of several other kinds that of the lowest worker is named.
+    If there are several other platforms, that of the lowest worker is reported.
     """
     usual = _most(kinds)
     odd = next((kinds[rank] for rank in sorted(kinds) if kinds[rank] != usual), None)
@@ -78,9 +78,9 @@ def difference(kinds: Mapping[int, Kind]) -> Difference | None:
 
 
 def between(mine: Kind, theirs: Kind, *, who: str, others: str) -> Difference | None:
-    """Return how ``mine`` differs from ``theirs``, None if it does not. What an older version did not write down does not count.
+    """Return how ``mine`` differs from ``theirs``, or None. Properties that an older version did not record are ignored.
 
-    ``who`` and ``others`` say whose they are, as ``"worker 3 has"`` and ``"the others"``.
+    ``who`` and ``others`` name the owners in the message, as in ``"worker 3 has"`` and ``"the others"``.
     """
     known = [name for name in FIELDS if name in mine and name in theirs]
     name = next((name for name in known if mine[name] != theirs[name]), None)
@@ -91,7 +91,7 @@ def between(mine: Kind, theirs: Kind, *, who: str, others: str) -> Difference | 
 
 
 def _most(kinds: Mapping[int, Kind]) -> Kind:
-    """Return the kind that most have; of two that as many have, the one that the lowest worker has."""
+    """Return the most common platform; on a tie, that of the lowest worker."""
     ranks = sorted(kinds)
     return max((kinds[rank] for rank in ranks), key=lambda kind: sum(kinds[rank] == kind for rank in ranks))
 

@@ -1,8 +1,8 @@
-"""Which kind of worker this one is, and what is done about one of another kind (``Settings.kinds``).
+"""Detects this worker's platform, and handles workers on another platform (``Settings.kinds``).
 
-Under a strategy that promises bits a worker of another kind would break the promise: its gradients differ in their last bits, and
-everything after them. All compare themselves where they meet at the start; who comes later compares itself with those who are
-there before it asks to be let in. Nothing of it is on a step's way.
+Under a strategy that promises exact results, a worker on another platform would break the promise: its gradients differ in the last
+bits, and then everything does. All workers compare platforms in the rendezvous at the start; a newcomer compares its own with the
+survivors' before it asks to join. Steps are not delayed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _LETTERS = 12
 
 
 def kind_of_worker() -> dict[str, str]:
-    """Return the kind of this worker, as torch is set just now; see :data:`holdfast.state.platform.FIELDS`."""
+    """Return this worker's platform under torch's current settings; see :data:`holdfast.state.platform.FIELDS`."""
     flags = ", ".join(f"{name} {value}" for name, value in _flags().items())
     return {
         "capability": torch.backends.cpu.get_cpu_capability(),
@@ -51,7 +51,7 @@ def kind_of_worker() -> dict[str, str]:
 
 @functools.cache
 def cpu_model() -> str:
-    """Return what distinguishes this CPU from others whose arithmetic may take another path: vendor, family and model."""
+    """Return the vendor, family and model of this CPU, which distinguish it from CPUs whose arithmetic may differ."""
     try:
         lines = Path("/proc/cpuinfo").read_text().partition("\n\n")[0].splitlines()
     except OSError:
@@ -63,8 +63,8 @@ def cpu_model() -> str:
 
 
 def _flags() -> dict[str, str]:
-    """Return what a script may set that decides bits."""
-    tiny = torch.full((1,), 1e-38, dtype=torch.float32, device="cpu") * 1e-3  # too small for a normal number
+    """Return the settings that a script may change and that determine bits."""
+    tiny = torch.full((1,), 1e-38, dtype=torch.float32, device="cpu") * 1e-3  # a denormal number
     return {
         "mkldnn": "on" if torch.backends.mkldnn.enabled else "off",
         "deterministic": "on" if torch.are_deterministic_algorithms_enabled() else "off",
@@ -76,14 +76,14 @@ def _flags() -> dict[str, str]:
 def _matmul_precision() -> str:
     try:
         return torch.get_float32_matmul_precision()
-    except RuntimeError:  # the script has set torch's fp32_precision, which each backend has
+    except RuntimeError:  # the script has set torch's fp32_precision for each backend
         mkldnn: Any = torch.backends.mkldnn
         return f"{mkldnn.matmul.fp32_precision}/{torch.backends.cuda.matmul.fp32_precision}"
 
 
 @functools.lru_cache(maxsize=8)
 def _digest_of_kernels(threads: int, flags: str) -> str:
-    """Return a digest of what a few kernels make of fixed numbers; the arguments let a change be noticed on which it may depend."""
+    """Return a digest of the results of a few kernels on fixed inputs; the arguments only serve as the cache's key."""
     generator = torch.Generator("cpu").manual_seed(20)
 
     def noise(*shape: int) -> torch.Tensor:
@@ -110,14 +110,14 @@ def _adam_step(weight: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
     return weight.addcdiv(mean, square.sqrt().div_(0.0316).add_(1e-8), value=-0.01)
 
 
-# -- what is done about it
+# -- handling differences
 
 
 def compare_kinds(world: World) -> None:
-    """Make sure, with all members, that they are of one kind, or say what is given up.
+    """Check, together with all members, that all run on the same platform, or report that exactness is lost.
 
     Raises:
-        ConfigError: at all members, if they are not and the job promises bits.
+        ConfigError: at all members, if platforms differ and the job promises exact results.
     """
     comm = world.comm
     if len(comm.processes) == 1:
@@ -137,11 +137,11 @@ def compare_kinds(world: World) -> None:
 
 
 def compare_with_others(world: World) -> None:
-    """Make sure, as a newcomer that nobody counts on yet, that this worker is of the others' kind.
+    """Check, as a newcomer that has not joined yet, that this worker is on the survivors' platform.
 
     Raises:
-        SystemExit: with code 0, if it is not and the job promises bits: nobody else could take its place from here.
-        StoreLost: if the store is.
+        SystemExit: with code 0, if it is not and the job promises exact results: a replacement here would have the same platform.
+        StoreLost: if the membership store is lost.
     """
     me = world.comm.here[0]
     theirs = json.loads(world.comm.wanted_kind() or "null")
@@ -153,7 +153,7 @@ def compare_with_others(world: World) -> None:
     if not _refuses(world):
         _give_up(world, found)
         return
-    why = f"{found.what}: it is not taken in, its bits would differ; {found.advice}, or allow it with --kinds any"
+    why = f"{found.what}: it may not join, its bits would differ; {found.advice}, or allow it with --kinds any"
     world.log.write(WorkerRefused(step=-1, why=why, kind=world.platform.kind))
     _say(world, why)
     raise SystemExit(0)
@@ -168,10 +168,10 @@ def _promises(world: World) -> bool:
 
 
 def compare_with_checkpoint(world: World, theirs: Kind) -> None:
-    """Say so if a checkpoint that is gone on from was made by workers of another kind: it is refused nowhere."""
+    """Warn if the checkpoint to resume from was written on another platform; it is never refused."""
     me = world.comm.here[0]
     found = (
-        between(world.platform.kind, theirs, who=f"worker {me} has", others="who made the checkpoint")
+        between(world.platform.kind, theirs, who=f"worker {me} has", others="the writer of the checkpoint")
         if theirs
         else None
     )
@@ -180,7 +180,7 @@ def compare_with_checkpoint(world: World, theirs: Kind) -> None:
 
 
 def _give_up(world: World, found: Difference, *, aloud: bool = True) -> None:
-    """Say once that workers differ; where bits were promised, write it down as well."""
+    """Warn once that platforms differ; if exact results were promised, record it as well."""
     promised = _promises(world)
     text = f"not exact: {found.what}" if promised else f"{found.what}: their bits differ"
     if aloud and text != world.platform.given_up:

@@ -1,7 +1,7 @@
-"""The state that a loop begins with, the same at every worker: a checkpoint's, or the lowest worker's.
+"""The initial state of a loop, the same at every worker: from a checkpoint, or from the lowest worker.
 
-Loading happens again when a death interrupts it, and under ``restart`` after every failure. Some may then have
-finished it and some not, so the sums that are made here never depend on how far this worker came.
+Loading is repeated when a failure interrupts it, and under ``restart`` after every failure. Some workers may then have
+finished it and others not, so the reductions here never depend on how far this worker got.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from holdfast.state.transfer import give_state, take_state
 
 
 class Beginning:
-    """Saves the state of training, and brings all workers to the same one."""
+    """Saves the training state, and brings all workers to the same state."""
 
     def __init__(
         self, world: World, replica: Trainable, place: Place, log: RunLog, requests: Requests, watch: Watch
@@ -47,14 +47,14 @@ class Beginning:
         self.belongs_to_later_loop = False
 
     def load(self, *, trained: bool) -> bool:
-        """Load the newest intact checkpoint that may be gone on from; without one, make the replicas equal.
+        """Load the newest intact checkpoint that this loop can resume from; without one, make the replicas equal.
 
-        Where a worker's state is corrupt, go back to the newest that is known to be right, and return so. This worker is ``trained``
-        once it has been past the beginning of this loop.
+        If a worker's state is corrupt, roll back to the newest state known to be right, and return True. This worker is ``trained``
+        once it has passed the start of this loop.
 
         Raises:
-            ReplicasDiffer: if there is nothing to go back to.
-            ConfigError: if the workers are of different kinds, where that is not allowed.
+            ReplicasDiffer: if there is no state to roll back to.
+            ConfigError: if the workers' platforms differ and that is not allowed.
         """
         compare_kinds(self._world)
         way = self._watch.share()
@@ -67,13 +67,13 @@ class Beginning:
         return True
 
     def _go_back(self, way: WayBack, *, trained: bool) -> str:
-        """Go back to the newest state that is known to be right, and return where it was kept."""
+        """Roll back to the newest state known to be right, and return the name of its source."""
         world = self._world
         world.rebuilds.snapshot = None
         world.keeper.drop()
         mine = (-1, 0)
         if world.is_lead:
-            self._take_back(way.newest)  # before anybody can go on: who leads may die
+            self._take_back(way.newest)  # before any worker can continue, since the lead may fail later
             mine = (self._find(trained=trained) if way.kept is None else -1, secrets.randbits(62))
         step, token = world.comm.maximum(mine)
         world.keeper.start_over(token, 0)
@@ -92,14 +92,14 @@ class Beginning:
         try:
             self._world.keeper.take_back(newest)
         except CheckpointError as error:
-            self._log.warn(f"checkpoints of later steps than {newest} are not right, and cannot be removed: {error}")
+            self._log.warn(f"checkpoints of steps after {newest} are corrupt and cannot be removed: {error}")
 
     def keep_on_joining(self) -> None:
-        """Keep the state in memory that newcomers go on from, as all do then."""
+        """Take a snapshot of the state that newcomers start from, as all workers do then."""
         self._watch.newcomers_came(self._keep)
 
     def keep_after_step(self) -> None:
-        """Keep the state in memory, if it is time."""
+        """Take a snapshot of the state, if one is due."""
         self._watch.applied(self._keep)
 
     def _keep(self, room: Loaded | None) -> Loaded:
@@ -112,7 +112,7 @@ class Beginning:
         if strategy.rebuilds and self._load_snapshot():
             return
         world.keeper.drop()
-        # One looks and tells the others: two could find different steps. The number marks what is saved from here on.
+        # Only the lead searches, since two workers could find different steps. The token marks everything saved from here on.
         mine = (-1, 0, 0)
         if world.is_lead:
             mine = (self._find(trained=trained), secrets.randbits(62), world.keeper.choose_fallback())
@@ -127,37 +127,37 @@ class Beginning:
         if self._initial is not None:
             self._restore(self._initial)
         self._replica.make_equal(world.comm)
-        if strategy.needs_checkpoint or not self._replica.is_replicated:  # a part may be lost under any strategy
+        if strategy.needs_checkpoint or not self._replica.is_replicated:  # any strategy may lose a part of it
             self._initial = self._loaded(world.step, clone(self._state(self._replica.shared_state())), self._info())
 
     def take_snapshot(self, heard: int) -> None:
-        """Keep the state before the step in progress for the application that is built next, if this worker is to.
+        """Keep the state before the step in progress for the next ``reinit``, if this worker is to keep it.
 
-        What was ``heard`` in closing sums and not yet done comes back with it, in its ``info``.
+        ``heard`` are flags from commit votes that have not been acted on yet; they are restored from its ``info``.
         """
         world, source = self._world, self._world.settings.reinit_from
         if source == "checkpoint" or (source == "root" and not world.is_lead):
             return
-        if self.belongs_to_later_loop:  # nothing was computed since it was loaded
+        if self.belongs_to_later_loop:  # nothing has been computed since it was loaded
             world.rebuilds.snapshot = world.loops.loaded
             return
         state = clone(self._state(self._replica.shared_state()))
         world.rebuilds.snapshot = self._loaded(world.step, state, self._info() | {"heard": heard})
 
     def _load_snapshot(self) -> bool:
-        """Go on from the snapshot that was taken at the fault, which who has it gives to the others; return whether there is one.
+        """Restore the snapshot that was taken at the failure, sent by a worker that has it; return whether there is one.
 
-        What a worker was given is its own from then on: if the giver dies it gives it in its turn.
+        A receiver keeps its copy, and can send it in turn if the sender fails.
         """
         world, comm = self._world, self._world.comm
         if world.rebuilds.snapshot is not None and world.rebuilds.snapshot.info["loop"] < world.loop:
-            world.rebuilds.snapshot = None  # of a loop that is over
+            world.rebuilds.snapshot = None  # of a finished loop
         mine = world.rebuilds.snapshot
         newest = -1 if mine is None else mine.step
         step, *lacks = comm.maximum((newest, *(mine is None and rank in comm.here for rank in comm.members)))
         if step < 0:
             if world.rebuilds.current is not None and world.settings.reinit_from != "checkpoint" and world.is_lead:
-                self._log.warn("who had taken a snapshot at the fault is dead, too: all go back further")
+                self._log.warn("the workers with the snapshot of the failure have failed, too: rolling back further")
             return False
         without = tuple(rank for rank, lack in zip(comm.members, lacks, strict=True) if lack)
         if mine is None:
@@ -172,10 +172,10 @@ class Beginning:
         return Loaded(step=step, state=state, info=info, generation=self._world.comm.generation)
 
     def save(self) -> None:
-        """Take the state before the step in progress, to be written; it does not count yet."""
+        """Begin a checkpoint of the state before the step in progress; it does not count yet."""
         world = self._world
         if self.belongs_to_later_loop:
-            return  # the checkpoint that was loaded holds more than this loop knows
+            return  # the loaded checkpoint contains more than this loop knows
         comm, replica = world.comm, self._replica
         self._log.mark("checkpoint")
         writers = replica.writers(comm)
@@ -186,11 +186,11 @@ class Beginning:
         )
 
     def save_alone(self) -> list[Outcome]:
-        """Save the state before the step in progress, unless one of it or a later one is complete; return what came of it."""
+        """Save the state before the step in progress, unless this step or a later one is saved already; return the outcomes."""
         comm, keeper = self._world.comm, self._world.keeper
         if self.belongs_to_later_loop or keeper.has(self._world.step):
             return keeper.poll()
-        attempt = comm.generation + 1 + comm.here[0]  # one of its own: another survivor may have died at its
+        attempt = comm.generation + 1 + comm.here[0]  # unique: another survivor may have failed during its attempt
         keeper.begin(
             self._world.step, self._state(self._replica.state_dict()), self._info(), (comm.here,), comm.here, attempt
         )
@@ -220,7 +220,7 @@ class Beginning:
         }
 
     def welcome(self, newcomers: tuple[int, ...]) -> None:
-        """Give the state to newcomers, or take it and keep it aside."""
+        """Send the state to newcomers, or, as a newcomer, receive and keep it."""
         world = self._world
         if world.comm.here[0] in newcomers:
             self._given = take_state(world.comm, newcomers)
@@ -237,7 +237,7 @@ class Beginning:
         give_state(world.comm, newcomers, state, info | more)
 
     def install(self) -> None:
-        """Go on from the state that was given to this worker, if one was."""
+        """Adopt the state that this worker received, if any."""
         if self._given is None:
             return
         state, info = self._given
@@ -249,12 +249,12 @@ class Beginning:
         self._replica.take_homes(info["homes"])
 
     def _find(self, *, trained: bool) -> int:
-        """Return the newest step that this loop can go on from, -1 for none."""
+        """Return the newest step that this loop can resume from, -1 for none."""
         world = self._world
         if world.rebuilds.count:
             found = world.keeper.newest(self._warn, keep=self._replica.is_replicated)
             return found if found >= 0 and world.keeper.info(found)["loop"] >= world.loop else -1
-        if not trained and self._begun_from is not None:  # a death came between: some have loaded it, and some not
+        if not trained and self._begun_from is not None:  # a failure interrupted loading; some workers have it
             return self._begun_from
         if not trained and world.loops.loaded is not None:
             return world.loops.loaded.step
@@ -268,19 +268,19 @@ class Beginning:
         return -1 if of_another_loop else found
 
     def _warn(self, step: int, damage: CheckpointCorrupt) -> None:
-        self._log.warn(f"passed over step {step}: {damage}")
+        self._log.warn(f"skipped step {step}: {damage}")
 
     def _restore(self, loaded: Loaded, *, keeps: bool = False) -> None:
-        """Go on from a state; its tensors are kept if nobody else has them."""
+        """Load a state; ``keeps`` allows its tensors to be used without a copy, because nothing else refers to them."""
         world, info = self._world, loaded.info
         self.belongs_to_later_loop = info["loop"] > world.loop
         world.loops.loaded = loaded if self.belongs_to_later_loop else None
-        if world.committed.link:  # whoever saved the state may have had no certificate
+        if world.committed.link:  # the state may have been saved without a certificate
             world.committed.link = info.get("link", GENESIS)
         if not self.belongs_to_later_loop:
             if info["order"] != world.settings.order:
                 raise ConfigError(
-                    f"the checkpoint was made with order={info['order']}, and this run has {world.settings.order}"
+                    f"the checkpoint was made with order={info['order']}, but this run has order={world.settings.order}"
                 )
             self._place.restore(info, loaded.state["ledger"], keep_slices=world.settings.slices > 0)
             if "changes" in info:

@@ -1,7 +1,7 @@
-"""When the launcher is gone, and the store with it, and a worker dies, too: nobody can agree on anything any more.
+"""Saving the state when launcher and membership store are lost and a worker fails as well: no agreement is possible any more.
 
-What each survivor has is a state of the run all the same: that before the step in progress. Nobody will go on from another
-one, so one of them saves it, whoever is first, and all stop.
+Each survivor still has a valid state of the run, the one before the step in progress. No worker can continue from it,
+so the first survivor to get the lock saves it, and all exit.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ _LOOK_S = 0.01
 
 
 def launcher_is_gone(run_dir: str) -> bool:
-    """Return whether the watcher says so, who sees it a little later than a worker sees that the store is lost.
+    """Return whether the watcher process reports the launcher gone; it notices slightly later than a worker loses the store.
 
-    A store may be lost to this worker alone, while others go on.
+    The store may be lost to this worker alone, while other workers continue.
     """
     ends_s = time.monotonic() + _TOLD_WITHIN_S
     while run_dir and not gone_path(Path(run_dir)).exists():
@@ -33,7 +33,7 @@ def launcher_is_gone(run_dir: str) -> bool:
 
 @contextlib.contextmanager
 def turn(run_dir: str) -> Iterator[None]:
-    """Let one worker after the other do something; who dies has had its turn."""
+    """Hold an exclusive lock; a worker that dies releases it."""
     with gone_path(Path(run_dir)).open("ab") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

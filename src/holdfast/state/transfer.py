@@ -1,8 +1,8 @@
-"""Giving states from the memory of one worker to that of another: to newcomers from all who have it, or a part from its holder.
+"""State transfer between the memories of workers: to newcomers from all workers that have the state, or of one part from its owner.
 
-A header says what comes. The state is cut into pieces, which are sent from where they lie, and received where they will stay; only
-what is small is packed together. To newcomers each giver sends other pieces. The digests of the pieces come last. What a newcomer
-got counts when it is known everywhere that all have it, which is for the protocol to find out.
+A header describes the state. The state is cut into pieces, which are sent from their original memory and received in their final
+memory; only small tensors are packed together. Each sender sends other pieces to the newcomers. The digests of the pieces come last.
+A received state counts once every worker knows that all newcomers have it, which the recovery protocol establishes.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from holdfast.comm import Communicator, Mail, share_bytes
 from holdfast.errors import CheckpointError, PeerFailed
 
 PIECE_BYTES = 8 << 20
-"""Size of a piece, at most: givers take turns with them."""
+"""Maximum size of a piece in bytes; the senders take turns piece by piece."""
 _SMALL_BYTES = 64 << 10
-"""Tensors below this are packed together, because a message costs more than to copy them."""
+"""Tensors below this size are packed together, because a message costs more than copying them."""
 DIGEST_BYTES = 8
 
 
 def give_state(comm: Communicator, newcomers: Sequence[int], state: Any, info: dict[str, Any]) -> None:
-    """Take part in giving ``state``, the same at all members but ``newcomers``, who call :func:`take_state`.
+    """Take part in sending ``state``, equal at all members except ``newcomers``, which call :func:`take_state`.
 
-    What is given can be saved; the info is plain JSON, and that of the lowest giver is given.
+    The state must be one that can be saved in a checkpoint. ``info`` is plain JSON; that of the lowest sender is sent.
     """
     said, packed = pack_state(state)
     _share_header(comm, newcomers, json.dumps(said | {"info": info}).encode())
@@ -38,25 +38,25 @@ def give_state(comm: Communicator, newcomers: Sequence[int], state: Any, info: d
 
 
 def take_state(comm: Communicator, newcomers: Sequence[int]) -> tuple[Any, dict[str, Any]]:
-    """Return the state and the info that :func:`give_state` gives.
+    """Receive and return the state and the info that :func:`give_state` sends.
 
     Raises:
-        CheckpointError: if what came is not what was given.
+        CheckpointError: if the received bytes do not match their digests.
     """
     header = json.loads(_share_header(comm, newcomers, b""))
     tensors, packed = room_for(header)
     givers = _givers(comm, newcomers)
     theirs = {giver: packed.pieces[number :: len(givers)] for number, giver in enumerate(givers)}
-    coming = {giver: _room_for_sealed(pieces) for giver, pieces in theirs.items()}  # from all givers at the same time
+    coming = {giver: _room_for_sealed(pieces) for giver, pieces in theirs.items()}  # from all senders in parallel
     comm.swap([], [(comm.processes.index((giver,)), data) for giver, sent in coming.items() for data in sent])
     for giver, sent in coming.items():
-        _check_sealed(sent, f"the state that worker {giver} gave")
+        _check_sealed(sent, f"the state received from worker {giver}")
     packed.unpack()
     return unflatten(tensors, header["skeleton"]), header["info"]
 
 
 def give_part(comm: Communicator, taker: int, state: Mapping[str, Any]) -> None:
-    """Give a state to ``taker`` alone, who calls :func:`take_part`."""
+    """Send a state to ``taker`` alone, which calls :func:`take_part`."""
     said, packed = pack_state(dict(state))
     header = as_message(said)
     to = comm.processes.index((taker,))
@@ -65,10 +65,10 @@ def give_part(comm: Communicator, taker: int, state: Mapping[str, Any]) -> None:
 
 
 def take_part(comm: Communicator, giver: int) -> dict[str, Any]:
-    """Return the state that ``giver`` gives.
+    """Receive and return the state that ``giver`` sends.
 
     Raises:
-        CheckpointError: if what came is not what was given.
+        CheckpointError: if the received bytes do not match their digests.
     """
     source = comm.processes.index((giver,))
     length = torch.zeros(1, dtype=torch.int64)
@@ -79,19 +79,19 @@ def take_part(comm: Communicator, giver: int) -> dict[str, Any]:
     tensors, packed = room_for(header)
     sent = _room_for_sealed(packed.pieces)
     comm.swap([], [(source, data) for data in sent])
-    _check_sealed(sent, f"the part of the model that worker {giver} gave")
+    _check_sealed(sent, f"the part of the model received from worker {giver}")
     packed.unpack()
     state: dict[str, Any] = unflatten(tensors, header["skeleton"])
     return state
 
 
 def take_lowest(comm: Communicator, state: dict[str, Any]) -> dict[str, Any] | None:
-    """Return the state of the lowest member, where members have different ones; None where all are equal, and there.
+    """Return the lowest member's state, if the members' states differ; None if all are equal, and at the lowest member.
 
-    All who have a state call this together. What cannot be saved under one of its names is a worker's own.
+    A collective of all workers that have a state. Entries that cannot be saved in a checkpoint stay the worker's own.
 
     Raises:
-        CheckpointError: if what came is not what was given.
+        CheckpointError: if the received bytes do not match their digests.
     """
     given = {name: value for name, value in state.items() if _can_be_saved(value)}
     leaves, skeleton = flatten(given)
@@ -120,7 +120,7 @@ def _can_be_saved(state: Any) -> bool:
 
 
 def pack_state(state: Any) -> tuple[dict[str, Any], Packed]:
-    """Return what is to be said of a state before it is given, plain JSON, and what is given."""
+    """Return the header of a state to be sent, as plain JSON, and its packed tensors."""
     leaves, skeleton = flatten(state)
     tensors = {
         path: leaf.detach().cpu().contiguous() for path, leaf in leaves.items() if isinstance(leaf, torch.Tensor)
@@ -132,13 +132,13 @@ def pack_state(state: Any) -> tuple[dict[str, Any], Packed]:
 
 
 def room_for(said: dict[str, Any]) -> tuple[dict[str, torch.Tensor], Packed]:
-    """Return memory for the tensors of a state of which ``said`` was said, by path and as it is taken."""
+    """Return memory for the state that the header ``said`` describes: its tensors by path, and packed for receiving."""
     tensors = {path: torch.empty(shape, dtype=DTYPES[dtype]) for path, dtype, shape in said["tensors"]}
     return tensors, Packed(tensors.values())
 
 
 class Packed:
-    """The memory of contiguous tensors as pieces: parts of the large ones, where they lie, and the small ones in a row of their own."""
+    """The memory of contiguous tensors as pieces: slices of the large tensors in place, and one buffer that packs the small ones."""
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
         large: list[torch.Tensor] = []
@@ -150,27 +150,27 @@ class Packed:
         self.pieces = [piece for data in (self._row, *large) for piece in data.split(PIECE_BYTES) if len(piece)]
 
     def pack(self) -> None:
-        """Copy the small tensors into their row."""
+        """Copy the small tensors into the buffer."""
         torch.cat(self._small or [self._row], out=self._row)
 
     def unpack(self) -> None:
-        """Copy the small tensors out of their row."""
+        """Copy the small tensors out of the buffer."""
         for data, part in zip(self._small, self._row.split([len(data) for data in self._small]), strict=True):
             data.copy_(part)
 
 
 def as_message(said: Any) -> torch.Tensor:
-    """Return plain JSON as bytes that can be sent; see :func:`of_message`."""
+    """Return JSON data as bytes to send; see :func:`of_message`."""
     return torch.frombuffer(bytearray(json.dumps(said).encode()), dtype=torch.uint8)
 
 
 def of_message(message: torch.Tensor) -> Any:
-    """Return what :func:`as_message` made bytes of."""
+    """Return the data that :func:`as_message` encoded."""
     return json.loads(message.numpy().tobytes())
 
 
 def tell(mail: Mail, comm: Communicator, teller: int, say: Callable[[], torch.Tensor]) -> torch.Tensor:
-    """Return the message that ``teller`` sends to all others; it alone calls ``say`` to make it."""
+    """Broadcast a message from ``teller`` and return it; only ``teller`` calls ``say`` to create it."""
     if teller not in comm.here:
         return mail.receive(teller)
     told = say()
@@ -179,7 +179,7 @@ def tell(mail: Mail, comm: Communicator, teller: int, say: Callable[[], torch.Te
 
 
 def _sealed(pieces: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the pieces, and behind them their digests."""
+    """Return the pieces, followed by their digests."""
     return [*pieces, _digests(pieces)]
 
 
@@ -190,7 +190,7 @@ def _room_for_sealed(pieces: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 def _check_sealed(sent: Sequence[torch.Tensor], what: str) -> None:
     *pieces, told = sent
     if not torch.equal(_digests(pieces), told):
-        raise CheckpointError(f"{what} came damaged")
+        raise CheckpointError(f"{what} is damaged: its digests do not match")
 
 
 def _digests(pieces: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -204,8 +204,8 @@ def _givers(comm: Communicator, newcomers: Sequence[int]) -> list[int]:
 
 
 def _share_header(comm: Communicator, newcomers: Sequence[int], header: bytes) -> bytes:
-    """Return the header of the lowest giver."""
+    """Return the header of the lowest sender."""
     shared = share_bytes(comm, header, _givers(comm, newcomers)[0])
     if not shared:
-        raise PeerFailed("nobody is left who has the state")
+        raise PeerFailed("no surviving worker has the state")
     return shared

@@ -1,4 +1,4 @@
-"""What a file format is: :class:`TensorWriter` lays files out, :class:`TensorReader` opens them. No torch at import."""
+"""Interfaces of a file format: :class:`TensorWriter` lays files out, :class:`TensorReader` opens them. No torch at import."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from holdfast.checkpoint.manifest import Manifest
 
 ALIGN = 64
-"""Values begin on cache lines where a format allows it, so that a reader may map the file."""
+"""Values are aligned to cache lines if the format allows it, so that a reader may map the file."""
 
 STAND_INS = {
     "bfloat16": "uint16",
@@ -28,23 +28,23 @@ STAND_INS = {
     "float8_e5m2": "uint8",
     "float8_e5m2fnuz": "uint8",
 }
-"""Dtypes that numpy has no name for, and the integers of the same bits that stand for them in its formats."""
+"""Dtypes that numpy lacks, and the integer dtypes of the same width that hold their bits in numpy's formats."""
 
 
 class TensorWriter(ABC):
-    """A format in which checkpoints are written."""
+    """A format in which checkpoints can be written."""
 
     name: str
-    """What the manifest says under ``format``."""
+    """The name under ``format`` in the manifest."""
 
     @abstractmethod
     def lay_out(self, folder: Path, stem: str, tensors: Mapping[str, torch.Tensor]) -> Layout:
-        """Make files of their final size; values are row-major, little-endian and without padding.
+        """Create files of their final size; values are row-major, little-endian and without padding.
 
         Args:
-            folder: Where; it is there.
-            stem: What the file's name begins with, where the format leaves a choice.
-            tensors: By name; contiguous, on the CPU. A name may hold any characters.
+            folder: An existing directory.
+            stem: Beginning of the file name, where the format leaves a choice.
+            tensors: By name; contiguous, on the CPU. A name may contain any characters.
 
         Raises:
             OSError: if a file cannot be written.
@@ -53,70 +53,70 @@ class TensorWriter(ABC):
 
 
 class TensorReader(ABC):
-    """A format of files that any program wrote."""
+    """A format of files that any program may have written."""
 
     @abstractmethod
     def open(self, path: Path, stack: ExitStack) -> Source:
-        """Return what there is to read in a file.
+        """Open a file as a source.
 
         Args:
-            path: Which.
-            stack: Closes it; until then values can be read.
+            path: The file.
+            stack: Closes the file; values can be read until then.
 
         Raises:
-            CheckpointCorrupt: if it is not what its format should be: cut short, inconsistent, or made to do harm.
-            CheckpointError: if it is sound, and holds something that is no tensor of numbers.
+            CheckpointCorrupt: if it violates its format: truncated, inconsistent, or malicious.
+            CheckpointError: if it is valid, but contains something other than numeric tensors.
         """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """What a format made."""
+    """The result of :meth:`TensorWriter.lay_out`."""
 
     files: tuple[str, ...]  # Names of the files in the folder
-    places: dict[str, tuple[str, int]]  # By name of the tensor, the file and the first byte of its values there
-    has_values: bool = False  # The values are there already
+    places: dict[str, tuple[str, int]]  # By name of the tensor: the file, and the offset of its values
+    has_values: bool = False  # Whether the values have been written already
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """What is known of a tensor before it is read."""
+    """Dtype and shape of a tensor, known before it is read."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
 
     @property
     def size_bytes(self) -> int:
-        """Of its values."""
+        """Size of its values in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """A checkpoint, or a file that another program wrote, whose tensors can be read one by one."""
+    """A checkpoint, or a file of another program, whose tensors can be read one by one."""
 
-    name: str  # Where it is, for messages
-    kind: str  # Its format
-    tensors: Mapping[str, Entry]  # By path; tied ones stand here under each of their paths
+    name: str  # Path or URL, for messages
+    kind: str  # Format
+    tensors: Mapping[str, Entry]  # By path; tied tensors occur under each of their paths
     read: Callable[[str], torch.Tensor]
-    """Reads one of them. Raises :class:`~holdfast.errors.CheckpointCorrupt` if it is damaged."""
+    """Reads one tensor. Raises :class:`~holdfast.errors.CheckpointCorrupt` if it is damaged."""
     load: Callable[[], Any]
-    """Reads everything and puts it together, as :func:`~holdfast.checkpoint.write_plan.take` wants it."""
-    scalars: Mapping[str, Any] | None = None  # What else is in it, by path; None if its format can hold nothing else
-    step: int | None = None  # Steps that the state has behind it, None if it is not recorded
-    manifest: Manifest | None = None  # That of a checkpoint; None for another program's file
-    written_s: float | None = None  # When a checkpoint was completed, seconds since 1970; None if it is not recorded
+    """Reads the whole state, in the form that :func:`~holdfast.checkpoint.write_plan.take` accepts."""
+    scalars: Mapping[str, Any] | None = None  # All other values, by path; None if the format can hold only tensors
+    step: int | None = None  # Number of steps that the state contains, None if not recorded
+    manifest: Manifest | None = None  # The checkpoint's manifest; None for another program's file
+    written_s: float | None = None  # Time of completion, seconds since 1970; None if not recorded
     ties: Mapping[str, str] = field(default_factory=dict)
-    """Paths at which a tensor stands again, and where it stood first."""
+    """Repeated paths of tied tensors, with the first path of each."""
 
 
 @cache
 def numpy_dtype(dtype: torch.dtype) -> np.dtype[Any]:
-    """Return what numpy calls a dtype, or its stand-in."""
+    """Return the numpy dtype, or the stand-in's."""
     name = str(dtype).removeprefix("torch.")
     return np.dtype(STAND_INS.get(name, name))
 
 
 def escaped(name: str) -> str:
-    """Return a name without NUL, where C programs end a name: NUL becomes ``%00``, and ``%`` becomes ``%25``."""
+    """Return a name without NUL, which ends a name in C: NUL becomes ``%00``, and ``%`` becomes ``%25``."""
     return name.replace("%", "%25").replace("\0", "%00")

@@ -1,4 +1,4 @@
-"""What readers of other programs' files share: how to refuse, what is too much, how names become a state. No torch at import."""
+"""Checks shared by readers of other programs' files: errors, limits, and turning names into a state. No torch at import."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
     import torch
 
 FREE_BYTES = 256 << 20
-"""So much memory a file may ask for, however small it is."""
+"""A file may declare this many bytes of tensors, however small it is."""
 
 MOST_RATIO = 100
-"""So many times its own size a larger one. Weights shrink to two thirds when they are compressed, zeros to a thousandth."""
+"""A larger file may declare this multiple of its own size. Compression shrinks weights to two thirds, zeros to a thousandth."""
 
 MAX_NAMES = 1_000_000
-"""More tensors than this in one file are no model."""
+"""Maximum number of tensors in one file."""
 
 _MAX_ELEMENTS = 2**62
 _BEGINNINGS = {
@@ -37,17 +37,17 @@ _BEGINNINGS = {
 
 
 def refuse(path: Path, what: str, cause: BaseException | None = None) -> NoReturn:
-    """Say that a sound file holds something that is not read, by a :class:`~holdfast.errors.CheckpointError`."""
+    """Raise :class:`~holdfast.errors.CheckpointError`: a valid file contains something that is not supported."""
     raise CheckpointError(f"{path} {what}") from cause
 
 
 def damaged(path: Path, what: str, cause: BaseException | None = None) -> NoReturn:
-    """Say that a file is not what its kind should be, by a :class:`~holdfast.errors.CheckpointCorrupt`."""
+    """Raise :class:`~holdfast.errors.CheckpointCorrupt`: a file violates its format."""
     raise CheckpointCorrupt(f"{path} {what}") from cause
 
 
 def not_a(kind: str, path: Path, why: str, cause: BaseException | None = None) -> NoReturn:
-    """Say that a file is not of the kind that its name says, and of which it may be; it is :func:`damaged`."""
+    """Raise as :func:`damaged` does, for a file that is not of the format its name indicates; name the format it may have."""
     with path.open("rb") as file:
         head = file.read(4)
     looks = next((what for start, what in _BEGINNINGS.items() if head.startswith(start)), None)
@@ -55,45 +55,45 @@ def not_a(kind: str, path: Path, why: str, cause: BaseException | None = None) -
 
 
 def check_size(path: Path, declared_bytes: int) -> None:
-    """Say that a file is :func:`damaged` if it asks for memory out of all proportion."""
+    """Call :func:`damaged` if a file declares disproportionately much memory."""
     size_bytes = path.stat().st_size
     most = max(FREE_BYTES, MOST_RATIO * size_bytes)
     if declared_bytes > most:
         damaged(
             path,
-            f"has {size_bytes} bytes and says that its tensors have {declared_bytes}; more than {most} are not "
-            "believed, since such a file can be made to fill the memory",
+            f"has {size_bytes} bytes and says that its tensors have {declared_bytes}; more than {most} are "
+            "rejected, since such a file can be made to fill the memory",
         )
 
 
 def check_shape(path: Path, name: str, shape: Iterable[Any]) -> tuple[int, ...]:
-    """Return a shape that torch can hold; with any other the file is :func:`damaged`."""
+    """Return a shape that torch can hold; call :func:`damaged` for any other."""
     sizes = tuple(shape)
     if len(sizes) > 64 or not all(type(size) is int and size >= 0 for size in sizes):
         damaged(path, f"has the tensor {name!r:.80} of shape {sizes!r:.80}; it must be at most 64 whole numbers")
     if math.prod(size or 1 for size in sizes) > _MAX_ELEMENTS:
-        damaged(path, f"has the tensor {name!r:.80} of the absurd shape {sizes!r:.80}")
+        damaged(path, f"has the tensor {name!r:.80} of the impossible shape {sizes!r:.80}")
     return sizes
 
 
 def check_name(path: Path, name: str) -> None:
-    """Say that a file is :func:`damaged` if a name in it leads out of it: a program that wrote there would do harm."""
+    """Call :func:`damaged` if a name leads out of the archive: a program that extracts it could overwrite other files."""
     parts = name.replace("\\", "/").split("/")
     if not name or ".." in parts or "." in parts or "" in parts or "\0" in name or ":" in parts[0][1:2]:
-        damaged(path, f"has a member of the name {name!r:.80}, which leads out of the file, or nowhere")
+        damaged(path, f"has a member named {name!r:.80}, which leads out of the file, or nowhere")
 
 
 def check_zip(path: Path, archive: zipfile.ZipFile, compressions: tuple[int, ...]) -> None:
-    """Make sure that an archive is one that numpy or torch could have written.
+    """Check that numpy or torch could have written an archive.
 
     Raises:
-        CheckpointCorrupt: if it is made to do harm, or damaged.
-        CheckpointError: if its members are encrypted or compressed in another way.
+        CheckpointCorrupt: if it is malicious or damaged.
+        CheckpointError: if its members are encrypted or use another compression.
     """
     members = archive.infolist()
     names = [member.filename for member in members]
     if len(names) > MAX_NAMES:
-        damaged(path, f"has {len(names)} members; more than {MAX_NAMES} are not believed")
+        damaged(path, f"has {len(names)} members; more than {MAX_NAMES} are rejected")
     if len(set(names)) < len(names):
         damaged(path, f"has the member {_repeated(names)!r:.80} twice")
     for member in members:
@@ -101,7 +101,7 @@ def check_zip(path: Path, archive: zipfile.ZipFile, compressions: tuple[int, ...
         if member.flag_bits & 1:
             refuse(path, f"has the encrypted member {member.filename!r:.80}; decrypt it first")
         if member.compress_type not in compressions:
-            refuse(path, f"has the member {member.filename!r:.80}, compressed in a way that is not read")
+            refuse(path, f"has the member {member.filename!r:.80}, compressed in a way that is not supported")
     check_size(path, sum(member.file_size for member in members))
 
 
@@ -111,7 +111,7 @@ def _repeated(names: list[str]) -> str:
 
 
 def dtype_of(path: Path, name: str, dtype: np.dtype[Any]) -> torch.dtype:
-    """Return torch's name of a dtype; :func:`refuse` what has none, because these are no numbers."""
+    """Return torch's dtype for numpy's; call :func:`refuse` for dtypes that are not numeric."""
     from holdfast.checkpoint.format import DTYPES
 
     if dtype.hasobject:
@@ -123,9 +123,9 @@ def dtype_of(path: Path, name: str, dtype: np.dtype[Any]) -> torch.dtype:
 
 
 def state_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """Return tensors as nested dicts, by the ``/`` in their names; flat if a name is both a tensor and a dict.
+    """Return tensors as nested dicts, split at the ``/`` in their names; flat if a name is both a tensor and a dict.
 
-    Names are paths of :func:`~holdfast.checkpoint.format.tensor_path`, so that they stay as they are.
+    Names are paths of :func:`~holdfast.checkpoint.format.tensor_path`, so that they are preserved.
     """
     nested: dict[str, Any] = {}
     for name, tensor in tensors.items():
@@ -142,12 +142,12 @@ def state_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
 
 
 def total_bytes(entries: Mapping[str, Entry]) -> int:
-    """Return how much memory tensors need."""
+    """Return the total size of tensors in bytes."""
     return sum(entry.size_bytes for entry in entries.values())
 
 
 def step_in(value: Any) -> int | None:
-    """Return a step that a file names, None if this is none."""
+    """Return a step that a file records, or None if the value is not one."""
     if isinstance(value, str) and value.isascii() and value.isdecimal() and len(value) <= 15:
         return int(value)
     return value if type(value) is int and 0 <= value < 10**15 else None

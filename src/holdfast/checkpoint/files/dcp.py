@@ -1,10 +1,10 @@
-"""The format of ``torch.distributed.checkpoint``: ``__0_0.distcp`` with the tensors, ``.metadata`` with what they are.
+"""The format of ``torch.distributed.checkpoint``: ``__0_0.distcp`` with the tensors, ``.metadata`` with their description.
 
 ``torch.distributed.checkpoint.load(state_dict, storage_reader=FileSystemReader(folder))`` reads it; a tensor's key is its
 path. Its ``.metadata`` is a pickle, to be read only from a trusted source. Holdfast itself never reads it, and has no
-reader of the format.
+reader for the format.
 
-Torch writes the values here, and all of them from one process.
+Torch writes the values here, all of them from one process.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Dcp(TensorWriter):
     name = "dcp"
 
     def lay_out(self, folder: Path, stem: str, tensors: Mapping[str, torch.Tensor]) -> Layout:
-        """Write everything, values too; the names of the files are torch's."""
+        """Write everything, including values; torch chooses the file names."""
         if stem != _FIRST:
             raise CheckpointError(
                 f"the dcp format can be written by one writer only, and this is {stem}: let the first write all "
@@ -47,9 +47,9 @@ class Dcp(TensorWriter):
 
 
 def _save(folder: Path, state: dict[str, torch.Tensor]) -> dict[str, tuple[int, int]]:
-    """Save as ``dcp.save(state, no_dist=True)`` does; return first byte and size of each tensor's archive in the file.
+    """Save as ``dcp.save(state, no_dist=True)`` does; return offset and size of each tensor's archive in the file.
 
-    Not ``dcp.save`` itself: it warns of ``no_dist``, and hides what the operating system says.
+    Not ``dcp.save`` itself: it warns about ``no_dist``, and hides errors of the operating system.
     """
     from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
@@ -67,16 +67,16 @@ def _save(folder: Path, state: dict[str, torch.Tensor]) -> dict[str, tuple[int, 
 
 
 def _alone(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the same memory as a tensor that knows of no more: of a part of a larger one torch would save a copy."""
+    """Return a tensor whose storage is just its own values: of a view, torch would copy the whole storage."""
     data = torch.frombuffer(tensor_bytes(tensor), dtype=torch.uint8) if tensor.numel() else torch.empty(0).byte()
     return data.view(tensor.dtype).view(tensor.shape)
 
 
 def _find_values(file: IO[bytes], start: int, size_bytes: int, tensor: torch.Tensor) -> int:
-    """Return where a tensor's values lie, which torch.save wrote as a ZIP archive into a part of the file.
+    """Return the offset of a tensor's values, which torch.save wrote as a ZIP archive into a part of the file.
 
     Raises:
-        CheckpointError: if they are not there: another version of torch writes otherwise.
+        CheckpointError: if they are not there: another version of torch writes a different layout.
     """
     with zipfile.ZipFile(_Part(file, start, size_bytes)) as archive:
         member = next((member for member in archive.infolist() if member.filename.endswith("/data/0")), None)
@@ -87,19 +87,19 @@ def _find_values(file: IO[bytes], start: int, size_bytes: int, tensor: torch.Ten
         if _are_at(file, offset, tensor_bytes(tensor)):
             return offset
     raise CheckpointError(
-        f"torch {torch.__version__} writes the dcp format in a way that is not known here: the values of a tensor were "
+        f"torch {torch.__version__} writes the dcp format in an unknown layout: the values of a tensor were "
         "not found in its archive; choose the format safetensors, or another version of torch"
     )
 
 
 def _are_at(file: IO[bytes], offset: int, data: memoryview) -> bool:
     file.seek(offset)
-    # Digests, because Python compares a memoryview number by number.
+    # Digests, because Python compares memoryviews element by element.
     return all(digest(file.read(end - start)) == digest(data[start:end]) for start, end in block_ranges(len(data)))
 
 
 class _Part(io.RawIOBase):
-    """A part of a file, to be read as a file of its own."""
+    """A part of a file as a file object."""
 
     def __init__(self, file: IO[bytes], start: int, size_bytes: int) -> None:
         self._file, self._start, self._size_bytes, self._at = file, start, size_bytes, 0

@@ -1,10 +1,10 @@
-"""HDF5: one data set a tensor, in groups that follow its path.
+"""HDF5: one data set per tensor, in groups that follow its path.
 
 ``h5py.File(file)["model/fc.weight"][...]`` reads it, and so does every HDF5 library since 1.8. Values are contiguous.
-bfloat16 and float8, which HDF5 has no names for, are uint16 and uint8 of the same bits, with an attribute
-``torch_dtype`` that says what they are; bool is h5py's enumeration, complex numbers are its pairs ``r``, ``i``.
+bfloat16 and float8, which HDF5 lacks, are stored as uint16 and uint8 with the same bits, with an attribute
+``torch_dtype`` that names the dtype; bool is h5py's enumeration, complex numbers are its pairs ``r``, ``i``.
 
-Paths that HDF5 would read otherwise are escaped, and no two tensors get the same name:
+Paths that HDF5 would interpret are escaped, and no two tensors get the same name:
 
 =========================================  ==========
 in the tensor's path                       in the file
@@ -16,9 +16,9 @@ an empty part, as between two ``/``        ``%``
 all of ``a``, where there is ``a/b`` too   ``a%``
 =========================================  ==========
 
-A file of any other program may lead to other files, hold programs' own types, and claim shapes that nothing stands behind.
-Only plain arrays of numbers inside this one file are read. Attributes are ignored, but for those that say which integers
-stand for bfloat16 or float8.
+A file of another program may link to other files, contain custom types, and declare shapes without stored values.
+Only plain numeric arrays inside this one file are read. Attributes are ignored, except for those that mark integers
+as bfloat16 or float8.
 """
 
 from __future__ import annotations
@@ -61,22 +61,22 @@ if TYPE_CHECKING:
     import torch
 
 FILTERS = {1: "deflate", 2: "shuffle", 3: "fletcher32", 4: "szip", 5: "nbit", 6: "scaleoffset", 32000: "lzf"}
-"""Those that come with HDF5 and h5py. Any other would load a library."""
+"""The filters that come with HDF5 and h5py. Any other would load a library."""
 
 _BAD = (OSError, RuntimeError, ValueError, TypeError, KeyError, MemoryError, OverflowError, AttributeError)
-"""What h5py raises for files that are not sound."""
+"""Exceptions that h5py raises for invalid files."""
 
 _MAX_DIMENSIONS = 32
 _MAX_DEPTH = 64
 _MAX_HOPS = 16
 _MAX_LINKS = 100_000
-"""Sixteen soft links can lead through each other a million million times."""
+"""Maximum number of links: sixteen soft links can reference each other 10**12 times."""
 
 _SMALL_BYTES = 1 << 20
 _MOST_RATIO = 2000
-"""A data set may be this large however little of it is stored; a larger one so many times what is stored.
+"""A data set may have ``_SMALL_BYTES`` however little of it is stored; a larger one up to this multiple of its stored size.
 
-Deflate makes zeros a thousand times smaller, and a chunk that is not stored is all zeros.
+Deflate shrinks zeros to a thousandth, and a chunk that is not stored is all zeros.
 """
 
 
@@ -86,7 +86,7 @@ class Hdf5(TensorWriter, TensorReader):
     name = "hdf5"
 
     def lay_out(self, folder: Path, stem: str, tensors: Mapping[str, torch.Tensor]) -> Layout:
-        """Have HDF5 set the places of all values aside, and write none of them."""
+        """Let HDF5 allocate the space of all values, without writing them."""
         h5py = import_h5py(
             CheckpointError(
                 "checkpoints in the format hdf5 need h5py; pip install 'holdfast[hdf5]', or choose the format safetensors"
@@ -95,8 +95,8 @@ class Hdf5(TensorWriter, TensorReader):
         file_name = f"{stem}.h5"
         names = _names(tensors)
         places: dict[str, tuple[str, int]] = {}
-        # "earliest" is what most programs read. The file is ours alone: a lock would only fail on some network disks.
-        # Tensors of less than a cache line are not aligned: HDF5 keeps a list of the gaps, and slows down as it grows.
+        # Most programs read "earliest". No other process opens the file, and locking fails on some network file systems.
+        # Tensors smaller than a cache line are not aligned: HDF5 keeps a list of the gaps, and slows down as it grows.
         aligned = {"alignment_threshold": ALIGN, "alignment_interval": ALIGN}
         with _plain_errors(), h5py.File(folder / file_name, "w", libver="earliest", locking=False, **aligned) as file:
             properties = _properties(h5py)
@@ -105,7 +105,7 @@ class Hdf5(TensorWriter, TensorReader):
         return Layout(files=(file_name,), places=places)
 
     def open(self, path: Path, stack: ExitStack) -> Source:
-        """See :meth:`TensorReader.open`; data sets are read when they are asked for."""
+        """See :meth:`TensorReader.open`; data sets are read on demand."""
         h5py = import_h5py(ConfigError("HDF5 files need h5py to be read; pip install 'holdfast[hdf5]'"))
         try:
             file = stack.enter_context(h5py.File(path, "r", locking=False))
@@ -136,7 +136,7 @@ class Hdf5(TensorWriter, TensorReader):
 
 
 def _properties(h5py: Any) -> tuple[Any, Any]:
-    """Return how data sets are made, and how they are linked."""
+    """Return the property lists for creating data sets and links."""
     making = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
     making.set_layout(h5py.h5d.CONTIGUOUS)
     making.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
@@ -149,7 +149,7 @@ def _properties(h5py: Any) -> tuple[Any, Any]:
 
 
 def _add(h5py: Any, file: Any, name: str, tensor: torch.Tensor, properties: tuple[Any, Any]) -> int:
-    """Make a data set; return the place of its values, any if it has none."""
+    """Create a data set; return the offset of its values, arbitrary if it has none."""
     if tensor.dim() > _MAX_DIMENSIONS:
         raise CheckpointError(
             f"the hdf5 format cannot hold tensor {name!r}: it has {tensor.dim()} dimensions, and HDF5 allows "
@@ -157,7 +157,7 @@ def _add(h5py: Any, file: Any, name: str, tensor: torch.Tensor, properties: tupl
         )
     dtype = h5py.h5t.py_create(numpy_dtype(tensor.dtype), logical=True)
     space = h5py.h5s.create_simple(tuple(tensor.shape))
-    # Not file.create_dataset(): for a scalar it forgets that memory is to be set aside now.
+    # Not file.create_dataset(): for a scalar it ignores early allocation.
     made = h5py.h5d.create(file.id, name.encode(), dtype, space, *properties)
     if (name_of_dtype := str(tensor.dtype).removeprefix("torch.")) in STAND_INS:
         h5py.Dataset(made).attrs["torch_dtype"] = name_of_dtype
@@ -166,7 +166,7 @@ def _add(h5py: Any, file: Any, name: str, tensor: torch.Tensor, properties: tupl
 
 @contextmanager
 def _plain_errors() -> Iterator[None]:
-    """Turn the reports of HDF5, which have several lines, into the error of the operating system that is in them."""
+    """Turn the multi-line reports of HDF5 into the operating system's error that they contain."""
     try:
         yield
     except (OSError, RuntimeError) as error:
@@ -177,7 +177,7 @@ def _plain_errors() -> Iterator[None]:
 
 
 def _names(keys: Iterable[str]) -> dict[str, str]:
-    """Return what each tensor is called in the file; see the head of this one."""
+    """Return each tensor's name in the file; the module's docstring has the rules."""
     names = {key: "/".join(_part(part) for part in key.split("/")) for key in keys}
     groups = {name[:end] for name in names.values() for end, letter in enumerate(name) if letter == "/"}
     return {key: f"{name}%" if name in groups else name for key, name in names.items()}
@@ -206,7 +206,7 @@ class _Walk:
         self._links_left = _MAX_LINKS
 
     def into(self, group: Any, prefix: str, depth: int) -> None:
-        """Look at everything in a group."""
+        """Visit everything in a group."""
         identity = self._identity(group)
         if identity in self._groups:
             damaged(self._path, f"leads to the group {prefix!r:.80} twice, or round in a circle")
@@ -226,8 +226,8 @@ class _Walk:
                 refuse(self._path, f"has {whole!r:.80}, which is neither a group nor a data set")
 
     def _open(self, group: Any, name: str, whole: str, hops: int) -> Any:
-        """Return what a link leads to, without leaving the file."""
-        # Not group.get(), nor "name in group": these look whether what a link leads to is there, and so open other files.
+        """Return the target of a link, without leaving the file."""
+        # Not group.get(), nor "name in group": these check whether the target of a link exists, and so open other files.
         kinds, links, raw = self._h5py.h5l, group.id.links, name.encode("utf-8", "surrogateescape")
         kind = links.get_info(raw).type
         if kind == kinds.TYPE_HARD:
@@ -257,13 +257,13 @@ class _Walk:
         self.tensors[name], self.data[name] = entry, dataset
 
     def _check(self, dataset: Any, name: str) -> Entry:
-        """Return what a data set is, if it is a plain array of numbers in this file."""
+        """Return the entry of a data set, if it is a plain numeric array in this file."""
         h5, made = self._h5py, dataset.id.get_create_plist()
         if made.get_external_count():
             damaged(self._path, f"keeps the values of {name!r:.80} in another file: other files are not opened")
         if made.get_layout() not in (h5.h5d.COMPACT, h5.h5d.CONTIGUOUS, h5.h5d.CHUNKED):
             damaged(
-                self._path, f"has the virtual data set {name!r:.80}, put together from other files: they are not opened"
+                self._path, f"has the virtual data set {name!r:.80}, assembled from other files: they are not opened"
             )
         dtype = self._number_type(dataset, name)
         if dataset.shape is None:
@@ -271,7 +271,7 @@ class _Walk:
         entry = Entry(dtype, check_shape(self._path, name, dataset.shape))
         for number in range(made.get_nfilters()):
             if (code := made.get_filter(number)[0]) not in FILTERS:
-                refuse(self._path, f"has {name!r:.80} packed by filter {code}; known are {', '.join(FILTERS.values())}")
+                refuse(self._path, f"has {name!r:.80} packed by filter {code}, not by {', '.join(FILTERS.values())}")
         if made.get_layout() == h5.h5d.CHUNKED:
             check_size(self._path, Entry(dtype, made.get_chunk()).size_bytes)
         stored_bytes = dataset.id.get_storage_size()
@@ -300,7 +300,7 @@ class _Walk:
         }
         is_complex = kind == t.COMPOUND and dataset.dtype.kind == "c"
         if kind in odd and not is_complex:
-            refuse(self._path, f"has the data set {name!r:.80} {odd[kind]}; it must be of numbers")
+            refuse(self._path, f"has the data set {name!r:.80} {odd[kind]}; it must be numeric")
         dtype = dtype_of(self._path, name, dataset.dtype)
         if dataset.dtype.kind == "u" and "torch_dtype" in dataset.attrs:
             meant = str(dataset.attrs["torch_dtype"])
@@ -324,17 +324,17 @@ def _read(dataset: Any, entry: Entry) -> torch.Tensor:
 
 @contextmanager
 def explained(path: Path, what: str) -> Iterator[None]:
-    """Turn what h5py says of a file into one line, which begins with ``what``."""
+    """Turn an h5py error on a file into one line, which begins with ``what``."""
     try:
         yield
     except _BAD as error:
-        if isinstance(error, ConfigError):  # which is a ValueError, too
+        if isinstance(error, ConfigError):  # a ValueError, too
             raise
         damaged(path, f"{what}: {_words(error)}", error)
 
 
 def _words(error: BaseException) -> str:
-    """Return what h5py says, in one line."""
+    """Return h5py's message in one line."""
     return " ".join(str(error).split())[:200] or type(error).__name__
 
 

@@ -18,7 +18,7 @@ from holdfast.errors import CheckpointError, ConfigError
 _SAFETENSORS, _HDF5, _NPZ, _TORCH = Safetensors(), Hdf5(), Npz(), Torch()
 
 FORMATS: dict[str, TensorWriter] = {known.name: known for known in (_SAFETENSORS, _HDF5, _NPZ, Dcp())}
-"""Formats of checkpoints, by the name that a manifest gives them. A library that only one of them needs is imported when it
+"""Formats of checkpoints, by their name in the manifest. A library that only one of them needs is imported when that one
 writes."""
 
 READERS: dict[str, TensorReader] = {
@@ -28,35 +28,35 @@ READERS: dict[str, TensorReader] = {
     ".h5": _HDF5,
     ".hdf5": _HDF5,
 }
-"""Readers of other programs' files, by what the file's name ends with."""
+"""Readers of other programs' files, by suffix."""
 
 KINDS = tuple(READERS)
-"""What the name of a file that can be read ends with."""
+"""Suffixes of the files that can be read."""
 
 
 @contextmanager
 def open_foreign(path: str | Path) -> Iterator[Source]:
-    """Open a file that another program wrote; what it gives can be read until it is closed again.
+    """Open a file that another program wrote; the source can be read until it is closed.
 
     Args:
-        path: A file whose name ends with one of :data:`KINDS`.
+        path: A file with one of the suffixes :data:`KINDS`.
 
     Raises:
-        ConfigError: if there is no such file, or it is of no known kind.
-        CheckpointCorrupt: if it is not what its kind should be: cut short, inconsistent, or made to do harm.
-        CheckpointError: if it is sound, and holds something that is no tensor of numbers.
+        ConfigError: if the file does not exist, or its format is unknown.
+        CheckpointCorrupt: if it violates its format: truncated, inconsistent, or malicious.
+        CheckpointError: if it is valid, but contains something other than numeric tensors.
     """
     path = Path(path)
     if path.is_dir() and (path / ".metadata").exists():
         refuse(
             path,
             "is a folder of torch.distributed.checkpoint, whose index .metadata is a pickle: reading it could run "
-            "anything. Only those that have a manifest.json of holdfast beside them can be read; load it with torch, "
-            "where you trust it, and save it as .safetensors",
+            "anything. Only folders with a manifest.json of holdfast can be read; load it with torch, "
+            "if you trust it, and save it as .safetensors",
         )
     reader = READERS.get(path.suffix.lower())
     if reader is None:
-        raise ConfigError(f"{path} is no file that can be read; its name must end with one of {', '.join(KINDS)}")
+        raise ConfigError(f"{path} cannot be read; the file name must end with one of {', '.join(KINDS)}")
     if not path.is_file():
         raise ConfigError(
             f"there is no file {path}" if not path.exists() else f"{path} is not a plain file; give a file"

@@ -1,8 +1,8 @@
-"""The format of ``numpy.savez``: a ZIP archive with an array in each member, not compressed.
+"""The format of ``numpy.savez``: an uncompressed ZIP archive with one array per member.
 
-``numpy.load(file, allow_pickle=False)`` reads it. Of other programs, compressed archives are read too. The array of tensor
-``model/fc.weight`` has that name, and is the member ``model/fc.weight.npy``. bfloat16 and float8, which numpy has no names for, are uint16 and uint8 of the same bits;
-the manifest knows what they are. Names that would not come back are escaped, and no two tensors get the same name:
+``numpy.load(file, allow_pickle=False)`` reads it. Compressed archives of other programs can be read, too. The array of tensor
+``model/fc.weight`` has that name, in the member ``model/fc.weight.npy``. bfloat16 and float8, which numpy lacks, are stored as uint16
+and uint8 with the same bits; the manifest has the dtype. Ambiguous names are escaped, and no two tensors get the same name:
 
 ======================  =========
 in the tensor's path    in the name
@@ -12,7 +12,7 @@ NUL                     ``%00``
 ``.npy`` at the end     ``%2Enpy``
 ======================  =========
 
-Source: PKWARE's APPNOTE.TXT 6.3.10, and the format of .npy files in the documentation of numpy.
+Source: PKWARE's APPNOTE.TXT 6.3.10, and the format of .npy files in the numpy documentation.
 """
 
 from __future__ import annotations
@@ -48,21 +48,21 @@ from holdfast.checkpoint.format import tensor_bytes
 from holdfast.errors import CheckpointError
 
 _LARGE = 0xFFFFFFFF
-"""Stands where a size or an offset has 32 bits and needs more: then it is in a field of 64 bits."""
+"""Marks a 32-bit size or offset whose value is in a 64-bit field."""
 
 _LARGE_FROM = _LARGE
-"""The first that needs more."""
+"""The smallest value that needs the 64-bit field."""
 
 _MAX_16 = 0xFFFF
-"""The longest name; and it stands for as many members or more, as _LARGE does."""
+"""Length of the longest name; as a number of members, it marks a 64-bit field, like _LARGE."""
 
 _NEW_YEAR = (0, 1 << 5 | 1)
-"""Midnight of 1 January 1980: no clock is in the file, so that the same state gives the same bytes."""
+"""Midnight of 1 January 1980: the file contains no time, so that the same state gives the same bytes."""
 
 _READ_HEADER = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
 
 _BAD = (zipfile.BadZipFile, zlib.error, NotImplementedError, ValueError, EOFError, RuntimeError, KeyError, MemoryError)
-"""What the standard library and numpy raise for archives that are not sound."""
+"""Exceptions that the standard library and numpy raise for invalid archives."""
 
 
 class Npz(TensorWriter, TensorReader):
@@ -71,7 +71,7 @@ class Npz(TensorWriter, TensorReader):
     name = "npz"
 
     def lay_out(self, folder: Path, stem: str, tensors: Mapping[str, torch.Tensor]) -> Layout:
-        """Write all but the values. Their checksums stand before them, so they are computed from memory."""
+        """Write everything except the values. Their checksums precede them, so these are computed from memory."""
         file_name = f"{stem}.npz"
         total = sum(tensor.nbytes for tensor in tensors.values())
         members = run(lambda item: _member(*item), list(tensors.items()), total)
@@ -89,7 +89,7 @@ class Npz(TensorWriter, TensorReader):
         return Layout(files=(file_name,), places=places)
 
     def open(self, path: Path, stack: ExitStack) -> Source:
-        """See :meth:`TensorReader.open`; arrays are read when they are asked for."""
+        """See :meth:`TensorReader.open`; arrays are read on demand."""
         archive = open_archive(path, stack)
         arrays = arrays_of(path, archive)
 
@@ -112,7 +112,7 @@ class Npz(TensorWriter, TensorReader):
 
 @dataclass(frozen=True, slots=True)
 class _Member:
-    """An array in the archive; ``size_bytes`` and ``crc`` are of its header and its values."""
+    """An array in the archive; ``size_bytes`` and ``crc`` cover its header and its values."""
 
     name: bytes
     header: bytes
@@ -120,10 +120,10 @@ class _Member:
     crc: int
 
     def local(self, offset: int) -> bytes:
-        """Return what stands before its header, if it begins at ``offset``; padded, so that the values are aligned."""
+        """Return the local file header of a member at ``offset``, padded so that the values are aligned."""
         sizes = struct.pack("<2HQQ", 1, 16, self.size_bytes, self.size_bytes) if self.size_bytes >= _LARGE_FROM else b""
         padding = -(offset + 30 + len(self.name) + len(sizes) + 6) % ALIGN
-        extra = sizes + struct.pack("<3H", 0xD935, 2 + padding, ALIGN) + bytes(padding)  # 0xD935: as zipalign has it
+        extra = sizes + struct.pack("<3H", 0xD935, 2 + padding, ALIGN) + bytes(padding)  # 0xD935: as in zipalign
         shown = _short(self.size_bytes)
         return (
             struct.pack("<4s2H", b"PK\3\4", *self._kind(sizes))
@@ -133,7 +133,7 @@ class _Member:
         )
 
     def central(self, offset: int) -> bytes:
-        """Return its line in the table of contents."""
+        """Return the member's entry in the central directory."""
         large = [size for size in (self.size_bytes, self.size_bytes, offset) if size >= _LARGE_FROM]
         extra = struct.pack(f"<2H{len(large)}Q", 1, 8 * len(large), *large) if large else b""
         shown = _short(self.size_bytes)
@@ -146,7 +146,7 @@ class _Member:
         )
 
     def _kind(self, large: bytes) -> tuple[int, int]:
-        """Return the version that a reader needs, 4.5 for fields of 64 bits, and the flag for names in UTF-8."""
+        """Return the version that a reader needs, 4.5 for 64-bit fields, and the flag for UTF-8 names."""
         return 45 if large else 20, 0 if self.name.isascii() else 0x800
 
 
@@ -164,14 +164,14 @@ def _member(key: str, tensor: torch.Tensor) -> _Member:
 
 
 def _npy_header(tensor: torch.Tensor) -> bytes:
-    # Not numpy's own function: it leaves room for arrays that grow, and how much depends on its version.
+    # Not numpy's own function: it leaves space for growing arrays, how much depends on its version.
     text = f"{{'descr': '{numpy_dtype(tensor.dtype).str}', 'fortran_order': False, 'shape': {tuple(tensor.shape)}, }}"
     length = -(-(10 + len(text) + 1) // ALIGN) * ALIGN - 10
     return b"\x93NUMPY\1\0" + struct.pack("<H", length) + text.ljust(length - 1).encode() + b"\n"
 
 
 def _end(number: int, table_bytes: int, offset: int) -> bytes:
-    """Return what stands behind the table of contents, which begins at ``offset``."""
+    """Return the records after the central directory, which begins at ``offset``."""
     large = b""
     if number >= _MAX_16 or table_bytes >= _LARGE_FROM or offset >= _LARGE_FROM:
         large = struct.pack("<4sQ2H2L4Q", b"PK\6\6", 44, 45, 45, 0, 0, number, number, table_bytes, offset)
@@ -190,7 +190,7 @@ def _short(value: int) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NpzArray:
-    """An array in an archive; ``header_bytes`` stand before its values."""
+    """An array in an archive; ``header_bytes`` precede its values."""
 
     member: str
     dtype: np.dtype[Any]
@@ -200,7 +200,7 @@ class NpzArray:
 
 
 def open_archive(path: Path, stack: ExitStack) -> zipfile.ZipFile:
-    """Return an archive that numpy could have written."""
+    """Open an archive that numpy could have written."""
     try:
         archive = stack.enter_context(zipfile.ZipFile(path))
     except _BAD as error:
@@ -210,12 +210,12 @@ def open_archive(path: Path, stack: ExitStack) -> zipfile.ZipFile:
 
 
 def arrays_of(path: Path, archive: zipfile.ZipFile) -> dict[str, NpzArray]:
-    """Return what each array of an archive is."""
+    """Return the description of each array of an archive."""
     arrays: dict[str, NpzArray] = {}
     for member in archive.infolist():
         name = member.filename.removesuffix(".npy")
         if name in arrays or name == member.filename:
-            damaged(path, f"has the member {member.filename!r:.80}: it must end with .npy, and be there once")
+            damaged(path, f"has the member {member.filename!r:.80}: it must end with .npy, and occur once")
         with _opened(path, archive, member.filename) as file:
             arrays[name] = _describe(path, member, file)
     return arrays
@@ -232,15 +232,15 @@ def _opened(path: Path, archive: zipfile.ZipFile, member: str) -> Iterator[IO[by
 
 
 def _header(file: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
-    """Read what stands before an array's values; a ``ValueError`` if it is no header, or one of numpy's structures."""
+    """Read the header of an array; raise ``ValueError`` if it is invalid, or that of a structured array."""
     version = np.lib.format.read_magic(file)
     if version not in _READ_HEADER:
-        raise ValueError(f"version {version} of its header is not read; known are 1.0 and 2.0")
+        raise ValueError(f"version {version} of its header is not supported; supported are 1.0 and 2.0")
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of old files; and a hostile header may hold anything that Python warns of
+        warnings.simplefilter("ignore")  # about old files; a malicious header may trigger any warning of Python
         try:
             shape, is_fortran, dtype = _READ_HEADER[version](file)
-        except Exception as error:  # numpy has Python parse it, which can raise anything
+        except Exception as error:  # numpy lets Python parse it, which can raise anything
             raise ValueError(f"its header cannot be read: {type(error).__name__}: {error}") from error
     return shape, bool(is_fortran), dtype
 
@@ -271,7 +271,7 @@ def _read(path: Path, array: NpzArray, file: IO[bytes]) -> torch.Tensor:
             damaged(path, f"ends inside the array {array.member!r:.80}")
         view[done : done + len(data)] = data
         done += len(data)
-    if file.read(1):  # at the end, where the archive's own checksum is looked at
+    if file.read(1):  # reading the end verifies the archive's own checksum
         damaged(path, f"has more in {array.member!r:.80} than the array needs")
     if not memory:
         return torch.empty(array.entry.shape, dtype=array.entry.dtype)

@@ -1,4 +1,4 @@
-"""``.safetensors``: eight bytes of length, a JSON header, the values."""
+"""``.safetensors``: eight bytes of header length, a JSON header, the values."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from holdfast.checkpoint.format import tensor_bytes
 from holdfast.checkpoint.manifest import no_duplicates
 
 _MAX_HEADER_BYTES = 100_000_000
-"""What the ``safetensors`` package allows."""
+"""The limit of the ``safetensors`` package."""
 
 _DTYPES = {
     "F64": torch.float64,
@@ -40,7 +40,7 @@ _DTYPES = {
     "BOOL": torch.bool,
 }
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()} | {torch.complex128: "F64"}
-"""The format has no name for complex128: it is written as pairs, real and imaginary."""
+"""The format has no complex128: it is written as pairs of real and imaginary part."""
 
 
 class Safetensors(TensorWriter, TensorReader):
@@ -49,12 +49,12 @@ class Safetensors(TensorWriter, TensorReader):
     name = "safetensors"
 
     def lay_out(self, folder: Path, stem: str, tensors: Mapping[str, torch.Tensor]) -> Layout:
-        """Write the header; the values follow each other without gaps, as the format asks, the widest types first."""
+        """Write the header; the values follow without gaps, as the format requires, the widest types first."""
         name = f"{stem}.safetensors"
         header: dict[str, object] = {}
         starts: dict[str, int] = {}
         end = 0
-        # safetensors wants no gaps, and readers want aligned numbers: types of the most bytes come first.
+        # safetensors forbids gaps, and readers need aligned numbers: the widest types come first.
         for key, tensor in sorted(tensors.items(), key=lambda item: -item[1].element_size()):
             starts[key] = end
             size = tensor.numel() * tensor.element_size()
@@ -73,7 +73,7 @@ class Safetensors(TensorWriter, TensorReader):
         return Layout(files=(name,), places={key: (name, 8 + len(text) + start) for key, start in starts.items()})
 
     def open(self, path: Path, stack: ExitStack) -> Source:
-        """See :meth:`TensorReader.open`; values are read when they are asked for."""
+        """See :meth:`TensorReader.open`; values are read on demand."""
         file = stack.enter_context(path.open("rb"))
         tensors, starts, metadata = read_header(path, file)
 
@@ -95,7 +95,7 @@ class Safetensors(TensorWriter, TensorReader):
 
 
 def read_header(path: Path, file: BinaryIO) -> tuple[dict[str, Entry], dict[str, int], Any]:
-    """Return what each tensor is, where in the file it begins, and what else the header says."""
+    """Return each tensor's entry and offset in the file, and the header's metadata."""
     size_bytes = path.stat().st_size
     length = int.from_bytes(file.read(8), "little")
     if size_bytes < 8 or length > min(size_bytes - 8, _MAX_HEADER_BYTES):
@@ -116,19 +116,19 @@ def _parse(path: Path, text: bytes) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         not_a("a safetensors file", path, f"its header cannot be read: {error}", error)
     if type(header) is not dict or len(header) > MAX_NAMES:
-        not_a("a safetensors file", path, f"its header is no object, or has more than {MAX_NAMES} members")
+        not_a("a safetensors file", path, f"its header is not an object, or has more than {MAX_NAMES} members")
     return header
 
 
 def _check(path: Path, name: str, fields: Any) -> tuple[Entry, int]:
-    """Return what a member of the header says, and where the tensor begins."""
+    """Return a tensor's entry and offset from a member of the header."""
     if type(fields) is not dict or fields.keys() != {"dtype", "shape", "data_offsets"}:
         damaged(path, f"is damaged: its header does not say dtype, shape and data_offsets of {name!r:.80}")
     dtype, shape, offsets = fields["dtype"], fields["shape"], fields["data_offsets"]
     if type(dtype) is not str or dtype not in _DTYPES:
-        refuse(path, f"has the tensor {name!r:.80} of type {dtype!r:.40}; known are {', '.join(_DTYPES)}")
+        refuse(path, f"has the tensor {name!r:.80} of type {dtype!r:.40}; supported are {', '.join(_DTYPES)}")
     if type(shape) is not list or type(offsets) is not list or [type(n) for n in offsets] != [int, int]:
-        damaged(path, f"is damaged: shape or data_offsets of {name!r:.80} are no lists of whole numbers")
+        damaged(path, f"is damaged: shape or data_offsets of {name!r:.80} are not lists of whole numbers")
     entry = Entry(_DTYPES[dtype], check_shape(path, name, shape))
     start, end = offsets
     if start < 0 or end - start != math.prod(entry.shape) * entry.dtype.itemsize:
@@ -141,7 +141,7 @@ def _check(path: Path, name: str, fields: Any) -> tuple[Entry, int]:
 
 
 def _check_places(path: Path, tensors: dict[str, Entry], starts: dict[str, int], data_bytes: int) -> None:
-    """Make sure that the values follow each other without gaps, as the format asks."""
+    """Check that the values follow each other without gaps, as the format requires."""
     end = 0
     for name in sorted(tensors, key=lambda name: (starts[name], tensors[name].size_bytes)):
         if starts[name] != end:

@@ -1,4 +1,4 @@
-"""``.pt``: what ``torch.save`` writes. It is a pickle, which torch reads with everything forbidden but data."""
+"""``.pt``: the format of ``torch.save``. It is a pickle, which torch reads here with everything except data forbidden."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from holdfast.checkpoint.format import flatten, scalars_of
 from holdfast.errors import CheckpointError
 
 MAX_VALUES = 3_000_000
-"""A pickle of a few hundred bytes can name one list a million million times."""
+"""Maximum number of values: a pickle of a few hundred bytes can reference one list 10**12 times."""
 
 ZIP = b"PK\x03\x04"
 _REASON = re.compile(r"WeightsUnpickler error:\s*([^\n]{1,100})")
@@ -31,18 +31,18 @@ class Torch(TensorReader):
     """See :class:`~holdfast.checkpoint.files.base.TensorReader`."""
 
     def open(self, path: Path, stack: ExitStack) -> Source:
-        """See :meth:`TensorReader.open`; all of it is read at once."""
+        """See :meth:`TensorReader.open`; the whole file is read immediately."""
         found = load_data(path)
         try:
             state = plain(found, [MAX_VALUES])
             leaves, skeleton = flatten(state)
         except RecursionError as error:
-            refuse(path, "holds lists in lists without end; save the plain state_dict()", error)
+            refuse(path, "holds lists nested without end; save the plain state_dict()", error)
         except CheckpointError as error:
             refuse(path, f"cannot be read: {str(error).removeprefix('the state cannot be saved: ')}", error)
         tensors = {name: leaf.detach() for name, leaf in leaves.items() if isinstance(leaf, torch.Tensor)}
         entries = {name: Entry(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
-        check_size(path, total_bytes(entries))  # a tensor may be a single value, seen a million million times
+        check_size(path, total_bytes(entries))  # a tensor may be a single value, expanded 10**12 times
         scalars, ties = scalars_of(skeleton, tensors)
         entries |= {name: entries[first] for name, first in ties.items()}
         steps = (step_in(scalars.get(key)) for key in ("step", "global_step"))
@@ -59,11 +59,11 @@ class Torch(TensorReader):
 
 
 def load_data(path: Path) -> Any:
-    """Return what torch finds in a file, which must be plain data.
+    """Return the content that torch finds in a file, which must be plain data.
 
     Raises:
-        CheckpointCorrupt: if it is no file of torch.save.
-        CheckpointError: if it asks to run something.
+        CheckpointCorrupt: if it is not a file of torch.save.
+        CheckpointError: if it asks to execute something.
     """
     with path.open("rb") as file:
         is_zip = file.read(4) == ZIP
@@ -75,11 +75,11 @@ def load_data(path: Path) -> Any:
             not_a("a file of torch.save", path, f"{error}; was it cut short?", error)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # either torch can read what it did not write, or it says so
+            warnings.simplefilter("ignore")  # if torch cannot read a foreign file, it raises
             return torch.load(path, map_location="cpu", weights_only=True, mmap=False)
     except pickle.UnpicklingError as error:
         _explain(path, error)
-    except Exception as error:  # a pickle that means harm can make its reader raise anything
+    except Exception as error:  # a malicious pickle can make its reader raise anything
         why = " ".join(str(error).split())
         not_a("a file of torch.save", path, f"{type(error).__name__}: {why:.200}", error)
 
@@ -87,22 +87,22 @@ def load_data(path: Path) -> Any:
 def _explain(path: Path, error: pickle.UnpicklingError) -> Any:
     found = _FORBIDDEN.search(str(error))
     if found is None:
-        # Not all that torch says: it advises to read such a file without the protection.
+        # Only a part of torch's message: the rest advises to read such a file without protection.
         why = _REASON.search(str(error))
         not_a("a file of torch.save", path, f"it is no pickle of plain data: {why[1] if why else 'unknown'}", error)
     refuse(
         path,
-        f"asks to run {found[1]}, which is no data; nothing of it was run. If you trust it, load it with torch and save "
+        f"asks to run {found[1]}, which is not data; nothing of it was run. If you trust it, load it with torch and save "
         "its state_dict() of tensors, numbers and strings",
         error,
     )
 
 
 def plain(value: Any, left: list[int], on_tensor: Callable[[torch.Tensor], torch.Tensor] | None = None) -> Any:
-    """Return a state without what torch alone has, such as ``torch.Size``; counts, so that it ends."""
+    """Return a state without torch's own types, such as ``torch.Size``; counts values, so that it terminates."""
     left[0] -= 1
     if left[0] < 0:
-        raise CheckpointError(f"it holds more than {MAX_VALUES} values beside its tensors; save them as tensors")
+        raise CheckpointError(f"it holds more than {MAX_VALUES} values besides its tensors; save them as tensors")
     if isinstance(value, torch.Size):
         return tuple(value)
     if on_tensor is not None and isinstance(value, torch.Tensor):

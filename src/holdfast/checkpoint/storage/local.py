@@ -1,4 +1,4 @@
-"""Checkpoints in a local directory: what fsync, rename and open have to do with it."""
+"""Checkpoints in a local directory: fsync, rename and open."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ _ADVICE = {
 
 
 class LocalStorage:
-    """See :class:`~holdfast.checkpoint.storage.Storage`; the directory ``root`` is made by the first save."""
+    """See :class:`~holdfast.checkpoint.storage.Storage`; the first save creates the directory ``root``."""
 
     def __init__(self, root: Path) -> None:
         self.url = str(root)
-        self._root = root.absolute()  # a script may change its directory while a checkpoint is written
+        self._root = root.absolute()  # a script may change the working directory while a checkpoint is written
 
     def names(self, folder: str) -> list[str]:
         """See :meth:`Storage.names`."""
         try:
-            return sorted(os.listdir(self._root / folder))  # a Path for each of thousands takes ten times as long
+            return sorted(os.listdir(self._root / folder))  # thousands of Path objects would take ten times as long
         except FileNotFoundError:
             return []
         except OSError as error:
             if folder and error.errno in (errno.ENOTDIR, errno.ELOOP):
-                return []  # a stray file that is named like a folder must not hide the others
+                return []  # a stray file named like a step folder must not hide the other steps
             raise CheckpointError(
                 f"cannot list the checkpoints in {self._root / folder}: {error.strerror}; give a directory that this user may read"
             ) from error
@@ -57,7 +57,7 @@ class LocalStorage:
                 data = bytearray(reader.size_bytes)
                 return bytes(data[: reader.read_into(0, memoryview(data))])
         except CheckpointCorrupt as error:
-            # Not asked for in advance: others write and remove files at this moment. A link that leads nowhere is damage.
+            # Not checked in advance, since other processes write and remove files. A dangling symlink counts as damage.
             gone = isinstance(error.__cause__, FileNotFoundError | NotADirectoryError)
             if gone and not os.path.islink(self._root / path):
                 return None
@@ -68,7 +68,7 @@ class LocalStorage:
         """See :meth:`Storage.reader`."""
         whole = self._root / path
         with _read_errors(whole):
-            # Without O_NONBLOCK a pipe put in the place of the file would make us wait for ever.
+            # Without O_NONBLOCK, opening a pipe in place of the file would block forever.
             number = os.open(whole, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
             status = os.fstat(number)
@@ -79,7 +79,7 @@ class LocalStorage:
             os.close(number)
 
     def prepare(self, folder: str) -> Path:
-        """See :meth:`Storage.prepare`; it is the folder itself, because nothing in it counts without a manifest."""
+        """See :meth:`Storage.prepare`; it returns the folder itself, because nothing in it counts without a manifest."""
         path = self._root / folder
         with explained("write to", path):
             _make_dir(path)
@@ -100,7 +100,7 @@ class LocalStorage:
         with explained("write", whole):
             _make_dir(whole.parent)
             try:
-                # Made anew, so that nobody can lead the write elsewhere by a link that lies there.
+                # Created exclusively, so that a symlink cannot redirect the write.
                 draft.unlink(missing_ok=True)
                 with draft.open("xb") as file:
                     file.write(data)
@@ -115,14 +115,14 @@ class LocalStorage:
             self._check_put(whole, data)
 
     def _check_put(self, whole: Path, data: bytes) -> None:
-        """Make sure that the file system did what it said: some answer a rename and forget it."""
+        """Check that the file was written: some file systems acknowledge a rename and lose it."""
         try:
             found = whole.read_bytes()
         except FileNotFoundError:
             found = b""
         if found != data:
             raise CheckpointError(
-                f"the file system says that {whole} was written, and it was not; choose a directory on another one"
+                f"the file system says that {whole} was written, but it was not; choose a directory on another one"
             )
 
     def remove(self, path: str) -> None:
@@ -136,7 +136,7 @@ class LocalReader:
     """An open local file."""
 
     part_bytes = PART_BYTES
-    """Little, so that it is digested while it is in the processor's cache."""
+    """Small chunks, which are digested while they are in the processor's cache."""
 
     def __init__(self, path: Path, number: int, size_bytes: int) -> None:
         self._path = path
@@ -154,7 +154,7 @@ class LocalReader:
 
 @contextmanager
 def _read_errors(path: Path) -> Iterator[None]:
-    """Tell a file that is damaged, and names itself, from a place that this user cannot use."""
+    """Distinguish a damaged file, which is named, from a directory that this user cannot access."""
     try:
         yield
     except OSError as error:
@@ -167,18 +167,18 @@ def _read_errors(path: Path) -> Iterator[None]:
 
 @contextmanager
 def explained(doing: str, path: Path) -> Iterator[None]:
-    """Turn what the operating system says into a :class:`CheckpointError` that says what to do."""
+    """Turn an error of the operating system into a :class:`CheckpointError` with advice."""
     try:
         yield
     except OSError as error:
-        advice = _ADVICE.get(error.errno or 0, "see to it that the directory can be written")
+        advice = _ADVICE.get(error.errno or 0, "make sure that the directory is writable")
         raise CheckpointError(
             f"cannot {doing} {path}: {error.strerror or error}. The checkpoints that were complete are untouched; {advice}"
         ) from error
 
 
 def _make_dir(path: Path) -> None:
-    """Create a directory and the missing ones above it, durably."""
+    """Create a directory and its missing parents, durably."""
     if path.is_dir():
         return
     _make_dir(path.parent)
@@ -200,6 +200,6 @@ def _remove(path: Path) -> None:
             shutil.rmtree(path)
         else:
             path.unlink(missing_ok=True)
-    except (FileNotFoundError, NotADirectoryError):  # it is not there, or somebody else is removing it too
+    except (FileNotFoundError, NotADirectoryError):  # it does not exist, or another process is removing it too
         if path.exists():
             _remove(path)

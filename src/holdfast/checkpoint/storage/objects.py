@@ -1,4 +1,4 @@
-"""Objects in Google Cloud Storage, Azure and memory, by way of the package obstore; ``objectstore.py`` has what is S3's own."""
+"""Objects in Google Cloud Storage, Azure and memory, through the package obstore; ``objectstore.py`` has what is specific to S3."""
 
 from __future__ import annotations
 
@@ -19,32 +19,32 @@ _RETRIES = 4
 _RETRY_S = 45
 _BACKOFF_S = 0.2
 _BACKOFF_BASE = 3
-"""A request is begun again at most so many times, and not at all after so long; a short restart of the server is waited for,
+"""Limits of retries: their number, and the total time. They cover a short restart of the server, of
 some seconds in all."""
 
 _PART_BYTES = 8 << 20
 _MAX_PARTS = 10_000
 _UPLOADS = 4
-"""Large files are sent in parts, so many at a time. S3 takes no more of them for one object."""
+"""Large files are uploaded in parts, this many at a time. S3 allows at most ``_MAX_PARTS`` parts per object."""
 
 _process: int | None = None
 """The process that used obstore first."""
 
 _memories: dict[str, MemoryStore] = {}
-"""The objects of this process, by the host of ``memory://`` URLs."""
+"""The objects of this process, by host of the ``memory://`` URL."""
 
 
 class Objects:
-    """Objects by name, ``/`` between the parts of it: what obstore does for :class:`RemoteStorage`.
+    """Objects by name, with ``/`` between its parts: the operations of obstore that :class:`RemoteStorage` uses.
 
-    Methods raise whatever obstore raises; :meth:`explain` knows what it means. Credentials are where obstore looks for them:
-    the variables ``GOOGLE_*`` and ``AZURE_*``, the default credentials of Google, or the role of the machine.
+    Methods raise the exceptions of obstore; :meth:`explain` interprets them. obstore finds credentials in
+    the variables ``GOOGLE_*`` and ``AZURE_*``, in Google's default credentials, or in the role of the machine.
 
     Args:
         url: ``gs://bucket/folder``, ``az://container/folder`` or ``memory://name/folder``.
 
     Raises:
-        ConfigError: if the URL is wrong, or the package missing.
+        ConfigError: if the URL is invalid, or the package is missing.
     """
 
     def __init__(self, url: str) -> None:
@@ -63,26 +63,26 @@ class Objects:
             raise ConfigError(f"checkpoints cannot be kept at {url}: {line_of(error)}") from error
 
     def children(self, folder: str) -> list[str]:
-        """Return the names directly in a folder, as they are now: never from a cache."""
+        """Return the current names directly in a folder, never from a cache."""
         path = self._path(folder)
         found = self._store().list_with_delimiter(path or None)
         paths = [*found["common_prefixes"], *(entry["path"] for entry in found["objects"])]
         return [below.rpartition("/")[2] for below in paths if below.strip("/") != path]
 
     def size(self, name: str) -> int:
-        """Return the size of an object, bytes."""
+        """Return the size of an object in bytes."""
         return self._store().head(self._path(name))["size"]
 
     def get(self, name: str) -> bytes:
-        """Return an object."""
+        """Return the content of an object."""
         return bytes(self._store().get(self._path(name)).bytes())
 
     def get_range(self, name: str, start: int, end: int) -> Any:
-        """Return a buffer with bytes of an object; ``start < end``, and both lie in it."""
+        """Return a buffer with a range of an object's bytes; ``start < end``, and both are within the object."""
         return self._store().get_range(self._path(name), start=start, end=end)
 
     def put(self, name: str, data: bytes) -> None:
-        """Write a small object by one request, whatever its size: others see the old one or the new one."""
+        """Write a small object atomically, by one request."""
         self._store().put(self._path(name), data, use_multipart=False)
 
     def upload(self, path: Path, name: str) -> None:
@@ -91,19 +91,19 @@ class Objects:
         self._store().put(self._path(name), path, chunk_size=part_bytes, max_concurrency=_UPLOADS)
 
     def remove(self, name: str) -> None:
-        """Remove an object, and all in the folder of this name."""
+        """Remove an object, and all objects in the folder of this name."""
         path = self._path(name)
         self._store().delete([path, *(entry["path"] for entry in self._store().list(path).collect())])
 
     def explain(self, error: Exception) -> str | None:
-        """Return what an error of the other methods means and what to do, None if only the object is not there."""
+        """Return an explanation of an error of the other methods, with advice; None if the object merely does not exist."""
         said, status = line_of(error), found(r"status code: (\d+)", str(error))
         if isinstance(error, FileNotFoundError) or status == "404":
             return None
         if status in ("401", "403"):
             return f"no permission ({said}); give credentials that may read, write, list and delete there"
         if isinstance(error, TimeoutError) or "error sending request" in str(error):
-            return f"{said}; look at the network and at that storage"
+            return f"{said}; check the network and that storage"
         return f"{type(error).__name__}: {said}"
 
     def _open(self, folder: str) -> ObjectStore:
@@ -113,24 +113,24 @@ class Objects:
             self._prefix = folder
             return _memories.setdefault(self._bucket, MemoryStore())
         kind = GCSStore if self._scheme == "gs" else AzureStore
-        return kind(self._bucket, prefix=folder or None, **options(allow_http=True))  # if the endpoint is given so
+        return kind(self._bucket, prefix=folder or None, **options(allow_http=True))  # if the endpoint uses http
 
     def _path(self, name: str) -> str:
         return f"{self._prefix}/{name}".strip("/")
 
     def _store(self) -> ObjectStore:
-        """Return the store, if the library's threads are in this process: it would wait for them for ever."""
+        """Return the store, unless this is a forked process, in which the library would wait forever for its threads."""
         global _process
         _process = _process or os.getpid()
         if _process != os.getpid():
             raise RuntimeError(
-                "obstore cannot be used in a process that was forked from one that used it; start processes by spawn"
+                "obstore cannot be used in a process that was forked from one that used it; start processes with spawn"
             )
         return self._opened
 
 
 def options(**more: bool) -> dict[str, Any]:
-    """Return how obstore talks to a server: with limits of time, and again after a failure; ``more`` is of the client."""
+    """Return obstore's timeouts and retries; ``more`` are further client options."""
     limits = {"connect_timeout": timedelta(seconds=_CONNECT_S), "timeout": timedelta(seconds=_REQUEST_S)}
     retries = {
         "max_retries": _RETRIES,
@@ -141,12 +141,12 @@ def options(**more: bool) -> dict[str, Any]:
 
 
 def line_of(error: Exception) -> str:
-    """Return the first line of what an error says."""
+    """Return the first line of an error's message."""
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__
 
 
 def found(pattern: str, text: str) -> str:
-    """Return the first group of a pattern in a text, "" if it is not there."""
+    """Return the first group of a pattern in a text, "" if there is no match."""
     match = re.search(pattern, text)
     return match[1] if match else ""

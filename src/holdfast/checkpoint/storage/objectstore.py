@@ -1,4 +1,4 @@
-"""Objects in S3, and in what speaks its language, by way of the package obstore."""
+"""Objects in S3 and compatible services, through the package obstore."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ _ADVICE = {
 class S3Objects(Objects):
     """See :class:`~holdfast.checkpoint.storage.objects.Objects`.
 
-    Credentials and place are found in ``AWS_ACCESS_KEY_ID``, ``AWS_SECRET_ACCESS_KEY``, ``AWS_SESSION_TOKEN``,
-    ``AWS_DEFAULT_REGION`` and ``AWS_ENDPOINT_URL``, or where the machine is one of AWS with a role, there.
+    Credentials and endpoint come from ``AWS_ACCESS_KEY_ID``, ``AWS_SECRET_ACCESS_KEY``, ``AWS_SESSION_TOKEN``,
+    ``AWS_DEFAULT_REGION`` and ``AWS_ENDPOINT_URL``, or from the role of an AWS machine.
 
     Args:
         url: ``s3://bucket/folder``; the bucket must exist.
 
     Raises:
-        ConfigError: if the URL is wrong, or the package missing.
+        ConfigError: if the URL is invalid, or the package is missing.
     """
 
     def __init__(self, url: str) -> None:
         bucket, _, folder = url.partition("://")[2].partition("/")
         if not re.fullmatch(r"[A-Za-z0-9._:-]+", bucket):
-            raise ConfigError(f"a place in S3 must have the form s3://bucket/folder, got s3://{bucket}/{folder}")
+            raise ConfigError(f"an S3 URL must have the form s3://bucket/folder, got s3://{bucket}/{folder}")
         self._endpoint = _endpoint()
         super().__init__(f"s3://{bucket}/{folder}")
 
@@ -70,17 +70,17 @@ class S3Objects(Objects):
         if "169.254.169.254" in text or "/latest/api/token" in text:
             return f"there are no credentials; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY ({_SHOW_CREDENTIALS})"
         if "error sending request" in text or "timed out" in text or isinstance(error, TimeoutError):
-            return "{endpoint} does not answer; look at AWS_ENDPOINT_URL, and at the network".format(**at)
+            return "{endpoint} does not answer; check AWS_ENDPOINT_URL and the network".format(**at)
         what = " ".join(filter(None, (status, code, found(r"<Message>([^<]*)</Message>", text))))
         return f"{at['endpoint']} says: {what}" if what else line_of(error)
 
 
 def _endpoint() -> str:
-    """Return the URL of the service, "" for that of AWS."""
+    """Return the URL of the service, "" for AWS itself."""
     for name in ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"):
         url = os.environ.get(name, "")
         if url:
             if not re.fullmatch(r"https?://[^/\s]+(/\S*)?", url):
-                raise ConfigError(f"{name} must be an URL such as https://s3.example.org, got {url!r}")
+                raise ConfigError(f"{name} must be a URL such as https://s3.example.org, got {url!r}")
             return url.rstrip("/")
     return ""

@@ -1,9 +1,9 @@
 """Checkpoints in an object store.
 
-A part is written into a local directory first, because formats write files in any order, and then sent. So a worker needs
-as much room below ``TMPDIR`` as its part of a checkpoint has bytes, until the part is stored. Loading needs no such room.
+Formats write files in any order, so a part is first written into a local directory and then uploaded. A worker needs
+as much space in ``TMPDIR`` as its part of a checkpoint has bytes, until the upload is complete. Loading needs none.
 
-Every call to the other side has a deadline. What it answers becomes one line that says what to do.
+Every request has a deadline. Errors of the service become one line with advice.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from holdfast.temporary import TemporaryFolder, sweep
 _Result = TypeVar("_Result")
 
 _LIMIT_S = 120.0
-"""An answer that has not come for so long will not come; more is allowed for much data, see below."""
+"""Time limit for a response; large transfers get more, see below."""
 
 _LEAST_BYTES_PER_S = 1 << 20
-"""A connection that is slower cannot be worked with."""
+"""The slowest usable connection."""
 
 _STAGING = "holdfast-upload-"
-"""What the names of temporary directories begin with."""
+"""Prefix of the temporary directories' names."""
 
 _UNTOUCHED = "The checkpoints that were complete are untouched"
 
@@ -46,7 +46,7 @@ class RemoteStorage:
         url: ``s3://bucket/folder``, or one of ``gs://``, ``az://`` or ``memory://``.
 
     Raises:
-        ConfigError: if its kind is unknown, or needs a package that is not installed.
+        ConfigError: if its scheme is unknown, or needs a package that is not installed.
     """
 
     def __init__(self, url: str) -> None:
@@ -63,7 +63,7 @@ class RemoteStorage:
 
     def read(self, path: str) -> bytes | None:
         """See :meth:`Storage.read`."""
-        with suppress(_NotThere):  # asked for its size, a bucket that is missing looks like an object that is
+        with suppress(_NotThere):  # a size request cannot tell a missing bucket from a missing object; get() can
             size = self._ask("read", path, self._objects.size, path)
             if size > MAX_BYTES:
                 raise CheckpointCorrupt(f"{path} has {size} bytes, at most {MAX_BYTES} are allowed")
@@ -85,9 +85,9 @@ class RemoteStorage:
         return self._ask("read", path, self._objects.get_range, path, start, end, size_bytes=end - start)
 
     def prepare(self, folder: str) -> Path:
-        """See :meth:`Storage.prepare`; a temporary directory of this thread, which writes one part at a time.
+        """See :meth:`Storage.prepare`; returns a temporary directory of this thread, which writes one part at a time.
 
-        It is gone after :meth:`store`, and when the thread removes the folder, puts something into it, or prepares again.
+        It is removed by :meth:`store`, and when the thread removes the folder, puts a file into it, or prepares again.
         """
         self._drop_staging()
         staging = Staging()
@@ -95,7 +95,7 @@ class RemoteStorage:
         return staging.path
 
     def store(self, folder: str, names: tuple[str, ...]) -> None:
-        """See :meth:`Storage.store`. The temporary directory is gone afterwards, also when it fails."""
+        """See :meth:`Storage.store`. The temporary directory is removed afterwards, even on failure."""
         prepared, staging = self._staging()
         if staging is None or prepared != folder:
             raise CheckpointError(f"store() of {folder!r} without prepare() in the same thread")
@@ -113,7 +113,7 @@ class RemoteStorage:
         found = self._ask("read", path, self._objects.size, path)
         if found != size_bytes:
             raise CheckpointError(
-                f"cannot write {self.url}/{path}: {size_bytes} bytes were sent, {found} are there; look at that storage"
+                f"cannot write {self.url}/{path}: {size_bytes} bytes were sent, {found} are there; check that storage"
             )
 
     def put(self, path: str, data: bytes) -> None:
@@ -122,7 +122,7 @@ class RemoteStorage:
         self._ask("write", path, self._objects.put, path, data, size_bytes=len(data))
         if self.read(path) != data:
             raise CheckpointError(
-                f"the storage says that {self.url}/{path} was written, and it was not; choose another one"
+                f"the storage says that {self.url}/{path} was written, but it was not; choose another one"
             )
 
     def remove(self, path: str) -> None:
@@ -134,7 +134,7 @@ class RemoteStorage:
             return
 
     def _give_up_staging(self, path: str) -> None:
-        """Notice that this thread will not store what it prepared: it goes on with the folder in another way."""
+        """Drop this thread's staging directory if the thread uses its folder in another way than by :meth:`store`."""
         folder, _ = self._staging()
         if folder and (f"{path}/".startswith(f"{folder}/") or f"{folder}/".startswith(f"{path}/")):
             self._drop_staging()
@@ -150,10 +150,10 @@ class RemoteStorage:
         return found
 
     def _ask(self, doing: str, path: str, do: Callable[..., _Result], *args: Any, size_bytes: int = 0) -> _Result:
-        """Return what a method of the objects returns.
+        """Return the result of a method of the objects.
 
         Raises:
-            CheckpointError: if it fails, or takes too long; a :class:`_NotThere` if that is all.
+            CheckpointError: if it fails, or takes too long; a :class:`_NotThere` if the object does not exist.
         """
         where = f"{self.url}/{path}".rstrip("/")
         try:
@@ -168,13 +168,13 @@ class RemoteStorage:
 
 
 class Staging:
-    """An empty directory below ``TMPDIR``, which is removed by :meth:`close`, or else when this process ends.
+    """An empty directory in ``TMPDIR``, which is removed by :meth:`close`, or when this process ends.
 
-    A worker may be killed while it holds gigabytes in one, so making the next one removes those that no process uses any
-    more.
+    A worker may be killed while its directory holds gigabytes, so creating the next one removes those that no process
+    uses any more.
 
     Raises:
-        CheckpointError: if there can be none.
+        CheckpointError: if it cannot be created.
     """
 
     def __init__(self) -> None:
@@ -188,14 +188,14 @@ class Staging:
 
 
 class _NotThere(CheckpointError):
-    """What was asked for is not there."""
+    """The requested object does not exist."""
 
 
 class RemoteReader:
-    """An object of ``size_bytes``, of which ``read_range`` returns the bytes from a first one up to a last one, not included."""
+    """An object of ``size_bytes``; ``read_range`` returns its bytes from a first position up to a last one, excluded."""
 
     part_bytes = BLOCK_BYTES
-    """A whole block, because every call takes a while to be answered."""
+    """A whole block, because every request has a high latency."""
 
     def __init__(self, read_range: Callable[[int, int], Any], size_bytes: int) -> None:
         self._read_range = read_range
@@ -212,11 +212,11 @@ class RemoteReader:
 
 
 def within(limit_s: float, do: Callable[..., _Result], *args: Any) -> _Result:
-    """Return ``do(*args)``, which may be left behind in its thread.
+    """Return ``do(*args)``; on a timeout, the call is left behind in its thread.
 
     Raises:
-        TimeoutError: if it takes longer.
-        Exception: whatever ``do`` raises.
+        TimeoutError: if it takes longer than ``limit_s`` seconds.
+        Exception: any exception of ``do``.
     """
     answer: Future[_Result] = Future()
 
@@ -225,7 +225,7 @@ def within(limit_s: float, do: Callable[..., _Result], *args: Any) -> _Result:
             answer.set_result(do(*args))
         except Exception as error:
             answer.set_exception(error)
-        except BaseException as error:  # a library in Rust panics like this; nobody above would answer it
+        except BaseException as error:  # a panic of a Rust library; no caller would handle it
             answer.set_exception(RuntimeError(str(error)))
 
     threading.Thread(target=work, name="holdfast-checkpoint-ask", daemon=True).start()
@@ -245,7 +245,7 @@ def _open(url: str) -> Objects:
         return S3Objects(url)
     if scheme not in ("gs", "az", "memory"):
         raise ConfigError(
-            f"checkpoints cannot be kept at {_without_password(url)}: give a directory, or an URL that begins with s3://, "
+            f"checkpoints cannot be kept at {_without_password(url)}: give a directory, or a URL that begins with s3://, "
             "gs://, az:// or memory://; these need the package obstore: pip install 'holdfast[cluster]'"
         )
     return Objects(url)
