@@ -287,7 +287,7 @@ def test_in_a_pipeline_of_two_chains_the_holder_alone_is_altered(tmp_path):
         ),
         (
             "flip:rank=1,step=3,target=handover",
-            "target handover is what a stage of a Pipeline gives to the next, and this model has no stages",
+            "target handover is the activation that a stage of a Pipeline sends to the next, and this model has no stages",
         ),
         ("flip:rank=1,step=6,target=weights", "step must be between 0 and 5 (the run has 6 steps), got 6"),
         (

@@ -99,7 +99,7 @@ def test_before_training_under_torch_distributed_there_is_no_step_to_speak_of():
 
 
 def test_forward_goes_on_with_the_step():
-    assert told(recovered(lost=(1,), decision="continue")) == ["lost rank 1; step 5 goes on with ranks 0, 2"]
+    assert told(recovered(lost=(1,), decision="continue")) == ["lost rank 1; step 5 continues with ranks 0, 2"]
 
 
 def test_a_worker_that_is_fenced_says_why():
