@@ -764,7 +764,7 @@ def test_a_phase_that_a_split_model_does_not_have_is_refused():
 
     for session, says in (
         (eager, "phase=mirror needs --strategy partial and --mirror-every"),
-        (shards, "this model is none"),
+        (shards, "this model is not a Pipeline"),
     ):
         with pytest.raises(ConfigError, match=says):
             next(session.steps(dataset(), BATCH))

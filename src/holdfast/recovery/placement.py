@@ -151,9 +151,9 @@ def new_homes(shape: Shape, homes: Homes, members: Sequence[int]) -> Homes:
         : shape.chains_of(len(members))
     ]
     kept = [chain for chain in homes.chains if chain in kept]
-    nobody = (-1,) * shape.parts
+    vacant = (-1,) * shape.parts
     chains = [[rank if rank in alive else -1 for rank in chain] for chain in kept]
-    chains += [list(nobody) for _ in range(shape.chains_of(len(members)) - len(chains))]
+    chains += [list(vacant) for _ in range(shape.chains_of(len(members)) - len(chains))]
     holders = [tuple(rank for rank in homes.holders(part) if rank in alive) for part in range(shape.parts)]
     backups = [tuple(rank for rank in ranks if rank in alive) for ranks in homes.backups]
     for chain, part in _empty(chains):
@@ -243,6 +243,6 @@ def _with_copies(
             held[rank] += 1
         kept = [rank for rank in having[part] if rank in chosen]
         copies.append((*kept, *(rank for rank in chosen if rank not in kept)))
-    nobody: tuple[tuple[int, ...], ...] = ((),) * shape.parts
-    mirrors = nobody if shape.lazy else tuple(tuple(sorted(ranks)) for ranks in copies)
-    return Homes(chains=tuple(map(tuple, chains)), mirrors=mirrors, backups=tuple(copies) if shape.lazy else nobody)
+    none: tuple[tuple[int, ...], ...] = ((),) * shape.parts
+    mirrors = none if shape.lazy else tuple(tuple(sorted(ranks)) for ranks in copies)
+    return Homes(chains=tuple(map(tuple, chains)), mirrors=mirrors, backups=tuple(copies) if shape.lazy else none)
