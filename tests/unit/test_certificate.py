@@ -256,7 +256,7 @@ def test_a_bit_that_flips_in_a_part_is_seen_where_the_part_is_hashed_though_noth
     assert compare_runs(*reversed(runs)).parting.workers == (3,)
     assert runs[1].check() == [], "that is how it was"
     assert runs[1].check_workers()[0].what == (
-        "before step 7 workers 2, 3, who hold part 2, had different values in 2.2.weight"
+        "before step 7 workers 2, 3, which hold part 2, had different values in 2.2.weight"
     )
 
 
@@ -323,12 +323,12 @@ def test_digests_of_the_tensors_of_a_split_model_are_checked_part_by_part(split)
 
     assert first.parts > 1
     assert [finding.what for finding in Certified(altered, "it").check()] == [
-        "step 0: the digests of its tensors are not those of its state"
+        "step 0: the digests of its tensors do not match the digest of its state"
     ]
     assert (
         Certified(twice, "it")
         .check_workers()[0]
-        .what.startswith(f"before step 0 workers {first.rank}, 7, who hold part 0, had different values in ")
+        .what.startswith(f"before step 0 workers {first.rank}, 7, which hold part 0, had different values in ")
     )
     assert Certified(fewer, "it").check() == [], "its only holder died before it had written it"
 
