@@ -1,4 +1,4 @@
-"""Workers of the gloo fabric without a launcher: ``gloo.py ADDRESS COMMANDS`` hosts their store, and tells it of deaths.
+"""Workers of the gloo fabric without a launcher: ``gloo.py ADDRESS COMMANDS`` hosts their store and reports failures to it.
 
 COMMANDS is a JSON list: the words of each worker's command, by rank.
 """
@@ -14,7 +14,7 @@ from holdfast.membership import Hub, open_store
 
 
 def command(script, *words):
-    """The command of one worker, with a watcher that writes down how it ends."""
+    """The command of one worker, with a watcher that records how it ends."""
     return [sys.executable, "-m", "holdfast.launch.worker", str(script), *map(str, words)]
 
 

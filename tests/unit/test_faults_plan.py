@@ -122,7 +122,7 @@ def test_a_spec_says_what_happens_to_whom_and_when(spec, fault):
         ("kill:node=1,step=2", "node is not allowed here: this kind strikes one worker, given by rank"),
         (
             "partition:node=1,step=2,colour=red",
-            "unknown key 'colour'; there are node, step, phase, bucket, slice, seconds",
+            "unknown key 'colour'; valid keys are node, step, phase, bucket, slice, seconds",
         ),
         ("hang:rank=1,step=2,seconds=0", "seconds must be a number from 0.001 to 1000000, got 0.0"),
         ("hang:rank=1,step=2,seconds=0.0009", "seconds must be a number from 0.001 to 1000000, got 0.0009"),
@@ -328,7 +328,7 @@ def test_the_json_of_a_flip_says_all_of_it():
         ({"count": "2"}, "count must be of type int, got '2'"),
         ({"seed": None}, "seed must be of type int, got None"),
         ({"finite": 1}, "finite must be of type bool, got 1"),
-        ({"percent": 1}, "one of count of flips, percent and rate is allowed"),
+        ({"percent": 1}, "give only one of count of flips, percent and rate"),
     ],
 )
 def test_a_flip_that_is_not_exactly_one_is_refused(change, complaint):

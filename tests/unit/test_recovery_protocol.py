@@ -423,7 +423,7 @@ def test_newcomers_that_are_left_alone_do_not_invent_a_state():
 def test_workers_that_are_not_between_the_same_steps_cannot_have_admitted_anybody(others):
     newcomer = play(Protocol(Rollback(), 2), COMING, newcomer_known(*others, JOINING))
 
-    with pytest.raises(InternalError, match="not all between the same steps"):
+    with pytest.raises(InternalError, match="not all between the same two steps"):
         newcomer.handle(YES)
 
 
