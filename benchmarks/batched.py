@@ -1,11 +1,11 @@
-"""The cost of a step of a thousand virtual workers with batched slices, relative to a plain loop on the same mini-batch.
+"""The cost of a step of a thousand virtual workers with batched slices, relative to a plain loop on the same batch.
 
     python benchmarks/batched.py [--workers 1000] [--batch 1000] [--rounds 12] [--json FILE]
 
-Three trainings take turns, a block of steps each: the plain loop (without Holdfast), one virtual worker, and ``--workers``;
-each ratio is taken within a round. Times are processor time of this process, with one torch thread, so that the results of
-a busy machine are usable too. The last line is a step in which a worker dies under ``forward``; a run has one for each
-failure.
+Three trainings take turns, a block of steps each: the plain loop (without Holdfast), one virtual worker, and
+``--workers``; each ratio is taken within a round. Times are processor time of this process, with one torch thread, so
+that the results of a busy machine are usable too. The last line is a step in which a worker dies under ``forward``; a
+run has one for each failure.
 """
 
 from __future__ import annotations

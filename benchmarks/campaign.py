@@ -3,9 +3,9 @@
     python benchmarks/campaign.py [--trials 1000] [--alone 8] [--processes 2] [--rounds 3] [--json FILE]
 
 The work: a small network on digits trains one epoch from a checkpoint, after one bit of one of its weights was flipped.
-The baseline starts a new process for each trial, so it pays for the interpreter, torch, the data and the checkpoint each
-time; it runs as many processes in parallel as the campaign, each with one thread. The campaign is timed as a whole,
-including the start of its processes. The rows of both must be bit-identical, or nothing is measured.
+The baseline starts a new process for each trial, so it pays for the interpreter, torch, the data and the checkpoint
+each time; it runs as many processes in parallel as the campaign, each with one thread. The campaign is timed as a
+whole, including the start of its processes. The rows of both must be bit-identical, or nothing is measured.
 """
 
 from __future__ import annotations

@@ -9,10 +9,10 @@ without  nothing
 with     a window of the weights, of the optimizer's state and of the buffers is hashed in each step, everything once in 256
 =======  ==============================================================================================================
 
-Both write their records to a file, as under the launcher, train in the same processes and take turns, block by block, in a
-different order each time. A block is long enough to hash the whole state once, and is represented by its mean step. The
-ratio is taken within a round; the interval is that of the median of these ratios. ``--kind sharded`` or ``pipeline`` does
-the same with the model split over the workers, with one hot standby for each part.
+Both write their records to a file, as under the launcher, train in the same processes and take turns, block by block,
+in a different order each time. A block is long enough to hash the whole state once, and is represented by its mean
+step. The ratio is taken within a round; the interval is that of the median of these ratios. ``--kind sharded`` or
+``pipeline`` does the same with the model split over the workers, with one hot standby for each part.
 """
 
 from __future__ import annotations

@@ -171,7 +171,15 @@ def show(title: str, found: Found, size_bytes: int, base: str, more: Sequence[st
 
 def show_train(title: str, found: Found) -> str:
     """Return a table of the effect of a checkpoint on a loop."""
-    head = ["store", "blocked, s", "steps while it is written", "longest step, ms", "alone", "durable, s", "time lost, s"]
+    head = [
+        "store",
+        "blocked, s",
+        "steps while it is written",
+        "longest step, ms",
+        "alone",
+        "durable, s",
+        "time lost, s",
+    ]
     keys = {"held_s": 1.0, "slower": 1.0, "longest_s": 1e3, "longest_alone_s": 1e3, "durable_s": 1.0, "lost_s": 1.0}
     rows = [
         [name, *(f"{scale * statistics.median(each[key] for each in numbers):.2f}" for key, scale in keys.items())]
@@ -289,7 +297,9 @@ def parse() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--bytes", type=float, default=1e9, help="size of the state")
-    parser.add_argument("--layers", type=int, default=21, help="layers of the model: fewer layers make fewer and larger tensors")
+    parser.add_argument(
+        "--layers", type=int, default=21, help="layers of the model: fewer layers make fewer and larger tensors"
+    )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=[*PARTS])
     parser.add_argument("--ways", nargs="+", choices=[*STORES], default=[*STORES])

@@ -6,14 +6,14 @@
 variant    when the optimizer runs
 =========  ============================================================================================================
 lazy       after the commit vote: the default
-eager      bucket by bucket, each after its all-reduce, overlapped with the all-reduces that follow; an undo copy is made
+eager      bucket by bucket, each after its all-reduce, overlapped with the next all-reduces; an undo copy is made
 no copy    as ``eager``, without the undo copy: nothing could be rolled back
 =========  ============================================================================================================
 
-All train in the same processes and take turns, block by block, in a different order each time; a block is represented by
-its mean step. The ratio is taken within a round; the interval is that of the median of these ratios. The guard is off, so
-that no variant waits for its last update before the commit vote; ``--guard stop`` measures the default. ``--bucket-mib``
-sets the size of buckets: the more there are, the more of the updates overlaps with all-reduces.
+All train in the same processes and take turns, block by block, in a different order each time; a block is represented
+by its mean step. The ratio is taken within a round; the interval is that of the median of these ratios. The guard is
+off, so that no variant waits for its last update before the commit vote; ``--guard stop`` measures the default.
+``--bucket-mib`` sets the size of buckets: the more there are, the more of the updates overlaps with all-reduces.
 
 The rollback is timed separately, in one process: all buckets of a step are updated, and restored.
 """

@@ -85,7 +85,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--mtbf", type=lambda text: [float(s) for s in text.split(",")], default=[5.0, 10.0, 30.0])
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--systems", type=lambda text: text.split(","), default=list(SYSTEMS))
-    parser.add_argument("--join-timeout-ms", type=int, default=200, help="join timeout of torchft-tuned, see recovery.py")
+    parser.add_argument(
+        "--join-timeout-ms", type=int, default=200, help="join timeout of torchft-tuned, see recovery.py"
+    )
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", metavar="FILE")
     options = parser.parse_args()
@@ -100,8 +102,8 @@ def parse() -> argparse.Namespace:
 def schedule(mtbf_s: float, wall_s: float, seed: int) -> list[tuple[float, int]]:
     """Return the times of kills, each with a number that selects among the workers alive at that time.
 
-    One seed gives one pattern, scaled by the mean time between failures. The default seed's has about the expected number
-    of kills in the default time (8, 5 and 2); in so short a time another seed may have none.
+    One seed gives one pattern, scaled by the mean time between failures. The default seed's has about the expected
+    number of kills in the default time (8, 5 and 2); in so short a time another seed may have none.
     """
     rng = random.Random(seed)
     kills: list[tuple[float, int]] = []
@@ -120,10 +122,10 @@ def measure(system: str, options: argparse.Namespace, wall_s: float, kills: Iter
             "training with all workers",
             lambda lines: sum(line["workers"] == options.workers for line in commits(lines)) >= full,
         )
-        start_s, nobody = time.monotonic(), 0
+        start_s, missed = time.monotonic(), 0
         for at_s, number in kills:
             tend_until(job, start_s + at_s)
-            nobody += job.strike(number) is None
+            missed += job.strike(number) is None
         tend_until(job, start_s + wall_s)
         lines = [line for line in job.diaries.refresh() if line["t_s"] <= start_s + wall_s]
         time.sleep(0.5)  # so that the end of the last victim is recorded
@@ -131,7 +133,7 @@ def measure(system: str, options: argparse.Namespace, wall_s: float, kills: Iter
         return count(lines, job.struck, start_s, wall_s) | {
             "kills": len(job.struck),
             "landed": job.killed(),
-            "nobody_to_kill": nobody,
+            "nobody_to_kill": missed,
             "workers_at_end": next(line["workers"] for line in reversed(list(commits(lines)))),
         }
 
@@ -296,7 +298,9 @@ def show(options: argparse.Namespace, results: list[Result]) -> None:
     head = ["", "MTBF s", "kills landed", "useful / s", "of calm", "lost", "again", "workers at end"]
     what = f"{options.workers} workers on {os.cpu_count()} cores, digits CNN, {options.wall:g} s each; samples"
     print(table(f"Goodput under kills: {what}", head, lines))
-    print("\nholdfast ran without --spares and --respawn, so failed workers were not replaced; torchft's were restarted by this benchmark; torchrun restarted all.")
+    print(
+        "\nholdfast ran without --spares and --respawn, so failed workers were not replaced; torchft's were restarted by this benchmark; torchrun restarted all."
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The cost of the guard in a run without corruption: the same session with ``--guard heal``, with ``stop``, and without.
+"""The cost of the guard in a run without corruption: the same session with ``--guard heal``, ``stop`` and ``off``.
 
     python benchmarks/guard.py [--workers 2] [--models mlp] [--blocks 30] [--steps 70] [--json FILE]
 
@@ -11,8 +11,8 @@ heal     a 64th of both is hashed and checked, and of the gradients; all is copi
 =======  ==============================================================================================================
 
 All train in the same processes and take turns, block by block, in a different order each time. Blocks are longer than a
-rotation, so that each block of ``heal`` includes a copy of the whole state, and a block is represented by its mean step. The
-ratio is taken within a round; the interval is that of the median of these ratios.
+rotation, so that each block of ``heal`` includes a copy of the whole state, and a block is represented by its mean
+step. The ratio is taken within a round; the interval is that of the median of these ratios.
 """
 
 from __future__ import annotations

@@ -195,7 +195,7 @@ def main() -> None:
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=args.dir) as folder:
         measured = dict(zip(("clock", "processor"), measure_files(args, folder), strict=True))
-    # Each is compared with its equivalent: a loop without a log with Holdfast without a record, a process with a process.
+    # Each is compared with its equivalent: a loop without a log with Holdfast without a record, processes likewise.
     beside = {"injector": "with a record", "command": "command", "script": "command"}
     ratios = {
         kind: {name: ratio(taken, times[beside.get(name, "holdfast")], paired=True) for name, taken in times.items()}

@@ -136,7 +136,7 @@ class Bottleneck(nn.Module):
             *(nn.Conv2d(width, width, 3, stride, 1, bias=False), nn.BatchNorm2d(width), nn.ReLU(inplace=True)),
             *(nn.Conv2d(width, outside, 1, bias=False), nn.BatchNorm2d(outside)),
         )
-        nn.init.zeros_(self.body[-1].weight)  # starts as the identity; otherwise rounding differences would soon grow to noise
+        nn.init.zeros_(self.body[-1].weight)  # starts as the identity; else rounding would soon grow to noise
         self.shortcut: nn.Module = nn.Identity()
         if inside != outside or stride != 1:
             self.shortcut = nn.Sequential(nn.Conv2d(inside, outside, 1, stride, bias=False), nn.BatchNorm2d(outside))

@@ -6,9 +6,9 @@
 In about half an hour on two cores: ``--mtbf 10,30 --wall 40 --seeds 1,2``.
 
 At each point workers are killed at random times, as in ``goodput.py``. Immediately before and after it, two calibration
-runs measure the costs: in them workers are killed one after another, at a fixed number of steps, until none is left, several
-times. The simulator gets the victims, the times of the kills, the duration and the costs from these two runs, but not the
-result. The number of steps committed in the given time is compared.
+runs measure the costs: in them workers are killed one after another, at a fixed number of steps, until none is left,
+several times. The simulator gets the victims, the times of the kills, the duration and the costs from these two runs,
+but not the result. The number of steps committed in the given time is compared.
 
 ``own pace``  error of the simulator given the step times of the run itself: the rest is not drift of the machine
 floor         the first points of each strategy are run twice: the difference between two runs with the same kills
@@ -43,8 +43,8 @@ from holdfast_lab.simulate.reading import Spell
 STRATEGIES = ("rollback", "forward", "restart")
 WORKERS = 4
 APART = 500
-"""Steps between two kills in the calibration runs: as long as the measured runs, because checkpoint writes slow steps down
-only after a while, and because the mean of 250 steps of 4 workers on 2 cores is sometimes off by 10 %."""
+"""Steps between two kills in the calibration runs: as long as the measured runs, because checkpoint writes slow
+steps down only after a while, and because the mean of 250 steps of 4 workers on 2 cores is sometimes off by 10 %."""
 KILLS = 6
 """Kills in each of them: three have survivors, three do not."""
 LOOK_S = 0.1
@@ -211,9 +211,9 @@ def strike(job: Holdfast, start_s: float, number: int) -> Iterator[Kill]:
 def measured_costs(*runs: Trained) -> Costs:
     """Return the costs measured in these runs together.
 
-    A recovery takes the mean of all measured ones, from the last step before it until training has regained its pace; so does
-    a restart. Means are used because their totals are predicted. Step times include checkpoints, so saving and loading cost
-    nothing more.
+    A recovery takes the mean of all measured ones, from the last step before it until training has regained its pace;
+    so does a restart. Means are used because their totals are predicted. Step times include checkpoints, so saving and
+    loading cost nothing more.
     """
     steps: dict[int, list[float]] = defaultdict(list)
     breaks: dict[bool, list[float]] = defaultdict(list)

@@ -1,4 +1,4 @@
-"""The cost of protection in a run without failures: the same session with recovery, without it, and adding in any order.
+"""The cost of protection in a run without failures: the same session with recovery, without, and adding in any order.
 
     python benchmarks/protection.py [--workers 2] [--models cnn mlp] [--blocks 30] [--steps 10] [--json FILE]
 
@@ -12,8 +12,8 @@ any order    protected, but every worker adds its own term first, so that bits d
 ===========  ==========================================================================================================
 
 All three train in the same processes and take turns, block by block, in a different order each time. The ratio of each
-block's median step is taken within its round; the interval is that of the median of these ratios. The second table counts
-the data sent in a step when all-reduces use messages, since only these can be counted.
+block's median step is taken within its round; the interval is that of the median of these ratios. The second table
+counts the data sent in a step when all-reduces use messages, since only these can be counted.
 """
 
 from __future__ import annotations

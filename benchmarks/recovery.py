@@ -4,8 +4,9 @@
 
 From the SIGKILL to the first commit of a step that was not committed before, in three parts: ``detect``, until the
 first survivor detects the failure; ``agree + rebuild``, until the survivors resume; ``redo``, until that commit. All
-systems train the digits CNN, 128 samples a step. Their victims die at random ranks at the same four points of a step, by a
-SIGKILL to themselves, recorded just before. Steps that a system recomputes (``restart``, torchrun) count as ``redo``.
+systems train the digits CNN, 128 samples a step. Their victims die at random ranks at the same four points of a step,
+by a SIGKILL to themselves, recorded just before. Steps that a system recomputes (``restart``, torchrun) count as
+``redo``.
 
 rollback, forward, restart   Holdfast over Open MPI, one kill a job; ``restart`` with a checkpoint every ten steps
 rollback-gloo, ...           the same over Gloo
@@ -83,7 +84,9 @@ def main() -> None:
 def parse() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kills", type=int, default=6, help="kills of each system; below about 100 the p99 is the maximum")
+    parser.add_argument(
+        "--kills", type=int, default=6, help="kills of each system; below about 100 the p99 is the maximum"
+    )
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--systems", type=lambda text: text.split(","), default=list(SYSTEMS))
     parser.add_argument("--strategy", choices=STRATEGIES, help="only Holdfast, with this strategy")

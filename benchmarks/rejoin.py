@@ -8,8 +8,8 @@ size together, and a newcomer receives all of it.
 spare    it has taken part in every step, so it has the state: from the SIGKILL to the next committed step, and the
          number of steps until then. The step in progress is recomputed.
 fresh    a new process is started and joins: from the last step without it to the first with it, less one ordinary step.
-         ``regroup`` is the shrink that admits it, ``transfer`` the state transfer, ``memory`` the setup of shared memory
-         for the next all-reduce. Its start-up time is not included: the other workers train meanwhile.
+         ``regroup`` is the shrink that admits it, ``transfer`` the state transfer, ``memory`` the setup of shared
+         memory for the next all-reduce. Its start-up time is not included: the other workers train meanwhile.
 
 Loopback on few cores says nothing about a cluster: one memory holds as many copies of the model as there are workers.
 """

@@ -13,10 +13,11 @@ together       a copy of as many contiguous numbers: the lower bound for any cho
 put            into the priority checkpoint; this can run asynchronously, as in the peer
 =============  ======================================================================================================
 
-The parameters are divided into blocks of 16 numbers, none across two layers. In each repetition all variants take turns, in
-a different order each time. Before each clock starts the MLP trains a step, so that parameters are in the caches as after
-training. Ratios are ratios of medians, with 95 % intervals by bootstrap over repetitions. A save is due every
-second step at r = 1/8, every sixteenth at r = 1: ``selection per step`` is the average cost in each step of training.
+The parameters are divided into blocks of 16 numbers, none across two layers. In each repetition all variants take
+turns, in a different order each time. Before each clock starts the MLP trains a step, so that parameters are in the
+caches as after training. Ratios are ratios of medians, with 95 % intervals by bootstrap over repetitions. A save is due
+every second step at r = 1/8, every sixteenth at r = 1: ``selection per step`` is the average cost in each step of
+training.
 
 The defaults take a minute.
 """

@@ -228,14 +228,14 @@ def recover(comm: Any, me: int, size: int, completed: int, mark: dict[str, Any])
     comm = comm.Shrink()
     comm.Set_errhandler(MPI.ERRORS_RETURN)
     fenced = agree(comm, 1)
-    mine, everybody = np.zeros((size, 2), dtype=np.int64), np.empty((size, 2), dtype=np.int64)
+    mine, slots = np.zeros((size, 2), dtype=np.int64), np.empty((size, 2), dtype=np.int64)
     mine[me] = (1, completed)
-    comm.Allreduce(mine, everybody)
+    comm.Allreduce(mine, slots)
     if not (agree(comm, 1) and fenced):
         raise RuntimeError("a second process was lost during recovery")
     mark["decided_s"] = time.monotonic()
-    alive = [rank for rank in range(size) if everybody[rank, 0]]
-    progress = everybody[alive, 1]
+    alive = [rank for rank in range(size) if slots[rank, 0]]
+    progress = slots[alive, 1]
     if progress.max() - progress.min() > 1:
         raise RuntimeError(f"survivors are more than one all-reduce apart: {progress.tolist()}")
     return comm, alive, int(progress.max())

@@ -203,7 +203,9 @@ def measure(name: str, counts: list[int], blocks: int, folder: Path) -> None:
 def main() -> None:
     """Print the bits and the times."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--blocks", type=int, default=20, metavar="N", help="0 compares only the bits of the other methods")
+    parser.add_argument(
+        "--blocks", type=int, default=20, metavar="N", help="0 compares only the bits of the other methods"
+    )
     names = [DIGITS, "mlp", "cnn", "transformer"]
     parser.add_argument("--models", nargs="+", default=names, choices=names)
     given = parser.parse_args()

@@ -1,8 +1,8 @@
 """How a run under kills spends its time, from its records: steps at their usual pace, and the cost of interruptions.
 
-An interruption lasts from the last commit before a worker was missed to the commit of the :data:`SETTLED` th step after it, or
-of the last step before the next interruption. Its cost is its duration, less the usual time of its steps. Slow steps after a
-recovery are therefore part of its cost, and so is everything that no record describes.
+An interruption lasts from the last commit before a worker was missed to the commit of the :data:`SETTLED` th step after
+it, or of the last step before the next interruption. Its cost is its duration, less the usual time of its steps. Slow
+steps after a recovery are therefore part of its cost, and so is everything that no record describes.
 """
 
 from __future__ import annotations

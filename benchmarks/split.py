@@ -308,9 +308,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--kinds", nargs="+", choices=[*PAIRS], default=[*PAIRS])
     parser.add_argument("--rounds", type=int, default=5, help="number of blocks of each system")
     parser.add_argument("--steps", type=int, help="steps measured in a block; default: by model")
-    parser.add_argument(
-        "--mirror", type=int, default=1, help="hot standbys of each part under Holdfast"
-    )
+    parser.add_argument("--mirror", type=int, default=1, help="hot standbys of each part under Holdfast")
     parser.add_argument("--data", type=Path, metavar="FILE", help="a text for the transformer; default: made-up words")
     parser.add_argument("--json", metavar="FILE")
     return parser.parse_args()

@@ -2,7 +2,8 @@
 
     python benchmarks/start.py [--repetitions 10] [--json FILE]
 
-Each runs in its own process, in turns and in a different order each time. Target: less than 0.3 s including the interpreter.
+Each runs in its own process, in turns and in a different order each time. Target: less than 0.3 s including the
+interpreter.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@
 
 DIR holds ``job_1_norm.csv.gz`` to ``job_4_norm.csv.gz`` of the Alibaba PAI trace of 2020 (mini-batch times of each worker in
 four training jobs, scaled to 0-1000; https://github.com/alibaba/clusterdata, CC BY 4.0). Each row of a file is one
-mini-batch of one worker; ``time`` orders them. Here a worker's series is its step times in order, written to a beacon as
-by a session, and checked after every step as by the launcher.
+mini-batch of one worker; ``time`` orders them. Here a worker's series is its step times in order, written to a beacon
+as by a session, and checked after every step as by the launcher.
 """
 
 from __future__ import annotations
@@ -66,10 +66,11 @@ def main() -> None:
         found, highest = [], dict.fromkeys(series, 0.0)
         for step, stragglers, scores in replay(series, Stragglers(options.factor)):
             found += [
-                f"  worker {rank} at step {step}: {score:.1f} times the other workers" for rank, score in stragglers.items()
+                f"  worker {rank} at step {step}: {score:.1f} times the other workers"
+                for rank, score in stragglers.items()
             ]
             highest = {rank: max(highest[rank], scores.get(rank, 0.0)) for rank in highest}
-        print(*found or ["  nobody"], sep="\n")
+        print(*found or ["  none"], sep="\n")
         scores_text = ", ".join(f"{rank}: {score:.2f}" for rank, score in sorted(highest.items()))
         print(f"  highest scores {scores_text}; median {median(highest.values()):.2f}")
 

@@ -12,10 +12,10 @@ shared     Holdfast's deterministic all-reduce on one host, through shared memor
 memcpy     no all-reduce: all workers copy a vector in parallel; up to about a megabyte it stays in the cache
 =========  ========================================================================================================
 
-One job of Open MPI for each number of workers. The variants take turns: in each of ``--rounds`` rounds every variant runs a
-few times in a row, in a different order each time. Before the clock starts all workers rewrite their vectors and pass a
-barrier; the time of a block is that of its slowest worker. Before the first round every variant runs once and its result
-is checked; the vectors hold small integers, whose sums are exact in any order.
+One job of Open MPI for each number of workers. The variants take turns: in each of ``--rounds`` rounds every variant
+runs a few times in a row, in a different order each time. Before the clock starts all workers rewrite their vectors and
+pass a barrier; the time of a block is that of its slowest worker. Before the first round every variant runs once and
+its result is checked; the vectors hold small integers, whose sums are exact in any order.
 
 The defaults take a few minutes.
 """

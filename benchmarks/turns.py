@@ -1,8 +1,8 @@
 """Shared by benchmarks that train variants of one job in the same processes and in turns, block by block.
 
-Such a benchmark restarts itself under mpirun, with ``--work FILE``. There each worker trains all variants, and the first
-worker writes the step times of each block to the file. Ratios are taken within a round, so that drift of the machine
-affects all variants.
+Such a benchmark restarts itself under mpirun, with ``--work FILE``. There each worker trains all variants, and the
+first worker writes the step times of each block to the file. Ratios are taken within a round, so that drift of the
+machine affects all variants.
 """
 
 from __future__ import annotations

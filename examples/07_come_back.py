@@ -1,9 +1,9 @@
 """Replace failed workers, and let workers leave and join during training.
 
-What you will see: the first job loses worker 1. The spare, which has the model loaded, computes its slices from the same
-step on. The second job has no spare: a new process is started, receives the state from the memory of the other workers,
-and joins some seconds later, between two steps. Then worker 0 receives SIGTERM, as on a preempted node, and leaves.
-All jobs of the same length end with the same sha256.
+What you will see: the first job loses worker 1. The spare, which has the model loaded, computes its slices from the
+same step on. The second job has no spare: a new process is started, receives the state from the memory of the other
+workers, and joins some seconds later, between two steps. Then worker 0 receives SIGTERM, as on a preempted node, and
+leaves. All jobs of the same length end with the same sha256.
 
 Run:
     holdfast run -n 3 --spares 1 --inject kill:rank=1,step=20 examples/07_come_back.py

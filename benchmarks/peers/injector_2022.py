@@ -2,8 +2,8 @@
 
     python benchmarks/peers/injector_2022.py FILE FLIPS LOG
 
-It does what the last version does with ``injection_type`` count, probability 1, 32-bit floats, all bits, NaN allowed and
-random locations, without further options:
+It does what the last version does with ``injection_type`` count, probability 1, 32-bit floats, all bits, NaN allowed
+and random locations, without further options:
 
 - ``hdf5_common.py``, ``get_hdf5_file_leaf_locations`` and ``count_hdf5_file_entries``: it opens the file and walks through
   all groups for the names, and once more to count the values.
@@ -12,8 +12,8 @@ random locations, without further options:
 - ``corrupter.py``, ``try_corrupt_value``, ``float_to_bin``, ``bin_to_float``: the bit is exchanged in a text of zeros and
   ones. The generator is seeded again before the position in the tensor is drawn, before the probability, and before the
   bit.
-- ``hdf5_corrupter.py``, ``main``: it logs to a file at level DEBUG, which is fixed. That makes three lines for each flip,
-  with the data set, the index, the bit, and the value before and after.
+- ``hdf5_corrupter.py``, ``main``: it logs to a file at level DEBUG, which is fixed. That makes three lines for each
+  flip, with the data set, the index, the bit, and the value before and after.
 
 It seeds with a ``datetime``, which Python 3.11 and later refuse; here with its hash, which earlier versions used.
 """

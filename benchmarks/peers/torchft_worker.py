@@ -61,8 +61,9 @@ class NotedManager(Manager):
 class RepairedDDP(DistributedDataParallel):
     """torchft's DDP with a repaired hook.
 
-    If Gloo fails while a worker waits in the all-reduce, the hook of 0.2.0 ends in ``assert fut._fut``, and with it every
-    survivor. The manager has recorded the error by then, so the gradients do not matter: the step is not committed.
+    If Gloo fails while a worker waits in the all-reduce, the hook of 0.2.0 ends in ``assert fut._fut``, and with it
+    every survivor. The manager has recorded the error by then, so the gradients do not matter: the step is not
+    committed.
     """
 
     @staticmethod

@@ -272,7 +272,10 @@ def test_scaling_multiplies_values():
             {"burst": 2, "rate": 0.1},
             "rate applies to single bits and cannot be combined with burst; give count of flips or percent",
         ),
-        ({"scale": float("inf")}, "scale must be finite, got inf; to make values infinite, flip bits of their exponent"),
+        (
+            {"scale": float("inf")},
+            "scale must be finite, got inf; to make values infinite, flip bits of their exponent",
+        ),
         ({"scale": 2.0, "bits": "sign"}, "scale multiplies whole values and cannot be combined with bits or keep-sign"),
         ({"law": "layers"}, "law must be one of bits, values, tensors, got 'layers'"),
         ({"seed": -1}, "seed must be at least 0, got -1"),

@@ -1001,26 +1001,26 @@ def the_coalescing_manager(job):
 def functional_collectives(job):
     world = dist.group.WORLD
     mine = torch.arange(4.0 * job.size).view(2 * job.size, 2) + job.rank
-    everybody = [torch.arange(4.0 * job.size).view(2 * job.size, 2) + rank for rank in job.ranks]
-    total = sum(everybody)
+    inputs = [torch.arange(4.0 * job.size).view(2 * job.size, 2) + rank for rank in job.ranks]
+    total = sum(inputs)
     assert_same(fc.all_reduce(mine, "sum", world) + 0, total)
-    assert_same(fc.all_reduce(mine, "max", world) + 0, everybody[-1])
+    assert_same(fc.all_reduce(mine, "max", world) + 0, inputs[-1])
     assert_close(fc.all_reduce(mine, "avg", world) + 0, total / job.size)
-    assert_same(mine, everybody[job.rank])
+    assert_same(mine, inputs[job.rank])
     for dim in (0, 1):
-        assert_same(fc.all_gather_tensor(mine, dim, world) + 0, torch.cat(everybody, dim))
+        assert_same(fc.all_gather_tensor(mine, dim, world) + 0, torch.cat(inputs, dim))
     assert_same(fc.reduce_scatter_tensor(mine, "sum", 0, world) + 0, total[2 * job.rank : 2 * job.rank + 2])
     wide = mine.repeat(1, job.size)
     assert_same(fc.reduce_scatter_tensor(wide, "sum", 1, world) + 0, total)
-    assert_same(fc.broadcast(mine, 1, world) + 0, everybody[1])
-    exchanged = torch.cat([other[2 * job.rank : 2 * job.rank + 2] for other in everybody])
+    assert_same(fc.broadcast(mine, 1, world) + 0, inputs[1])
+    exchanged = torch.cat([other[2 * job.rank : 2 * job.rank + 2] for other in inputs])
     assert_same(fc.all_to_all_single(mine, None, None, world) + 0, exchanged)
-    assert_same(fc.permute_tensor(mine.view(-1), [*list(job.ranks)[1:], 0], world) + 0, everybody[job.left].view(-1))
+    assert_same(fc.permute_tensor(mine.view(-1), [*list(job.ranks)[1:], 0], world) + 0, inputs[job.left].view(-1))
     pair = [mine, mine[:1] * 2]
     sums = [x + 0 for x in fc.all_reduce_coalesced(pair, "sum", world)]
     assert_all_same(sums, [total, total[:1] * 2])
     gathered = [x + 0 for x in fc.all_gather_into_tensor_coalesced(pair, world)]
-    assert_all_same(gathered, [torch.cat(everybody), torch.cat([x[:1] * 2 for x in everybody])])
+    assert_all_same(gathered, [torch.cat(inputs), torch.cat([x[:1] * 2 for x in inputs])])
     (scattered,) = fc.reduce_scatter_tensor_coalesced([mine], "sum", [0], world)
     assert_same(scattered + 0, total[2 * job.rank : 2 * job.rank + 2])
 
@@ -1566,7 +1566,9 @@ def ddp_communication_hooks(job):
         model = DistributedDataParallel(small_model())
         model._register_builtin_comm_hook(built_in)
         loss_of(model, 0, job.rank).backward()
-        for parameter, gradient in zip(model.parameters(), expected, strict=True):  # not compared bitwise with other ranks
+        for parameter, gradient in zip(
+            model.parameters(), expected, strict=True
+        ):  # not compared bitwise with other ranks
             assert_close(parameter.grad, gradient, tolerance)
 
 

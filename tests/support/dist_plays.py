@@ -1,4 +1,4 @@
-"""Scenarios with failures for torch.distributed over Holdfast: ``dist_plays.py PLAY [ARGS]...``, started by ``holdfast run``.
+"""Failure scenarios for torch.distributed over Holdfast: ``dist_plays.py PLAY [ARGS]...``, started by ``holdfast run``.
 
 Each rank writes its observations, one JSON line each, for the tests to compare. A failing observation is recorded with
 its error, and the rank continues with the next one if it can.
@@ -149,7 +149,9 @@ def gradients(steps):
         loss_of(model, me(), step).backward()
         expected = means(local, {tuple(before), tuple(alive())})
         given = [p.grad for p in model.parameters()]
-        fits = [whose_mean(grad, {who: grads[i] for who, grads in expected.items()}) for i, grad in enumerate(given)]
+        fits = [
+            whose_mean(grad, {ranks: grads[i] for ranks, grads in expected.items()}) for i, grad in enumerate(given)
+        ]
         optimizer.step()
         note("gradients", step=step, before=before, after=alive(), fits=fits, weights=sha256(model.parameters()))
 
@@ -218,7 +220,7 @@ def train(name, victim, make, loss, *, hook=None, micro=1, tolerance=1e-5, **opt
         expected = means(local, {tuple(alive())})
         given = [torch.zeros_like(p) if p.grad is None else p.grad for p in plain.parameters()]
         fits += [
-            (step, i, bool(whose_mean(grad, {who: grads[i] for who, grads in expected.items()}, tolerance)))
+            (step, i, bool(whose_mean(grad, {ranks: grads[i] for ranks, grads in expected.items()}, tolerance)))
             for i, grad in enumerate(given)
         ]
         optimizer.step()
@@ -401,7 +403,7 @@ def works():
 
 
 def lose(name, call, victim, *, at_barrier=1, late=None):
-    """A rank dies within ``call``, at its ``at_barrier``-th barrier; rank ``late`` enters it late, after the failure."""
+    """A rank dies within ``call``, at its ``at_barrier``-th barrier; rank ``late`` enters after the failure."""
     dist.barrier()
     if me() == victim:
         die_at_barrier(at_barrier)
@@ -503,7 +505,7 @@ def messages():
     note("works", works=tried(works))
 
 
-def anybody(says, group=None):
+def any_rank(says, group=None):
     """Whether any rank says yes."""
     said = torch.tensor([float(says)])
     dist.all_reduce(said, dist.ReduceOp.MAX, group=group)
@@ -530,7 +532,7 @@ def groups():
     rounds = [tried(lambda: over(mine))]
     while me() < 3:
         rounds.append(tried(lambda: over(mine)))
-        if anybody(time.monotonic() > end, low):
+        if any_rank(time.monotonic() > end, low):
             break
     again = tried(lambda: over(mine))
     between = tried(lambda: over(pair)) if me() in (0, 3) else None
@@ -611,7 +613,7 @@ def at_random(seed, deaths):
             seen.append([number, answer])
         if number % 20 == 0:  # all ranks stop at the same one
             all_dead = len(alive()) == dist.get_world_size() - len(victims)
-            answer = tried(functools.partial(anybody, number >= last and all_dead))
+            answer = tried(functools.partial(any_rank, number >= last and all_dead))
             if "result" not in answer:
                 seen.append([number + 0.5, answer])
             elif answer["result"]:

@@ -65,12 +65,12 @@ class Cluster:
         return f"etcd://{','.join(f'127.0.0.1:{port}' for port in chosen)}/{job}"
 
     def start(self, number):
-        everybody = ",".join(f"m{n}=http://127.0.0.1:{port}" for n, port in enumerate(self._peers))
+        members = ",".join(f"m{n}=http://127.0.0.1:{port}" for n, port in enumerate(self._peers))
         peer, port = f"http://127.0.0.1:{self._peers[number]}", f"http://127.0.0.1:{self.ports[number]}"
         command = [self._program, "--name", f"m{number}", "--data-dir", str(self._folder / f"m{number}")]
         command += ["--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer]
         command += ["--listen-client-urls", port, "--advertise-client-urls", port]
-        command += ["--initial-cluster", everybody, "--unsafe-no-fsync", *self._options]
+        command += ["--initial-cluster", members, "--unsafe-no-fsync", *self._options]
         with (self._folder / f"m{number}.log").open("ab") as log:
             self._processes[number] = subprocess.Popen(command, stdout=log, stderr=log, env=_clean_env())
 

@@ -68,4 +68,6 @@ def assert_landed_for_good(report, *ranks):
     codes = exit_codes(report)
     assert {rank: codes.get(rank) for rank in ranks} == dict.fromkeys(ranks, -9)
     assert set(ranks) <= {e["rank"] for e in report["_events"] if e["event"] == "FaultFired"}
-    assert {e["rank"] for e in report["_events"] if e["event"] == "FailureSeen"} - set(ranks), "no worker detected their failure"
+    assert {e["rank"] for e in report["_events"] if e["event"] == "FailureSeen"} - set(ranks), (
+        "no worker detected their failure"
+    )

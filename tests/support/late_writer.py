@@ -1,8 +1,8 @@
-"""A worker of a job in which one is stopped while it adds, is considered dead, and wakes up in the middle of a later step.
+"""A worker of a job in which one is stopped while it adds, is considered dead, and wakes up during a later step.
 
 ``late_writer.py FOLDER [--reuse]``, started by mpirun. mpirun starts a wrapper, which forks the worker: once
-the wrapper is killed MPI reports a failure, while the stopped worker is still alive. With ``--reuse`` the survivors keep
-using memory that the stopped worker knows, which is forbidden.
+the wrapper is killed MPI reports a failure, while the stopped worker is still alive. With ``--reuse`` the survivors
+keep using memory that the stopped worker knows, which is forbidden.
 """
 
 import os

@@ -1,7 +1,7 @@
 """The reference: training in one process, in plain torch, written without Holdfast.
 
-All random numbers are seeded by their position in the computation. Slices are computed one by one, gradients are added by
-autograd's own ``+=`` in slice order, buffers are averaged over the slices. Holdfast must always end with these bits.
+All random numbers are seeded by their position in the computation. Slices are computed one by one, gradients are added
+by autograd's own ``+=`` in slice order, buffers are averaged over the slices. Holdfast must always end with these bits.
 """
 
 import contextlib

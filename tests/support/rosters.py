@@ -1,4 +1,4 @@
-"""Random scenarios for rosters: members agree, shrink, die, leave and join, over any store; and the invariants afterwards."""
+"""Random scenarios for rosters: members agree, shrink, die, leave and join, over any store; and their invariants."""
 
 import random
 import threading
@@ -147,7 +147,8 @@ def check(seen, parts, world, suspects=()):
 class Explored:
     """A store in this process that shows each member every change in order, with a random delay.
 
-    One thread runs at a time; whenever it reaches the store, the generator chooses the next one. A seed determines the run.
+    One thread runs at a time; whenever it reaches the store, the generator chooses the next one. A seed determines the
+    run.
 
     Args:
         seed: Seed of the generator.
@@ -174,7 +175,9 @@ class Explored:
             self.yield_(name, begins=True)
             try:
                 acts[name]()
-            except BaseException as error:  # whatever it is, the other threads must continue, and the test must report it
+            except (
+                BaseException
+            ) as error:  # whatever it is, the other threads must continue, and the test must report it
                 errors.append(error)
             self._leave(name)
 

@@ -4,13 +4,13 @@
     python tests/support/soak.py --runs 300             # a campaign, from --seed on
     python tests/support/soak.py --minutes 20
 
-A plan draws a model, replicated or split, an optimizer, additional features (clipping, a scaler, loader processes, ...), an
-exact strategy, the fabric, 2 to 8 workers, spares, whether failed workers are replaced, how mini-batches are sliced and
-gradients added, the straggler policy, and one to four faults: deaths of several kinds, workers that get stuck, are slow, or
-receive SIGTERM; in any phase, also simultaneously, during recovery, while a worker joins, and while a checkpoint is
-written. Some jobs are rescaled to more or fewer workers. In some plans the launcher receives SIGTERM or SIGKILL and the job
-is resumed, sometimes with another number of workers; some plans have two launchers, and the second one's node is lost. The
-result is checked by one hash, and by the account of all samples.
+A plan draws a model, replicated or split, an optimizer, additional features (clipping, a scaler, loader processes,
+...), an exact strategy, the fabric, 2 to 8 workers, spares, whether failed workers are replaced, how mini-batches are
+sliced and gradients added, the straggler policy, and one to four faults: deaths of several kinds, workers that get
+stuck, are slow, or receive SIGTERM; in any phase, also simultaneously, during recovery, while a worker joins, and while
+a checkpoint is written. Some jobs are rescaled to more or fewer workers. In some plans the launcher receives SIGTERM or
+SIGKILL and the job is resumed, sometimes with another number of workers; some plans have two launchers, and the second
+one's node is lost. The result is checked by one hash, and by the account of all samples.
 """
 
 import argparse
@@ -75,7 +75,7 @@ class Plan:
 
     @property
     def computes(self):
-        """Whether the script calls ``step.compute``, with a model whose slices may be batched, instead of the drawn model."""
+        """Whether to call ``step.compute``, with a model whose slices may be batched, instead of the drawn model."""
         return self.case[0] == "mlp" and random.Random(f"way of {self.seed}").random() < 0.5
 
     @property

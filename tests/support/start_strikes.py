@@ -1,8 +1,8 @@
 """Strikes at a job during its start: ``python tests/support/start_strikes.py [--seed S] [--plans N]``.
 
-A seed determines a plan: fabric, spares, the target (a worker, a watcher, mpirun, the launcher), the signal, and the time.
-The job must end within the start timeout and a minute, with the bits of the undisturbed run or with one line that gives the
-reason. It must leave nothing behind: no process, nothing in ``TMPDIR`` and in ``/dev/shm``.
+A seed determines a plan: fabric, spares, the target (a worker, a watcher, mpirun, the launcher), the signal, and the
+time. The job must end within the start timeout and a minute, with the bits of the undisturbed run or with one line that
+gives the reason. It must leave nothing behind: no process, nothing in ``TMPDIR`` and in ``/dev/shm``.
 """
 
 import argparse

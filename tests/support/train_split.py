@@ -149,7 +149,13 @@ if __name__ == "__main__":
     parser.add_argument("--note", type=Path, metavar="DIR", help="save the parts there before every step")
     parser.add_argument("--features", type=lambda text: tuple(text.split(",")) if text else (), default=())
     parser.add_argument("--shards", type=int, default=4)
-    parser.add_argument("--dies-evaluating", type=int, default=-1, metavar="RANK", help="the worker that dies while it evaluates the stages, in step 3")
+    parser.add_argument(
+        "--dies-evaluating",
+        type=int,
+        default=-1,
+        metavar="RANK",
+        help="the worker that dies while it evaluates the stages, in step 3",
+    )
     parser.add_argument("--no-recovery", action="store_true")
     parsed = parser.parse_args()
     if parsed.no_recovery:

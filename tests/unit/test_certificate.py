@@ -386,7 +386,7 @@ def test_a_worker_that_had_another_state_is_named_though_nothing_came_of_it(quie
     odd = [dataclasses.replace(r, link="0" * 32) if r is ends[2] else r for r in quiet]
 
     assert Certified(odd, "it").check() == []
-    assert [finding.what[:29] for finding in Certified(odd, "it").check_workers()] == ["worker 2 had another state th"]
+    assert [finding.what[:29] for finding in Certified(odd, "it").check_workers()] == ["worker 2 had a state that dif"]
 
 
 def test_a_run_without_a_certificate_is_refused(tmp_path):
@@ -461,7 +461,7 @@ def test_runs_with_and_without_faults_are_the_same_to_the_last_step(tmp_path, qu
             lambda quiet, ends: [dataclasses.replace(r, sha256="0" * 64) if r is ends[2] else r for r in quiet],
             f"B  step {reference.STEPS}: workers 0, 1, 2, 3 ended with different states",
         ),
-        (lambda quiet, ends: [dataclasses.replace(r, link="0" * 32) if r is ends[2] else r for r in quiet], "B  worker 2 had another state"),
+        (lambda quiet, ends: [dataclasses.replace(r, link="0" * 32) if r is ends[2] else r for r in quiet], "B  worker 2 had a state that differs"),
     ],
     ids=["gap", "other end", "other state"],
 )  # fmt: skip

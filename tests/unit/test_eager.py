@@ -266,4 +266,4 @@ def test_the_report_says_what_undo_took(tmp_path):
     assert said["undo_s"] > 0
     (line,) = [line for line in summary_lines(report) if line.startswith("update")]
     assert "overlapped: undo copies of" in line
-    assert "; 2 buckets taken back in" in line
+    assert "; 2 buckets rolled back in" in line

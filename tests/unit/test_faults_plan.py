@@ -82,7 +82,10 @@ def test_a_spec_says_what_happens_to_whom_and_when(spec, fault):
         ("maim:rank=1,step=2", f"the kind before the colon must be one of {', '.join(KINDS)}, got 'maim'"),
         ("kill:rank=1", "step is missing; rank and step are required"),
         ("kill:step=1", "rank is missing; rank and step are required"),
-        ("kill:rank=1,step=2,colour=red", "unknown key 'colour'; valid keys are rank, step, phase, bucket, slice, seconds"),
+        (
+            "kill:rank=1,step=2,colour=red",
+            "unknown key 'colour'; valid keys are rank, step, phase, bucket, slice, seconds",
+        ),
         ("kill:rank=1,step=2,", "unknown key ''; valid keys are rank, step, phase, bucket, slice, seconds"),
         ("kill:rank=,step=2", "rank needs a value, as in rank=1"),
         ("kill:rank,step=2", "rank needs a value, as in rank=1"),

@@ -279,11 +279,11 @@ def test_in_a_pipeline_of_two_chains_the_holder_alone_is_altered(tmp_path):
     [
         (
             "flip:rank=1,step=3,target=weights,at=fc",
-            "at must equal, be a prefix of or match one of 0.weight, 0.bias, 2.weight, 2.bias, got 'fc'",
+            "at must equal, prefix or match one of 0.weight, 0.bias, 2.weight, 2.bias, got 'fc'",
         ),
         (
             "flip:rank=1,step=3,target=activations,at=9",
-            "at must equal, be a prefix of or match one of model, 0, 1, 2, got '9'",
+            "at must equal, prefix or match one of model, 0, 1, 2, got '9'",
         ),
         (
             "flip:rank=1,step=3,target=handover",

@@ -504,7 +504,10 @@ def test_a_stage_that_is_lost_with_its_mirror_takes_all_back_to_what_was_saved_a
     train(session)
 
     assert recovered(tmp_path) == [("load", (1, 2), 4 - step)]
-    assert f"no surviving worker holds part 1 of the model: all workers roll back to step {step}" in capsys.readouterr().err
+    assert (
+        f"no surviving worker holds part 1 of the model: all workers roll back to step {step}"
+        in capsys.readouterr().err
+    )
     check_bits(model, session)
 
 
@@ -749,9 +752,7 @@ def test_a_handover_where_nothing_is_split_is_refused():
         model, torch.optim.SGD(model.parameters()), workers=2, faults=faults("kill:rank=1,step=1,phase=handover")
     )
 
-    with pytest.raises(
-        ConfigError, match="handover, rehome, mirror exist only for a Pipeline or Sharded model"
-    ):
+    with pytest.raises(ConfigError, match="handover, rehome, mirror exist only for a Pipeline or Sharded model"):
         next(session.steps(dataset(), BATCH))
 
 

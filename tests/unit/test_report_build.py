@@ -562,7 +562,7 @@ def test_a_newcomer_is_told_of_in_words():
 
     assert lines[0] == (
         "Worker 1 of 4 was killed at step 5; training resumed after 100 ms. Worker 4 joined at step 8. "
-        "The four members at the end ended with the same bits. Every sample counted exactly once."
+        "The four remaining workers ended with the same bits. Every sample counted exactly once."
     )
     assert "4 of 5 workers finished" in lines[1]
     assert "worker 4 joined at step 8; the other workers waited 13 ms" in lines
@@ -576,7 +576,7 @@ def test_a_worker_that_left_in_order_is_no_failure():
     assert report["steps_redone"] == 0
     assert headline(report) == (
         "4 workers trained for 10 steps and none was lost. Worker 1 left before step 5, after SIGTERM. "
-        "The three members at the end ended with the same bits. Every sample counted exactly once."
+        "The three remaining workers ended with the same bits. Every sample counted exactly once."
     )
 
 
@@ -685,8 +685,9 @@ def test_a_straggler_is_named_with_its_score():
     report = report_of([*undisturbed(), slow])
 
     assert report["stragglers"] == [{"rank": 2, "step": 4, "t_s": 1.5, "score": 3.14, "policy": "rebalance"}]
-    assert "worker 2 was slow at step 4: it takes 3.1 times as long as the other workers; it gets fewer slices" in summary_lines(
-        report
+    assert (
+        "worker 2 was slow at step 4: it takes 3.1 times as long as the other workers; it gets fewer slices"
+        in summary_lines(report)
     )
 
 

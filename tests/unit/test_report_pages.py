@@ -521,7 +521,9 @@ def test_a_report_that_was_damaged_anywhere_has_its_page_or_one_clear_line(tmp_p
 
     assert complaints
     assert not any("ConfigError" in said for said in complaints), "said twice"
-    assert all("not in the form that Holdfast writes, " in said and said.endswith("edited, or cut?") for said in complaints)
+    assert all(
+        "not in the form that Holdfast writes, " in said and said.endswith("edited, or cut?") for said in complaints
+    )
 
 
 def test_report_of_nothing_is_a_wrong_setting(tmp_path):

@@ -76,7 +76,7 @@ class Rebuilding:
 
 @dataclass(slots=True)
 class Live:
-    """Settings that can change while the job runs; equal at all workers. Only :mod:`holdfast.engine.live_config` writes them.
+    """Settings that can change during the job; equal at all workers. Written by :mod:`holdfast.engine.live_config` only.
 
     Args:
         strategy: The recovery strategy.
@@ -168,12 +168,12 @@ class Told:
 
 @dataclass(slots=True)
 class Rebuilds:
-    """Rebuilds of the application in this process. Written by :mod:`holdfast.session.reinit_context` and during recoveries.
+    """Rebuilds of the application in this process. Written by :mod:`holdfast.session.reinit_context` and in recoveries.
 
     Args:
         count: Number of rebuilds.
         current: The rebuild in progress, from teardown until training resumes.
-        snapshot: The state at the failure, kept until the next step is committed because a worker may need it until then.
+        snapshot: The state at the failure, kept until the next commit because a worker may need it until then.
     """
 
     count: int = 0
@@ -187,7 +187,7 @@ class Platform:
 
     Args:
         kind: Properties of the platform that decide result bits, see :mod:`holdfast.state.platform`.
-        given_up: Why bit-exactness no longer holds across different platforms, as far as this worker knows; "" if it holds.
+        given_up: Why bit-exactness no longer holds across platforms, as known to this worker; "" if it holds.
     """
 
     kind: dict[str, str] = field(default_factory=dict)

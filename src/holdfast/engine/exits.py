@@ -1,7 +1,7 @@
 """How a worker must end when no launcher watches it (``mpirun --with-ft ulfm -n 4 python train.py``).
 
-Open MPI reports a killed process to its peers. It does not report one that ends with a non-zero exit code, such as after
-an exception; the peers would wait for it forever. An exception is also a bug of the script and not a failure to
+Open MPI reports a killed process to its peers. It does not report one that ends with a non-zero exit code, such as
+after an exception; the peers would wait for it forever. An exception is also a bug of the script and not a failure to
 survive, so it ends the job. ``MPI_Abort`` cannot be used: with fault tolerance it was observed to hang.
 """
 

@@ -38,7 +38,7 @@ class FaultPoints:
 
         Args:
             phase: The phase.
-            bucket: In an all-reduce: the bucket reduced before it. In ``handover``, a part of the forward pass: the slice.
+            bucket: In an all-reduce: the bucket reduced before it. In ``handover`` (forward pass): the slice.
         """
         if phase in PHASES:
             self._log.mark(phase)

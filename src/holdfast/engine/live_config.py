@@ -1,9 +1,9 @@
 """Live reconfiguration: changes requested in a file and applied by all workers before the same step.
 
-The user or a tool appends lines to ``requests.jsonl``. When the lead sees a new line, it says so in the commit vote. Before
-the next step the worker that has read the most lines broadcasts the new ones, and they take effect once every worker knows
-that all workers have them. Each line is applied once; its number is its position in the file. The count of applied lines is
-part of the training state: a worker that loads an older checkpoint replays the later lines.
+The user or a tool appends lines to ``requests.jsonl``. When the lead sees a new line, it says so in the commit vote.
+Before the next step the worker that has read the most lines broadcasts the new ones, and they take effect once every
+worker knows that all workers have them. Each line is applied once; its number is its position in the file. The count of
+applied lines is part of the training state: a worker that loads an older checkpoint replays the later lines.
 """
 
 from __future__ import annotations

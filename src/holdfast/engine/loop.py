@@ -265,7 +265,7 @@ class Run:
         if said.step.differs:
             raise InternalError(f"workers voted on different steps, {said.step.smallest} and {said.step.largest}")
         if self._watch.read(step, said.guard):
-            self._recovery.see_corruption(redone_steps=int(not self._watch.corrupt))  # the other votes are repeated when the step is retried
+            self._recovery.see_corruption(redone_steps=int(not self._watch.corrupt))  # a retry repeats the other votes
             return False
         if self._certificate is not None:
             self._certificate.read(step, said.parts)
@@ -348,14 +348,14 @@ class Run:
         raise CheckpointError(f"training stops before step {step}, but its state could not be saved: {why}")
 
     def _stop_alone(self, lost: StoreLost) -> NoReturn:
-        """Save the state before the step in progress, unless it is saved already, and stop: the membership store is lost.
+        """Save the state before the step in progress, unless it is saved, and stop: the membership store is lost.
 
         If the launcher is alive, other workers may still reach the store and continue. Then only this worker ends.
         """
         world, run_dir = self._world, self._world.settings.run_dir
         has_begun = self._status.announced and self._protocol.progress.completed >= 0
         if has_begun and not launcher_is_gone(run_dir):
-            self._log.warn(f"{lost}; this worker can no longer take part in agreements, so it kills itself and counts as failed")
+            self._log.warn(f"{lost}; without agreements this worker cannot continue, so it kills itself")
             kill_self()
         if not has_begun or not self._replica.is_replicated:  # a single worker does not hold the whole state
             raise lost

@@ -36,7 +36,7 @@ class Recovering:
             self._log.mark("recovery")
 
     def expect(self, newcomers: Sequence[int]) -> None:
-        """Note the newcomers. A newcomer does so too, because the others may die before they write the record."""
+        """Note the newcomers. A newcomer does so too, as the other workers may die before they write it."""
         if self.now is None or self._world.comm.here[0] in newcomers:
             self.now = Recovery(tuple(rank for rank in self._world.comm.members if rank not in newcomers))
         self.now.decision = "grow"

@@ -95,7 +95,7 @@ class Status:
     Args:
         heard: Flags from commit votes; a worker that missed a vote receives them when progress is shared.
         save_due: A checkpoint was requested; set from a step's commit vote until the step is durable.
-        outcome: ``"done"``, ``"stopped"`` (on request), ``"gave-up"`` (too few workers) or ``"left"`` (the job continues).
+        outcome: ``"done"``, ``"stopped"`` (on request), ``"gave-up"`` (too few workers) or ``"left"`` (after SIGTERM).
         announced: The loop's first step was begun, and the start was recorded.
     """
 

@@ -113,7 +113,7 @@ class RunLog:
         self.write_last_step()
 
     def _whole_hashed(self, step: int, link: Link) -> None:
-        """The whole state was hashed. In a model that is split each worker writes its parts, otherwise the lead writes."""
+        """The whole state was hashed. In a split model each worker writes its parts, otherwise the lead writes."""
         if all(hashed.parts for hashed in link.tensors):
             self.hashed(step, link.before, link.tensors)
             return
@@ -208,7 +208,7 @@ class RunLog:
             )
         )
         if is_training:
-            self.warn(f"the values found in step {found_at} were recomputed with the same bits: they come from the training itself")
+            self.warn(f"step {found_at} gave the same bits again: the values found come from the training itself")
 
     # -- checkpoints, the end
 

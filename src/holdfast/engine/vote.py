@@ -1,13 +1,14 @@
 """The commit vote: a few integers that all workers reduce at the end of a step, each with its name and its reduction.
 
 A vote is a dataclass, and the order of its fields is the order of the integers. Every integer is encoded so that *one*
-reduction, the maximum, gives the reduction of its field: the largest value directly, the smallest by its complement, "any" as a
-number other than 0. A field that is None is not sent. The settings and the step decide which, so all workers send the same.
+reduction, the maximum, gives the reduction of its field: the largest value directly, the smallest by its complement,
+"any" as a number other than 0. A field that is None is not sent. The settings and the step decide which.
 
-Transport: up to :data:`~holdfast.comm.allreduce.shm.MAX_INTEGERS` (15) integers go through shared memory at no cost. More go as
-a message, which any fabric can carry and which takes a round trip. For a replicated model the largest vote has 15: 6 of the
-guard, 9 of the loop. For a split model the certificate adds 2, and 2 for *each* part in a step that hashes the whole state
-(:data:`~holdfast.integrity.hash_chain.WHOLE_EVERY`): that is the one vote that is sent as a message, once in 256 steps.
+Transport: up to :data:`~holdfast.comm.allreduce.shm.MAX_INTEGERS` (15) integers go through shared memory at no cost.
+More go as a message, which any fabric can carry and which takes a round trip. For a replicated model the largest vote
+has 15: 6 of the guard, 9 of the loop. For a split model the certificate adds 2, and 2 for *each* part in a step that
+hashes the whole state (:data:`~holdfast.integrity.hash_chain.WHOLE_EVERY`): that is the one vote that is sent as a
+message, once in 256 steps.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ def as_any(yes: int = 1) -> Any:
 
 
 class Ballot:
-    """A dataclass that is reduced field by field: an integer, another ballot, a sequence of ballots, or None (not sent)."""
+    """A dataclass that is reduced field by field: integers, other ballots, sequences of ballots, or None (not sent)."""
 
     __slots__ = ()
 
@@ -157,11 +158,11 @@ class CommitVote(Ballot):
 
     Args:
         guard: See :class:`GuardVote`.
-        parts: Digests of the parts of a split model that the certificate hashes in this step; empty for a replicated model.
+        parts: Digests of the parts of a split model that the certificate hashes in this step; empty if replicated.
         step: The step voted on, equal everywhere.
         stop: A script asked to stop after this step.
         leave: A worker was asked to leave in a way that stops all workers.
-        change: A worker waits to join, or was asked to leave while the others continue.
+        change: A worker waits to join, or was asked to leave while the job continues.
         stays: This worker was not asked to leave.
         has_store: This worker reaches the membership store.
         ask: The lead knows of change requests for the running job.

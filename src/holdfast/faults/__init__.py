@@ -1,1 +1,1 @@
-"""Fault injection: fault plans (:mod:`~holdfast.faults.plan`) and how faults are carried out (:mod:`~holdfast.faults.process`)."""
+"""Fault injection: fault plans (:mod:`~holdfast.faults.plan`) and their execution (:mod:`~holdfast.faults.process`)."""

@@ -99,10 +99,10 @@ class Alteration:
     finite: bool = False
     """An alteration that would make a finite value infinite or NaN is redrawn."""
     law: str = "bits"
-    """What is drawn uniformly. ``bits``: every eligible bit is equally likely, so a wide value is hit more often than a narrow
-    one. ``values``: first a value, then one of its bits. ``tensors``: first a tensor, whatever its size, then one of its bits,
-    as the injector of 2022 draws. If whole values are drawn (``percent``, ``burst``, ``mask``, ``scale``), ``bits`` and
-    ``values`` are the same."""
+    """What is drawn uniformly. ``bits``: every eligible bit is equally likely, so wide values are hit more often.
+    ``values``: first a value, then one of its bits. ``tensors``: first a tensor, whatever its size, then one of its
+    bits, as the injector of 2022 draws. If whole values are drawn (``percent``, ``burst``, ``mask``, ``scale``),
+    ``bits`` and ``values`` are the same."""
     seed: int = 0
     """The same seed and places give the same alterations."""
 
@@ -226,7 +226,7 @@ def draw(values: Values, alteration: Alteration) -> list[Change]:
 
 
 class _Sites:
-    """All sites that can be altered, numbered within each place: by value, and by the bit at which the pattern begins."""
+    """All sites that can be altered, numbered within each place: by value, and by the first bit of the pattern."""
 
     def __init__(self, places: Sequence[Place], alteration: Alteration) -> None:
         self._alteration = alteration
@@ -378,7 +378,7 @@ def _parts(numbers: NDArray[np.int64], starts: NDArray[np.int64]) -> list[tuple[
 def _rising(rng: np.random.Generator, count: int, total: int) -> NDArray[np.int64]:
     """Return up to ``count`` distinct numbers below ``total`` in ascending order, every set of them equally likely.
 
-    Scaled cumulative sums of exponential gaps are ordered uniform numbers, so no sort is needed. Duplicates are dropped.
+    Scaled cumulative sums of exponential gaps are ordered uniform numbers, so no sort is needed. Duplicates go.
     """
     if count * 4 > total:
         return np.sort(rng.choice(total, count, replace=False, shuffle=False))

@@ -1,7 +1,7 @@
 """Number formats in memory: the meaning of each bit of a value.
 
 Bits are counted from the least significant one, as in the papers: the sign of a float32 is bit 31, and bit 30, the
-highest of its exponent, is the *critical* bit (float16: 14, float64: 62). The injector of 2022 counts from the other end.
+highest of its exponent, is the *critical* bit (float16: 14, float64: 62). The 2022 injector counts from the other end.
 """
 
 from __future__ import annotations

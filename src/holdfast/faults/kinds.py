@@ -23,7 +23,7 @@ OF_NODES = ("nodeloss", "partition")
 KINDS = (*OF_WORKERS, FLIP, *OF_NODES)
 PHASES = ("forward", "backward", "allreduce", "optimizer", "recovery", "checkpoint", "rejoin")
 SPLIT_PHASES = ("handover", "rehome", "mirror")
-"""Phases of split models: before a worker hands a slice over, when parts move to other workers, while standbys are updated."""
+"""Phases of split models: before a slice is handed over, when parts move, while standbys are updated."""
 
 NOBODY = -1
 """The rank of a fault that strikes a node, until the node's first worker is known."""
@@ -45,24 +45,24 @@ class Fault:
     """One planned failure.
 
     Args:
-        kind: ``kill``: the process ends by SIGKILL; ``oom``: the same, sent from outside, as by the kernel; ``segfault``:
-            by SIGSEGV. ``hang``: the process is stopped (SIGSTOP); ``gil``: a thread holds the GIL; ``spin``: the worker
-            busy-waits; ``deadlock``: it waits for a lock that it holds. ``slow``: the step takes ``seconds`` longer.
-            ``leave``: it receives SIGTERM, as on a preempted node. In ``checkpoint`` it strikes whichever thread writes
-            the manifest. ``nodeloss``: all processes of a node end by SIGKILL at the same time, including its launcher;
-            ``partition``: the network of a node is cut. The node's launcher carries both out. ``flip``: values are
-            altered.
-        rank: The worker that it strikes; ranks are numbers of the initial job, kept for life. With ``node``: that node's
-            first worker, which triggers the fault, or :data:`NOBODY` until that worker is known.
+        kind: ``kill``: the process ends by SIGKILL; ``oom``: the same, sent from outside, as by the kernel;
+            ``segfault``: by SIGSEGV. ``hang``: the process is stopped (SIGSTOP); ``gil``: a thread holds the GIL;
+            ``spin``: the worker busy-waits; ``deadlock``: it waits for a lock that it holds. ``slow``: the step takes
+            ``seconds`` longer. ``leave``: it receives SIGTERM, as on a preempted node. In ``checkpoint`` it strikes
+            whichever thread writes the manifest. ``nodeloss``: all processes of a node end by SIGKILL at the same time,
+            including its launcher; ``partition``: the network of a node is cut. The node's launcher carries both out.
+            ``flip``: values are altered.
+        rank: The worker that it strikes; ranks are numbers of the initial job, kept for life. With ``node``: that
+            node's first worker, which triggers the fault, or :data:`NOBODY` until that worker is known.
         step: The step, counted from 0.
         phase: The phase of the step, one of :data:`PHASES` or :data:`SPLIT_PHASES`.
         bucket: Only with ``allreduce``: the fault strikes after this bucket was reduced, in the middle of the next
             all-reduce. None: in the middle of the step's first all-reduce. A flip of a ``message`` strikes in the
             all-reduce of this bucket.
-        seconds: Duration, 0.001 to 1,000,000. Required for ``slow``; not allowed for kinds that end a process or make it
-            leave; other kinds last forever without it.
-        node: The node that it strikes, for the kinds of :data:`OF_NODES`; None for the others.
-        flip: The alteration, for the kind ``flip``; None for the others. Its target determines the phase.
+        seconds: Duration, 0.001 to 1,000,000. Required for ``slow``; not allowed for kinds that end a process or make
+            it leave; other kinds last forever without it.
+        node: The node that it strikes, for the kinds of :data:`OF_NODES`; None for other kinds.
+        flip: The alteration, for the kind ``flip``; None for other kinds. Its target determines the phase.
         slice: Only with ``handover``: the fault strikes between two slices, when the worker has handed over those before
             this one and has not begun it. None: before the first.
 
@@ -170,9 +170,9 @@ def fault_from_json(fields: Any) -> Fault:
 def parse(spec: str) -> Fault:
     """Parse an argument of ``--inject``: ``KIND:rank=1,step=20[,phase=allreduce[,bucket=2]][,seconds=0.5]``.
 
-    With ``phase=handover`` there may be ``slice=2`` instead of ``bucket=2``. The kinds of :data:`OF_NODES` take ``node=1``
-    instead of ``rank=1``. A flip is ``flip:rank=1,step=20,target=weights`` with the keys of :mod:`~holdfast.faults.flip`;
-    for a ``message`` the bucket defaults to 0.
+    With ``phase=handover`` there may be ``slice=2`` instead of ``bucket=2``. The kinds of :data:`OF_NODES` take
+    ``node=1`` instead of ``rank=1``. A flip is ``flip:rank=1,step=20,target=weights`` with the keys of
+    :mod:`~holdfast.faults.flip`; for a ``message`` the bucket defaults to 0.
 
     Raises:
         ConfigError: if it is malformed; the message is one line that begins with the spec.

@@ -24,7 +24,7 @@ def chosen(named: Mapping[str, Any], patterns: Sequence[str]) -> dict[str, Any]:
         if not any(_fits(path, pattern) for path in named):
             shown = ", ".join(list(named)[:8]) + (", ..." if len(named) > 8 else "")
             raise NotAllowed(
-                "{at} must equal, be a prefix of or match one of {}, got {!r}", shown or "no name: there is nothing", pattern
+                "{at} must equal, prefix or match one of {}, got {!r}", shown or "no name: there is nothing", pattern
             )
     return {path: what for path, what in named.items() if not patterns or any(_fits(path, p) for p in patterns)}
 

@@ -85,7 +85,7 @@ class FaultPlan:
     ) -> tuple[int, Fault] | None:
         """Return the fault that strikes here, with its number; None if there is none.
 
-        The arrival of a newcomer cannot be predicted, so a fault in ``rejoin`` strikes at the first one from its step on.
+        The arrival of a newcomer cannot be predicted, so a fault in ``rejoin`` strikes at the first from its step on.
 
         Call this at every phase of every step; it costs at most one dict lookup.
 

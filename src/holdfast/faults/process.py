@@ -134,7 +134,7 @@ class PlannedFaults(Injector):
 
 
 def ask_launcher(request: Path, step: int) -> None:
-    """Let the launcher strike this node, by writing the file ``request``, and wait until the launcher has removed the file."""
+    """Ask the launcher by the file ``request`` to strike this node, and wait until it has removed the file."""
     draft = request.with_suffix(".draft")
     draft.write_text(str(step))
     draft.replace(request)

@@ -1,4 +1,4 @@
-"""Altering tensors in place: :class:`~holdfast.faults.alteration.Values` over live tensors, on the CPU or an accelerator.
+"""Altering tensors in place: :class:`~holdfast.faults.alteration.Values` over live CPU or accelerator tensors.
 
 Writes bypass autograd: the version counter does not change, so a backward pass computes with the altered values, as it
 would after a hardware fault.
@@ -95,8 +95,8 @@ def alter(named: Mapping[str, torch.Tensor], flip: Flip) -> tuple[list[dict[str,
 def listed(places: Sequence[Place], changes: Sequence[Change], scale: float | None = None) -> list[dict[str, Any]]:
     """Return the first :data:`MOST_LISTED` altered values, one entry for each flip.
 
-    An entry has ``path``, ``index`` in row-major order, ``bit`` from the least significant one, and the value ``before``
-    and ``after`` all of its flips; an infinite value or NaN is text, the hexadecimal digits of its bits.
+    An entry has ``path``, ``index`` in row-major order, ``bit`` from the least significant one, and the value
+    ``before`` and ``after`` all of its flips; an infinite value or NaN is text, the hexadecimal digits of its bits.
 
     Args:
         places: The places of the changes.

@@ -1,4 +1,4 @@
-"""The beacon: a small memory-mapped file that shows what a worker was doing when it died. Each update costs one store."""
+"""The beacon: a small memory-mapped file that shows what a worker was doing when it died. An update costs one store."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Position:
         applied: Steps that this worker has applied, or begun to apply.
         busy: The script announced an operation that may take long.
         waits: The worker waits for other workers.
-        compute_s: Seconds that this worker takes to compute a slice, the median over its last steps; 0 before the first.
+        compute_s: Seconds that this worker takes to compute a slice, the median over its last steps; 0 before any.
         in_vain: Consecutive recoveries after which the members were unchanged, without a step applied since.
     """
 
@@ -77,7 +77,7 @@ class Beacon:
     """The state of a worker, which other processes can read at any time, also after its death.
 
     Layout, little-endian int64: beats, step, slice, phase, pid, applied, number of samples, samples; pulse, busy, waits; and
-    as float64 the compute seconds; recoveries in vain. Each field is written by one thread, so no thread waits for another.
+    as float64 the compute seconds; recoveries in vain. Each field is written by one thread, so none waits.
     """
 
     MAX_SAMPLES = 500
@@ -91,9 +91,7 @@ class Beacon:
         draft.write_bytes(bytes(self._SIZE))
         with draft.open("r+b") as file:
             self._map = mmap.mmap(file.fileno(), self._SIZE)
-        draft.replace(
-            path
-        )  # an existing file may still be written to, so it must not be truncated under its writer
+        draft.replace(path)  # an existing file may still be written to, so it must not be truncated under its writer
         self._beats = 0
         self._applied = 0
         self._pulses = 0

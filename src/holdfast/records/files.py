@@ -42,8 +42,8 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 class FileRecorder:
     """Appends JSON lines to ``path``. Training must not stop for a full disk: records that cannot be written are dropped.
 
-    Space is reserved beyond the end of the file. A disk that fills up then costs some of the many lines about steps, and
-    not those about failures and the end of a worker, on which the launcher acts.
+    Space is reserved beyond the end of the file. A disk that fills up then costs some of the many lines about steps,
+    and not those about failures and the end of a worker, on which the launcher acts.
 
     Raises:
         ConfigError: if the file cannot be opened.

@@ -18,7 +18,7 @@ class Record:
 
     Args:
         t_s: Seconds since the launcher started the job.
-        rank: The rank that wrote it; for :class:`FaultFired` and :class:`WorkerEnded`, the rank it is about; -1 is the launcher.
+        rank: The rank that wrote it; for :class:`FaultFired` and :class:`WorkerEnded`, its subject; -1: the launcher.
         step: The step in progress, -1 if there is none.
     """
 
@@ -39,9 +39,9 @@ class RunStarted(Record):
     script without one. It knows neither the model nor a plan: the planned values, the buckets and the parameters are 0.
 
     ``link`` is the hash-chain link of the previous step (see :mod:`holdfast.integrity.hash_chain`):
-    :data:`holdfast.integrity.hash_chain.GENESIS` at the start of the chain, "" without a chain. ``kind`` is the worker's
-    platform, see :mod:`holdfast.state.platform`; it is not determined under ``torch.distributed``. ``given_up`` says how the
-    platform of another worker, or of the loaded checkpoint's writer, differs; "" if none differs.
+    :data:`holdfast.integrity.hash_chain.GENESIS` at the start of the chain, "" without a chain. ``kind`` is the
+    worker's platform, see :mod:`holdfast.state.platform`; it is not determined under ``torch.distributed``.
+    ``given_up`` says how the platform of another worker, or of the loaded checkpoint's writer, differs, or "".
     """
 
     fabric: str
@@ -65,7 +65,7 @@ class RunStarted(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepCommitted(Record):
-    """The optimizer ran for ``step``. Written by the lead (the lowest rank alive); a new lead writes its last step again.
+    """The optimizer ran for ``step``. Written by the lead (lowest rank alive); a new lead writes its last step again.
 
     Args:
         samples: Samples whose gradients are in the step; 0 under ``torch.distributed``, where this is unknown.
@@ -94,12 +94,12 @@ class StepCommitted(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateHashed(Record):
-    """The whole state of ``rank`` before ``step``: every :data:`holdfast.integrity.hash_chain.WHOLE_EVERY` steps, and at the end.
+    """The state of ``rank`` before ``step``: each :data:`holdfast.integrity.hash_chain.WHOLE_EVERY` steps, and at the end.
 
     Args:
         link: The link of the previous step, as this worker itself computed it.
-        tensors: Digests by path: ``parameter``, ``parameter/key of the optimizer's state`` or ``buffer``. Written by the
-            lead only, at the end by all. In a split model each worker writes those of the parts that it holds.
+        tensors: Digests by path: ``parameter``, ``parameter/key of the optimizer's state`` or ``buffer``. Written by
+            the lead only, at the end by all. In a split model each worker writes those of the parts that it holds.
         part: The hashed part of a split model; -1 if the model is not split.
         parts: Number of parts, 0 if the model is not split.
     """
@@ -189,11 +189,11 @@ class Reinitialised(Record):
     """``rank`` has rebuilt its application in the same process and resumes. Written with :class:`Recovered`.
 
     Args:
-        source: The state it resumes from: ``"own"`` or ``"root"``, a snapshot taken at the failure, or ``"checkpoint"``,
-            which also stands for the initial state if there is no checkpoint.
+        source: The state it resumes from: ``"own"`` or ``"root"``, a snapshot taken at the failure, or
+            ``"checkpoint"``, which also stands for the initial state if there is no checkpoint.
         form: ``"survivors"`` if fewer workers resume than the job wants, ``"replaced"`` if spares have filled the gaps.
         snapshot_s: Time to discard the step in progress, and to take the snapshot if one was taken here, in seconds.
-        rebuild_s: From then until the new session was connected: the old application is torn down, ``main`` builds a new one.
+        rebuild_s: From then until the new session was connected: ``main`` builds the application again.
         load_s: From then until the state was loaded, including the wait for the slowest worker.
         generation: As in :class:`Recovered`.
     """
@@ -232,8 +232,8 @@ class CorruptionHealed(Record):
         ranks: Ranks whose history was first not reproduced: they were at fault. Empty if all had computed the same.
         found_at: The step in which corruption was found.
         went_back_to: The step to which all workers rolled back.
-        source: ``"snapshot"``, from memory, ``"checkpoint"`` or ``"beginning"``; ``"step"``: no worker's state was wrong,
-            and the step was retried.
+        source: ``"snapshot"``, from memory, ``"checkpoint"`` or ``"beginning"``; ``"step"``: no worker's state was
+            wrong, and the step was retried.
         is_training: The same bits were recomputed, so training itself causes them, such as by too high a learning rate.
     """
 
@@ -276,7 +276,7 @@ class PartsHeld(Record):
         backups: Parts that it held as a delta standby, in a state some steps old.
         computes_bytes: Size of the parts that it computed.
         mirrors_bytes: Size of its hot standbys.
-        copies_bytes: Size of its delta standbys, and of the references from which it computes updates for those of others.
+        copies_bytes: Size of its delta standbys, and of the references from which it computes their updates.
     """
 
     computes: tuple[int, ...]
@@ -314,7 +314,7 @@ class UpdatedEagerly(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlicesTried(Record):
-    """``rank`` knows whether it can batch the slices of a step into one pass; see :meth:`holdfast.session.step.Step.compute`.
+    """Whether ``rank`` can batch a step's slices into one pass is known; see :meth:`holdfast.session.step.Step.compute`.
 
     Args:
         samples: Samples of each slice.
@@ -384,8 +384,8 @@ class Finished(Record):
 
     Args:
         outcome: ``"done"``; ``"stopped"`` on request (SIGTERM) with its state saved; ``"gave-up"`` for too few workers.
-        sha256: Hash over all parameters and buffers, in path order, little-endian bytes; "" under ``torch.distributed``,
-            where it is unknown and all following fields are 0 or empty.
+        sha256: Hash over all parameters and buffers, in path order, little-endian bytes; "" under
+            ``torch.distributed``, where it is unknown and all following fields are 0 or empty.
         state_sha256: Hash over these and the optimizer state.
         planned: Samples of the plan up to the last step.
         committed: Samples of the plan that contributed to the weights exactly once.
@@ -394,6 +394,7 @@ class Finished(Record):
         checkpoint: Where the state was saved, or "".
         link: The link of the last step, as this worker itself computed it, or "".
     """
+
     outcome: str
     sha256: str
     state_sha256: str

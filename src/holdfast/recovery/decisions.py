@@ -27,7 +27,7 @@ DECISIONS = {
     "stop": Decision(sentence="too few workers: saving at step {step}"),
     "grow": Decision(sentence="the membership changed"),
 }
-"""By the name used in :class:`~holdfast.records.types.Recovered`. ``grow``: the membership changed and nothing failed."""
+"""By the name in :class:`~holdfast.records.types.Recovered`. ``grow``: the membership changed and nothing failed."""
 
 
 def decision_of(name: str) -> Decision:

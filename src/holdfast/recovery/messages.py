@@ -1,4 +1,4 @@
-"""Inputs and outputs of the protocol and of a strategy: what happened (:class:`Event`) and what to do (:class:`Action`).
+"""Inputs (:class:`Event`: what happened) and outputs (:class:`Action`: what to do) of the protocol and of a strategy.
 
 They never leave the process. A worker's progress is one number, ``completed``: the collectives of training that it has
 completed. A step with ``num_buckets`` buckets has ``num_buckets + 1`` collectives; the last one is the commit vote.
@@ -18,7 +18,7 @@ JOINING = -2
 
 
 class Note(enum.IntFlag):
-    """Flags that workers exchange besides gradients: in the commit vote of a step, or with their progress in a recovery.
+    """Flags that workers exchange besides gradients: in commit votes, or with their progress in a recovery.
 
     The values are sent between workers and stored in snapshots, so they never change.
     """
@@ -30,7 +30,7 @@ class Note(enum.IntFlag):
     SAVE = 4
     """The lead wanted a checkpoint after the last committed step."""
     CHANGE = 8
-    """A worker waits to join, or received SIGTERM and leaves while the others continue."""
+    """A worker waits to join, or received SIGTERM and leaves while the job continues."""
     ASK = 16
     """The lead knows of change requests for the running job."""
     CALM = 32
@@ -102,7 +102,7 @@ class StepClosed(Event):
 
 @dataclass(frozen=True, slots=True)
 class CorruptionSeen(Event):
-    """The commit vote completed here and reported a corrupt state or message: no worker commits the step, all regroup."""
+    """The commit vote reported a corrupt state or message: no worker commits the step, all regroup."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,7 +305,7 @@ class LoadCheckpoint(Action):
 class Reinitialise(Action):
     """Take a snapshot if the strategy needs one, tear the application down and rebuild it. Loading follows.
 
-    No worker sends anything meanwhile. A worker that has rebuilt waits for the others where all of them load.
+    No worker sends anything meanwhile. A worker that has rebuilt waits for its peers where all of them load.
     """
 
 

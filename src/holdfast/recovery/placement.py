@@ -1,10 +1,10 @@
 """Placement of a split model: which worker holds which part, and how parts move when workers fail or join. Pure.
 
 A *part* is a stage of a pipeline or a shard. A *chain* is a complete model replica: one worker for each part. Several
-chains are replicas of each other, and the same part in another chain is its *twin*. A *mirror* is a hot standby: it holds
-a part and applies the same steps to it, but computes nothing with it. A worker that has a part is its *holder*, and any
-surviving holder can send it. A *backup* is a delta standby and not a holder: it has the part in a state some steps old,
-and can restore it if no holder survives.
+chains are replicas of each other, and the same part in another chain is its *twin*. A *mirror* is a hot standby: it
+holds a part and applies the same steps to it, but computes nothing with it. A worker that has a part is its *holder*,
+and any surviving holder can send it. A *backup* is a delta standby and not a holder: it has the part in a state some
+steps old, and can restore it if no holder survives.
 
 All workers know the placement and the members, so they derive the same new placement without a message. Parts are sent
 first; the new placement takes effect once every worker knows that every worker has its parts.
@@ -136,10 +136,10 @@ def first_homes(shape: Shape, members: Sequence[int]) -> Homes:
 def new_homes(shape: Shape, homes: Homes, members: Sequence[int]) -> Homes:
     """Return the placement for the surviving ``members`` that moves little data.
 
-    A failed worker is replaced, in this order of preference, by an idle holder of the part, by an idle worker, by a busy
-    holder of the part, by the worker that computes the fewest parts. A worker that computes several parts gives some to
-    idle workers. If the workers no longer suffice for all replicas, the replica that lost most workers is dissolved, and
-    its survivors fill the gaps in the others. When they suffice again, a replica is added.
+    A failed worker is replaced, in this order of preference, by an idle holder of the part, by an idle worker, by a
+    busy holder of the part, by the worker that computes the fewest parts. A worker that computes several parts gives
+    some to idle workers. If the workers no longer suffice for all replicas, the replica that lost most workers is
+    dissolved, and its survivors fill the gaps in other replicas. When they suffice again, a replica is added.
 
     Args:
         shape: The shape of the job.
@@ -163,7 +163,7 @@ def new_homes(shape: Shape, homes: Homes, members: Sequence[int]) -> Homes:
 
 
 def restorations(before: Homes, after: Homes, members: Collection[int]) -> tuple[Restoration, ...]:
-    """Return who restores each part without a surviving holder: its first delta standby, else its first new holder.
+    """Return the worker that restores each part without a holder: its first delta standby, else its first new holder.
 
     Args:
         before: The previous placement, including failed workers.

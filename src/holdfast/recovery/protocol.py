@@ -6,16 +6,17 @@ of a step therefore already holds all of its buckets, and no state is ever sent 
 
 In a split model a step has no buckets that all workers reduce: parts are all-reduced, and stages hand over activations,
 among the workers concerned while the step is computed. Only the commit vote involves every worker, and none enters it
-before it has everything of the step for its parts. So a survivor that missed the vote still holds the whole step. A step
-can also fail while it is computed; then no strategy can continue it, because the failed worker's results are missing.
+before it has everything of the step for its parts. So a survivor that missed the vote still holds the whole step. A
+step can also fail while it is computed; then no strategy can continue it, because the failed worker's results are
+missing.
 
 When a collective fails, the survivors regroup (R1 to R4, :mod:`holdfast.recovery.regroup`). Then the strategy decides
 (R5), and its actions are carried out.
 
 When a worker waits to join or wants to leave, the commit vote says so, and all regroup before the next step: agree(0),
-because a peer that missed the vote does the same, and then R2. Its shrink excludes leaving workers, and admits newcomers
-if all members know of them. All other workers are then between the same two steps, so there is nothing to decide: they
-send their state to the newcomers, agree(1), and only then the newcomers are members.
+because a peer that missed the vote does the same, and then R2. Its shrink excludes leaving workers, and admits
+newcomers if all members know of them. All other workers are then between the same two steps, so there is nothing to
+decide: they send their state to the newcomers, agree(1), and only then the newcomers are members.
 
 Changes to the running job are announced in a commit vote too. All workers fetch them, agree(1), and only then they take
 effect: they may change the strategy, and all workers must decide by the same one.
@@ -25,7 +26,8 @@ regroups as for a membership change: agree(0), then R2. Its shared progress info
 load. If only a message was corrupted in transit, no state is wrong: then all workers roll the step back and retry it.
 
 A split model then gets a new placement: parts are sent, agree(1), and only then the placement takes effect. Under
-``partial`` a part without a surviving holder is restored at that point too, by one worker that sends it to the others.
+``partial`` a part without a surviving holder is restored at that point too, by one worker that sends it to its new
+holders.
 
 At the end comes the gate: agree(1), publish, agree(1), leave. A worker may not leave on anything weaker, because a
 survivor that must recover would wait for the workers that left.
@@ -89,7 +91,7 @@ from holdfast.recovery.strategy import Strategy
 
 
 class State(enum.Enum):
-    """The state in which the worker waits, unless it regroups: then it is a :class:`~holdfast.recovery.regroup.Line`."""
+    """The state in which the worker waits; while it regroups, a :class:`~holdfast.recovery.regroup.Line`."""
 
     NEW = enum.auto()
     COMPUTE = enum.auto()
@@ -126,9 +128,7 @@ class Protocol:
 
     def __init__(self, strategy: Strategy, num_buckets: int, *, split: bool = False) -> None:
         if num_buckets < 0 or (num_buckets == 0 and not split):
-            raise InternalError(
-                f"num_buckets must be at least 1, or 0 for a model that is split, got {num_buckets}"
-            )
+            raise InternalError(f"num_buckets must be at least 1, or 0 for a model that is split, got {num_buckets}")
         self._strategy = strategy
         self._split = split
         self._num_buckets = num_buckets
@@ -140,7 +140,7 @@ class Protocol:
         self._orders: tuple[Action, ...] = ()
 
     def set_strategy(self, strategy: Strategy) -> None:
-        """Decide by another strategy from now on; all workers do so in :class:`MakeChanges`, a newcomer in :class:`Install`."""
+        """Switch to another strategy; all workers do so in :class:`MakeChanges`, a newcomer in :class:`Install`."""
         self._strategy = strategy
 
     @property
@@ -261,7 +261,9 @@ class Protocol:
 
     def _recover(self) -> list[Action]:
         waits = self._state in (State.SUM, State.CLOSE, Line.SHARE, State.ACT)
-        if not waits and not (self._split and self._state is State.COMPUTE):  # in a split model, stages wait for each other
+        if not waits and not (
+            self._split and self._state is State.COMPUTE
+        ):  # in a split model, stages wait for each other
             raise InternalError(f"no collective can fail in state {self._state.name}")
         self._known, self._orders = None, ()
         return self._regroup(Line.REVOKE)
@@ -348,7 +350,7 @@ class Protocol:
                     return [order]
                 case LoadCheckpoint() | Reinitialise():
                     # Set before the first message of loading: from here on all workers load, whichever of them die,
-                    # though some may have loaded by then and be many collectives apart from the others.
+                    # though some may have loaded by then and be many collectives apart from other workers.
                     self._completed, self._computed = LOADING, False
                     return [order]
                 case SaveAndStop():

@@ -43,7 +43,7 @@ def strategy_class(name: str) -> type[Strategy]:
 
     kind: type[Strategy] = _STRATEGIES.load(name, Strategy)
     if not isinstance(getattr(kind, "exact", None), bool):
-        raise ConfigError(f"strategy {name!r} ({kind!r}) must say whether it is exact: define the class attribute exact as True or False")
+        raise ConfigError(f"strategy {name!r} ({kind!r}) must set its class attribute exact to True or False")
     return kind
 
 

@@ -9,10 +9,12 @@
     R3  share progress    the progress of every survivor
     R4  agree(1)          from here on all have the same knowledge, and all know that all have it
 
-R3 shares progress as the driver measures it: a training session counts all-reduces (:mod:`holdfast.recovery.protocol`), the
-``torch.distributed`` backend counts collectives. The sequence is the same, and the model checker verifies it for both.
+R3 shares progress as the driver measures it: a training session counts all-reduces (:mod:`holdfast.recovery.protocol`),
+the ``torch.distributed`` backend counts collectives. The sequence is the same, and the model checker verifies it for
+both.
 
-It is a table of lines and not a generator because the model checker copies and compares workers, and can only do so with a line.
+It is a table of lines and not a generator because the model checker copies and compares workers, and can only do so
+with a line.
 """
 
 from __future__ import annotations
@@ -25,9 +27,9 @@ from holdfast.recovery.messages import Action, Agree, Progress, Revoke, SharePro
 class Line(enum.IntEnum):
     """One line of the sequence, in order. A worker enters at the first line that some peer may not have passed yet.
 
-    A failed collective enters at ``REVOKE``. A planned regrouping enters at ``HEARD``: a peer that missed it is recovering
-    and reaches the same agreement. After an agreement that returned False every survivor knows, so it enters at
-    ``SHRINK``. A newcomer's first line is ``FENCE``.
+    A failed collective enters at ``REVOKE``. A planned regrouping enters at ``HEARD``: a peer that missed it is
+    recovering and reaches the same agreement. After an agreement that returned False every survivor knows, so it enters
+    at ``SHRINK``. A newcomer's first line is ``FENCE``.
     """
 
     REVOKE = enum.auto()

@@ -15,7 +15,7 @@ class Restart(Strategy):
     """Loses the steps since the newest checkpoint. The processes of the survivors keep running.
 
     Args:
-        min_workers: With fewer survivors: save and stop. The state before the step in progress is saved, not the checkpoint.
+        min_workers: With fewer survivors: save and stop. This saves the step in progress, not the checkpoint.
     """
 
     exact: ClassVar[bool] = True

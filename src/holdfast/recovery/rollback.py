@@ -25,7 +25,7 @@ class Rollback(Strategy):
     min_workers: int = 1
 
     def handle(self, event: Event) -> list[Action]:
-        """Roll back the step in progress, after survivors that are behind have applied a step that another committed."""
+        """Roll back the step in progress, after survivors that are behind have applied a committed step."""
         match event:
             case ProgressKnown():
                 return take_back(View.of(event), self.min_workers)

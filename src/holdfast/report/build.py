@@ -57,14 +57,14 @@ def build_report(
     neither the samples, the model nor a plan: unknown values are null. A step is then one backward pass of
     ``DistributedDataParallel`` and ends when the next one begins, so the last step has no time.
 
-    ``workers.started`` counts the workers that computed from the start, ``workers.spares`` the spares that waited beside
-    them. Workers that joined later are in ``joined``, workers that left after SIGTERM in ``left``; neither is a failure.
-    ``reinitialised`` has one entry for each rebuild of the application by the survivors, with the times of the slowest.
-    ``restored`` has one for each part of a split model that ``partial`` restored, with its number of blocks and their age
-    in steps; ``optimizer_stale_steps`` is null unless its optimizer state was kept. ``flips`` has one for each injected
-    flip that struck, with its target and the first altered values. ``parts_held`` lists the parts of a split model in
-    each worker's memory at the end, in bytes. ``eager`` is the cost at each worker of updating buckets before their
-    step's commit vote: seconds over all steps, and the memory of the undo copies.
+    ``workers.started`` counts the workers that computed from the start, ``workers.spares`` the spares that waited
+    beside them. Workers that joined later are in ``joined``, workers that left after SIGTERM in ``left``; neither is a
+    failure. ``reinitialised`` has one entry for each rebuild of the application by the survivors, with the times of the
+    slowest. ``restored`` has one for each part of a split model that ``partial`` restored, with its number of blocks
+    and their age in steps; ``optimizer_stale_steps`` is null unless its optimizer state was kept. ``flips`` has one for
+    each injected flip that struck, with its target and the first altered values. ``parts_held`` lists the parts of a
+    split model in each worker's memory at the end, in bytes. ``eager`` is the cost at each worker of updating buckets
+    before their step's commit vote: seconds over all steps, and the memory of the undo copies.
 
     Args:
         records: Records of all workers and of the launcher, in any order.

@@ -80,7 +80,7 @@ class Certified:
         return [r for (at, _), records in sorted(self._parts.items()) if at == step for r in _alike(records)]
 
     def digests(self, step: int) -> dict[str, set[str]]:
-        """Return the digests of all tensors before a step, by path: several for a tensor in which its holders differ."""
+        """Return the digests of all tensors before a step, by path: several for one in which its holders differ."""
         found: dict[str, set[str]] = {}
         for tensors in [holder.tensors for holder in self.holders(step)] or [self.wholes.get(step, {})]:
             for path, digest in tensors.items():
@@ -144,7 +144,7 @@ class Certified:
             before = self.before(step)
             for line in lines.values():
                 if before and line.link not in {_link(link, line) for link in before}:
-                    what = "its link does not match the content of its line and the previous link: one of them was altered"
+                    what = "its link does not match its line and the previous link: one of them was altered"
                     yield Finding(step=step, what=f"step {step}: {what}")
             for line in self.lines.get(step, ()):
                 if not fits(line.figures, line.metrics):
@@ -154,7 +154,7 @@ class Certified:
         end = max((record.step for record in self.finished), default=self.last + 1) - 1
         if end > self.last:
             steps = f"step {end}" if end == self.last + 1 else f"steps {self.last + 1} to {end}"
-            yield Finding(step=self.last + 1, what=f"{steps}: no lines, and training went on to step {end}")
+            yield Finding(step=self.last + 1, what=f"{steps}: no lines, but training continued to step {end}")
 
     def _other_wholes(self) -> Iterator[Finding]:
         for step, tensors in self.wholes.items():
@@ -179,8 +179,7 @@ class Certified:
     def twice(self) -> list[Finding]:
         """Return the steps that were committed again with different results; the last time counts.
 
-        This happens if all workers rolled back because a state was corrupt, and otherwise only if training is not
-        deterministic.
+        The reason is a rollback from a corrupt state, or otherwise training that is not deterministic.
         """
         found = []
         for step, lines in sorted(self.lines.items()):
@@ -191,7 +190,7 @@ class Certified:
         return found
 
     def check_workers(self) -> list[Finding]:
-        """Return the workers whose history differs from the recorded one: for each, the step in which it is first visible."""
+        """Return the workers whose history differs from the recorded one, each with the first step that shows it."""
         agreed: dict[int, int] = {}
         found: dict[int, Finding] = {}
         for record in self.records:
@@ -244,7 +243,7 @@ def _link(before: str, line: StepCommitted) -> str:
 
 
 def differing(one: StepCommitted, other: StepCommitted) -> list[str]:
-    """Return the properties in which a step differs: ``samples``, ``state``, ``metrics``, in the order they are computed."""
+    """Return the properties in which a step differs: ``samples``, ``state``, ``metrics``, in that order."""
     found = []
     if (one.epoch, one.samples, one.ids) != (other.epoch, other.samples, other.ids):
         found.append("samples")

@@ -94,7 +94,7 @@ def _describe(one: Certified, other: Certified, step: int, what: tuple[str, ...]
 
 
 def _part(run: Certified, step: int) -> str:
-    """Return the part of a split model that a step hashes a window of, which the records of a lead without that part lack."""
+    """Return the part of a split model that a step hashes a window of; records of a lead without it lack this."""
     return f"part {step % run.parts}" if run.parts else ""
 
 
@@ -107,7 +107,7 @@ def _same_before(one: Certified, other: Certified, step: int, where: str) -> Ite
 
 
 def _tensors(one: Certified, other: Certified, step: int) -> tuple[int, tuple[str, ...]]:
-    """Return the first step from ``step`` on before which both hashed all tensors and some differ, and those tensors."""
+    """Return the first step from ``step`` on before which both hashed all tensors and some differ, and those."""
     for at in sorted(number for number in one.wholes if number in other.wholes and number >= step):
         a, b = one.digests(at), other.digests(at)
         paths = [*a, *(path for path in b if path not in a)]

@@ -50,7 +50,7 @@ def percent(value: float | None, *, signed: bool = False, digits: int = 1) -> st
 
 
 def clean(text: object) -> str:
-    """Return text on one line, with control characters escaped: names from scripts and files may hold terminal sequences."""
+    """Return text on one line, control characters escaped: names from scripts and files may hold terminal sequences."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape", "backslashreplace").decode() for c in str(text))
 
 
@@ -101,7 +101,7 @@ def headline(report: Mapping[str, Any]) -> str:
 
 
 def happenings(report: Mapping[str, Any]) -> list[tuple[float, str]]:
-    """Return the times and descriptions of events other than failures: workers that joined, left or were slow, changes."""
+    """Return times and descriptions of events other than failures: workers that joined, left or were slow, changes."""
     one = worker(report)
     found = [
         (r["t_s"], f"{one} {r['rank']} joined at step {r['step']}; the other workers waited {seconds(r['held_s'])}")
@@ -162,14 +162,14 @@ def _changed(change: Mapping[str, Any]) -> str:
 
 def _reinitialised(r: Mapping[str, Any]) -> str:
     """Return a description of a rebuild: by which workers, from which state, and the time of each phase."""
-    who = "the survivors alone" if r["form"] == "survivors" else "with failed workers replaced"
+    subject = "the survivors alone" if r["form"] == "survivors" else "with failed workers replaced"
     source = {
         "own": "each worker's own snapshot",
         "root": "the lowest rank's snapshot",
         "checkpoint": "the newest checkpoint",
     }
     parts = f"snapshot {seconds(r['snapshot_s'])}, application rebuilt {seconds(r['rebuild_s'])}, state loaded {seconds(r['load_s'])}"
-    return f"{count(r['workers'], 'worker')} reinitialised ({who}) and resumed at step {r['step']} from {source[r['source']]}: {parts}"
+    return f"{count(r['workers'], 'worker')} reinitialised ({subject}) and resumed at step {r['step']} from {source[r['source']]}: {parts}"
 
 
 def _restored(r: Mapping[str, Any]) -> str:
@@ -231,13 +231,13 @@ def _what_happened(report: Mapping[str, Any]) -> str:
     of = set(ranks) <= set(report["workers"].get("ranks_started", ranks))
     if len(failures) == 1:
         step = failures[0]["step"]
-        who = f"{one.capitalize()} {ranks[0]}{f' of {started}' if of else ''} {what.replace('were', 'was')}"
-        who += "" if step is None else f" at step {step}"
+        subject = f"{one.capitalize()} {ranks[0]}{f' of {started}' if of else ''} {what.replace('were', 'was')}"
+        subject += "" if step is None else f" at step {step}"
     elif len(ranks) == len(failures):
-        who = f"{len(ranks)} of {count(started, one)} {what}" if of else f"{count(len(ranks), one)} {what}"
+        subject = f"{len(ranks)} of {count(started, one)} {what}" if of else f"{count(len(ranks), one)} {what}"
     else:
-        who = f"{one.capitalize()}s {what} {len(failures)} times"
-    return f"{who}{then}{_went_on(report)}."
+        subject = f"{one.capitalize()}s {what} {len(failures)} times"
+    return f"{subject}{then}{_went_on(report)}."
 
 
 def _what_was_done(failures: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
@@ -309,7 +309,7 @@ def _who_finished(report: Mapping[str, Any]) -> str:
     if finished == 1:
         return f"One {worker(report)} survived and finished." if there > 1 else ""
     all_of_them = "Both" if finished == 2 else f"All {few}"
-    who = all_of_them if finished == there else f"The {few} {'members at the end' if came_and_went else 'survivors'}"
+    who = all_of_them if finished == there else f"The {few} {'remaining workers' if came_and_went else 'survivors'}"
     return f"{who} {'finished' if is_distributed(report) else 'ended with the same bits'}."
 
 

@@ -1,4 +1,4 @@
-"""The page of a run as one self-contained HTML file; :mod:`holdfast.report.pages` finds the code that draws other results."""
+"""The page of a run as one self-contained HTML file; :mod:`holdfast.report.pages` draws other results."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ def render_run(report: Mapping[str, Any], records: Sequence[Record] = (), title:
 def write_page(directory: Path) -> Path:
     """Write ``index.html`` for the run, the demo, the study or the simulation in ``directory``, and return its path.
 
-    The records of a demo's runs are read from the folder in ``directory`` with the name of the run. The figures of a study
-    and of a simulation are also written to a folder ``figures``: SVG, PNG, and CSV of the rows that they show.
+    The records of a demo's runs are read from the folder in ``directory`` with the name of the run. The figures of a
+    study and of a simulation are also written to a folder ``figures``: SVG, PNG, and CSV of the rows that they show.
 
     Raises:
         ConfigError: if ``directory`` holds none of these, or damaged files.

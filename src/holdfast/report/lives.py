@@ -199,7 +199,7 @@ class Life:
     def unnoticed(self, explained: set[int]) -> Iterator[WorkerEnded]:
         """Yield deaths by a signal that no survivor recorded.
 
-        If no worker finished, only the first counts: the launcher ends the others when it gives the job up.
+        If no worker finished, only the first counts: the launcher ends all other workers when it gives the job up.
         """
         finished = {r.rank for r in self.of(Finished)}
         quiet = explained | finished | {r.rank for r in self.of(ScriptFailed)}

@@ -41,7 +41,7 @@ class Stretch:
     open: bool
     """No record shows how it ended."""
     waits_s: float
-    """Seconds after ``from_s`` that it waited as a spare or as a surplus newcomer; 0 for a worker that computed from the start."""
+    """Seconds after ``from_s`` that it waited as a spare or surplus newcomer; 0 if it computed from the start."""
 
 
 def stretches(history: History, end_s: float) -> Iterator[Stretch]:
@@ -290,7 +290,7 @@ def _unit_ticks(axes: Axes, zero_s: float, zero: str) -> None:
 def _marks_of_zoom(
     axes: Axes, history: History, failures: Sequence[Failure], zero_s: float, end_s: float
 ) -> list[tuple[str, str]]:
-    """Return the meanings of the marks, with the times to the first detection, the last decision and the next commit."""
+    """Return the meanings of the marks, with the times of the first detection, last decision and next commit."""
     left, right = axes.get_xlim()
     known = min((f.known_s for f in failures if f.known_s is not None and f.injected), default=None)
     decided = failures[0].decided_s

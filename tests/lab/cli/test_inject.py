@@ -132,7 +132,7 @@ def test_a_copy_leaves_other_files_beside_it_alone(holdfast):
         (["m.h5", "-o", "no/where/n.h5", "--flips", "0"], "--flips must be at least 1, got 0"),
         (["m.h5", "--in-place", "--record", "m.h5"], "m.h5 is there already, and may be needed to take something back"),
         (["m.h5", "--in-place", "--record", "no/r.json"], "cannot write the record no/r.json: No such file or directory"),
-        (["m.h5", "--in-place", "--at", "dense"], "--at must equal, be a prefix of or match one of conv/bias, conv/kernel, conv2/kernel, got 'dense'"),
+        (["m.h5", "--in-place", "--at", "dense"], "--at must equal, prefix or match one of conv/bias, conv/kernel, conv2/kernel, got 'dense'"),
         (["m.h5", "--in-place", "--flips", "x"], "--flips must be a whole number, got 'x'"),
         (["m.h5", "--in-place", "--bits", "31:30"], "--bits must be one of all, sign, exponent, mantissa, critical, a number from 0"),
         (["m.h5", "--in-place", "--mask", "1{0}"], "--mask must be zeros and ones with a one among them, as 1011, got '1{0}'"),

@@ -1,8 +1,8 @@
 """Imported by Python at the start of every process of a test: jobs that compile nothing do not load torch's compiler.
 
 The first optimizer of a process imports ``torch._dynamo``, to exclude itself from compilation. That import is half of a
-worker's computation before its first step. Here a module takes its place that has ``graph_break`` and ``disable``, and that
-is replaced by the real one on any other access. The examples, the demo and the benchmarks run without it.
+worker's computation before its first step. Here a module takes its place that has ``graph_break`` and ``disable``, and
+that is replaced by the real one on any other access. The examples, the demo and the benchmarks run without it.
 """
 
 import importlib
