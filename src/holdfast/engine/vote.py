@@ -7,8 +7,7 @@ reduction, the maximum, gives the reduction of its field: the largest value dire
 Transport: up to :data:`~holdfast.comm.allreduce.shm.MAX_INTEGERS` (15) integers go through shared memory at no cost.
 More go as a message, which any fabric can carry and which takes a round trip. For a replicated model the largest vote
 has 15: 6 of the guard, 9 of the loop. For a split model the certificate adds 2, and 2 for *each* part in a step that
-hashes the whole state (:data:`~holdfast.integrity.hash_chain.WHOLE_EVERY`): that is the one vote that is sent as a
-message, once in 256 steps.
+hashes the whole state (every :data:`~holdfast.integrity.hash_chain.WHOLE_EVERY` = 256 steps): that one is a message.
 """
 
 from __future__ import annotations

@@ -94,7 +94,7 @@ class StepCommitted(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateHashed(Record):
-    """The state of ``rank`` before ``step``: each :data:`holdfast.integrity.hash_chain.WHOLE_EVERY` steps, and at the end.
+    """State of ``rank`` before ``step``, every :data:`holdfast.integrity.hash_chain.WHOLE_EVERY` steps and at the end.
 
     Args:
         link: The link of the previous step, as this worker itself computed it.
@@ -276,7 +276,7 @@ class PartsHeld(Record):
         backups: Parts that it held as a delta standby, in a state some steps old.
         computes_bytes: Size of the parts that it computed.
         mirrors_bytes: Size of its hot standbys.
-        copies_bytes: Size of its delta standbys, and of the references from which it computes their updates.
+        copies_bytes: Size of its delta standbys, and of the references from which it updates those of other workers.
     """
 
     computes: tuple[int, ...]
@@ -314,7 +314,7 @@ class UpdatedEagerly(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlicesTried(Record):
-    """Whether ``rank`` can batch a step's slices into one pass is known; see :meth:`holdfast.session.step.Step.compute`.
+    """Whether ``rank`` can batch a step's slices in one pass is known; see :meth:`holdfast.session.step.Step.compute`.
 
     Args:
         samples: Samples of each slice.

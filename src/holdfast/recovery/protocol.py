@@ -7,8 +7,7 @@ of a step therefore already holds all of its buckets, and no state is ever sent 
 In a split model a step has no buckets that all workers reduce: parts are all-reduced, and stages hand over activations,
 among the workers concerned while the step is computed. Only the commit vote involves every worker, and none enters it
 before it has everything of the step for its parts. So a survivor that missed the vote still holds the whole step. A
-step can also fail while it is computed; then no strategy can continue it, because the failed worker's results are
-missing.
+step can also fail while it is computed; then no strategy can continue it, as the failed worker's results are lost.
 
 When a collective fails, the survivors regroup (R1 to R4, :mod:`holdfast.recovery.regroup`). Then the strategy decides
 (R5), and its actions are carried out.
@@ -26,8 +25,7 @@ regroups as for a membership change: agree(0), then R2. Its shared progress info
 load. If only a message was corrupted in transit, no state is wrong: then all workers roll the step back and retry it.
 
 A split model then gets a new placement: parts are sent, agree(1), and only then the placement takes effect. Under
-``partial`` a part without a surviving holder is restored at that point too, by one worker that sends it to its new
-holders.
+``partial`` a part without a surviving holder is restored at that point too, by one of its new holders.
 
 At the end comes the gate: agree(1), publish, agree(1), leave. A worker may not leave on anything weaker, because a
 survivor that must recover would wait for the workers that left.

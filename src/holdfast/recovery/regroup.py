@@ -10,11 +10,9 @@
     R4  agree(1)          from here on all have the same knowledge, and all know that all have it
 
 R3 shares progress as the driver measures it: a training session counts all-reduces (:mod:`holdfast.recovery.protocol`),
-the ``torch.distributed`` backend counts collectives. The sequence is the same, and the model checker verifies it for
-both.
+the ``torch.distributed`` backend counts collectives. The model checker verifies the sequence for both.
 
-It is a table of lines and not a generator because the model checker copies and compares workers, and can only do so
-with a line.
+It is a table of lines, not a generator, because the model checker must be able to copy and compare workers.
 """
 
 from __future__ import annotations

@@ -11,8 +11,7 @@ from holdfast.report.history import History
 def workers_kinds(history: History) -> dict[str, Any] | None:
     """Return the platforms, their workers, what differing ones gave up, and refused workers; None if not recorded.
 
-    ``given_up`` is "" if all workers had one platform, and if the strategy does not promise bit-exactness. A worker's
-    platform is its last one.
+    ``given_up`` is "" for a single platform, or an inexact strategy. The last platform of a worker counts.
     """
     starts = [record for record in history.of(RunStarted) if record.kind]
     if not starts:
