@@ -20,7 +20,7 @@ class Forward(Strategy):
     """Loses no time, only the failed worker's gradients of this step in buckets that were not yet reduced.
 
     The rule is "reduced by *any* survivor". Under "reduced by all survivors", a worker that holds a reduced bucket
-    has already overwritten its own gradients and could not contribute to a retried all-reduce.
+    no longer has its own gradients and could not contribute to a retried all-reduce.
 
     Args:
         min_workers: With fewer survivors: save the state before the step in progress and stop.
